@@ -1,0 +1,47 @@
+# `make demo` and `make test` do everything on a fresh machine; a second run starts at once.
+VENV   := .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test lint types unit test-slow bench-jsonl system clean
+
+demo: $(READY)
+	$(BIN)/python -m packhorse.cli.demo
+
+test: system lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/pytest -n 2 -m "not slow" -q
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow -q
+
+bench-jsonl: $(READY)
+	$(BIN)/python benchmarks/jsonl.py
+
+# Everything the demo and the tests import. Rebuilt when the declared dependencies change.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# torchcodec (one of three video backends) loads the system's FFmpeg libraries.
+system:
+	@if ! ldconfig -p | grep -q libavcodec; then \
+	  echo "installing ffmpeg (for the torchcodec tests)"; \
+	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$SUDO apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -y -qq --no-install-recommends ffmpeg; \
+	fi
+
+clean:
+	rm -rf $(VENV) demo-data .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,51 @@
+"""Packhorse carries every sample of a vision-language fine-tuning set to the model.
+
+Importing this package imports none of torch, transformers, pyarrow or datasets: names are loaded on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from packhorse.datasets import RobustDatasetWrapper, make_meta_dataset, open_meta_dataset
+    from packhorse.errors import BadSample, ConfigError, Ledger, PackhorseError, default_ledger
+    from packhorse.types import Drop, World
+
+__all__ = [
+    "BadSample",
+    "ConfigError",
+    "Drop",
+    "Ledger",
+    "PackhorseError",
+    "RobustDatasetWrapper",
+    "World",
+    "__version__",
+    "default_ledger",
+    "make_meta_dataset",
+    "open_meta_dataset",
+]
+
+_HOME = {
+    "BadSample": "errors",
+    "ConfigError": "errors",
+    "Drop": "types",
+    "Ledger": "errors",
+    "PackhorseError": "errors",
+    "RobustDatasetWrapper": "datasets",
+    "World": "types",
+    "default_ledger": "errors",
+    "make_meta_dataset": "datasets",
+    "open_meta_dataset": "datasets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'packhorse' has no attribute {name!r}")
+    return getattr(import_module(f"packhorse.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

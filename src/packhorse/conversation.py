@@ -1,0 +1,83 @@
+"""The door: an example dict (the documented format) becomes a :class:`~packhorse.types.Conversation`.
+
+This is the only place that looks inside ``content``. What goes in is never changed; what comes out is frozen.
+A structure that is not the documented one raises :class:`~packhorse.errors.BadSample`, naming the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from packhorse.errors import BadSample
+from packhorse.types import Conversation, MediaKind, MediaRef, Message, Part, TextPart
+
+_MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+
+
+def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversation:
+    """Read ``example["conversation"]`` into types.
+
+    >>> parse_conversation({"conversation": [{"role": "user", "content": "Hi"}]}).messages[0].text
+    'Hi'
+    """
+    turns = example.get("conversation")
+    if not isinstance(turns, list | tuple):
+        raise _wrong(f"'conversation' is {_kind(turns)}, expected a list of turns", key)
+    return Conversation(tuple(_message(turn, number, key) for number, turn in enumerate(turns)), key)
+
+
+def replace_media(
+    example: Mapping[str, Any], load: Callable[[MediaRef], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A copy of ``example`` in which each medium's part is updated with what ``load(ref)`` returns.
+
+    Only dicts and lists on the way to a medium are copied; the caller's example stays as it was.
+    """
+    turns = []
+    for number, turn in enumerate(example["conversation"]):
+        content = turn["content"]
+        if not isinstance(content, str):
+            content = [_replaced(part, number, load) for part in content]
+        turns.append({**turn, "content": content})
+    return {**example, "conversation": turns}
+
+
+def _replaced(
+    part: Mapping[str, Any], turn: int, load: Callable[[MediaRef], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    parsed = _part(part, turn, "")
+    return {**part, **load(parsed)} if isinstance(parsed, MediaRef) else part
+
+
+def _message(turn: Any, number: int, key: str) -> Message:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        raise _wrong(f"turn {number} is {_kind(turn)} without a 'role', expected role and content", key)
+    content = turn.get("content")
+    if isinstance(content, str):
+        return Message(turn["role"], (TextPart(content),))
+    if not isinstance(content, list | tuple):
+        raise _wrong(f"the content of turn {number} is {_kind(content)}, expected text or a list", key)
+    return Message(turn["role"], tuple(_part(part, number, key) for part in content))
+
+
+def _part(part: Any, turn: int, key: str) -> Part:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"a text part of turn {turn} holds {_kind(part.get('text'))}", key)
+        return TextPart(part["text"])
+    if kind in _MEDIA_KINDS:
+        if part.get(kind) is None:
+            raise _wrong(f"an {kind} part of turn {turn} has no '{kind}' field", key)
+        options = {name: value for name, value in part.items() if name not in ("type", kind)}
+        return MediaRef(kind, part[kind], options)
+    raise _wrong(f"turn {turn} has a part of type {kind!r}, expected text, image, video or audio", key)
+
+
+def _wrong(detail: str, key: str) -> BadSample:
+    return BadSample(detail, reason="wrong_format", key=key, stage="convert")
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""Exact and estimated token counts; what a sample costs before a pixel is decoded."""

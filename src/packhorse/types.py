@@ -1,0 +1,141 @@
+"""The values that pass between stages: plain, frozen, and cheap to import.
+
+Nothing here reads a file, imports torch or knows a model. Everything above imports from here, so a field
+means the same thing in every stage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+MediaKind = Literal["image", "video", "audio"]
+MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+
+Action = Literal["left_out", "replaced", "cut", "repaired", "kept"]
+"""What became of the sample: ``left_out`` and ``replaced`` were not delivered; ``cut`` was delivered without
+a part of it; ``repaired`` was delivered changed; ``kept`` was delivered as it is, with a remark."""
+
+Stage = Literal["select", "read", "convert", "media", "encode", "collate", "plan"]
+"""The stage of the flow at which the loss was noticed."""
+
+Reason = Literal[
+    "not_sampled",  # sample_ratio below 1 did not draw the row
+    "left_over",  # equal shards: the rows that do not divide by the world size
+    "malformed_row",  # not JSON, not UTF-8, not an object
+    "wrong_format",  # an object, but not a conversation under the declared columns and tags
+    "empty_conversation",
+    "no_assistant_turn",
+    "unknown_role",
+    "surplus_placeholder",  # more <image> in the text than images in the row
+    "surplus_media",  # more images in the row than <image> in the text
+    "outside_media_dir",
+    "missing_media",
+    "broken_media",
+    "media_too_large",
+    "same_file",  # two datasets of one mixture read the same file
+    "sample_failed",  # a dataset raised for this sample; the detail names the exception
+    "collate_failed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who shares the work: this process is ``rank`` of ``size`` data-parallel processes.
+
+    It is passed in, never looked up inside a stage, so every cluster shape can be tested in one process.
+    ``World.detect()`` is for the edge of a program.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"rank={self.rank}, world size={self.size}: expected size >= 1 and 0 <= rank < size"
+            )
+
+    @classmethod
+    def detect(cls) -> World:
+        """This process's place: ``torch.distributed`` if initialised, else torchrun's variables, else alone.
+
+        torch is not imported for this: a process that has not imported it has no process group.
+        """
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """One entry of the ledger: what happened to one sample (or one medium of it), where and why.
+
+    ``key`` names the row, unique over a mixture: ``coco/812`` is row 812 (from 0) of dataset ``coco``;
+    ``coco/812#1`` is its second copy where ``sample_ratio`` is above 1.
+    """
+
+    key: str
+    stage: Stage
+    reason: Reason
+    detail: str = ""
+    action: Action = "left_out"
+    dataset: str = ""
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRef:
+    """Where one image, video or audio clip comes from; never its pixels.
+
+    ``source`` is what the row holds: a path, an address (``s3://…``), ``db.lmdb::key``, encoded bytes, an
+    object that is already decoded (a PIL image, an array), or for a video a list of frame paths. ``options``
+    are the row's own wishes beside it (``fps``, ``frame_indices``, …), passed on unread.
+    """
+
+    kind: MediaKind
+    source: Any
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A piece of text inside a message."""
+
+    text: str
+
+
+Part = TextPart | MediaRef
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: who speaks, and the parts in order."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def text(self) -> str:
+        """All text of the turn, joined without separators."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One sample: its turns, and the key that names it in logs and in the ledger."""
+
+    messages: tuple[Message, ...]
+    key: str = ""
+
+    @property
+    def media(self) -> tuple[MediaRef, ...]:
+        """All media in the order in which the text mentions them."""
+        return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))
