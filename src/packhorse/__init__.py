@@ -1,6 +1,6 @@
 """Packhorse carries every sample of a vision-language fine-tuning set to the model.
 
-Importing this package imports none of torch, transformers, pyarrow or datasets: names are loaded on first use.
+Importing this package imports none of torch, transformers, pyarrow or datasets: names load on first use.
 """
 
 from importlib import import_module
@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from packhorse.datasets import RobustDatasetWrapper, make_meta_dataset, open_meta_dataset
-    from packhorse.errors import BadSample, ConfigError, Ledger, PackhorseError, default_ledger
+    from packhorse.errors import BadSample, ConfigError, PackhorseError
+    from packhorse.ledger import Ledger, default_ledger
     from packhorse.types import Drop, World
 
 __all__ = [
@@ -31,11 +32,11 @@ _HOME = {
     "BadSample": "errors",
     "ConfigError": "errors",
     "Drop": "types",
-    "Ledger": "errors",
+    "Ledger": "ledger",
     "PackhorseError": "errors",
     "RobustDatasetWrapper": "datasets",
     "World": "types",
-    "default_ledger": "errors",
+    "default_ledger": "ledger",
     "make_meta_dataset": "datasets",
     "open_meta_dataset": "datasets",
 }

@@ -7,12 +7,10 @@ A structure that is not the documented one raises :class:`~packhorse.errors.BadS
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from packhorse.errors import BadSample
-from packhorse.types import Conversation, MediaKind, MediaRef, Message, Part, TextPart
-
-_MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+from packhorse.types import MEDIA_KINDS, Conversation, MediaRef, Message, Part, TextPart
 
 
 def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversation:
@@ -67,7 +65,7 @@ def _part(part: Any, turn: int, key: str) -> Part:
         if not isinstance(part.get("text"), str):
             raise _wrong(f"a text part of turn {turn} holds {_kind(part.get('text'))}", key)
         return TextPart(part["text"])
-    if kind in _MEDIA_KINDS:
+    if kind in MEDIA_KINDS:
         if part.get(kind) is None:
             raise _wrong(f"an {kind} part of turn {turn} has no '{kind}' field", key)
         options = {name: value for name, value in part.items() if name not in ("type", kind)}

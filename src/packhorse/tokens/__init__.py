@@ -1,1 +1,5 @@
-"""Exact and estimated token counts; what a sample costs before a pixel is decoded."""
+"""What a sample costs, before a pixel is decoded."""
+
+from packhorse.tokens.stats import add_stats, collect_sample_stats
+
+__all__ = ["add_stats", "collect_sample_stats"]

@@ -1,0 +1,57 @@
+"""Datasets: rows of any source become examples, and nothing is lost on the way without a ledger entry.
+
+The wrappers are torch datasets; they are loaded when first asked for, so that reading rows costs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from packhorse.datasets.files import load_json_or_jsonl as _load_json_or_jsonl
+from packhorse.datasets.files import load_jsonl_for_rank as _load_jsonl_for_rank
+from packhorse.datasets.meta import MetaDataset, make_meta_dataset, open_meta_dataset
+from packhorse.datasets.recipes import (
+    json2token,
+    make_cord_v2_dataset,
+    make_cv17_dataset,
+    make_medpix_dataset,
+    make_rdr_dataset,
+    make_unimm_chat_dataset,
+)
+from packhorse.datasets.rows import RowFile, open_rows
+from packhorse.datasets.sharegpt import convert_sharegpt_to_conversation
+from packhorse.datasets.sharegpt import convert_sharegpt_to_conversation as _convert_sharegpt_to_conversation
+from packhorse.datasets.summary import _ExamplesWithStats, logger
+from packhorse.datasets.summary import log_dataset_loading_summary as _log_dataset_loading_summary
+from packhorse.tokens import collect_sample_stats as _collect_sample_stats
+
+if TYPE_CHECKING:
+    from packhorse.datasets.robust import RobustDatasetWrapper
+
+__all__ = [
+    "MetaDataset",
+    "RobustDatasetWrapper",
+    "RowFile",
+    "_ExamplesWithStats",
+    "_collect_sample_stats",
+    "_convert_sharegpt_to_conversation",
+    "_load_json_or_jsonl",
+    "_load_jsonl_for_rank",
+    "_log_dataset_loading_summary",
+    "convert_sharegpt_to_conversation",
+    "json2token",
+    "logger",
+    "make_cord_v2_dataset",
+    "make_cv17_dataset",
+    "make_medpix_dataset",
+    "make_meta_dataset",
+    "make_rdr_dataset",
+    "make_unimm_chat_dataset",
+    "open_meta_dataset",
+    "open_rows",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RobustDatasetWrapper":
+        return import_module("packhorse.datasets.robust").RobustDatasetWrapper
+    raise AttributeError(f"module 'packhorse.datasets' has no attribute {name!r}")

@@ -1,0 +1,290 @@
+"""Mixtures: a meta file names datasets, each with its file, format and share.
+
+``open_meta_dataset`` gives the examples lazily (a row is read and converted when asked for; memory does not
+grow with the data), ``make_meta_dataset`` gives the same examples as a list. Both deal rows to ranks the same
+way and write what they leave out into the same kind of ledger.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from logging import getLogger
+from typing import Any, Literal, overload
+
+from packhorse.datasets.meta_file import DatasetConfig, read_meta
+from packhorse.datasets.progress import Progress
+from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
+from packhorse.datasets.select import Remainder, RowSelection, row_key
+from packhorse.datasets.sharegpt import convert_row
+from packhorse.datasets.summary import MetaExamples, log_dataset_loading_summary
+from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
+from packhorse.tokens import add_stats, collect_sample_stats
+from packhorse.types import Drop, World
+
+logger = getLogger("packhorse.datasets")
+
+OnBadRow = Literal["raise", "skip"]
+
+_THREADS = 8
+_BLOCK = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One dataset of a mixture: its open file, this rank's rows of it, and how they are written."""
+
+    config: DatasetConfig
+    file: RowFile
+    selection: RowSelection
+
+    def __len__(self) -> int:
+        return len(self.selection)
+
+    def key(self, position: int) -> str:
+        return row_key(self.config.name, self.selection.row(position), self.selection.copy(position))
+
+    def convert(self, row: Row | BadSample, position: int, ledger: Ledger) -> dict[str, Any]:
+        key = self.key(position)
+        if isinstance(row, BadSample):
+            raise BadSample(row.detail, reason=row.reason, key=key, stage=row.stage) from row
+        return convert_row(row, self.config.rules, key=key, dataset=self.config.name, record=ledger.record)
+
+
+class MetaDataset(Sequence[dict[str, Any]]):
+    """The examples of a mixture, read and converted when asked for.
+
+    A sequence: ``len``, ``[i]`` (a :class:`BadSample` names the row that cannot be read), slices, iteration.
+    It can be forked and pickled into workers. Resident memory is a few MB whatever the size of the data.
+
+    Attributes:
+        ledger: what was left out when opening, and what conversion found since.
+    """
+
+    def __init__(self, sources: Sequence[_Source], ledger: Ledger) -> None:
+        self._sources = tuple(sources)
+        self._ends = list(accumulate(map(len, self._sources)))
+        self.ledger = ledger
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        source, position = self._find(index)
+        row = next(source.file.read([source.selection.row(position)]))
+        return source.convert(row, position, self.ledger)
+
+    def key(self, index: int) -> str:
+        """The name of an example: dataset and row, ``coco/812``."""
+        source, position = self._find(index)
+        return source.key(position)
+
+    def row(self, index: int) -> Row:
+        """The row as the file holds it."""
+        source, position = self._find(index)
+        return source.file[source.selection.row(position)]
+
+    def location(self, index: int) -> str:
+        """File and line of an example's row."""
+        source, position = self._find(index)
+        return source.file.location(source.selection.row(position))
+
+    def lengths(self) -> dict[str, int]:
+        """Examples per dataset, in order."""
+        return {source.config.name: len(source) for source in self._sources}
+
+    def stats(self) -> dict[str, int]:
+        """Media and estimated tokens; reads every row, so it costs a pass over the data."""
+        return collect_sample_stats(self)
+
+    def _find(self, index: int) -> tuple[_Source, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        which = bisect.bisect_right(self._ends, index)
+        return self._sources[which], index - (self._ends[which - 1] if which else 0)
+
+    def __repr__(self) -> str:
+        return f"MetaDataset({len(self):,} examples: {self.lengths()})"
+
+
+def open_meta_dataset(
+    path_or_dataset: str | os.PathLike[str],
+    dataset_names: Sequence[str] | None = None,
+    split: str = "train",
+    shard_data: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    remainder: Remainder = "drop",
+    ledger: Ledger | None = None,
+    index_dir: str | None = None,
+) -> MetaDataset:
+    """Open the datasets of a meta file without loading them: the lazy form of :func:`make_meta_dataset`.
+
+    A file is indexed the first time (seconds for gigabytes) and opens in milliseconds after that.
+
+    Args:
+        path_or_dataset: the meta file.
+        dataset_names: only these datasets; all if None.
+        split: not used; for symmetry with the other loaders.
+        shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
+        rank: this process; found out from the environment if None.
+        world_size: how many processes; likewise.
+        remainder: rows that do not divide by ``world_size`` are recorded and left out (``"drop"``), or go to
+            the first ranks (``"keep"``).
+        ledger: where losses are recorded; a new one if None.
+        index_dir: folder for the row indexes, instead of beside the files.
+
+    Raises:
+        ConfigError: the meta file is not in order, or a file is not what its name says.
+        FileNotFoundError: a file is not there.
+    """
+    configs = read_meta(os.fspath(path_or_dataset), dataset_names)
+    world = _world(shard_data, rank, world_size)
+    ledger = ledger if ledger is not None else Ledger()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = list(pool.map(lambda config: open_rows(config.file_name, index_dir), configs))
+    sources = []
+    for config, file in zip(configs, files, strict=True):
+        selection = RowSelection(len(file), config.sample_ratio, world, remainder)
+        selection.record_losses(config.name, ledger)
+        sources.append(_Source(config, file, selection))
+    _record_same_files(sources, ledger)
+    return MetaDataset(sources, ledger)
+
+
+def make_meta_dataset(
+    path_or_dataset: str | os.PathLike[str],
+    dataset_names: Sequence[str] | None = None,
+    split: str = "train",
+    shard_data: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    on_bad: OnBadRow = "raise",
+    remainder: Remainder = "drop",
+    ledger: Ledger | None = None,
+    index_dir: str | None = None,
+    **kwargs: Any,
+) -> MetaExamples:
+    """Load the datasets of a meta file into a list of examples (about 2 KB of memory a row).
+
+    Datasets are loaded in parallel and stand in the order of their names. A summary table is logged.
+
+    Args:
+        path_or_dataset: the meta file.
+        dataset_names: only these datasets; all if None.
+        split: not used; for symmetry with the other loaders.
+        shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
+        rank: this process; found out from the environment if None.
+        world_size: how many processes; likewise.
+        on_bad: a row that cannot be read or is no conversation stops the loading (``"raise"``), or is left
+            out and recorded (``"skip"``; shards may then differ in length).
+        remainder: see :func:`open_meta_dataset`.
+        ledger: see :func:`open_meta_dataset`.
+        index_dir: see :func:`open_meta_dataset`.
+        **kwargs: taken for compatibility; a warning names what is ignored.
+
+    Returns:
+        The examples, with ``.stats`` (see :func:`collect_sample_stats`) and ``.ledger``.
+    """
+    if kwargs:
+        logger.warning("make_meta_dataset ignores the argument(s) %s", ", ".join(sorted(kwargs)))
+    if on_bad not in ("raise", "skip"):
+        raise ConfigError(f"on_bad={on_bad!r}: expected 'raise' or 'skip'")
+    started = time.perf_counter()
+    lazy = open_meta_dataset(
+        path_or_dataset,
+        dataset_names,
+        split,
+        shard_data,
+        rank,
+        world_size,
+        remainder=remainder,
+        ledger=ledger,
+        index_dir=index_dir,
+    )
+    with gc_paused(), ThreadPoolExecutor(_THREADS) as pool:
+        loaded = list(pool.map(lambda source: _load(source, lazy.ledger, on_bad), lazy._sources))
+    examples = MetaExamples(example for part, _ in loaded for example in part)
+    examples.stats = add_stats(timing for _, timing in loaded)
+    examples.ledger = lazy.ledger
+    timings = [timing for _, timing in loaded]
+    log_dataset_loading_summary(timings, time.perf_counter() - started, len(examples), rank)
+    if len(lazy.ledger):
+        logger.warning("of the rows of %s:\n%s", path_or_dataset, lazy.ledger.summary())
+    return examples
+
+
+def _load(source: _Source, ledger: Ledger, on_bad: OnBadRow) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Read and convert one dataset, block by block; returns its examples and its line of the summary."""
+    name, numbers = source.config.name, source.selection.rows()
+    report = Progress(f"loading {name}", len(numbers))
+    examples: list[dict[str, Any]] = []
+    io_s = convert_s = 0.0
+    for first in range(0, len(numbers), _BLOCK):
+        started = time.perf_counter()
+        rows = list(source.file.read(numbers[first : first + _BLOCK].tolist()))
+        read = time.perf_counter()
+        examples.extend(_converted(source, rows, first, ledger, on_bad))
+        io_s, convert_s = io_s + read - started, convert_s + time.perf_counter() - read
+        report(first + len(rows))
+    started = time.perf_counter()
+    stats = collect_sample_stats(examples)
+    convert_s += time.perf_counter() - started
+    _warn_of_missing(name, stats, len(examples))
+    return examples, {"name": name, "samples": len(examples), "io_s": io_s, "convert_s": convert_s, **stats}
+
+
+def _converted(
+    source: _Source, rows: list[Row | BadSample], first: int, ledger: Ledger, on_bad: OnBadRow
+) -> Iterator[dict[str, Any]]:
+    for position, row in enumerate(rows, first):
+        try:
+            example = source.convert(row, position, ledger)
+        except BadSample as error:
+            if on_bad == "raise":
+                raise
+            ledger.record(error.as_drop(dataset=source.config.name))
+            continue
+        yield example
+
+
+def _warn_of_missing(name: str, stats: dict[str, int], samples: int) -> None:
+    for field in ("_text_tokens", "mm_inputs_meta"):
+        if missing := stats[f"n_missing_{field.lstrip('_')}"]:
+            logger.warning(
+                "%s: %s of %s rows have no %s: token counts are guesses", name, missing, samples, field
+            )
+
+
+def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
+    if not shard_data:
+        return World()
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank={rank}, world_size={world_size}: give both or neither")
+    return World.detect() if rank is None or world_size is None else World(rank, world_size)
+
+
+def _record_same_files(sources: Sequence[_Source], ledger: Ledger) -> None:
+    first: dict[str, str] = {}
+    for source in sources:
+        name, path = source.config.name, os.path.realpath(source.file.path)
+        other = first.setdefault(path, name)
+        if other != name and source.selection.world.rank == 0:
+            detail = f"{source.config.file_name} is also the file of dataset '{other}'; its rows come twice"
+            logger.warning("%s: %s", name, detail)
+            ledger.record(Drop(name, "select", "same_file", detail, "kept", name))

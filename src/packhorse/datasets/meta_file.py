@@ -1,0 +1,101 @@
+"""Meta files: which datasets a mixture has, each with its file, format and share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packhorse.datasets.cache import local_file
+from packhorse.datasets.sharegpt import ShareGptFormat
+from packhorse.errors import ConfigError
+
+_META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetConfig:
+    """One entry of a meta file, checked and with its paths resolved."""
+
+    name: str
+    file_name: str
+    rules: ShareGptFormat
+    sample_ratio: float = 1.0
+
+
+def read_meta(path: str, dataset_names: Sequence[str] | None = None) -> list[DatasetConfig]:
+    """The datasets of a meta file, in the order of their names.
+
+    Args:
+        path: a JSON file (or address of one) that maps names to ``file_name``, ``columns``, ``tags``,
+            ``media_dir``, ``sample_ratio``, ``strict`` and ``confine``.
+        dataset_names: only these.
+
+    Raises:
+        ConfigError: (a ``ValueError``) naming the file, the dataset and the key that is missing, unknown,
+            twice there, or of the wrong type.
+    """
+    with open(local_file(path), "rb") as file:
+        try:
+            meta = json.load(file, object_pairs_hook=_no_duplicates)
+        except ValueError as error:
+            raise ConfigError(f"{path}: not a valid meta file: {error}") from error
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
+    names = sorted(meta) if dataset_names is None else sorted(dataset_names)
+    unknown = [name for name in names if name not in meta]
+    if unknown:
+        raise ConfigError(f"{path}: no dataset {', '.join(unknown)}; it has {', '.join(sorted(meta))}")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
+    return [_dataset_config(path, name, meta[name]) for name in names]
+
+
+def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:
+    where = f"{path}: dataset '{name}'"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is a {type(entry).__name__}, expected an object")
+    if unknown := sorted(set(entry) - set(_META_KEYS)):
+        raise ConfigError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(_META_KEYS)}")
+    for key, kind in (("file_name", str), ("media_dir", str), ("strict", bool), ("confine", bool)):
+        if entry.get(key) is not None and not isinstance(entry[key], kind):
+            raise ConfigError(f"{where}: {key}={entry[key]!r}, expected a {kind.__name__}")
+    if not entry.get("file_name"):
+        raise ConfigError(f"{where} has no file_name")
+    ratio = entry.get("sample_ratio", 1.0)
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise ConfigError(f"{where}: sample_ratio={ratio!r}, expected a number")
+    folder = os.path.dirname(path)
+    try:
+        rules = ShareGptFormat.of(
+            entry.get("columns"),
+            entry.get("tags"),
+            _beside(folder, entry.get("media_dir")),
+            strict=bool(entry.get("strict")),
+            confine=bool(entry.get("confine")),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return DatasetConfig(name, _join(folder, entry["file_name"]), rules, float(ratio))
+
+
+def _join(folder: str, path: str) -> str:
+    return path if "://" in path else os.path.join(folder, path)
+
+
+def _beside(folder: str, media_dir: str | None) -> str | None:
+    """A relative media folder is looked for beside the meta file first, then from the working directory."""
+    if media_dir is None or "://" in media_dir:
+        return media_dir
+    beside = _join(folder, media_dir)
+    return beside if "://" in beside or os.path.isdir(beside) else media_dir
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"{', '.join(map(repr, twice))} stands there twice")
+    return dict(pairs)

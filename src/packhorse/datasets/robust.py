@@ -1,0 +1,216 @@
+"""Datasets that do not stop at a broken sample, and never lose one without a word.
+
+A sample that fails is replaced by another one (chosen from seed, epoch and index: the same on every run),
+left out, or raised, as ``on_bad`` says; the first two are recorded in the ledger. Only failures that can be
+the sample's fault are handled so (see :func:`packhorse.errors.is_data_error`): a ``NameError`` stops the run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from logging import getLogger
+from typing import Any, Literal, get_args
+
+from torch.utils.data import Dataset
+
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.ledger import Ledger, default_ledger
+from packhorse.media import VideoSampling, inject_fake_image, preload_media
+from packhorse.types import Drop, Reason, Stage
+
+logger = getLogger("packhorse.datasets")
+
+OnBad = Literal["replace", "skip", "raise"]
+Collate = Callable[[list[Any]], Any]
+
+# How many fetched samples are remembered by identity, so that a collate failure can name them.
+_REMEMBERED = 1 << 14
+
+
+class RobustDatasetWrapper(Dataset[Any]):
+    """Wraps a dataset so that a broken sample neither stops the run nor disappears.
+
+    Args:
+        dataset: anything with ``len`` and ``[index]``. If it has ``key(index)``, that names the samples.
+        max_retries: how many replacements are tried before the run stops with a ``RuntimeError``.
+        on_bad: ``"replace"`` a failing sample by another one, ``"skip"`` it (``None`` comes back, which
+            :meth:`robust_collate` takes out of the batch), or ``"raise"``.
+        seed: chooses the replacements, with the epoch and the index.
+        ledger: where failures are recorded; the dataset's own (``dataset.ledger``) or else the process's.
+
+    Attributes:
+        preload_media: when True, media are loaded here (in the worker) and samples without an image or video
+            get the fake image and ``_injected_fake=True``. The dataset's own examples stay as they are.
+        processor: tells how video frames are sampled when media are preloaded.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        max_retries: int = 10,
+        *,
+        on_bad: OnBad = "replace",
+        seed: int = 0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        if on_bad not in get_args(OnBad):
+            raise ConfigError(f"on_bad={on_bad!r}: expected one of {', '.join(get_args(OnBad))}")
+        self.dataset, self.max_retries, self.on_bad, self.seed = dataset, max_retries, on_bad, seed
+        if ledger is None:
+            own = getattr(dataset, "ledger", None)
+            ledger = own if isinstance(own, Ledger) else default_ledger()
+        self.ledger = ledger
+        self.epoch = 0
+        self.preload_media = False
+        self.processor: Any = None
+        self._index_of: dict[int, int] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another epoch chooses other replacements."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int) -> Any:
+        """The sample, its recorded replacement, or None if it is skipped."""
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"sample {idx} of {len(self)}")
+        idx %= len(self)
+        try:
+            sample = self._load(idx)
+        except DATA_ERRORS as error:
+            if self.on_bad == "raise" or not is_data_error(error):
+                raise
+            if self.on_bad == "skip":
+                self.record(idx, error, replaced=False)
+                return None
+            sample = self._replacement(idx, error)
+        if len(self._index_of) >= _REMEMBERED:
+            self._index_of.clear()
+        self._index_of[id(sample)] = idx
+        return sample
+
+    def key(self, idx: int) -> str:
+        """The name of a sample in the ledger: the dataset's own, else its number."""
+        own = getattr(self.dataset, "key", None)
+        return str(own(idx)) if callable(own) else str(idx)
+
+    def robust_collate(self, collate_fn: Collate) -> Collate:
+        """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew and recorded."""
+        return make_robust_collate(self, collate_fn, self.max_retries)
+
+    def record(self, idx: int, error: BaseException, more: str = "", *, replaced: bool) -> None:
+        """Write into the ledger (and the log) that a sample was replaced or left out, and why."""
+        stage: Stage = error.stage if isinstance(error, BadSample) else "read"
+        reason: Reason = error.reason if isinstance(error, BadSample) else "sample_failed"
+        detail = (error.detail if isinstance(error, BadSample) else _described(error)) + more
+        key = self.key(idx)
+        dataset = key.rpartition("/")[0]
+        action: Literal["replaced", "left_out"] = "replaced" if replaced else "left_out"
+        self.ledger.record(Drop(key, stage, reason, detail, action, dataset, self.epoch))
+        logger.warning("%s %s: %s", key, action.replace("_", " "), detail)
+
+    def index_of(self, sample: Any) -> int | None:
+        """Which index a sample handed out lately stands for; None if it is not known."""
+        return self._index_of.get(id(sample))
+
+    def substitute(self, idx: int, attempt: int) -> int:
+        """The index that stands in for ``idx`` at an attempt; depends on seed, epoch and index alone."""
+        others = len(self) - 1
+        if others < 1:
+            return idx
+        step = 1 + random.Random(f"{self.seed}/{self.epoch}/{idx}/{attempt}").randrange(others)
+        return (idx + step) % len(self)
+
+    def _load(self, idx: int) -> Any:
+        sample = self.dataset[idx]
+        if not self.preload_media:
+            return sample
+        sampling = VideoSampling.from_processor(self.processor) if self.processor is not None else None
+        return inject_fake_image(preload_media(sample, sampling))
+
+    def _replacement(self, idx: int, error: BaseException) -> Any:
+        last = error
+        for attempt in range(self.max_retries):
+            other = self.substitute(idx, attempt)
+            try:
+                sample = self._load(other)
+            except DATA_ERRORS as failure:
+                if not is_data_error(failure):
+                    raise
+                last = failure
+                continue
+            self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
+            return sample
+        raise RuntimeError(
+            f"sample {self.key(idx)} failed ({_described(error)}), {self.max_retries} replacements too; "
+            f"the last: {_described(last)}"
+        ) from last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_index_of": {}}
+
+
+def make_robust_collate(dataset: Any, collate_fn: Collate, max_retries: int = 10) -> Collate:
+    """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew from ``dataset``.
+
+    Samples that were skipped (None) are taken out first; a batch with none left is None. When ``collate_fn``
+    fails on the data, the whole batch is replaced, reproducibly, and its samples are recorded.
+
+    Args:
+        dataset: a :class:`RobustDatasetWrapper`, or any dataset, which is then wrapped in one.
+        collate_fn: takes a list of samples.
+        max_retries: after so many further failures a ``RuntimeError`` names the last one.
+    """
+    wrapper = dataset if isinstance(dataset, RobustDatasetWrapper) else RobustDatasetWrapper(dataset)
+    return _RobustCollate(wrapper, collate_fn, max_retries)
+
+
+class _RobustCollate:
+    """What :func:`make_robust_collate` returns; a class, so that it can be sent to spawned workers."""
+
+    def __init__(self, dataset: RobustDatasetWrapper, collate_fn: Collate, max_retries: int) -> None:
+        self.dataset, self.collate_fn, self.max_retries = dataset, collate_fn, max_retries
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        present = [sample for sample in samples if sample is not None]
+        if not present:
+            return None
+        try:
+            return self.collate_fn(present)
+        except DATA_ERRORS as error:
+            if self.dataset.on_bad == "raise" or not is_data_error(error):
+                raise
+            return self._instead(present, error)
+
+    def _instead(self, samples: list[Any], error: BaseException) -> Any:
+        # A sample from elsewhere has no index here: its place in the batch stands in, for want of better.
+        indices = [self.dataset.index_of(sample) for sample in samples]
+        places = [place if index is None else index for place, index in enumerate(indices)]
+        batch = None if self.dataset.on_bad == "skip" else self._retry(places, error)
+        failure = BadSample(_described(error), reason="collate_failed", stage="collate")
+        for index, place in zip(indices, places, strict=True):
+            unknown = "" if index is not None else " (a sample that this dataset did not hand out)"
+            self.dataset.record(place, failure, unknown, replaced=batch is not None)
+        return batch
+
+    def _retry(self, places: list[int], error: BaseException) -> Any:
+        last = error
+        for attempt in range(self.max_retries):
+            others = [self.dataset.substitute(place, attempt) for place in places]
+            try:
+                return self.collate_fn([self.dataset[other] for other in others])
+            except DATA_ERRORS as failure:
+                if not is_data_error(failure):
+                    raise
+                last = failure
+        raise RuntimeError(
+            f"collating a batch failed ({_described(error)}), {self.max_retries} replacements too; "
+            f"the last: {_described(last)}"
+        ) from last
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,226 @@
+"""Where the rows of a JSON file begin, found without parsing it.
+
+Both scans read the file once in chunks (memory does not grow with the file) and yield arrays of byte offsets.
+Row ``i`` lies between ``starts[i]`` and ``starts[i + 1]``; what follows a row up to the next one (a newline,
+blank lines, the comma of an array) is left in that span for the parser to shed. Newlines are found at about
+3 GB/s on two cores; the structure of a JSON array at about 0.15 GB/s.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.datasets.progress import Progress
+from packhorse.errors import ConfigError
+
+Offsets = npt.NDArray[np.int64]
+
+CHUNK = 1 << 22
+_THREADS = min(4, os.cpu_count() or 1)
+_NEWLINE, _RETURN, _SPACE, _QUOTE, _BACKSLASH = b'\n\r "\\'
+_BOM = b"\xef\xbb\xbf"
+
+
+def scan_lines(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Offsets]:
+    """Offsets of the lines of a JSONL file that are not blank, then the file's size as the closing bound.
+
+    CRLF line ends, blank lines, a byte-order mark and a last line without a newline are all in order.
+    """
+    buffers = threading.local()
+
+    def scan(offset: int) -> Offsets:
+        # Two bytes beyond the chunk: the first byte of a line that starts right behind it, and a CR's LF.
+        if not hasattr(buffers, "bytes"):
+            buffers.bytes = bytearray(chunk + 2)
+            buffers.array = np.frombuffer(buffers.bytes, np.uint8)
+            buffers.mask = np.empty(chunk, np.bool_)
+        got = _read_into(fd, buffers.bytes, offset, min(chunk + 2, size - offset), name)
+        inside = min(chunk, got)
+        mask = buffers.mask[:inside]
+        np.equal(buffers.array[:inside], _NEWLINE, out=mask)
+        starts = np.flatnonzero(mask) + 1
+        if offset == 0:
+            starts = np.concatenate([[len(_BOM) if buffers.bytes.startswith(_BOM) else 0], starts])
+        starts = starts[starts < got]  # behind the file's last newline there is no line
+        found: Offsets = starts[~_blank(fd, buffers.array[:got], starts, offset, size)] + offset
+        return found
+
+    yield from _in_order(scan, range(0, size, chunk), size, name)
+    yield np.array([size], np.int64)
+
+
+def _blank(fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int) -> np.ndarray:
+    """Which of the lines at ``starts`` hold white space only."""
+    first = data[starts]
+    second = data[np.minimum(starts + 1, len(data) - 1)]
+    blank: np.ndarray = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
+    for i in np.flatnonzero((first <= _SPACE) & ~blank):  # rare: a line that begins with white space
+        blank[i] = _is_blank_line(fd, offset + int(starts[i]), size)
+    return blank
+
+
+def _is_blank_line(fd: int, start: int, size: int) -> bool:
+    while start < size:
+        piece = os.pread(fd, 4096, start)
+        line, newline, _ = piece.partition(b"\n")
+        if line.strip():
+            return False
+        if newline or not piece:
+            return True
+        start += len(piece)
+    return True
+
+
+def scan_array(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Offsets]:
+    """Offsets of the elements of the JSON array that the file holds, then the offset of its ``]``.
+
+    Only the outermost structure is looked at (quotes, escapes, brackets, commas); whether an element is valid
+    is found out when it is parsed.
+
+    Raises:
+        ConfigError: the file does not hold one whole array.
+    """
+    state = _ArrayState(name)
+    data = bytearray(chunk)
+    array = np.frombuffer(data, np.uint8)
+    report = Progress(f"indexing {name}", size)
+    for offset in range(0, size, chunk):
+        got = _read_into(fd, data, offset, min(chunk, size - offset), name)
+        report(offset + got)
+        yield state.feed(array[:got], offset)
+    yield state.finish()
+
+
+class _ArrayState:
+    """What the scan of an array carries from one chunk to the next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.depth = 0
+        self.in_string = False
+        self.escaped = False  # the chunk's first byte follows an odd run of backslashes
+        self.opened = False
+        self.seen_first = False
+        self.closed_at = -1
+        self.first: int | None = None  # behind '[', until we know that an element follows and not ']'
+
+    def feed(self, data: npt.NDArray[np.uint8], offset: int) -> Offsets:
+        if not self.opened:
+            self._check_opening(data, offset)
+        quotes = self._quotes(data)
+        marks = np.flatnonzero(_STRUCTURAL[data])
+        # A mark is structure when an even number of quotes lies before it.
+        outside = (np.searchsorted(quotes, marks) + self.in_string) % 2 == 0
+        marks = marks[outside]
+        self.in_string = bool((len(quotes) + self.in_string) % 2)
+        step = _DEPTH_STEP[data[marks]]
+        after = self.depth + np.cumsum(step)
+        if len(after):
+            self.depth = int(after[-1])
+        self._check_closing(data, marks, after, step, offset)
+        if self.first is None and not self.seen_first and len(marks):
+            self.first = offset + int(marks[0]) + 1
+        # Behind each comma between elements begins the next one.
+        starts: Offsets = marks[(after == 1) & (data[marks] == ord(","))] + (offset + 1)
+        if self.first is not None:
+            follows = data[max(0, self.first - offset) :].tobytes().lstrip()
+            if follows:
+                if not follows.startswith(b"]"):
+                    starts = np.concatenate([[self.first], starts])
+                self.first, self.seen_first = None, True
+        return starts
+
+    def _quotes(self, data: npt.NDArray[np.uint8]) -> Offsets:
+        """Positions of the quotes that open or close a string, that is, which no backslash escapes."""
+        is_quote = data == _QUOTE
+        slashes = np.flatnonzero(data == _BACKSLASH)
+        if self.escaped:
+            is_quote[0] = False
+            slashes = slashes[slashes != 0]
+        self.escaped = False
+        if len(slashes):
+            first_of_run = np.concatenate([[True], np.diff(slashes) != 1])
+            run = np.cumsum(first_of_run) - 1
+            lengths = np.bincount(run)
+            behind = slashes[first_of_run] + lengths
+            behind = behind[lengths % 2 == 1]
+            if len(behind) and behind[-1] == len(data):
+                self.escaped = True
+                behind = behind[:-1]
+            is_quote[behind] = False
+        return np.flatnonzero(is_quote)
+
+    def _check_opening(self, data: npt.NDArray[np.uint8], offset: int) -> None:
+        head = data.tobytes()
+        head = (head.removeprefix(_BOM) if offset == 0 else head).lstrip()
+        if not head:
+            return
+        if not head.startswith(b"["):
+            hint = "; it looks like JSON lines: name it .jsonl" if head.startswith(b"{") else ""
+            raise ConfigError(f"{self.name}: expected a JSON array of rows, found {head[:20]!r}{hint}")
+        self.opened = True
+
+    def _check_closing(
+        self, data: npt.NDArray[np.uint8], marks: Offsets, after: Offsets, step: np.ndarray, offset: int
+    ) -> None:
+        rest = 0
+        if self.closed_at < 0:
+            closing = np.flatnonzero((after == 0) & (step == -1))
+            if not len(closing):
+                return
+            self.closed_at = offset + int(marks[closing[0]])
+            rest = int(marks[closing[0]]) + 1
+        if data[rest:].tobytes().strip():
+            raise ConfigError(f"{self.name}: text after the array's closing bracket (byte {self.closed_at})")
+
+    def finish(self) -> Offsets:
+        if not self.opened:
+            raise ConfigError(f"{self.name}: expected a JSON array of rows, found an empty file")
+        if self.closed_at < 0:
+            raise ConfigError(f"{self.name}: the JSON array has no closing bracket; is the file cut off?")
+        return np.array([self.closed_at], np.int64)
+
+
+_STRUCTURAL = np.zeros(256, np.bool_)
+_STRUCTURAL[list(b"{}[],")] = True
+_DEPTH_STEP = np.zeros(256, np.int64)
+_DEPTH_STEP[list(b"{[")] = 1
+_DEPTH_STEP[list(b"}]")] = -1
+
+
+def _in_order(scan: Callable[[int], Offsets], offsets: range, size: int, name: str) -> Iterator[Offsets]:
+    """Run ``scan`` over the chunks on a few threads (numpy lets go of the lock), results in file order."""
+    if len(offsets) <= 1:
+        yield from map(scan, offsets)
+        return
+    report = Progress(f"indexing {name}", size)
+    window: deque[Future[Offsets]] = deque()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for offset in offsets:
+            window.append(pool.submit(scan, offset))
+            if len(window) > 2 * _THREADS:  # bounded, so that memory stays flat
+                yield window.popleft().result()
+                report(offset)
+        while window:
+            yield window.popleft().result()
+
+
+def _read_into(fd: int, buffer: bytearray, offset: int, length: int, name: str) -> int:
+    """Fill ``buffer`` from ``offset``; a file that has become shorter meanwhile is an error, not a crash."""
+    view = memoryview(buffer)
+    got = 0
+    while got < length:
+        n = os.preadv(fd, [view[got:length]], offset + got)
+        if n == 0:
+            raise ConfigError(
+                f"{name}: the file became shorter while it was being read (byte {offset + got})"
+            )
+        got += n
+    return got

@@ -1,0 +1,112 @@
+"""The loaded list with its statistics, and the table that says what was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from logging import getLogger
+from typing import Any, TypedDict
+
+from packhorse.ledger import Ledger
+
+logger = getLogger("packhorse.datasets")
+
+
+class _ExamplesWithStats(list[dict[str, Any]]):
+    """A list of examples that carries its statistics, so that nobody scans it a second time for them."""
+
+    __slots__ = ("stats",)
+
+    stats: dict[str, int]
+
+
+class MetaExamples(_ExamplesWithStats):
+    """What :func:`make_meta_dataset` returns: the examples, their ``stats``, and the ``ledger`` of losses."""
+
+    __slots__ = ("ledger",)
+
+    ledger: Ledger
+
+
+class LoadTiming(TypedDict, total=False):
+    """One dataset's line of the summary. ``name`` is needed; what is missing of the rest counts as zero."""
+
+    name: str
+    io_s: float
+    convert_s: float
+    samples: int
+    n_images: int
+    n_videos: int
+    n_text_only: int
+    n_text_tokens: int
+    n_media_tokens: int
+
+
+def log_dataset_loading_summary(
+    timings: Iterable[Mapping[str, Any]], wall_time: float, total_samples: int, rank: int | None = None
+) -> None:
+    """Log a table of what was loaded: a line per dataset, the slowest first, and the sums.
+
+    Args:
+        timings: one :class:`LoadTiming` per dataset; or a dict from name to timing.
+        wall_time: seconds from start to end.
+        total_samples: examples that came out.
+        rank: put in front where several ranks log to one place.
+    """
+    if isinstance(timings, Mapping):
+        timings = [{"name": name, **timing} for name, timing in timings.items()]
+    logger.info("%s", loading_summary(list(timings), wall_time, total_samples, rank))
+
+
+def loading_summary(
+    timings: list[Mapping[str, Any]], wall_time: float, total_samples: int, rank: int | None = None
+) -> str:
+    """The table of :func:`log_dataset_loading_summary` as text."""
+    slowest_first = sorted(timings, key=lambda timing: (-_seconds(timing), timing["name"]))
+    rows = [_cells(timing["name"], timing) for timing in slowest_first]
+    total = {name: sum(timing.get(name, 0) for timing in timings) for name in _SUMMED}
+    rows.append(_cells("all", total | {"samples": total_samples}))
+    work = _seconds(total)
+    parallel = work / wall_time if wall_time > 0 else 0.0
+    where = "" if rank is None else f"rank {rank}: "
+    tokens = total["n_text_tokens"] + total["n_media_tokens"]
+    return "\n".join(
+        [
+            f"{where}{len(timings)} dataset(s), {total_samples:,} samples, about {tokens:,} tokens",
+            *_table(rows),
+            f"{wall_time:.2f} s wall time, {work:.2f} s of work: {parallel:.1f} at a time",
+        ]
+    )
+
+
+_HEAD = ("dataset", "samples", "images", "videos", "text only", "tokens", "I/O s", "convert s", "total s")
+_SUMMED = (
+    "io_s",
+    "convert_s",
+    "n_images",
+    "n_videos",
+    "n_text_only",
+    "n_text_tokens",
+    "n_media_tokens",
+)
+
+
+def _seconds(timing: Mapping[str, Any]) -> float:
+    return float(timing.get("io_s", 0) + timing.get("convert_s", 0))
+
+
+def _cells(name: str, timing: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = [timing.get(key, 0) for key in ("samples", "n_images", "n_videos", "n_text_only")]
+    tokens = timing.get("n_text_tokens", 0) + timing.get("n_media_tokens", 0)
+    seconds = (timing.get("io_s", 0), timing.get("convert_s", 0), _seconds(timing))
+    return (name, *(f"{n:,}" for n in (*counts, tokens)), *(f"{s:.2f}" for s in seconds))
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+
+    def line(cells: tuple[str, ...]) -> str:
+        numbers = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
+        return "  ".join(["  " + cells[0].ljust(widths[0]), *numbers])
+
+    rule = "  " + "─" * (sum(widths) + 2 * len(widths) - 2)
+    return [line(_HEAD), rule, *map(line, rows[:-1]), rule, line(rows[-1])]
