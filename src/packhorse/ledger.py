@@ -131,9 +131,11 @@ class Ledger:
         return {key: n for (key,), n in counts.most_common()}
 
     def lost(self) -> int:
-        """How many samples were not delivered (left out or replaced); the others were, if changed."""
-        by_action = self.counts("action")
-        return by_action.get("left_out", 0) + by_action.get("replaced", 0)
+        """How many samples were not delivered (left out or replaced), each counted once per epoch."""
+        self._collect()
+        gone = ("left_out", "replaced")
+        samples = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.action in gone}
+        return len(samples) + sum(len(many) for many in list(self._many) if many.action in gone)
 
     def summary(self, total: int | None = None) -> str:
         """A line per reason and action, ready to print: ``missing_media, left_out: 37 of 10,000``."""

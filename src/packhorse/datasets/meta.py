@@ -264,11 +264,11 @@ def _converted(
 
 
 def _warn_of_missing(name: str, stats: dict[str, int], samples: int) -> None:
-    for field in ("_text_tokens", "mm_inputs_meta"):
-        if missing := stats[f"n_missing_{field.lstrip('_')}"]:
-            logger.warning(
-                "%s: %s of %s rows have no %s: token counts are guesses", name, missing, samples, field
-            )
+    """One warning per dataset, whatever is missing and in however many rows."""
+    fields = {"_text_tokens": "n_missing_text_tokens", "mm_inputs_meta": "n_missing_mm_inputs_meta"}
+    missing = [f"{field} ({stats[stat]:,})" for field, stat in fields.items() if stats[stat]]
+    if missing:
+        logger.warning("%s: of %s rows some lack %s: estimating", name, f"{samples:,}", ", ".join(missing))
 
 
 def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:

@@ -61,7 +61,7 @@ class RobustDatasetWrapper(Dataset[Any]):
             own = getattr(dataset, "ledger", None)
             ledger = own if isinstance(own, Ledger) else default_ledger()
         self.ledger = ledger
-        self.epoch = 0
+        self.epoch: int | None = None  # until set_epoch is called, entries belong to no epoch
         self.preload_media = False
         self.processor: Any = None
         self._index_of: dict[int, int] = {}
@@ -121,7 +121,7 @@ class RobustDatasetWrapper(Dataset[Any]):
         others = len(self) - 1
         if others < 1:
             return idx
-        step = 1 + random.Random(f"{self.seed}/{self.epoch}/{idx}/{attempt}").randrange(others)
+        step = 1 + random.Random(f"{self.seed}/{self.epoch or 0}/{idx}/{attempt}").randrange(others)
         return (idx + step) % len(self)
 
     def _load(self, idx: int) -> Any:
@@ -129,7 +129,7 @@ class RobustDatasetWrapper(Dataset[Any]):
         if not self.preload_media:
             return sample
         sampling = VideoSampling.from_processor(self.processor) if self.processor is not None else None
-        return inject_fake_image(preload_media(sample, sampling))
+        return inject_fake_image(preload_media(sample, sampling=sampling))
 
     def _replacement(self, idx: int, error: BaseException) -> Any:
         last = error

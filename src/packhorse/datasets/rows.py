@@ -105,12 +105,12 @@ class JsonRows(RowFile):
     def __getitem__(self, row: int) -> Row:
         row = self._checked(row)
         start, stop = self._starts[row : row + 2].tolist()
-        return self._parse(self._shed(self._fetch(start, stop)), row)
+        return self._parse(self._fetch(start, stop), row)
 
     def raw(self, row: int) -> bytes:
         """The row's own bytes, without what lies between it and the next."""
         start, stop = self._starts[row : row + 2].tolist()
-        return bytes(self._shed(self._fetch(start, stop))).strip()
+        return self._shed(self._fetch(start, stop))
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
         """As :meth:`RowFile.read`; neighbouring rows are fetched with one call."""
@@ -123,17 +123,17 @@ class JsonRows(RowFile):
                 last = _end_of_run(starts, stops, first)
                 base = starts[first]
                 data = self._fetch(base, stops[last - 1])
-                if last == first + 1:
-                    yield self._row_or_error(data, block[first])
-                else:
+                pieces: list[bytes | memoryview] = [data]
+                if last > first + 1:
                     view = memoryview(data)
-                    for i in range(first, last):
-                        yield self._row_or_error(view[starts[i] - base : stops[i] - base], block[i])
+                    pieces = [view[starts[i] - base : stops[i] - base] for i in range(first, last)]
+                for row, piece in zip(block[first:last], pieces, strict=True):
+                    yield self._row_or_error(piece, row)
                 first = last
 
     def _row_or_error(self, data: bytes | memoryview, row: int) -> Row | BadSample:
         try:
-            return self._parse(self._shed(data), row)
+            return self._parse(data, row)
         except BadSample as error:
             return error
 
@@ -156,19 +156,20 @@ class JsonRows(RowFile):
             data += more
         return data
 
-    def _shed(self, data: bytes | memoryview) -> bytes | memoryview:
-        if self.layout == "lines":
-            return data  # the parser takes white space behind a row as it is
-        return bytes(data).rstrip().removesuffix(b",")
+    def _shed(self, data: bytes | memoryview) -> bytes:
+        """A row's span without what lies between it and the next: white space, the comma of an array."""
+        row = bytes(data).strip()
+        return row if self.layout == "lines" else row.removesuffix(b",").rstrip()
 
     def _parse(self, data: bytes | memoryview, row: int) -> Row:
         try:
-            value = orjson.loads(data)
+            # The parser itself takes white space behind a row.
+            value = orjson.loads(data if self.layout == "lines" else self._shed(data))
         except orjson.JSONDecodeError:
-            value = self._parse_leniently(bytes(data), row)
-        if not isinstance(value, dict):
-            raise self._malformed(row, f"expected an object, found {type(value).__name__}")
-        return value
+            value = self._parse_leniently(self._shed(data), row)
+        if type(value) is dict:
+            return value
+        raise self._malformed(row, f"expected an object, found {type(value).__name__}")
 
     def _parse_leniently(self, data: bytes, row: int) -> Any:
         """What orjson refuses but Python's parser takes (NaN, huge integers); else say what is wrong."""

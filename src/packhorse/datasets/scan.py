@@ -22,10 +22,11 @@ from packhorse.errors import ConfigError
 
 Offsets = npt.NDArray[np.int64]
 
-CHUNK = 1 << 22
+CHUNK = 1 << 21
 _THREADS = min(4, os.cpu_count() or 1)
 _NEWLINE, _RETURN, _SPACE, _QUOTE, _BACKSLASH = b'\n\r "\\'
 _BOM = b"\xef\xbb\xbf"
+_AHEAD = 4  # bytes read beyond a chunk: a line may start right behind it, or behind a byte-order mark
 
 
 def scan_lines(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Offsets]:
@@ -36,24 +37,29 @@ def scan_lines(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Of
     buffers = threading.local()
 
     def scan(offset: int) -> Offsets:
-        # Two bytes beyond the chunk: the first byte of a line that starts right behind it, and a CR's LF.
-        if not hasattr(buffers, "bytes"):
-            buffers.bytes = bytearray(chunk + 2)
-            buffers.array = np.frombuffer(buffers.bytes, np.uint8)
+        if not hasattr(buffers, "data"):
+            buffers.data = bytearray(chunk + _AHEAD)
             buffers.mask = np.empty(chunk, np.bool_)
-        got = _read_into(fd, buffers.bytes, offset, min(chunk + 2, size - offset), name)
-        inside = min(chunk, got)
-        mask = buffers.mask[:inside]
-        np.equal(buffers.array[:inside], _NEWLINE, out=mask)
-        starts = np.flatnonzero(mask) + 1
-        if offset == 0:
-            starts = np.concatenate([[len(_BOM) if buffers.bytes.startswith(_BOM) else 0], starts])
-        starts = starts[starts < got]  # behind the file's last newline there is no line
-        found: Offsets = starts[~_blank(fd, buffers.array[:got], starts, offset, size)] + offset
-        return found
+        return _scan_chunk(fd, size, name, offset, buffers.data, buffers.mask)
 
     yield from _in_order(scan, range(0, size, chunk), size, name)
     yield np.array([size], np.int64)
+
+
+def _scan_chunk(
+    fd: int, size: int, name: str, offset: int, data: bytearray, mask: npt.NDArray[np.bool_]
+) -> Offsets:
+    """Where lines that are not blank start, behind a newline in the chunk (or at the file's beginning)."""
+    got = _read_into(fd, data, offset, min(len(data), size - offset), name)
+    array = np.frombuffer(data, np.uint8, got)
+    inside = min(got, len(mask))
+    np.equal(array[:inside], _NEWLINE, out=mask[:inside])
+    starts = np.flatnonzero(mask[:inside]) + 1
+    if offset == 0:
+        starts = np.concatenate([[len(_BOM) if data.startswith(_BOM) else 0], starts])
+    starts = starts[starts < got]  # behind the file's last newline there is no line
+    found: Offsets = starts[~_blank(fd, array, starts, offset, size)] + offset
+    return found
 
 
 def _blank(fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int) -> np.ndarray:

@@ -1,0 +1,181 @@
+"""Reading a large ShareGPT JSONL file: the plain way, ours eager, ours lazy.
+
+    python benchmarks/jsonl.py [--gigabytes 2] [--folder DIR] [--repeat 3]
+
+Writes the file itself, then runs every reading in a fresh process (so that peak memory is that reading's own)
+and prints the best time of ``--repeat``, peak resident memory over a bare interpreter, and the ratios that
+are promised. Exit code 1 if one is missed. Baselines, in the same run: ``wc -l``, and the plain way of
+sharded loading, ``json.loads`` on each line of the shard while iterating over the file in text mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WORLDS = (1, 8, 64)
+
+# What each process runs; {path}, {world} are filled in. The measured part is between the two clock readings.
+READINGS = {
+    "interpreter": "start = time.perf_counter(); rows = 0",
+    "plain": """
+import json
+start = time.perf_counter()
+shard, number = [], 0
+with open({path!r}, encoding="utf-8") as file:
+    for line in file:
+        if line.strip():
+            if number % {world} == 0:
+                shard.append(json.loads(line))
+            number += 1
+rows = len(shard)
+""",
+    "eager": """
+from packhorse.datasets import _load_jsonl_for_rank
+start = time.perf_counter()
+shard, total = _load_jsonl_for_rank({path!r}, 1.0, 0, {world})
+rows = len(shard)
+""",
+    "lazy": """
+from packhorse.datasets import open_rows
+start = time.perf_counter()
+rows = len(open_rows({path!r}))
+""",
+    "lazy, 100,000 random rows": """
+import random
+from packhorse.datasets import open_rows
+start = time.perf_counter()
+file = open_rows({path!r})
+rows = sum(bool(file[i]) for i in random.Random(0).choices(range(len(file)), k=100_000))
+""",
+}
+MEASURE = """
+import resource, time
+{body}
+seconds = time.perf_counter() - start
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, rows)
+"""
+
+
+def main() -> None:
+    """Write the files, measure, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write the file (a temporary folder)"
+    )
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        path = Path(folder) / "sharegpt.jsonl"
+        tenth = Path(folder) / "tenth.jsonl"
+        rows = write_sharegpt(path, options.gigabytes * 1e9)
+        write_sharegpt(tenth, options.gigabytes * 1e8)
+        print(f"{path.stat().st_size / 1e9:.2f} GB, {rows:,} rows of {path.stat().st_size // rows} bytes\n")
+        sys.exit(not report(path, tenth, options.repeat))
+
+
+def write_sharegpt(path: Path, size: float) -> int:
+    """A file of image chats of about ``size`` bytes; returns the number of rows."""
+    rng = random.Random(0)
+    words = (
+        "the quick brown mule carries a heavy bale over the pass while rain falls on red slate roofs".split()
+    )
+    block = []
+    for number in range(2000):
+        turns = []
+        for _ in range(rng.randint(1, 3)):
+            question, answer = (" ".join(rng.choices(words, k=rng.randint(5, n))) for n in (60, 200))
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        turns[0]["content"] = "<image>" + turns[0]["content"]
+        block.append(json.dumps({"id": number, "messages": turns, "images": [f"train/{number:08}.jpg"]}))
+    data = ("\n".join(block) + "\n").encode()
+    copies = max(1, round(size / len(data)))
+    with open(path, "wb") as file:
+        for _ in range(copies):
+            file.write(data)
+    return copies * len(block)
+
+
+def run(reading: str, path: Path, world: int, repeat: int, *, cold: bool = False) -> tuple[float, float, int]:
+    """Best seconds, peak MB and rows of a reading, each time in a new process."""
+    script = MEASURE.format(body=READINGS[reading].format(path=str(path), world=world))
+    results = []
+    for _ in range(repeat):
+        if cold:
+            path.with_name(f"{path.name}.phidx").unlink(missing_ok=True)
+        out = subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
+        results.append([float(value) for value in out.split()])
+    return min(r[0] for r in results), max(r[1] for r in results), int(results[0][2])
+
+
+def count_lines(path: Path, repeat: int) -> float:
+    """Best seconds of ``wc -l``."""
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        subprocess.run(["wc", "-l", path], check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def report(path: Path, tenth: Path, repeat: int) -> bool:
+    """Print the table and the promises; whether all are kept."""
+    count_lines(path, 1)  # the file is in the page cache for everybody
+    base = run("interpreter", path, 1, repeat)[1]
+    wc = count_lines(path, repeat)
+    line("reading", "world", "seconds", "MB over bare", "rows")
+    line("wc -l", "", f"{wc:.2f}", "", "")
+
+    def measured(label: str, reading: str, file: Path, world: int, *, cold: bool) -> tuple[float, float, int]:
+        seconds, peak, rows = run(reading, file, world, repeat, cold=cold)
+        line(label, str(world), f"{seconds:.3f}", f"{peak - base:,.0f}", f"{rows:,}")
+        return seconds, peak - base, rows
+
+    plain = {w: measured("plain json.loads", "plain", path, w, cold=False) for w in WORLDS}
+    eager = {w: measured("ours eager, cold index", "eager", path, w, cold=True) for w in WORLDS}
+    for world in WORLDS:
+        measured("ours eager, warm index", "eager", path, world, cold=False)
+    cold = measured("ours lazy, cold index", "lazy", path, 1, cold=True)
+    warm = measured("ours lazy, warm index", "lazy", path, 1, cold=False)
+    touched = measured("ours lazy, 100,000 rows", "lazy, 100,000 random rows", path, 1, cold=False)
+    small = measured("… of a tenth of the file", "lazy, 100,000 random rows", tenth, 1, cold=True)
+    per_row = 1e6 * plain[1][1] / plain[1][2]
+    print(f"\n{os.cpu_count()} cores; dicts of the plain way take {per_row:,.0f} bytes a row\n")
+    checks = [
+        promise("eager at world size 8 against plain", plain[8][0] / eager[8][0], 2.5, "x", at_least=True),
+        promise("lazy, cold index, against wc -l", cold[0] / wc, 4, "x"),
+        promise("lazy, warm index", warm[0] * 1000, 100, " ms"),
+        promise("lazy memory, cold index", cold[1], 50, " MB"),
+        promise("lazy memory, 100,000 rows read", touched[1], 50, " MB"),
+        promise("lazy memory, file against its tenth", touched[1] - small[1], 15, " MB"),
+    ]
+    return all(checks)
+
+
+def promise(what: str, value: float, target: float, unit: str, *, at_least: bool = False) -> bool:
+    """Print one promise and whether it is kept."""
+    kept = value >= target if at_least else value <= target
+    sign = ">=" if at_least else "<="
+    print(f"{'ok  ' if kept else 'MISS'} {what}: {value:.2f}{unit} (to reach: {sign} {target}{unit})")
+    return kept
+
+
+def line(*cells: str) -> None:
+    """Print one row of the table."""
+    print(f"{cells[0]:<26}{cells[1]:>6}{cells[2]:>10}{cells[3]:>14}{cells[4]:>12}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Every test run has caches of its own; nothing is read from or written to the user's."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before anything imports a library that reads these once.
+_CACHE = tempfile.mkdtemp(prefix="packhorse-tests-")
+os.environ["PACKHORSE_CACHE"] = os.path.join(_CACHE, "packhorse")
+os.environ["HF_HOME"] = os.path.join(_CACHE, "huggingface")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for one test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PACKHORSE_CACHE", str(folder))
+    return folder
+
+
+def pytest_sessionfinish() -> None:
+    import shutil
+
+    shutil.rmtree(_CACHE, ignore_errors=True)

@@ -1,0 +1,278 @@
+"""Mixtures: the meta file is checked, rows are dealt and converted, losses are named."""
+
+import copy
+import json
+import logging
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from torch.utils.data import DataLoader
+
+from packhorse.datasets import _ExamplesWithStats, make_meta_dataset, open_meta_dataset
+from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
+from row_files import WRITERS
+
+
+def chat(number: int, **extra: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
+    return {"messages": turns, **extra}
+
+
+def write_meta(folder: Path, meta: dict[str, Any], **files: list[dict[str, Any]]) -> Path:
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder / "meta.json"
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    meta = {"b": {"file_name": "b.jsonl"}, "a": {"file_name": "a.jsonl", "media_dir": "/media"}}
+    a = [chat(i, _text_tokens=3) for i in range(3)]
+    with_image = {
+        "messages": [{"role": "user", "content": "<image>x"}, {"role": "assistant", "content": "y"}]
+    }
+    return write_meta(tmp_path, meta, a=a, b=[with_image | {"images": ["i.jpg"]}, chat(9)])
+
+
+def test_datasets_stand_in_the_order_of_their_names(mixture: Path) -> None:
+    examples = make_meta_dataset(str(mixture))
+    assert isinstance(examples, _ExamplesWithStats)
+    assert isinstance(examples, list)
+    answers = [example["conversation"][-1]["content"][0]["text"] for example in examples]
+    assert answers == ["a0", "a1", "a2", "y", "a9"]
+    assert make_meta_dataset(str(mixture), ["b"]) == examples[3:]
+
+
+def test_statistics_come_with_the_list(mixture: Path) -> None:
+    assert make_meta_dataset(str(mixture)).stats == {
+        "n_images": 1,
+        "n_videos": 0,
+        "n_text_only": 4,
+        "n_text_tokens": 9 + 0 + 1,
+        "n_media_tokens": 500,
+        "n_missing_text_tokens": 2,
+        "n_missing_mm_inputs_meta": 1,
+    }
+
+
+def test_missing_precomputed_fields_are_warned_of_once_per_dataset(
+    mixture: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_meta_dataset(str(mixture))
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings == ["b: of 2 rows some lack _text_tokens (2), mm_inputs_meta (1): estimating"]
+
+
+def test_lazy_and_eager_are_the_same_examples(mixture: Path) -> None:
+    lazy, eager = open_meta_dataset(mixture), make_meta_dataset(mixture)
+    assert list(lazy) == eager
+    assert lazy[-1] == eager[-1]
+    assert lazy[1:4] == eager[1:4]
+    assert len(lazy) == 5
+    assert [lazy.key(i) for i in range(5)] == ["a/0", "a/1", "a/2", "b/0", "b/1"]
+    assert lazy.lengths() == {"a": 3, "b": 2}
+    assert lazy.stats() == eager.stats
+    assert lazy.row(3)["images"] == ["i.jpg"]
+    assert lazy.location(4).endswith(
+        "b.jsonl:2 (byte " + str((mixture.parent / "b.jsonl").read_text().index("\n") + 1) + ")"
+    )
+    with pytest.raises(IndexError, match="example 5 of 5"):
+        lazy[5]
+
+
+def test_an_example_changed_by_its_user_is_whole_the_next_time(mixture: Path) -> None:
+    lazy = open_meta_dataset(mixture)
+    first = lazy[0]
+    before = copy.deepcopy(first)
+    first["conversation"].clear()
+    assert lazy[0] == before
+
+
+def test_a_lazy_mixture_works_in_forked_and_spawned_workers(mixture: Path) -> None:
+    lazy = open_meta_dataset(mixture)
+    expected = list(lazy)
+    assert list(pickle.loads(pickle.dumps(lazy))) == expected
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        loader = DataLoader(lazy, batch_size=None, num_workers=2, multiprocessing_context=context)
+        assert list(loader) == expected
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_mixture_of_every_file_type(tmp_path: Path, kind: str) -> None:
+    rows = [chat(i) for i in range(5)]
+    meta = write_meta(tmp_path, {"a": {"file_name": WRITERS[kind](tmp_path, rows)}})
+    assert [e["conversation"][0]["content"][0]["text"] for e in make_meta_dataset(meta)] == [
+        f"q{i}" for i in range(5)
+    ]
+
+
+def test_the_meta_file_itself_may_be_an_address(tmp_path: Path) -> None:
+    for name, data in (("meta.json", json.dumps({"a": {"file_name": "a.jsonl", "media_dir": "m"}})),
+                       ("a.jsonl", json.dumps(chat(0)))):  # fmt: skip
+        with fsspec.open(f"memory://mixture/{name}", "w") as file:
+            file.write(data)
+    assert len(open_meta_dataset("memory://mixture/meta.json")) == 1
+
+
+def test_sharding_takes_every_nth_row_and_names_what_is_left(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(i) for i in range(7)])
+    shards = [make_meta_dataset(meta, shard_data=True, rank=r, world_size=3) for r in range(3)]
+    texts = [[e["conversation"][0]["content"][0]["text"] for e in shard] for shard in shards]
+    assert texts == [["q0", "q3"], ["q1", "q4"], ["q2", "q5"]]
+    assert [[d.key for d in shard.ledger] for shard in shards] == [["a/6"], [], []]
+    assert [len(make_meta_dataset(meta, None, "train", True, r, 3, remainder="keep")) for r in range(3)] == [
+        3,
+        2,
+        2,
+    ]
+    assert len(make_meta_dataset(meta, rank=1, world_size=3)) == 7, "without shard_data there is no sharding"
+
+
+def test_a_rank_beyond_the_rows_gets_nothing_and_everything_is_named(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(0)])
+    ledger = Ledger()
+    for rank in range(4):
+        shard = open_meta_dataset(meta, shard_data=True, rank=rank, world_size=4, ledger=ledger)
+        assert list(shard) == []
+    assert [d.key for d in ledger] == ["a/0"]
+
+
+def test_the_world_is_found_out_when_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(i) for i in range(4)])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert [open_meta_dataset(meta, shard_data=True).key(i) for i in range(2)] == ["a/1", "a/3"]
+    with pytest.raises(ConfigError, match="give both or neither"):
+        open_meta_dataset(meta, shard_data=True, rank=1)
+
+
+def test_copies_have_names_of_their_own(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "sample_ratio": 2.5}}, a=[chat(0), chat(1)])
+    lazy = open_meta_dataset(meta)
+    assert [lazy.key(i) for i in range(4)] == ["a/0", "a/1", "a/0#1", "a/1#1"]
+    assert lazy.key(4) in ("a/0#2", "a/1#2")
+
+
+def test_a_bad_row_stops_the_load_or_is_left_out_by_name(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(i) for i in range(4)])
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    lines[2] = lines[2][:10]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(BadSample, match=r"a/2: .*a\.jsonl:3 \(byte \d+\): not valid JSON"):
+        make_meta_dataset(meta)
+    examples = make_meta_dataset(meta, on_bad="skip")
+    assert len(examples) == 3
+    (drop,) = examples.ledger
+    assert (drop.dataset, drop.key, drop.stage, drop.reason) == ("a", "a/2", "read", "malformed_row")
+    assert examples.ledger.lost() == 1
+    lazy = open_meta_dataset(meta)
+    assert (lazy[1], lazy[3]) == (examples[1], examples[2])
+    with pytest.raises(BadSample, match="a/2: "):
+        lazy[2]
+    with pytest.raises(ConfigError, match="on_bad='drop'"):
+        make_meta_dataset(meta, on_bad="drop")  # type: ignore[arg-type]
+
+
+def test_what_conversion_finds_is_in_the_ledger_with_dataset_and_row(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(0), chat(1, images=["x.jpg"])])
+    examples = make_meta_dataset(meta)
+    assert [(d.dataset, d.key, d.reason, d.action) for d in examples.ledger] == [
+        ("a", "a/1", "surplus_media", "cut")
+    ]
+    assert len(examples) == 2
+    assert examples.ledger.lost() == 0
+    lazy = open_meta_dataset(meta)
+    for _ in range(3):
+        list(lazy)
+    assert len(lazy.ledger) == 1, "reading again finds the same, once"
+
+
+def test_strict_and_confine_are_set_in_the_meta_file(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    entry = {"file_name": "a.jsonl", "media_dir": "media"}
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "y"}]
+    rows = [chat(0, images=["x.jpg"]), {"messages": turns, "images": ["../x.jpg"]}, chat(2)]
+    meta = write_meta(tmp_path, {"a": entry | {"strict": True, "confine": True}}, a=rows)
+    examples = make_meta_dataset(meta, on_bad="skip")
+    assert len(examples) == 1
+    assert {d.key: d.reason for d in examples.ledger} == {"a/0": "surplus_media", "a/1": "outside_media_dir"}
+    assert len(make_meta_dataset(write_meta(tmp_path, {"a": entry}, a=rows))) == 3
+
+
+def test_a_media_folder_is_found_beside_the_meta_file(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    turns = [{"role": "user", "content": "<image>"}]
+    for folder, expected in (("media", str(tmp_path / "media" / "x.jpg")), ("elsewhere", "elsewhere/x.jpg")):
+        meta = {"a": {"file_name": "a.jsonl", "media_dir": folder}}
+        path = write_meta(tmp_path, meta, a=[{"messages": turns, "images": ["x.jpg"]}])
+        assert open_meta_dataset(path)[0]["conversation"][0]["content"][0]["image"] == expected
+
+
+def test_two_datasets_of_the_same_file_are_both_delivered_and_remarked(tmp_path: Path) -> None:
+    meta = {"a": {"file_name": "a.jsonl"}, "b": {"file_name": "../" + tmp_path.name + "/a.jsonl"}}
+    lazy = open_meta_dataset(write_meta(tmp_path, meta, a=[chat(0), chat(1)]))
+    assert [lazy.key(i) for i in range(4)] == ["a/0", "a/1", "b/0", "b/1"]
+    (drop,) = lazy.ledger
+    assert (drop.key, drop.reason, drop.action) == ("b", "same_file", "kept")
+    assert lazy.ledger.lost() == 0
+
+
+@pytest.mark.parametrize(
+    ("meta", "names", "message"),
+    [
+        ({"a": {"file_name": "a.jsonl"}}, ["x"], "no dataset x; it has a"),
+        ({"a": {"file_name": "a.jsonl"}}, ["a", "a"], "a twice"),
+        ({"a": {}}, None, "dataset 'a' has no file_name"),
+        (
+            {"a": {"file_name": "a.jsonl", "ratio": 1}},
+            None,
+            "dataset 'a' has unknown ratio; known are file_name",
+        ),
+        (
+            {"a": {"file_name": "a.jsonl", "sample_ratio": "half"}},
+            None,
+            "sample_ratio='half', expected a number",
+        ),
+        ({"a": {"file_name": "a.jsonl", "sample_ratio": -1}}, None, "sample_ratio=-1"),
+        ({"a": {"file_name": 3}}, None, "file_name=3, expected a str"),
+        ({"a": {"file_name": "a.jsonl", "columns": {"x": "y"}}}, None, "dataset 'a': unknown columns: x"),
+        ({"a": "a.jsonl"}, None, "dataset 'a' is a str"),
+        ([], None, "expected an object of datasets"),
+    ],
+)
+def test_a_meta_file_that_is_not_in_order_says_where(
+    tmp_path: Path, meta: Any, names: Any, message: str
+) -> None:
+    path = write_meta(tmp_path, meta, a=[chat(0)])
+    with pytest.raises(ValueError, match=message):
+        make_meta_dataset(path, names)
+
+
+def test_a_name_that_stands_twice_in_the_meta_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"a": {"file_name": "x"}, "a": {"file_name": "y"}}')
+    with pytest.raises(ConfigError, match="'a' stands there twice"):
+        make_meta_dataset(tmp_path / "meta.json")
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
+        make_meta_dataset(write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}))
+
+
+def test_arguments_that_are_ignored_are_named(mixture: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_meta_dataset(str(mixture), fps=2, max_frames=8)
+    assert "ignores the argument(s) fps, max_frames" in caplog.text
+
+
+def test_an_empty_mixture_is_an_empty_list(tmp_path: Path) -> None:
+    path = write_meta(tmp_path, {})
+    assert make_meta_dataset(path) == []
+    assert len(open_meta_dataset(path)) == 0
+    assert make_meta_dataset(path).stats["n_images"] == 0

@@ -1,0 +1,145 @@
+"""The hub loaders on small real Parquet data sets with the public columns, loaded by path."""
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from packhorse.datasets import (
+    json2token,
+    make_cord_v2_dataset,
+    make_cv17_dataset,
+    make_medpix_dataset,
+    make_rdr_dataset,
+    make_unimm_chat_dataset,
+)
+from packhorse.errors import BadSample, ConfigError
+
+
+def picture(shade: int) -> Image.Image:
+    return Image.new("RGB", (8, 6), (shade, 0, 0))
+
+
+def write(folder: Path, columns: dict[str, list[Any]], **features: Any) -> str:
+    dataset = datasets.Dataset.from_dict(columns)
+    for name, feature in features.items():
+        dataset = dataset.cast_column(name, feature)
+    (folder / "data").mkdir(exist_ok=True)
+    dataset.to_parquet(str(folder / "data" / "train-00000-of-00001.parquet"))
+    return str(folder)
+
+
+def shade(part: dict[str, Any]) -> int:
+    assert part["type"] == "image"
+    return part["image"].convert("RGB").getpixel((0, 0))[0]
+
+
+def test_rdr_asks_for_a_description(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, {"image": [picture(10), picture(20)], "text": ["ten", "twenty"]}, image=datasets.Image()
+    )
+    dataset = make_rdr_dataset(path)
+    assert len(dataset) == 2
+    user, assistant = dataset[1]["conversation"]
+    assert shade(user["content"][0]) == 20
+    assert user["content"][1] == {"type": "text", "text": "Describe this image."}
+    assert assistant == {"role": "assistant", "content": [{"type": "text", "text": "twenty"}]}
+
+
+def test_medpix_stays_on_disk_and_decodes_on_access(tmp_path: Path) -> None:
+    columns = {"image_id": [picture(30)], "question": ["What?"], "answer": ["That."]}
+    dataset = make_medpix_dataset(write(tmp_path, columns, image_id=datasets.Image()), split="train")
+    assert isinstance(dataset, datasets.Dataset)
+    user, assistant = dataset[0]["conversation"]
+    assert shade(user["content"][0]) == 30
+    assert user["content"][1]["text"] == "What?"
+    assert assistant["content"][0]["text"] == "That."
+    assert dataset.select([0])[0].keys() == {"conversation"}
+    assert pickle.loads(pickle.dumps(dataset))[0]["conversation"][1] == assistant
+
+
+def test_cord_turns_its_parse_into_tokens(tmp_path: Path) -> None:
+    truths = [
+        json.dumps({"gt_parse": {"total": {"price": "4"}, "menu": [{"nm": "tea"}, {"nm": "pie"}]}}),
+        json.dumps({"gt_parses": [{"a": "1"}, {"a": "2"}, {"a": "3"}]}),
+        json.dumps({"meta": {}}),
+    ]
+    path = write(tmp_path, {"image": [picture(1)] * 3, "ground_truth": truths}, image=datasets.Image())
+    dataset = make_cord_v2_dataset(path)
+    answer = dataset[0]["conversation"][1]["content"][0]["text"]
+    assert answer == (
+        "<s_total><s_price>4</s_price></s_total><s_menu><s_nm>tea</s_nm><sep/><s_nm>pie</s_nm></s_menu>"
+    )
+    picks = {
+        make_cord_v2_dataset(path, seed=s)[1]["conversation"][1]["content"][0]["text"] for s in range(30)
+    }
+    assert picks == {"<s_a>1</s_a>", "<s_a>2</s_a>", "<s_a>3</s_a>"}
+    assert len({dataset[1]["conversation"][1]["content"][0]["text"] for _ in range(5)}) == 1
+    with pytest.raises(BadSample, match="neither 'gt_parses'"):
+        dataset[2]
+    assert len(make_cord_v2_dataset(path, limit_dataset_samples=2)) == 2
+    assert len(make_cord_v2_dataset(path, limit_dataset_samples=9)) == 3
+
+
+def test_json2token_knows_plain_text_and_key_order() -> None:
+    assert json2token({"text_sequence": "plain"}) == "plain"
+    assert json2token({"a": 1, "b": [2, {"c": None}]}) == "<s_b>2<sep/><s_c>None</s_c></s_b><s_a>1</s_a>"
+    assert json2token({"a": 1, "b": 2}, sort_json_key=False) == "<s_a>1</s_a><s_b>2</s_b>"
+    assert json2token({}) == ""
+
+
+def test_cv17_gives_the_prompt_and_the_sound(tmp_path: Path) -> None:
+    wave = np.sin(np.arange(1600) / 10).astype(np.float32) / 2
+    clip = io.BytesIO()
+    soundfile.write(clip, np.stack([wave, wave], axis=1), 16_000, format="WAV", subtype="FLOAT")
+    columns = {"audio": [{"bytes": clip.getvalue(), "path": "a.wav"}], "transcription": ["Merhaba"]}
+    path = write(tmp_path, columns, audio=datasets.Audio())
+    item = make_cv17_dataset(path)[0]
+    assert item["conversation"] == [
+        {"role": "user", "content": "<|endoftext11|>Transcribe the Turkish audio clip."},
+        {"role": "assistant", "content": "Merhaba"},
+    ]
+    array, rate = item["audio"]
+    assert rate == 16_000
+    assert array.dtype == np.float32
+    np.testing.assert_allclose(array, wave, atol=1e-6)
+    other = make_cv17_dataset(path, audio_placeholder="<|audio_1|>")[0]["conversation"][0]["content"]
+    assert other.startswith("<|audio_1|>Transcribe")
+
+
+def test_unimm_puts_the_image_where_the_text_has_it(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "value": "<Image >\nWhat is it?"},
+        {"from": "gpt", "value": "A mule. "},
+        {"from": "human", "value": "  "},
+        {"from": "gpt", "value": "Still a mule."},
+        {"from": "human", "value": "Where is <image> from?"},
+    ]
+    other = [{"from": "judge", "value": "x"}]
+    columns = {"image": [picture(9)] * 3, "conversation": [json.dumps(turns), json.dumps(other), "{"]}
+    dataset = make_unimm_chat_dataset(write(tmp_path, columns, image=datasets.Image()))
+    conversation = dataset[0]["conversation"]
+    assert [turn["role"] for turn in conversation] == ["user", "assistant"] * 2 + ["user"]
+    kinds = [[part["type"] for part in turn["content"]] for turn in conversation]
+    assert kinds == [["image", "text"], ["text"], ["image"], ["text"], ["text", "image", "text"]]
+    assert conversation[0]["content"][1]["text"] == "What is it?"
+    assert conversation[1]["content"][0]["text"] == "A mule."
+    for bad, message in ((1, "'from'"), (2, "not valid JSON")):
+        with pytest.raises(BadSample, match=message):
+            dataset[bad]
+
+
+def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp_path: Path) -> None:
+    path = write(tmp_path, {"image": [picture(1)] * 4, "text": list("abcd")}, image=datasets.Image())
+    assert len(make_rdr_dataset(path, split="train[:2]")) == 2
+    files = str(tmp_path / "data" / "*.parquet")
+    assert len(make_rdr_dataset("parquet", data_files=files)) == 4
+    with pytest.raises(ConfigError, match="no column image_id, question, answer; it has image, text"):
+        make_medpix_dataset(path)

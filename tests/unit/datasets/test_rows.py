@@ -1,0 +1,295 @@
+"""Rows by number from every kind of file; bad rows named by file, line and byte; safe in child processes."""
+
+import gc
+import gzip
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import packhorse.datasets.index as index_module
+from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
+from packhorse.datasets.rows import JsonRows, gc_paused, open_rows
+from packhorse.errors import BadSample, ConfigError
+from row_files import WRITERS
+
+ROWS = [{"id": i, "text": "ü" * i, "nested": [{"a": i}]} for i in range(40)]
+
+
+@pytest.fixture
+def keep_small_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few bytes are worth an index in these tests."""
+    monkeypatch.setattr(index_module, "KEEP_FROM_BYTES", 1)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_file_type_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    rows = open_rows(WRITERS[kind](tmp_path, ROWS))
+    assert len(rows) == len(ROWS)
+    assert list(rows) == ROWS
+    assert rows[-1] == ROWS[-1]
+    assert list(rows.read([3, 1, 1, 39])) == [ROWS[3], ROWS[1], ROWS[1], ROWS[39]]
+    assert list(rows.read([])) == []
+    with pytest.raises(IndexError, match="row 40 of 40"):
+        rows[40]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_without_rows_has_none(tmp_path: Path, kind: str) -> None:
+    rows = open_rows(WRITERS[kind](tmp_path, []))
+    assert len(rows) == 0
+    assert list(rows) == []
+    with pytest.raises(IndexError):
+        rows[0]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_rows_can_be_read_in_child_processes(tmp_path: Path, kind: str, method: str) -> None:
+    rows = open_rows(WRITERS[kind](tmp_path, ROWS))
+    rows[5]
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(rows.__getitem__, range(len(ROWS))) == ROWS
+
+
+def test_rows_can_be_read_from_threads(tmp_path: Path) -> None:
+    rows = open_rows(WRITERS["jsonl"](tmp_path, ROWS))
+    seen: list[bool] = []
+    threads = [threading.Thread(target=lambda: seen.append(list(rows) == ROWS)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 8
+
+
+def test_parquet_keeps_bytes_and_nested_values(tmp_path: Path) -> None:
+    image = {"bytes": b"\x89PNG", "path": None}
+    path = WRITERS["parquet"](tmp_path, [{"images": [image], "messages": [{"role": "user", "content": "x"}]}])
+    assert open_rows(path)[0]["images"] == [image]
+
+
+def write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"id": 1, "x": ', "not valid JSON"),
+        (b'{"id": "\xff\xfe"}', "not UTF-8"),
+        (b'{"id": "\\ud800"}', "a lone surrogate"),
+        (b"[1, 2]", "expected an object, found list"),
+        (b"42", "expected an object, found int"),
+        (b"[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_a_malformed_line_names_file_line_and_byte_and_costs_no_other_row(
+    tmp_path: Path, bad: bytes, message: str
+) -> None:
+    path = write(tmp_path / "x.jsonl", b'{"id": 0}\n\n' + bad + b'\n{"id": 2}\n')
+    rows = open_rows(path)
+    assert len(rows) == 3
+    with pytest.raises(BadSample, match=rf"x\.jsonl:3 \(byte 11\): {message}") as error:
+        rows[1]
+    assert error.value.reason == "malformed_row"
+    assert rows[0] == {"id": 0}
+    assert rows[2] == {"id": 2}
+    good_or_error = list(rows.read(range(3)))
+    assert good_or_error[0] == {"id": 0}
+    assert isinstance(good_or_error[1], BadSample)
+    assert good_or_error[2] == {"id": 2}
+    with pytest.raises(BadSample, match="byte 11"):
+        _load_json_or_jsonl(path)
+    with pytest.raises(BadSample, match="byte 11"):
+        _load_jsonl_for_rank(path, 1.0, 1, 3)
+    assert _load_jsonl_for_rank(path, 1.0, 2, 3) == ([{"id": 2}], 3)
+
+
+def test_a_malformed_element_of_an_array_is_named_by_byte(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.json", b'[{"id": 0}, {"id": nope}, {"id": 2}]')
+    rows = open_rows(path)
+    assert (rows[0], rows[2]) == ({"id": 0}, {"id": 2})
+    with pytest.raises(BadSample, match=r"x\.json, element 1 \(byte 11\): not valid JSON"):
+        rows[1]
+
+
+def test_numbers_that_only_pythons_parser_takes_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", b'{"score": NaN, "n": 123456789012345678901234567890}\n')
+    assert open_rows(path)[0]["n"] == 123456789012345678901234567890
+
+
+def test_a_line_of_ten_megabytes_is_a_row_like_any_other(tmp_path: Path) -> None:
+    long = {"id": 1, "text": "x" * 10_000_000}
+    path = write(tmp_path / "x.jsonl", b'{"id": 0}\n' + json.dumps(long).encode() + b'\n{"id": 2}')
+    assert list(open_rows(path)) == [{"id": 0}, long, {"id": 2}]
+
+
+def test_a_missing_file_and_a_file_of_another_kind_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no\.jsonl: no such file"):
+        open_rows(str(tmp_path / "no.jsonl"))
+    with pytest.raises(FileNotFoundError, match=r"memory://no/rows\.jsonl"):
+        open_rows("memory://no/rows.jsonl")
+    with pytest.raises(ValueError, match=r"x\.json: expected a JSON array"):
+        _load_json_or_jsonl(write(tmp_path / "x.json", b'{"id": 0}\n{"id": 1}\n'))
+    with pytest.raises(ConfigError, match=r"x\.parquet: not a readable Parquet file"):
+        open_rows(write(tmp_path / "x.parquet", b"PAR1 no"))
+    for name in ("x.jsonl.gz", "x.jsonl.zst"):
+        whole = WRITERS[name[2:]](tmp_path, ROWS)
+        with pytest.raises(ConfigError, match=rf"{name}: cannot be unpacked"):
+            open_rows(write(tmp_path / name, Path(whole).read_bytes()[:-20]))
+
+
+def test_concatenated_gzip_members_are_all_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl.gz", gzip.compress(b'{"id": 0}\n') + gzip.compress(b'{"id": 1}\n'))
+    assert len(open_rows(path)) == 2
+
+
+def test_a_changed_archive_or_address_is_fetched_again(tmp_path: Path, cache: Path) -> None:
+    for kind in ("jsonl.gz", "memory://", "parquet"):
+        assert len(open_rows(WRITERS[kind](tmp_path, ROWS))) == 40
+        assert len(open_rows(WRITERS[kind](tmp_path, ROWS[:7]))) == 7
+    assert any(cache.iterdir())
+
+
+@pytest.mark.usefixtures("keep_small_indexes")
+class TestTheIndexFile:
+    def test_it_lies_beside_the_file_and_is_used_again(self, tmp_path: Path) -> None:
+        path = WRITERS["jsonl"](tmp_path, ROWS)
+        assert list(open_rows(path)) == ROWS
+        home = tmp_path / "rows.jsonl.phidx"
+        before = home.stat()
+        assert list(open_rows(path)) == ROWS
+        assert home.stat().st_mtime_ns == before.st_mtime_ns
+        assert home.stat().st_ino == before.st_ino
+
+    def test_small_files_get_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()
+        open_rows(WRITERS["jsonl"](tmp_path, ROWS))
+        assert not list(tmp_path.glob("*.phidx"))
+
+    def test_a_chosen_folder_holds_it_alone(self, tmp_path: Path) -> None:
+        path = WRITERS["jsonl"](tmp_path, ROWS)
+        (tmp_path / "indexes").mkdir()
+        open_rows(path, str(tmp_path / "indexes"))
+        assert len(list((tmp_path / "indexes").iterdir())) == 1
+        assert not list(tmp_path.glob("*.phidx"))
+
+    @pytest.mark.parametrize("change", ["append", "same size, other time", "same size and time, other end"])
+    def test_a_changed_file_is_indexed_anew(self, tmp_path: Path, change: str) -> None:
+        path = Path(WRITERS["jsonl"](tmp_path, ROWS))
+        open_rows(str(path))
+        stat = path.stat()
+        data = path.read_bytes()
+        if change == "append":
+            path.write_bytes(data + b'{"id": 40}\n')
+        else:
+            # One row less in the same number of bytes.
+            path.write_bytes(data[:-1].replace(b"\n", b" ", 0)[: data[:-1].rindex(b"\n")].ljust(len(data)))
+            later = stat.st_mtime_ns + (1 if change == "same size, other time" else 0)
+            os.utime(path, ns=(stat.st_atime_ns, later))
+        assert len(open_rows(str(path))) == (41 if change == "append" else 39)
+
+    @pytest.mark.parametrize("damage", ["cut", "flip", "header", "empty", "garbage"])
+    def test_a_mangled_index_is_built_anew(self, tmp_path: Path, damage: str) -> None:
+        path = WRITERS["jsonl"](tmp_path, ROWS)
+        open_rows(path)
+        home = tmp_path / "rows.jsonl.phidx"
+        data = bytearray(home.read_bytes())
+        if damage == "cut":
+            data = data[:-8]
+        elif damage == "flip":
+            data[-20] ^= 1
+        elif damage == "header":
+            data[3] ^= 1
+        else:
+            data = bytearray() if damage == "empty" else bytearray(os.urandom(900))
+        home.write_bytes(data)
+        assert list(open_rows(path)) == ROWS
+
+    def test_where_it_cannot_lie_beside_the_file_it_goes_to_the_cache(
+        self, tmp_path: Path, cache: Path
+    ) -> None:
+        path = WRITERS["jsonl"](tmp_path, ROWS)
+        (tmp_path / "rows.jsonl.phidx").mkdir()  # root may write anywhere, but not over a folder
+        assert list(open_rows(path)) == ROWS
+        assert len(list((cache / "indexes").iterdir())) == 1
+
+    def test_without_any_place_it_is_held_in_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = WRITERS["jsonl"](tmp_path, ROWS)
+        (tmp_path / "rows.jsonl.phidx").mkdir()
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "file" / "cache"))
+        assert list(open_rows(path)) == ROWS
+        assert "holding it in memory" in caplog.text
+
+    def test_processes_that_open_a_file_together_all_get_it_right(self, tmp_path: Path) -> None:
+        rows = [{"id": i} for i in range(400_000)]
+        path = WRITERS["jsonl"](tmp_path, rows)
+        script = (
+            "import sys; from packhorse.datasets.rows import open_rows; print(len(open_rows(sys.argv[1])))"
+        )
+        command = [sys.executable, "-c", script, path]
+        runs = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+        assert [run.communicate()[0] for run in runs] == [b"400000\n"] * 4
+        assert len(list(tmp_path.glob("*.phidx"))) == 1
+        assert not list(tmp_path.glob(".*")), "no half file is left behind"
+
+
+def test_a_file_cut_short_under_an_open_reader_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    path = WRITERS["jsonl"](tmp_path, ROWS)
+    rows = open_rows(path)
+    os.truncate(path, 100)
+    with pytest.raises(ConfigError, match="shorter than when it was opened"):
+        rows[39]
+
+
+def test_a_file_that_changed_between_processes_is_refused(tmp_path: Path) -> None:
+    path = WRITERS["jsonl"](tmp_path, ROWS)
+    frozen = pickle.dumps(open_rows(path))
+    WRITERS["jsonl"](tmp_path, ROWS[:3])
+    with pytest.raises(ConfigError, match="has changed"):
+        pickle.loads(frozen)
+
+
+def test_a_row_spoilt_after_opening_says_that_the_file_has_changed(tmp_path: Path) -> None:
+    path = Path(WRITERS["jsonl"](tmp_path, ROWS))
+    rows = open_rows(str(path))
+    time.sleep(0.01)
+    path.write_bytes(path.read_bytes().replace(b'{"id": 3,', b'{"id"  3,'))
+    with pytest.raises(BadSample, match="has changed since"):
+        rows[3]
+
+
+def test_the_raw_row_is_what_the_file_holds(tmp_path: Path) -> None:
+    lines = open_rows(write(tmp_path / "x.jsonl", b'{"a": 1}\r\n\r\n{"b":2}'))
+    array = open_rows(write(tmp_path / "x.json", b'[{"a": 1} , {"b":2}\n]'))
+    for rows in (lines, array):
+        assert isinstance(rows, JsonRows)
+        assert [rows.raw(0), rows.raw(1)] == [b'{"a": 1}', b'{"b":2}']
+
+
+def test_garbage_collection_waits_and_comes_back() -> None:
+    assert gc.isenabled()
+    with gc_paused():
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "the caller's choice stands"
+    finally:
+        gc.enable()

@@ -1,0 +1,209 @@
+"""ShareGPT rows: placeholders take media in order, and what does not add up is recorded or raised."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import packhorse.datasets as datasets
+from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger, default_ledger
+
+convert = datasets._convert_sharegpt_to_conversation
+
+
+def row(user: str, **media: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": user}, {"role": "assistant", "content": " An answer. "}]
+    return {"messages": turns, **media}
+
+
+def user_parts(example: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    return convert(example, **options)["conversation"][0]["content"]
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def test_the_public_spelling_is_the_same_function() -> None:
+    assert datasets.convert_sharegpt_to_conversation is convert
+
+
+def test_each_placeholder_takes_the_next_medium_of_its_kind() -> None:
+    example = row(
+        "Look <image> and <VIDEO>\n<Image>\n compare.", images=["a.jpg", "/abs/b.jpg"], videos=["v.mp4"]
+    )
+    before = copy.deepcopy(example)
+    assert convert(example, media_dir="/data") == {
+        "conversation": [
+            {
+                "role": "user",
+                "content": [
+                    text("Look"),
+                    {"type": "image", "image": "/data/a.jpg"},
+                    text("and"),
+                    {"type": "video", "video": "/data/v.mp4"},
+                    {"type": "image", "image": "/abs/b.jpg"},
+                    text("compare."),
+                ],
+            },
+            {"role": "assistant", "content": [text(" An answer. ")]},
+        ]
+    }
+    assert example == before, "the caller's row is never changed"
+
+
+def test_placeholders_outside_user_turns_are_text() -> None:
+    turns = [
+        {"role": "system", "content": "<image> means a picture"},
+        {"role": "user", "content": "<image>?"},
+        {"role": "assistant", "content": "No <image>."},
+    ]
+    conversation = convert({"messages": turns, "images": ["a.jpg"]})["conversation"]
+    assert conversation[0]["content"] == [text("<image> means a picture")]
+    assert conversation[2]["content"] == [text("No <image>.")]
+
+
+def test_own_names_for_columns_and_tags() -> None:
+    example = {
+        "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "x"}],
+        "image": "a.jpg",
+    }
+    tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+    result = convert(example, {"messages": "conversations", "images": "image"}, tags, "/d")
+    assert [turn["role"] for turn in result["conversation"]] == ["user", "assistant"]
+    assert result["conversation"][0]["content"] == [{"type": "image", "image": "/d/a.jpg"}]
+
+
+def test_entries_with_extras_pass_them_on_and_resolve_the_path() -> None:
+    entry = {"path": "v.mp4", "fps": 2, "frame_indices": [0, 4]}
+    assert user_parts(row("<video>", videos=[entry]), media_dir="/d") == [
+        {"type": "video", "video": "/d/v.mp4", "fps": 2, "frame_indices": [0, 4]}
+    ]
+
+
+def test_frame_lists_bytes_and_images_are_media_too() -> None:
+    picture = Image.new("RGB", (2, 2))
+    example = row(
+        "<video><image><image><image>",
+        videos=[["f1.jpg", "/f2.jpg"]],
+        images=[picture, {"bytes": b"png", "path": "x.png"}, "s3://bucket/c.jpg"],
+    )
+    assert [part[part["type"]] for part in user_parts(example, media_dir="/d")] == [
+        ["/d/f1.jpg", "/f2.jpg"],
+        picture,
+        b"png",
+        "s3://bucket/c.jpg",
+    ]
+
+
+def test_audio_placeholders_need_an_audio_column() -> None:
+    assert user_parts(row("<audio>hm", audios=["a.wav"]))[0] == {"type": "audio", "audio": "a.wav"}
+    assert user_parts(row("<audio>hm")) == [text("<audio>hm")]
+
+
+def test_a_user_turn_with_nothing_left_is_one_empty_text() -> None:
+    assert user_parts(row("   ")) == [text("")]
+
+
+def test_precomputed_fields_pass_through_and_others_do_not() -> None:
+    result = convert(row("x") | {"_text_tokens": 7, "mm_inputs_meta": {"images_meta": []}, "id": 5})
+    assert set(result) == {"conversation", "_text_tokens", "mm_inputs_meta"}
+
+
+def test_content_that_is_already_split_into_parts_is_kept() -> None:
+    parts = [{"type": "image", "image": "a.jpg"}, text("hm <image>")]
+    assert user_parts({"messages": [{"role": "user", "content": parts}]}, media_dir="/d") == [
+        {"type": "image", "image": "/d/a.jpg"},
+        text("hm <image>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("example", "reason", "action"),
+    [
+        (row("<image><image>x", images=["a.jpg"]), "surplus_placeholder", "cut"),
+        (row("<video>"), "surplus_placeholder", "cut"),
+        (row("x", images=["a.jpg"]), "surplus_media", "cut"),
+        (row("<image>", images=["a.jpg"], videos=["v.mp4"]), "surplus_media", "cut"),
+        ({"messages": [{"role": "tool", "content": "x"}, *row("x")["messages"]]}, "unknown_role", "cut"),
+        ({"messages": []}, "empty_conversation", "kept"),
+        ({"messages": None}, "empty_conversation", "kept"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant_turn", "kept"),
+    ],
+)
+def test_what_does_not_add_up_is_recorded_or_raised(
+    example: dict[str, Any], reason: str, action: str
+) -> None:
+    ledger = Ledger()
+    convert(example, key="set/3", ledger=ledger)
+    (drop,) = ledger
+    assert (drop.key, drop.stage, drop.reason, drop.action) == ("set/3", "convert", reason, action)
+    assert drop.detail
+    with pytest.raises(BadSample, match=r"^set/3: ") as error:
+        convert(example, key="set/3", strict=True)
+    assert error.value.reason == reason
+
+
+def test_without_a_ledger_findings_go_to_the_processes_own() -> None:
+    convert(row("x", images=["a.jpg"]), key="own/0")
+    assert "own/0" in {drop.key for drop in default_ledger()}
+
+
+def test_the_rest_of_a_row_that_does_not_add_up_is_delivered() -> None:
+    assert user_parts(row("<image>a<image>b", images=["1.jpg"]), ledger=Ledger()) == [
+        {"type": "image", "image": "1.jpg"},
+        text("a"),
+        text("b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"conversations": []}, "no 'messages' column; the row has: conversations"),
+        ({"messages": "hi"}, "'messages' is a str"),
+        (
+            {"messages": [{"from": "human", "value": "x"}]},
+            "turn 0 has no 'role'; it is a dict with from, value",
+        ),
+        ({"messages": ["hi"]}, "turn 0 has no 'role'; it is a str"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "content of turn 0 is null"),
+        (row("<image>", images=[{"url": "x"}]), "neither 'path' nor 'bytes'"),
+    ],
+)
+def test_a_row_of_another_format_says_what_it_has(example: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSample, match=message) as error:
+        convert(example)
+    assert error.value.reason == "wrong_format"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": {"message": "x"}}, "unknown columns: message"),
+        ({"tags": {"role": "from"}}, "unknown tags: role"),
+        ({"tags": {"role_tag": 3}}, "expected a string"),
+        ({"confine": True}, "needs a media_dir"),
+    ],
+)
+def test_a_wrong_format_description_is_the_callers_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(row("x"), **options)
+
+
+def test_media_outside_the_folder_are_refused_when_asked(tmp_path: Path) -> None:
+    inside = tmp_path / "media"
+    inside.mkdir()
+    (tmp_path / "secret.jpg").touch()
+    os.symlink(tmp_path / "secret.jpg", inside / "link.jpg")
+    for path in ("../secret.jpg", "link.jpg", str(tmp_path / "secret.jpg"), "/etc/passwd", "s3://b/x.jpg"):
+        example = row("<image>", images=[path])
+        with pytest.raises(BadSample, match="set/1") as error:
+            convert(example, media_dir=str(inside), confine=True, key="set/1")
+        assert error.value.reason == "outside_media_dir"
+        convert(example, media_dir=str(inside))  # not asked: as the reference has it
+    assert user_parts(row("<image>", images=["a/../b.jpg"]), media_dir=str(inside), confine=True)

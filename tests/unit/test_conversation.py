@@ -1,0 +1,68 @@
+"""The one parser of the example format."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from packhorse.conversation import parse_conversation, replace_media
+from packhorse.errors import BadSample
+from packhorse.types import MediaRef, TextPart
+
+EXAMPLE: dict[str, Any] = {
+    "conversation": [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "video", "video": "a.mp4", "fps": 2},
+                {"type": "text", "text": "What is it?"},
+                {"type": "image", "image": "b.jpg"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]},
+    ],
+    "_text_tokens": 5,
+}
+
+
+def test_text_and_media_come_out_in_order() -> None:
+    conversation = parse_conversation(EXAMPLE, "coco/1")
+    assert conversation.key == "coco/1"
+    assert [message.role for message in conversation.messages] == ["system", "user", "assistant"]
+    assert conversation.messages[0].parts == (TextPart("Be brief."),)
+    assert conversation.media == (MediaRef("video", "a.mp4", {"fps": 2}), MediaRef("image", "b.jpg", {}))
+    assert conversation.messages[1].text == "What is it?"
+
+
+def test_no_turns_are_a_conversation_without_turns() -> None:
+    assert parse_conversation({"conversation": []}).messages == ()
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({}, "'conversation' is missing"),
+        ({"conversation": "hi"}, "is a str, expected a list"),
+        ({"conversation": ["hi"]}, "turn 0 is a str"),
+        ({"conversation": [{"content": "hi"}]}, "turn 0 .* without a 'role'"),
+        ({"conversation": [{"role": "user"}]}, "content of turn 0 is missing"),
+        ({"conversation": [{"role": "user", "content": [{"type": "smell"}]}]}, "part of type 'smell'"),
+        ({"conversation": [{"role": "user", "content": ["hi"]}]}, "part of type None"),
+        ({"conversation": [{"role": "user", "content": [{"type": "text"}]}]}, "text part of turn 0"),
+        ({"conversation": [{"role": "user", "content": [{"type": "image"}]}]}, "no 'image' field"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_turn(example: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSample, match=f"a/1: .*{message}") as error:
+        parse_conversation(example, "a/1")
+    assert error.value.reason == "wrong_format"
+
+
+def test_replacing_media_leaves_the_callers_example_alone() -> None:
+    before = copy.deepcopy(EXAMPLE)
+    after = replace_media(EXAMPLE, lambda ref: {ref.kind: f"loaded {ref.source}"})
+    assert before == EXAMPLE
+    assert after["conversation"][1]["content"][0] == {"type": "video", "video": "loaded a.mp4", "fps": 2}
+    assert after["conversation"][0] == EXAMPLE["conversation"][0]
+    assert after["_text_tokens"] == 5

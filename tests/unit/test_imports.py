@@ -1,0 +1,65 @@
+"""Importing costs little, and every documented name is where the documentation has it."""
+
+import importlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "transformers", "pyarrow", "datasets", "av", "lmdb", "soundfile")
+
+
+def imported_with(statement: str) -> set[str]:
+    script = f"import sys; {statement}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module", ["packhorse", "packhorse.datasets", "packhorse.media", "packhorse.tokens", "packhorse.ledger"]
+)
+def test_an_import_brings_in_nothing_heavy(module: str) -> None:
+    assert not imported_with(f"import {module}") & set(HEAVY)
+
+
+def test_importing_packhorse_takes_under_three_tenths_of_a_second() -> None:
+    def seconds(statement: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", statement], check=True)
+        return time.perf_counter() - start
+
+    # The best of five, so that a busy machine does not fail the test.
+    assert min(seconds("import packhorse") for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RobustDatasetWrapper",
+        "_ExamplesWithStats",
+        "_collect_sample_stats",
+        "_convert_sharegpt_to_conversation",
+        "_load_json_or_jsonl",
+        "_load_jsonl_for_rank",
+        "_log_dataset_loading_summary",
+        "logger",
+        "make_cord_v2_dataset",
+        "make_cv17_dataset",
+        "make_medpix_dataset",
+        "make_meta_dataset",
+        "make_rdr_dataset",
+        "make_unimm_chat_dataset",
+    ],
+)
+def test_documented_names_are_in_packhorse_datasets(name: str) -> None:
+    assert hasattr(importlib.import_module("packhorse.datasets"), name)
+
+
+def test_every_public_name_of_packhorse_can_be_had() -> None:
+    import packhorse
+
+    for name in packhorse.__all__:
+        assert getattr(packhorse, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = packhorse.nothing

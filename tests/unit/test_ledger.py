@@ -1,0 +1,151 @@
+"""The ledger counts every entry once, survives crashes, and hears from child processes."""
+
+import json
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
+from packhorse.types import Drop
+
+MISSING = Drop("coco/812", "media", "missing_media", "no file", "left_out", "coco")
+CUT = Drop("coco/9", "convert", "unknown_role", "role 'tool'", "cut", "coco")
+
+
+def test_an_entry_recorded_twice_is_counted_once() -> None:
+    ledger = Ledger()
+    ledger.record(MISSING)
+    ledger.record(MISSING)
+    ledger.record(CUT)
+    assert list(ledger) == [MISSING, CUT]
+    assert ledger.counts() == {"missing_media": 1, "unknown_role": 1}
+    assert ledger.counts("action") == {"left_out": 1, "cut": 1}
+    assert ledger.lost() == 1
+
+
+def test_a_sample_that_fails_in_two_ways_is_lost_once() -> None:
+    ledger = Ledger()
+    ledger.record(MISSING)
+    ledger.record(Drop(MISSING.key, "read", "malformed_row"))
+    assert (len(ledger), ledger.lost()) == (2, 1)
+
+
+def test_the_same_failure_in_two_epochs_is_two_entries() -> None:
+    ledger = Ledger()
+    for epoch in (0, 1):
+        ledger.record(Drop("a/1", "read", "sample_failed", epoch=epoch))
+    assert len(ledger) == 2
+
+
+def test_the_summary_says_how_many_of_how_many() -> None:
+    ledger = Ledger()
+    assert ledger.summary() == "nothing left out, replaced, cut or repaired"
+    ledger.record(MISSING)
+    assert ledger.summary(10_000) == "missing_media, left_out: 1 of 10,000"
+
+
+def test_five_million_rows_of_one_reason_stay_one_array() -> None:
+    ledger = Ledger()
+    rows = np.arange(0, 10_000_000, 2)
+    ledger.record_rows("big", rows, stage="select", reason="not_sampled")
+    assert len(ledger) == ledger.counts()["not_sampled"] == ledger.lost() == 5_000_000
+    assert next(iter(ledger)).key == "big/0"
+
+
+def test_no_rows_make_no_entry() -> None:
+    ledger = Ledger()
+    ledger.record_rows("big", np.array([], np.int64), stage="select", reason="not_sampled")
+    assert len(ledger) == 0
+    assert list(ledger) == []
+
+
+def test_saving_and_loading_gives_the_same_entries(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.record(MISSING)
+    ledger.record_rows("b", np.array([0, 1, 2, 7, 9, 10]), stage="select", reason="not_sampled", detail="x")
+    ledger.save(tmp_path / "ledger.jsonl")
+    assert list(Ledger.load(tmp_path / "ledger.jsonl")) == list(ledger)
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert lines[1]["rows"] == [[0, 3], [7, 8], [9, 11]]
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no half file is left behind"
+
+
+def test_a_name_that_is_not_utf8_can_be_saved(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.record(Drop("a/0", "media", "missing_media", os.fsdecode(b"caf\xe9.jpg")))
+    ledger.save(tmp_path / "ledger.jsonl")
+    assert list(Ledger.load(tmp_path / "ledger.jsonl")) == list(ledger)
+
+
+def test_a_ledger_with_a_path_is_on_disk_before_the_process_ends(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "ledger.jsonl"
+    Ledger(path).record(MISSING)
+    Ledger(path).record(CUT)  # a second run continues the file
+    with open(path, "a") as file:
+        file.write('{"key": "a/1", "stage": "re')  # a crash in mid-write
+    assert list(Ledger.load(path)) == [MISSING, CUT]
+
+
+def test_a_file_that_is_no_ledger_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"key": "a"}\n')
+    with pytest.raises(ConfigError, match=r"x\.jsonl:1"):
+        Ledger.load(tmp_path / "x.jsonl")
+
+
+def test_merging_two_ranks_adds_up_without_doubling() -> None:
+    first, second = Ledger(), Ledger()
+    first.record(MISSING)
+    second.record(MISSING)
+    second.record(CUT)
+    second.record_rows("b", np.arange(3), stage="select", reason="not_sampled")
+    first.merge(second)
+    assert first.counts() == {"not_sampled": 3, "missing_media": 1, "unknown_role": 1}
+
+
+def _record(ledger: Ledger, key: str) -> None:
+    ledger.record(Drop(key, "read", "sample_failed"))
+    ledger.record_rows("many", np.arange(4), stage="select", reason="not_sampled")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_child_processes_record_arrives_in_the_parent(
+    tmp_path: Path, method: str, on_disk: bool
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl" if on_disk else None)
+    ledger.record(MISSING)
+    context = multiprocessing.get_context(method)
+    children = [context.Process(target=_record, args=(ledger, f"child/{i}")) for i in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+    assert {drop.key for drop in ledger if drop.stage == "read"} == {"child/0", "child/1", "child/2"}
+    assert ledger.counts() == {"not_sampled": 12, "sample_failed": 3, "missing_media": 1}
+    assert ledger.counts()["sample_failed"] == 3, "a second look counts nothing twice"
+
+
+def test_the_temporary_file_of_child_entries_goes_with_the_ledger() -> None:
+    ledger = Ledger()
+    child = multiprocessing.get_context("fork").Process(target=_record, args=(ledger, "child/0"))
+    child.start()
+    child.join()
+    spool = ledger._spool
+    assert spool.exists()
+    del ledger
+    assert not spool.exists()
+
+
+def test_a_bad_sample_survives_the_way_from_a_worker() -> None:
+    error = BadSample("cut off", reason="broken_media", key="coco/1", stage="media")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.reason, again.key) == ("coco/1: cut off", "broken_media", "coco/1")
+    assert again.as_drop(dataset="coco") == Drop(
+        "coco/1", "media", "broken_media", "cut off", "left_out", "coco"
+    )
