@@ -87,9 +87,26 @@ def main() -> None:
 def write_sharegpt(path: Path, size: float) -> int:
     """A file of image chats of about ``size`` bytes; returns the number of rows."""
     rng = random.Random(0)
-    words = (
-        "the quick brown mule carries a heavy bale over the pass while rain falls on red slate roofs".split()
-    )
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "mule",
+        "carries",
+        "a",
+        "heavy",
+        "bale",
+        "over",
+        "the",
+        "pass",
+        "while",
+        "rain",
+        "falls",
+        "on",
+        "red",
+        "slate",
+        "roofs",
+    ]
     block = []
     for number in range(2000):
         turns = []

@@ -1,0 +1,196 @@
+"""Images: a source goes in, an RGB PIL image or its size comes out.
+
+Loading gives what ``Image.open(source).convert("RGB")`` gives, decoded to the last pixel, so that a truncated
+file is found here and not inside a processor. A size costs about 10 microseconds for a common local file and
+decodes no pixel. What is passed in is never changed.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from packhorse.media.failure import bad
+from packhorse.media.headers import header_size
+from packhorse.media.source import describe, open_source
+
+DEFAULT_MAX_PIXELS = 2 * 89_478_485
+"""PIL's own limit against decompression bombs: above twice this many pixels it refuses to open an image."""
+
+# What PIL's plugins raise on damaged files. Everything else would be a mistake in a program.
+_DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+)
+
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+def load_image(
+    source: Any, *, exif: bool = False, max_pixels: int | None = DEFAULT_MAX_PIXELS
+) -> Image.Image:
+    """Decode one image into RGB.
+
+    Args:
+        source: anything :func:`~packhorse.media.open_source` opens, a PIL image (an RGB one comes back
+            itself), or an array of height x width x 3 bytes.
+        exif: turn the picture as its EXIF orientation says. Off by default, as in ``Image.open``; EXIF data
+            that cannot be read turn nothing.
+        max_pixels: refuse a larger picture before a pixel is decoded; None leaves only PIL's own limit.
+
+    Raises:
+        BadSample: ``missing_media``, ``broken_media`` or ``media_too_large``.
+    """
+    if isinstance(source, np.ndarray):
+        image = Image.fromarray(_checked_array(source))
+        _check_pixels(image.size, max_pixels, source)
+        return image
+    if isinstance(source, Image.Image):
+        return _decode(source, exif, max_pixels, source)
+    with open_source(source) as file, _pil_open(file, source) as image:
+        return _decode(image, exif, max_pixels, source)
+
+
+def image_size(
+    source: Any, *, exif: bool = False, max_pixels: int | None = DEFAULT_MAX_PIXELS
+) -> tuple[int, int]:
+    """(height, width) of an image, from its header alone.
+
+    The limits are those of :func:`load_image`, so that no size is given for what loading would refuse to
+    open. A file whose body is damaged still has a size.
+    """
+    if isinstance(source, np.ndarray):
+        height, width = _checked_array(source).shape[:2]
+        size = (width, height)
+    elif isinstance(source, Image.Image):
+        size = _size_of(source, exif, source)
+    else:
+        with open_source(source, buffering=0, block_size=1 << 16) as file:
+            found = None if exif else _own_header_size(file, source)
+            if found is None:
+                file.seek(0)
+                with _pil_open(file, source) as image:
+                    found = _size_of(image, exif, source, file)
+            size = found
+    _check_pixels(size, max_pixels, source)
+    return size[1], size[0]
+
+
+def _own_header_size(file: BinaryIO, source: Any) -> tuple[int, int] | None:
+    try:
+        return header_size(file)
+    except OSError as error:
+        raise bad(f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+
+
+def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
+    try:
+        return Image.open(file)
+    except Image.DecompressionBombError as error:
+        raise bad(f"{describe(source)}: {error}", "media_too_large") from error
+    except UnidentifiedImageError as error:
+        file.seek(0)
+        raise bad(
+            f"{describe(source)} is not an image that PIL can read (it starts with {file.read(8)!r})",
+            "broken_media",
+        ) from error
+    except _DECODE_ERRORS as error:
+        raise bad(f"{describe(source)}: the image header is damaged ({error})", "broken_media") from error
+
+
+def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any) -> Image.Image:
+    _check_pixels(image.size, max_pixels, source)
+    try:
+        image.load()
+        if exif and (turn := _UPRIGHT.get(_orientation(image))) is not None:
+            image = image.transpose(turn)
+        return image if image.mode == "RGB" and image is source else image.convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise bad(f"{describe(source)}: {error}", "media_too_large") from error
+    except _DECODE_ERRORS as error:
+        raise bad(
+            f"{describe(source)}: cannot be decoded ({error}); its header says {_named_size(image.size)}",
+            "broken_media",
+        ) from error
+
+
+def _size_of(image: Image.Image, exif: bool, source: Any, file: BinaryIO | None = None) -> tuple[int, int]:
+    width, height = image.size
+    # A TIFF's size is told as it will be after loading, which turns it.
+    if not exif or image.format == "TIFF":
+        return width, height
+    if file is not None and image.format == "PNG" and not _may_have_late_exif(file, image, source):
+        return width, height
+    return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except _DECODE_ERRORS:
+        return 1
+    return orientation if isinstance(orientation, int) else 1
+
+
+def _may_have_late_exif(file: BinaryIO, image: Image.Image, source: Any) -> bool:
+    """Whether asking a PNG for its EXIF is worthwhile.
+
+    PIL decodes the whole picture to look for EXIF data behind it. The chunk names tell the same for a few
+    reads: True where such data were already found in front, or where there are some behind the pixels.
+    """
+    if "exif" in image.info or "XML:com.adobe.xmp" in image.info or "Raw profile type exif" in image.info:
+        return True
+    at, seen_pixels = 8, False
+    try:
+        while True:
+            file.seek(at)
+            chunk = file.read(8)
+            if len(chunk) < 8 or chunk[4:] == b"IEND":
+                return False
+            if chunk[4:] == b"IDAT":
+                seen_pixels = True
+            elif seen_pixels and chunk[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            at += 12 + int.from_bytes(chunk[:4], "big")
+    except OSError as error:
+        raise bad(f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+
+
+def _checked_array(array: np.ndarray) -> np.ndarray:
+    if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8 or array.size == 0:
+        raise bad(f"{describe(array)} is not an image: expected height x width x 3 of uint8", "broken_media")
+    return array
+
+
+def _check_pixels(size: tuple[int, int], max_pixels: int | None, source: Any) -> None:
+    pixels = size[0] * size[1]
+    if max_pixels is not None and pixels > max_pixels:
+        raise bad(
+            f"{describe(source)} is {_named_size(size)} = {pixels:,} pixels, "
+            f"more than max_pixels={max_pixels:,}",
+            "media_too_large",
+        )
+
+
+def _named_size(size: tuple[int, int]) -> str:
+    return f"{size[0]:,} x {size[1]:,}"

@@ -1,0 +1,53 @@
+"""The fake image: a text-only sample goes in, the same sample with one small white picture comes out.
+
+Under FSDP or ZeRO the vision tower has to run on every rank in every step, so a sample without a picture gets
+one that costs little; later stages hide its tokens from attention (``_injected_fake``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from packhorse.conversation import parse_conversation
+
+FAKE_IMAGE_SIZE = 56
+"""Two merged patches of 28 pixels a side: four tokens for the Qwen2-VL family."""
+
+
+def fake_image() -> Image.Image:
+    """A white RGB square of :data:`FAKE_IMAGE_SIZE` pixels a side."""
+    return Image.new("RGB", (FAKE_IMAGE_SIZE, FAKE_IMAGE_SIZE), (255, 255, 255))
+
+
+def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put the fake image at the front of the first user turn of a sample that shows no picture.
+
+    Args:
+        example: a sample in the documented format. One with an image or a video comes back itself; sound
+            does not count, since it does not run the vision tower.
+
+    Returns:
+        A copy with the image part and ``_injected_fake=True``. A text turn becomes a list of parts. Where
+        there is no user turn, one with the image alone is put behind the leading system turns.
+
+    Raises:
+        BadSample: ``wrong_format`` where the example is not in the documented format.
+    """
+    conversation = parse_conversation(example)
+    if any(ref.kind in ("image", "video") for ref in conversation.media):
+        return example
+    roles = [message.role for message in conversation.messages]
+    image_part = {"type": "image", "image": fake_image()}
+    turns = list(example["conversation"])
+    if "user" in roles:
+        first = roles.index("user")
+        content = turns[first]["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        turns[first] = {**turns[first], "content": [image_part, *parts]}
+    else:
+        leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+        turns.insert(leading, {"role": "user", "content": [image_part]})
+    return {**example, "conversation": turns, "_injected_fake": True}
