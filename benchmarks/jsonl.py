@@ -87,26 +87,7 @@ def main() -> None:
 def write_sharegpt(path: Path, size: float) -> int:
     """A file of image chats of about ``size`` bytes; returns the number of rows."""
     rng = random.Random(0)
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "mule",
-        "carries",
-        "a",
-        "heavy",
-        "bale",
-        "over",
-        "the",
-        "pass",
-        "while",
-        "rain",
-        "falls",
-        "on",
-        "red",
-        "slate",
-        "roofs",
-    ]
+    words = ["the", "mule", "carries", "a", "heavy", "bale", "over", "pass", "while", "rain", "falls"]
     block = []
     for number in range(2000):
         turns = []
