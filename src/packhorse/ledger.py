@@ -127,8 +127,11 @@ class Ledger:
 
     def counts(self, by: Literal["reason", "dataset", "stage", "action"] = "reason") -> dict[str, int]:
         """How many entries there are by reason (or by dataset, stage, action), the most frequent first."""
-        counts = self._counter(by)
-        return {key: n for (key,), n in counts.most_common()}
+        self._collect()
+        counter: Counter[str] = Counter(getattr(drop, by) for drop in list(self._drops))
+        for many in list(self._many):
+            counter[getattr(many, by)] += len(many)
+        return dict(counter.most_common())
 
     def lost(self) -> int:
         """How many samples were not delivered (left out or replaced), each counted once per epoch."""
@@ -138,15 +141,24 @@ class Ledger:
         return len(samples) + sum(len(many) for many in list(self._many) if many.action in gone)
 
     def summary(self, total: int | None = None) -> str:
-        """A line per reason and action, ready to print: ``missing_media, left_out: 37 of 10,000``."""
+        """A line per reason and action, ready to print: ``missing_media, left_out: 37 of 10,000``.
+
+        Samples are counted, each once per line, however many entries it has for that reason.
+        """
+        self._collect()
+        samples = {(drop.reason, drop.action, drop.key, drop.epoch) for drop in list(self._drops)}
+        counter = Counter((reason, action) for reason, action, *_ in samples)
+        for many in list(self._many):
+            counter[many.reason, many.action] += len(many)
         of = "" if total is None else f" of {total:,}"
-        lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in self._counter("reason", "action").most_common()]
+        lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in counter.most_common()]
         return "\n".join(lines) or "nothing left out, replaced, cut or repaired"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the whole ledger as JSONL (entries of many rows as one line with row ranges), atomically."""
         self._collect()
         target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(fd, "wb") as file:
@@ -173,13 +185,6 @@ class Ledger:
                 except (ValueError, TypeError, KeyError) as error:
                     raise ConfigError(f"{path}:{number}: not a ledger entry ({error})") from error
         return ledger
-
-    def _counter(self, *fields: str) -> Counter[tuple[str, ...]]:
-        self._collect()
-        counter = Counter(tuple(getattr(drop, name) for name in fields) for drop in list(self._drops))
-        for many in list(self._many):
-            counter[tuple(getattr(many, name) for name in fields)] += len(many)
-        return counter
 
     def _record_many(self, many: _ManyRows) -> None:
         with self._lock:

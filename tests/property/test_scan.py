@@ -64,10 +64,10 @@ def test_elements_are_found_as_the_parser_has_them(rows, indent, chunk) -> None:
     [
         (b"", "empty file"),
         (b"  \n ", "empty file"),
-        (b'{"a": 1}', "expected a JSON array.*name it .jsonl"),
+        (b'{"a": 1}', "expected a JSON array.*one object per line, name it .jsonl"),
         (b'"rows"', "expected a JSON array"),
-        (b'[{"a": 1}, {"b"', "no closing bracket"),
-        (b'[{"a": "]', "no closing bracket"),
+        (b'[{"a": 1}, {"b"', "is not closed.* at byte"),
+        (b'[{"a": "]', "is not closed.* at byte"),
         (b'[{"a": 1}] [2]', "after the array's closing bracket"),
     ],
 )

@@ -17,7 +17,7 @@ from itertools import accumulate
 from logging import getLogger
 from typing import Any, Literal, overload
 
-from packhorse.datasets.meta_file import DatasetConfig, read_meta
+from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
 from packhorse.datasets.progress import Progress
 from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
 from packhorse.datasets.select import Remainder, RowSelection, row_key
@@ -34,6 +34,7 @@ OnBadRow = Literal["raise", "skip"]
 
 _THREADS = 8
 _BLOCK = 1 << 14
+_FIRST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class MetaDataset(Sequence[dict[str, Any]]):
 
 
 def open_meta_dataset(
-    path_or_dataset: str | os.PathLike[str],
+    path_or_dataset: Meta,
     dataset_names: Sequence[str] | None = None,
     split: str = "train",
     shard_data: bool = False,
@@ -137,7 +138,7 @@ def open_meta_dataset(
     A file is indexed the first time (seconds for gigabytes) and opens in milliseconds after that.
 
     Args:
-        path_or_dataset: the meta file.
+        path_or_dataset: the meta file, or a dict with its content.
         dataset_names: only these datasets; all if None.
         split: not used; for symmetry with the other loaders.
         shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
@@ -152,7 +153,7 @@ def open_meta_dataset(
         ConfigError: the meta file is not in order, or a file is not what its name says.
         FileNotFoundError: a file is not there.
     """
-    configs = read_meta(os.fspath(path_or_dataset), dataset_names)
+    configs = read_meta(path_or_dataset, dataset_names)
     world = _world(shard_data, rank, world_size)
     ledger = ledger if ledger is not None else Ledger()
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -162,12 +163,13 @@ def open_meta_dataset(
         selection = RowSelection(len(file), config.sample_ratio, world, remainder)
         selection.record_losses(config.name, ledger)
         sources.append(_Source(config, file, selection))
+        _check_first_rows(sources[-1])
     _record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
 
 def make_meta_dataset(
-    path_or_dataset: str | os.PathLike[str],
+    path_or_dataset: Meta,
     dataset_names: Sequence[str] | None = None,
     split: str = "train",
     shard_data: bool = False,
@@ -185,7 +187,7 @@ def make_meta_dataset(
     Datasets are loaded in parallel and stand in the order of their names. A summary table is logged.
 
     Args:
-        path_or_dataset: the meta file.
+        path_or_dataset: the meta file, or a dict with its content.
         dataset_names: only these datasets; all if None.
         split: not used; for symmetry with the other loaders.
         shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
@@ -219,38 +221,73 @@ def make_meta_dataset(
     )
     with gc_paused(), ThreadPoolExecutor(_THREADS) as pool:
         loaded = list(pool.map(lambda source: _load(source, lazy.ledger, on_bad), lazy._sources))
-    examples = MetaExamples(example for part, _ in loaded for example in part)
-    examples.stats = add_stats(timing for _, timing in loaded)
+    examples = MetaExamples(example for part in loaded for example in part.examples)
+    timings = [part.timing for part in loaded]
+    examples.stats = add_stats(timings)
     examples.ledger = lazy.ledger
-    timings = [timing for _, timing in loaded]
+    examples.key = _Keys(lazy, [part.skipped for part in loaded])
     log_dataset_loading_summary(timings, time.perf_counter() - started, len(examples), rank)
     if len(lazy.ledger):
         logger.warning("of the rows of %s:\n%s", path_or_dataset, lazy.ledger.summary())
     return examples
 
 
-def _load(source: _Source, ledger: Ledger, on_bad: OnBadRow) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Read and convert one dataset, block by block; returns its examples and its line of the summary."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One dataset in memory: its examples, the positions that were left out, its line of the summary."""
+
+    examples: list[dict[str, Any]]
+    skipped: list[int]
+    timing: dict[str, Any]
+
+
+class _Keys:
+    """Names of the examples of a loaded list, where rows may have been left out."""
+
+    def __init__(self, lazy: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
+        self._lazy = lazy
+        starts = [0, *lazy._ends]
+        gone = [start + place for start, part in zip(starts, skipped, strict=False) for place in part]
+        # For each place left out: how many examples of the list come before it.
+        self._before = [place - number for number, place in enumerate(gone)]
+
+    def __call__(self, index: int) -> str:
+        length = len(self._lazy) - len(self._before)
+        if not -length <= index < length:
+            raise IndexError(f"example {index} of {length}")
+        index %= length
+        return self._lazy.key(index + bisect.bisect_right(self._before, index))
+
+
+def _load(source: _Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
+    """Read and convert one dataset, block by block."""
     name, numbers = source.config.name, source.selection.rows()
     report = Progress(f"loading {name}", len(numbers))
     examples: list[dict[str, Any]] = []
+    skipped: list[int] = []
     io_s = convert_s = 0.0
     for first in range(0, len(numbers), _BLOCK):
         started = time.perf_counter()
         rows = list(source.file.read(numbers[first : first + _BLOCK].tolist()))
         read = time.perf_counter()
-        examples.extend(_converted(source, rows, first, ledger, on_bad))
+        examples.extend(_converted(source, rows, first, ledger, on_bad, skipped))
         io_s, convert_s = io_s + read - started, convert_s + time.perf_counter() - read
         report(first + len(rows))
     started = time.perf_counter()
     stats = collect_sample_stats(examples)
     convert_s += time.perf_counter() - started
     _warn_of_missing(name, stats, len(examples))
-    return examples, {"name": name, "samples": len(examples), "io_s": io_s, "convert_s": convert_s, **stats}
+    timing = {"name": name, "samples": len(examples), "io_s": io_s, "convert_s": convert_s, **stats}
+    return _Loaded(examples, skipped, timing)
 
 
 def _converted(
-    source: _Source, rows: list[Row | BadSample], first: int, ledger: Ledger, on_bad: OnBadRow
+    source: _Source,
+    rows: list[Row | BadSample],
+    first: int,
+    ledger: Ledger,
+    on_bad: OnBadRow,
+    skipped: list[int],
 ) -> Iterator[dict[str, Any]]:
     for position, row in enumerate(rows, first):
         try:
@@ -259,6 +296,7 @@ def _converted(
             if on_bad == "raise":
                 raise
             ledger.record(error.as_drop(dataset=source.config.name))
+            skipped.append(position)
             continue
         yield example
 
@@ -273,10 +311,40 @@ def _warn_of_missing(name: str, stats: dict[str, int], samples: int) -> None:
 
 def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
     if not shard_data:
+        if world_size is not None and world_size > 1:
+            logger.warning(
+                "world_size=%s has no effect without shard_data=True: loading all rows", world_size
+            )
         return World()
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank={rank}, world_size={world_size}: give both or neither")
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
+
+
+def _check_first_rows(source: _Source) -> None:
+    """Refuse a dataset whose rows all come out without an answer because its roles have other names.
+
+    A single row with an unknown role is that row's affair; when each of the first rows has one and no
+    assistant turn, the tags are wrong, and training would run on nothing.
+    """
+    config, media_dir = source.config, source.config.rules.media_dir
+    if media_dir is not None and "://" not in media_dir and not os.path.isdir(media_dir):
+        logger.warning("%s: media_dir %s is not a folder", config.name, media_dir)
+    findings = Ledger()
+    for position in range(min(len(source), _FIRST_ROWS)):
+        row = next(source.file.read([source.selection.row(position)]))
+        try:
+            example = source.convert(row, position, findings)
+        except BadSample:
+            return  # told when the row is read
+        if any(turn["role"] == "assistant" for turn in example["conversation"]):
+            return
+    unknown = [drop for drop in findings if drop.reason == "unknown_role"]
+    if unknown:
+        raise ConfigError(
+            f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
+            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to what the rows say"
+        )
 
 
 def _record_same_files(sources: Sequence[_Source], ledger: Ledger) -> None:

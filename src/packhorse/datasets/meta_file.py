@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,25 +25,24 @@ class DatasetConfig:
     sample_ratio: float = 1.0
 
 
-def read_meta(path: str, dataset_names: Sequence[str] | None = None) -> list[DatasetConfig]:
+Meta = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[DatasetConfig]:
     """The datasets of a meta file, in the order of their names.
 
     Args:
-        path: a JSON file (or address of one) that maps names to ``file_name``, ``columns``, ``tags``,
-            ``media_dir``, ``sample_ratio``, ``strict`` and ``confine``.
+        source: a JSON file (or address of one) that maps names to ``file_name``, ``columns``, ``tags``,
+            ``media_dir``, ``sample_ratio``, ``strict`` and ``confine``; or such a dict itself, whose
+            relative paths then start at the working directory.
         dataset_names: only these.
 
     Raises:
         ConfigError: (a ``ValueError``) naming the file, the dataset and the key that is missing, unknown,
             twice there, or of the wrong type.
     """
-    with open(local_file(path), "rb") as file:
-        try:
-            meta = json.load(file, object_pairs_hook=_no_duplicates)
-        except ValueError as error:
-            raise ConfigError(f"{path}: not a valid meta file: {error}") from error
-    if not isinstance(meta, dict):
-        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
+    path = "meta" if isinstance(source, Mapping) else os.fspath(source)
+    meta = dict(source) if isinstance(source, Mapping) else _parsed(path)
     names = sorted(meta) if dataset_names is None else sorted(dataset_names)
     unknown = [name for name in names if name not in meta]
     if unknown:
@@ -52,6 +51,17 @@ def read_meta(path: str, dataset_names: Sequence[str] | None = None) -> list[Dat
     if twice:
         raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
     return [_dataset_config(path, name, meta[name]) for name in names]
+
+
+def _parsed(path: str) -> dict[str, Any]:
+    with open(local_file(path), "rb") as file:
+        try:
+            meta = json.load(file, object_pairs_hook=_no_duplicates)
+        except ValueError as error:
+            raise ConfigError(f"{path}: not a valid meta file: {error}") from error
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
+    return meta
 
 
 def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:

@@ -36,6 +36,8 @@ class RobustDatasetWrapper(Dataset[Any]):
         max_retries: how many replacements are tried before the run stops with a ``RuntimeError``.
         on_bad: ``"replace"`` a failing sample by another one, ``"skip"`` it (``None`` comes back, which
             :meth:`robust_collate` takes out of the batch), or ``"raise"``.
+        max_in_a_row: after so many samples (or batches) skipped in a row by one process, the run stops with a
+            ``RuntimeError``: then not a sample but the set-up is broken (a wrong folder, a faulty collate).
         seed: chooses the replacements, with the epoch and the index.
         ledger: where failures are recorded; the dataset's own (``dataset.ledger``) or else the process's.
 
@@ -51,12 +53,14 @@ class RobustDatasetWrapper(Dataset[Any]):
         max_retries: int = 10,
         *,
         on_bad: OnBad = "replace",
+        max_in_a_row: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad not in get_args(OnBad):
             raise ConfigError(f"on_bad={on_bad!r}: expected one of {', '.join(get_args(OnBad))}")
         self.dataset, self.max_retries, self.on_bad, self.seed = dataset, max_retries, on_bad, seed
+        self.max_in_a_row = max_in_a_row
         if ledger is None:
             own = getattr(dataset, "ledger", None)
             ledger = own if isinstance(own, Ledger) else default_ledger()
@@ -65,6 +69,7 @@ class RobustDatasetWrapper(Dataset[Any]):
         self.preload_media = False
         self.processor: Any = None
         self._index_of: dict[int, int] = {}
+        self._skipped_in_a_row = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch chooses other replacements."""
@@ -85,8 +90,11 @@ class RobustDatasetWrapper(Dataset[Any]):
                 raise
             if self.on_bad == "skip":
                 self.record(idx, error, replaced=False)
+                self._skipped_in_a_row += 1
+                check_in_a_row(self._skipped_in_a_row, self.max_in_a_row, "samples", error)
                 return None
             sample = self._replacement(idx, error)
+        self._skipped_in_a_row = 0
         if len(self._index_of) >= _REMEMBERED:
             self._index_of.clear()
         self._index_of[id(sample)] = idx
@@ -153,6 +161,15 @@ class RobustDatasetWrapper(Dataset[Any]):
         return self.__dict__ | {"_index_of": {}}
 
 
+def check_in_a_row(failures: int, limit: int, what: str, last: BaseException) -> None:
+    """Stop the run where failures follow each other so closely that no single sample can be at fault."""
+    if failures >= limit:
+        raise RuntimeError(
+            f"{failures} {what} in a row were left out; the last: {_described(last)}. "
+            "If the data really are like this, raise max_in_a_row"
+        ) from last
+
+
 def make_robust_collate(dataset: Any, collate_fn: Collate, max_retries: int = 10) -> Collate:
     """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew from ``dataset``.
 
@@ -173,35 +190,46 @@ class _RobustCollate:
 
     def __init__(self, dataset: RobustDatasetWrapper, collate_fn: Collate, max_retries: int) -> None:
         self.dataset, self.collate_fn, self.max_retries = dataset, collate_fn, max_retries
+        self._skipped_in_a_row = 0
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         present = [sample for sample in samples if sample is not None]
         if not present:
             return None
         try:
-            return self.collate_fn(present)
+            batch = self.collate_fn(present)
         except DATA_ERRORS as error:
             if self.dataset.on_bad == "raise" or not is_data_error(error):
                 raise
             return self._instead(present, error)
+        self._skipped_in_a_row = 0
+        return batch
 
     def _instead(self, samples: list[Any], error: BaseException) -> Any:
         # A sample from elsewhere has no index here: its place in the batch stands in, for want of better.
         indices = [self.dataset.index_of(sample) for sample in samples]
         places = [place if index is None else index for place, index in enumerate(indices)]
-        batch = None if self.dataset.on_bad == "skip" else self._retry(places, error)
+        if self.dataset.on_bad == "skip":
+            batch, others = None, None
+        else:
+            batch, others = self._retry(places, error)
         failure = BadSample(_described(error), reason="collate_failed", stage="collate")
-        for index, place in zip(indices, places, strict=True):
-            unknown = "" if index is not None else " (a sample that this dataset did not hand out)"
-            self.dataset.record(place, failure, unknown, replaced=batch is not None)
+        for number, (index, place) in enumerate(zip(indices, places, strict=True)):
+            more = "" if index is not None else " (a sample that this dataset did not hand out)"
+            if others is not None:
+                more += f"; {self.dataset.key(others[number])} instead"
+            self.dataset.record(place, failure, more, replaced=others is not None)
+        if others is None:
+            self._skipped_in_a_row += 1
+            check_in_a_row(self._skipped_in_a_row, self.dataset.max_in_a_row, "batches", error)
         return batch
 
-    def _retry(self, places: list[int], error: BaseException) -> Any:
+    def _retry(self, places: list[int], error: BaseException) -> tuple[Any, list[int]]:
         last = error
         for attempt in range(self.max_retries):
             others = [self.dataset.substitute(place, attempt) for place in places]
             try:
-                return self.collate_fn([self.dataset[other] for other in others])
+                return self.collate_fn([self.dataset[other] for other in others]), others
             except DATA_ERRORS as failure:
                 if not is_data_error(failure):
                     raise

@@ -115,6 +115,7 @@ class _ArrayState:
         self.opened = False
         self.seen_first = False
         self.closed_at = -1
+        self.last_start = 0
         self.first: int | None = None  # behind '[', until we know that an element follows and not ']'
 
     def feed(self, data: npt.NDArray[np.uint8], offset: int) -> Offsets:
@@ -141,6 +142,8 @@ class _ArrayState:
                 if not follows.startswith(b"]"):
                     starts = np.concatenate([[self.first], starts])
                 self.first, self.seen_first = None, True
+        if len(starts):
+            self.last_start = int(starts[-1])
         return starts
 
     def _quotes(self, data: npt.NDArray[np.uint8]) -> Offsets:
@@ -169,7 +172,7 @@ class _ArrayState:
         if not head:
             return
         if not head.startswith(b"["):
-            hint = "; it looks like JSON lines: name it .jsonl" if head.startswith(b"{") else ""
+            hint = " (if it is one object per line, name it .jsonl)" if head.startswith(b"{") else ""
             raise ConfigError(f"{self.name}: expected a JSON array of rows, found {head[:20]!r}{hint}")
         self.opened = True
 
@@ -190,7 +193,10 @@ class _ArrayState:
         if not self.opened:
             raise ConfigError(f"{self.name}: expected a JSON array of rows, found an empty file")
         if self.closed_at < 0:
-            raise ConfigError(f"{self.name}: the JSON array has no closing bracket; is the file cut off?")
+            raise ConfigError(
+                f"{self.name}: the JSON array is not closed: the file is cut off, or a bracket or quote is "
+                f"missing in the element at byte {self.last_start} or before it"
+            )
         return np.array([self.closed_at], np.int64)
 
 

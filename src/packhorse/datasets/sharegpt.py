@@ -199,7 +199,8 @@ class _Conversion:
         if role == tags.system_tag:
             return {"role": "system", "content": self._parts(number, content)}
         known = f"{tags.user_tag}, {tags.assistant_tag}, {tags.system_tag}"
-        self._found("unknown_role", f"turn {number} has role {role!r}, expected one of {known}", "cut")
+        found = f"turn {number} has role {role!r}, expected {known} (tags= names the roles of a dataset)"
+        self._found("unknown_role", found, "cut")
         return None
 
     def _user_parts(self, number: int, content: Any) -> list[dict[str, Any]]:
@@ -260,9 +261,8 @@ class _Conversion:
 
     def _entries(self, column: str) -> list[Any]:
         entries = self.row.get(column)
-        if entries is None:
-            return []
-        return entries if isinstance(entries, list) else [entries]
+        entries = entries if isinstance(entries, list) else [entries]
+        return [entry for entry in entries if entry is not None and entry != ""]
 
     @staticmethod
     def _add_text(parts: list[dict[str, Any]], text: str) -> None:

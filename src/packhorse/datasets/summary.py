@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
 from typing import Any, TypedDict
 
@@ -22,9 +22,11 @@ class _ExamplesWithStats(list[dict[str, Any]]):
 class MetaExamples(_ExamplesWithStats):
     """What :func:`make_meta_dataset` returns: the examples, their ``stats``, and the ``ledger`` of losses."""
 
-    __slots__ = ("ledger",)
+    __slots__ = ("key", "ledger")
 
     ledger: Ledger
+    key: Callable[[int], str]
+    """The row an example comes from (``coco/812``), by its place in the list as it was loaded."""
 
 
 class LoadTiming(TypedDict, total=False):

@@ -180,6 +180,43 @@ def test_a_bad_row_stops_the_load_or_is_left_out_by_name(tmp_path: Path) -> None
         make_meta_dataset(meta, on_bad="drop")  # type: ignore[arg-type]
 
 
+def test_a_list_with_rows_left_out_still_names_its_examples_rightly(tmp_path: Path) -> None:
+    meta = {"a": {"file_name": "a.jsonl"}, "b": {"file_name": "b.jsonl"}}
+    path = write_meta(tmp_path, meta, a=[chat(0), {}, {}, chat(3)], b=[{}, chat(11), chat(12)])
+    examples = make_meta_dataset(path, on_bad="skip")
+    assert [examples.key(i) for i in range(4)] == ["a/0", "a/3", "b/1", "b/2"]
+    assert examples.key(-1) == "b/2"
+    with pytest.raises(IndexError):
+        examples.key(4)
+    assert pickle.loads(pickle.dumps(examples)).key(1) == "a/3"
+
+
+def test_a_dict_will_do_for_a_meta_file(tmp_path: Path) -> None:
+    write_meta(tmp_path, {}, a=[chat(0)])
+    meta = {"a": {"file_name": str(tmp_path / "a.jsonl")}}
+    assert len(open_meta_dataset(meta)) == len(make_meta_dataset(meta)) == 1
+    with pytest.raises(ConfigError, match="meta: dataset 'a' has no file_name"):
+        open_meta_dataset({"a": {}})
+
+
+def test_rows_whose_roles_have_other_names_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    turns = [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}] * 3)
+    with pytest.raises(ConfigError, match=r"a/0: turn 0 has role 'human'.*Set tags="):
+        open_meta_dataset(meta)
+    one_odd = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}, chat(1)])
+    assert len(make_meta_dataset(one_odd)) == 2
+
+
+def test_a_world_that_has_no_effect_and_a_missing_folder_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = {"a": {"file_name": "a.jsonl", "media_dir": "/no/such/folder"}}
+    open_meta_dataset(write_meta(tmp_path, meta, a=[chat(0)]), rank=0, world_size=2)
+    assert "no effect without shard_data" in caplog.text
+    assert "/no/such/folder is not a folder" in caplog.text
+
+
 def test_what_conversion_finds_is_in_the_ledger_with_dataset_and_row(tmp_path: Path) -> None:
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(0), chat(1, images=["x.jpg"])])
     examples = make_meta_dataset(meta)

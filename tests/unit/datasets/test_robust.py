@@ -129,7 +129,10 @@ def test_a_batch_that_cannot_be_collated_is_drawn_anew_and_recorded() -> None:
     batch, entries = run()
     assert len(batch) == 2
     assert 3 not in batch
-    assert entries == [f"{i} collate_failed replaced ValueError: token mismatch" for i in (2, 3)]
+    assert entries == [
+        f"{i} collate_failed replaced ValueError: token mismatch; {other} instead"
+        for i, other in zip((2, 3), batch, strict=True)
+    ]
     assert run() == (batch, entries), "the same on every run"
 
 
@@ -142,6 +145,22 @@ def test_a_batch_that_never_collates_stops_with_its_cause() -> None:
         RobustDatasetWrapper(Numbers(9), on_bad="raise").robust_collate(picky({0}, ValueError("never")))(
             [{"id": 0}]
         )
+
+
+def test_skipping_everything_stops_instead_of_training_on_nothing() -> None:
+    broken = {i: OSError(f"gone {i}") for i in range(20) if i != 4}
+    wrapper = RobustDatasetWrapper(Numbers(20, broken), on_bad="skip", max_in_a_row=5, ledger=Ledger())
+    assert [wrapper[i] for i in range(9)].count(None) == 8, "a good sample in between begins the count anew"
+    with pytest.raises(
+        RuntimeError, match="5 samples in a row were left out; the last: OSError: gone 9"
+    ) as error:
+        wrapper[9]
+    assert isinstance(error.value.__cause__, OSError)
+    wrapper = RobustDatasetWrapper(Numbers(9), on_bad="skip", max_in_a_row=2, ledger=Ledger())
+    collate = wrapper.robust_collate(picky({0, 1}, RuntimeError("sizes differ")))
+    assert collate([wrapper[0]]) is None
+    with pytest.raises(RuntimeError, match="2 batches in a row"):
+        collate([wrapper[1]])
 
 
 def test_any_dataset_can_be_collated_robustly() -> None:

@@ -105,6 +105,13 @@ def test_audio_placeholders_need_an_audio_column() -> None:
     assert user_parts(row("<audio>hm")) == [text("<audio>hm")]
 
 
+def test_null_and_empty_entries_are_no_media() -> None:
+    ledger = Ledger()
+    for nothing in (None, "", [None], [""], []):
+        convert(row("x", images=nothing), ledger=ledger)
+    assert len(ledger) == 0
+
+
 def test_a_user_turn_with_nothing_left_is_one_empty_text() -> None:
     assert user_parts(row("   ")) == [text("")]
 
