@@ -21,6 +21,10 @@ class MissingDependency(PackhorseError, ImportError):
     """An optional package is not installed; the message holds the line that installs it."""
 
 
+class SystemFault(PackhorseError):
+    """The machine failed, not a sample: no file handles, memory or disk left, an I/O error. Stops the run."""
+
+
 class BadSample(PackhorseError, ValueError):
     """One sample cannot be used. A policy above decides whether it is left out, replaced, or fatal.
 
@@ -38,7 +42,7 @@ class BadSample(PackhorseError, ValueError):
         self.detail, self.reason, self.key, self.stage = detail, reason, key, stage
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors travel from DataLoader workers to the parent; keyword arguments need telling.
+        # Keyword arguments need telling. (A DataLoader passes on no more than the text of an error.)
         return _rebuild_bad_sample, (self.detail, self.reason, self.key, self.stage)
 
     def as_drop(self, *, key: str = "", dataset: str = "", action: Action = "left_out") -> Drop:

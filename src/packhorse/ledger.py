@@ -6,6 +6,8 @@ Entries made in child processes (DataLoader workers) arrive in the parent's ledg
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import tempfile
@@ -15,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +27,10 @@ from packhorse.types import Action, Drop, Reason, Stage
 if TYPE_CHECKING:
     import numpy as np
 
+logger = getLogger(__name__)
+
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
+_GONE: tuple[Action, ...] = ("left_out", "replaced")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +71,8 @@ class Ledger:
     >>> ledger.counts()
     {'missing_media': 1}
 
-    Copies of a ledger in child processes on the same machine (forked or spawned DataLoader workers) report
-    to the ledger they were copied from: its counts and entries include theirs.
+    Copies of a ledger in other processes of the machine (forked or spawned DataLoader workers) share their
+    entries with it: each of them sees what the others have recorded since they parted.
 
     Args:
         path: also append each entry to this JSONL file as it happens, so that a killed run leaves its ledger
@@ -76,21 +82,28 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         # Absolute: a worker may start in another folder.
         self.path = Path(path).absolute() if path is not None else None
-        self._drops: dict[Drop, None] = {}
-        self._many: list[_ManyRows] = []
+        self._drops: dict[Drop, int] = {}  # entry -> how often; more than once only where it names no row
+        self._many: dict[tuple[str, ...], _ManyRows] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        # Where child processes leave their entries. The temporary one comes into being when a child writes.
-        self._spool = self.path or Path(tempfile.gettempdir(), f"packhorse-ledger-{uuid.uuid4().hex}.jsonl")
-        self._spool_read = _size(self._spool)
+        self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
+        self._spool_read = _size(self.path) if self.path is not None else 0
+        _ledgers.add(self)
         if self.path is None:
-            weakref.finalize(self, _remove_if_owner, self._spool, self._owner)
+            weakref.finalize(self, _remove_if_owner, self._spool_name, self._owner)
+
+    @property
+    def _spool(self) -> Path:
+        """Where processes leave entries for each other; a temporary one comes to be when a child writes."""
+        return self.path or Path(tempfile.gettempdir(), self._spool_name)
 
     def record(self, drop: Drop) -> None:
-        """Write one entry; the same entry a second time changes nothing."""
+        """Write one entry; the same entry a second time changes nothing (unless it names no row)."""
         with self._lock:
-            if drop not in self._drops:
-                self._drops[drop] = None
+            if drop in self._drops and drop.key:
+                return
+            self._drops[drop] = self._drops.get(drop, 0) + 1
+            if self._is_shared():
                 self._append(asdict(drop))
 
     def record_rows(
@@ -110,48 +123,44 @@ class Ledger:
     def merge(self, other: Ledger) -> None:
         """Add everything another ledger holds (another rank's, another stage's)."""
         other._collect()
-        for drop in list(other._drops):
-            self.record(drop)
-        for many in list(other._many):
+        for drop, times in list(other._drops.items()):
+            for _ in range(times):
+                self.record(drop)
+        for many in list(other._many.values()):
             self._record_many(many)
 
     def __len__(self) -> int:
         self._collect()
-        return len(self._drops) + sum(map(len, self._many))
+        return sum(self._drops.values()) + sum(map(len, self._many.values()))
 
     def __iter__(self) -> Iterator[Drop]:
         self._collect()
-        yield from list(self._drops)
-        for many in list(self._many):
+        for drop, times in list(self._drops.items()):
+            yield from itertools.repeat(drop, times)
+        for many in list(self._many.values()):
             yield from many.drops()
 
     def counts(self, by: Literal["reason", "dataset", "stage", "action"] = "reason") -> dict[str, int]:
         """How many entries there are by reason (or by dataset, stage, action), the most frequent first."""
         self._collect()
-        counter: Counter[str] = Counter(getattr(drop, by) for drop in list(self._drops))
-        for many in list(self._many):
+        counter: Counter[str] = Counter()
+        for drop, times in list(self._drops.items()):
+            counter[getattr(drop, by)] += times
+        for many in list(self._many.values()):
             counter[getattr(many, by)] += len(many)
         return dict(counter.most_common())
 
     def lost(self) -> int:
         """How many samples were not delivered (left out or replaced), each counted once per epoch."""
-        self._collect()
-        gone = ("left_out", "replaced")
-        samples = {(drop.key, drop.epoch) for drop in list(self._drops) if drop.action in gone}
-        return len(samples) + sum(len(many) for many in list(self._many) if many.action in gone)
+        return sum(n for (_, action), n in self._samples(by_reason=False).items() if action in _GONE)
 
     def summary(self, total: int | None = None) -> str:
         """A line per reason and action, ready to print: ``missing_media, left_out: 37 of 10,000``.
 
         Samples are counted, each once per line, however many entries it has for that reason.
         """
-        self._collect()
-        samples = {(drop.reason, drop.action, drop.key, drop.epoch) for drop in list(self._drops)}
-        counter = Counter((reason, action) for reason, action, *_ in samples)
-        for many in list(self._many):
-            counter[many.reason, many.action] += len(many)
         of = "" if total is None else f" of {total:,}"
-        lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in counter.most_common()]
+        lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in self._samples(by_reason=True).most_common()]
         return "\n".join(lines) or "nothing left out, replaced, cut or repaired"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -162,8 +171,10 @@ class Ledger:
         fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(fd, "wb") as file:
-                file.writelines(_line(asdict(drop)) for drop in list(self._drops))
-                file.writelines(_line(many.to_json()) for many in list(self._many))
+                for drop, times in list(self._drops.items()):
+                    file.write(_line(asdict(drop)) * times)
+                file.writelines(_line(many.to_json()) for many in list(self._many.values()))
+            os.chmod(temporary, 0o644)  # mkstemp makes it private
             os.replace(temporary, target)
         except BaseException:
             os.unlink(temporary)
@@ -173,65 +184,113 @@ class Ledger:
     def load(cls, path: str | os.PathLike[str]) -> Ledger:
         """Read a ledger file written by :meth:`save` or by ``Ledger(path)``.
 
-        A last line without its newline was cut off by a crash in mid-write and is passed over.
+        A line that a crash cut off is passed over, with a warning. A file without any entry in it (but not an
+        empty one) is refused.
         """
         ledger = cls()
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    ledger._add(json.loads(line))
-                except (ValueError, TypeError, KeyError) as error:
-                    raise ConfigError(f"{path}:{number}: not a ledger entry ({error})") from error
+            torn = [number for number, line in enumerate(file, 1) if not ledger._add_line(line)]
+        if torn and not len(ledger):
+            raise ConfigError(f"{path}:{torn[0]}: not a ledger entry")
+        if torn:
+            logger.warning("%s: passed over line(s) %s, cut off", path, ", ".join(map(str, torn)))
         return ledger
+
+    def _samples(self, *, by_reason: bool) -> Counter[tuple[str, str]]:
+        """Distinct samples by (reason or nothing, action)."""
+        self._collect()
+        seen: set[tuple[str, str, str, int | None]] = set()
+        counter: Counter[tuple[str, str]] = Counter()
+        for drop, times in list(self._drops.items()):
+            group = (drop.reason if by_reason else "", drop.action)
+            if not drop.key:
+                counter[group] += times
+            elif (sample := (*group, drop.key, drop.epoch)) not in seen:
+                seen.add(sample)
+                counter[group] += 1
+        for many in list(self._many.values()):
+            counter[many.reason if by_reason else "", many.action] += len(many)
+        return counter
 
     def _record_many(self, many: _ManyRows) -> None:
         with self._lock:
-            self._many.append(many)
-            self._append(many.to_json())
+            if self._add_many(many) and self._is_shared():
+                self._append(many.to_json())
+
+    def _add_many(self, many: _ManyRows) -> bool:
+        """Join rows to those already known under the same reason; whether that told anything new."""
+        import numpy as np
+
+        group = (many.dataset, many.stage, many.reason, many.detail, many.action)
+        known = self._many.get(group)
+        if known is not None:
+            rows = np.union1d(known.rows, many.rows)
+            if len(rows) == len(known.rows):
+                return False
+            many = dataclasses.replace(many, rows=rows)
+        self._many[group] = many
+        return True
+
+    def _is_shared(self) -> bool:
+        return self.path is not None or os.getpid() != self._owner
 
     def _append(self, entry: dict[str, Any]) -> None:
-        pid = os.getpid()
-        if self.path is None and pid == self._owner:
-            return
-        self._spool.parent.mkdir(parents=True, exist_ok=True)
+        spool = self._spool
+        spool.parent.mkdir(parents=True, exist_ok=True)
+        line = _line({**entry, "pid": os.getpid()})
         # One write to a file opened for appending: lines of several processes do not mix.
-        fd = os.open(self._spool, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        fd = os.open(spool, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(fd, _line({**entry, "pid": pid}))
+            size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":
+                line = b"\n" + line  # a crash cut the last line off: do not write on in it
+            while line:
+                line = line[os.write(fd, line) :]
         finally:
             os.close(fd)
 
     def _collect(self) -> None:
-        """Take in what child processes have written since the last look; one stat when there is none."""
-        if os.getpid() != self._owner or _size(self._spool) <= self._spool_read:
+        """Take in what other processes have written since the last look; one stat when there is none."""
+        if _size(self._spool) <= self._spool_read:
             return
+        own = os.getpid()
         with self._lock, open(self._spool, "rb") as file:
             file.seek(self._spool_read)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # a child is writing it right now
+                    break  # somebody is writing it right now
                 self._spool_read += len(line)
-                entry = json.loads(line)
-                if entry.get("pid") != self._owner:
-                    self._add(entry)
+                self._add_line(line, but_not_from=own)
+
+    def _add_line(self, line: bytes, but_not_from: int | None = None) -> bool:
+        """Take in one line of a file; False if it is none (cut off in a crash)."""
+        if not line.strip():
+            return True
+        try:
+            entry = json.loads(line)
+            if but_not_from is None or entry.get("pid") != but_not_from:
+                self._add(entry)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return False
+        return True
 
     def _add(self, entry: dict[str, Any]) -> None:
         if "rows" not in entry:
-            self._drops[Drop(**{name: entry[name] for name in _DROP_FIELDS})] = None
+            drop = Drop(**{name: entry[name] for name in _DROP_FIELDS})
+            self._drops[drop] = 1 if drop.key else self._drops.get(drop, 0) + 1
             return
         import numpy as np
 
         rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in entry["rows"]])
         names = ("stage", "reason", "detail", "action")
-        self._many.append(_ManyRows(entry["dataset"], rows, *(entry[name] for name in names)))
+        self._add_many(_ManyRows(entry["dataset"], rows, *(entry[name] for name in names)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
+        _ledgers.add(self)
 
 
 def default_ledger() -> Ledger:
@@ -251,9 +310,17 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _remove_if_owner(path: Path, owner: int) -> None:
+def _remove_if_owner(name: str, owner: int) -> None:
     if os.getpid() == owner:
-        path.unlink(missing_ok=True)
+        Path(tempfile.gettempdir(), name).unlink(missing_ok=True)
 
 
+def _new_locks() -> None:
+    # A fork may copy a lock that another thread of the parent holds; nobody would ever release the copy.
+    for ledger in list(_ledgers):
+        ledger._lock = threading.Lock()
+
+
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_new_locks)
 _default = Ledger()

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 MediaKind = Literal["image", "video", "audio"]
@@ -40,6 +39,10 @@ Reason = Literal[
     "same_file",  # two datasets of one mixture read the same file
     "sample_failed",  # a dataset raised for this sample; the detail names the exception
     "collate_failed",
+    "too_long",  # more tokens than max_length
+    "truncated",  # cut to max_length
+    "media_mismatch",  # placeholders, media tokens and media of a sample do not agree
+    "nothing_supervised",  # no token of the sample is learned
 ]
 
 
@@ -102,7 +105,35 @@ class MediaRef:
 
     kind: MediaKind
     source: Any
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Owner = Literal["sample", "item", "rows"]
+"""Who owns axis 0 of a media tensor: each *sample* has one entry, each media *item* has one, or each item has
+several *rows* (patches, tiles, frames)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """What one tensor of a family's processor is about.
+
+    Args:
+        kinds: the media it belongs to; where several share it, they come in the order of the text.
+        owner: who owns axis 0.
+        rows_from: for ``"rows"``: the key of the grid whose entry, multiplied out, is an item's number of
+            rows; None where no tensor tells it and the family counts itself.
+        ragged: other axes may differ from sample to sample; they are padded with zeros to the largest.
+    """
+
+    kinds: tuple[MediaKind, ...]
+    owner: Owner
+    rows_from: str | None = None
+    ragged: bool = False
+
+
+MediaLayout = Mapping[str, TensorLayout]
+"""Every media tensor that a family's processor returns, by key. Packing, collating and pipeline chunking all
+read this one table."""
 
 
 @dataclass(frozen=True, slots=True)

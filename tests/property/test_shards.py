@@ -117,6 +117,18 @@ def test_the_draw_is_the_documented_one() -> None:
     assert RowSelection(10, 1.0, World(1, 3)).rows().tolist() == [1, 4, 7]
 
 
+def test_a_large_draw_is_kept_and_is_the_same_draw(cache: Path) -> None:
+    import pickle
+    import random
+
+    first = RowSelection(300_000, 0.5)
+    again = pickle.loads(pickle.dumps(RowSelection(300_000, 0.5, World(1, 2))))
+    drawn = random.Random(42).sample(range(300_000), 150_000)
+    assert first.rows().tolist() == drawn
+    assert again.rows().tolist() == drawn[1::2]
+    assert len(list((cache / "draws").iterdir())) == 1
+
+
 @pytest.mark.parametrize("ratio", [-0.1, float("nan"), float("inf")])
 def test_a_ratio_that_is_no_share_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match="sample_ratio"):

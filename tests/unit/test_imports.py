@@ -1,6 +1,7 @@
 """Importing costs little, and every documented name is where the documentation has it."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 import time
@@ -49,11 +50,52 @@ def test_importing_packhorse_takes_under_three_tenths_of_a_second() -> None:
         "make_medpix_dataset",
         "make_meta_dataset",
         "make_rdr_dataset",
+        "make_robust_collate",
         "make_unimm_chat_dataset",
     ],
 )
 def test_documented_names_are_in_packhorse_datasets(name: str) -> None:
     assert hasattr(importlib.import_module("packhorse.datasets"), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("make_rdr_dataset", {"path_or_dataset": "quintend/rdr-items", "split": "train"}),
+        ("make_cord_v2_dataset", {"path_or_dataset": "naver-clova-ix/cord-v2", "split": "train"}),
+        ("make_medpix_dataset", {"path_or_dataset": "medpix-dataset/medpix-dataset", "split": "train"}),
+        ("make_cv17_dataset", {"path_or_dataset": "ysdede/commonvoice_17_tr_fixed", "split": "train"}),
+        ("make_unimm_chat_dataset", {"path_or_dataset": "Yirany/UniMM-Chat", "split": "train"}),
+        (
+            "_convert_sharegpt_to_conversation",
+            {"example": ..., "columns": None, "tags": None, "media_dir": None},
+        ),
+        ("_load_json_or_jsonl", {"file_path": ...}),
+        ("_load_jsonl_for_rank", {"file_path": ..., "sample_ratio": ..., "rank": ..., "world_size": ...}),
+        ("_collect_sample_stats", {"examples": ...}),
+        (
+            "_log_dataset_loading_summary",
+            {"timings": ..., "wall_time": ..., "total_samples": ..., "rank": None},
+        ),
+        (
+            "make_meta_dataset",
+            {
+                "path_or_dataset": ...,
+                "dataset_names": None,
+                "split": "train",
+                "shard_data": False,
+                "rank": None,
+                "world_size": None,
+            },
+        ),
+        ("RobustDatasetWrapper", {"dataset": ..., "max_retries": 10}),
+    ],
+)
+def test_documented_calls_have_the_documented_arguments(name: str, parameters: dict[str, object]) -> None:
+    signature = inspect.signature(getattr(importlib.import_module("packhorse.datasets"), name))
+    positional = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    found = {p.name: ... if p.default is p.empty else p.default for p in positional}
+    assert list(found.items()) == list(parameters.items())
 
 
 def test_every_public_name_of_packhorse_can_be_had() -> None:

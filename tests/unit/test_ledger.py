@@ -89,6 +89,59 @@ def test_a_ledger_with_a_path_is_on_disk_before_the_process_ends(tmp_path: Path)
     with open(path, "a") as file:
         file.write('{"key": "a/1", "stage": "re')  # a crash in mid-write
     assert list(Ledger.load(path)) == [MISSING, CUT]
+    later = Drop("coco/99", "read", "sample_failed")
+    Ledger(path).record(later)  # and the run goes on
+    assert list(Ledger.load(path)) == [MISSING, CUT, later]
+
+
+def test_a_line_cut_off_by_a_dying_worker_costs_no_other_entry() -> None:
+    ledger = Ledger()
+    for number in range(2):
+        child = multiprocessing.get_context("fork").Process(target=_record, args=(ledger, f"child/{number}"))
+        child.start()
+        child.join()
+        with open(ledger._spool, "a") as file:
+            file.write('{"key": "torn')
+    assert {drop.key for drop in ledger if drop.stage == "read"} == {"child/0", "child/1"}
+
+
+def test_many_rows_recorded_again_count_once() -> None:
+    ledger = Ledger()
+    for rows in (np.arange(5), np.arange(5), np.arange(3, 8)):
+        ledger.record_rows("b", rows, stage="select", reason="not_sampled")
+    assert len(ledger) == ledger.lost() == 8
+
+
+def test_entries_that_name_no_row_are_all_counted() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.record(Drop("", "convert", "surplus_media", "one", "left_out"))
+    assert len(ledger) == len(list(ledger)) == ledger.lost() == ledger.counts()["surplus_media"] == 3
+
+
+def test_a_fork_while_another_thread_records_does_not_hang_the_child() -> None:
+    ledger = Ledger()
+    with ledger._lock:
+        child = multiprocessing.get_context("fork").Process(target=_record, args=(ledger, "child/0"))
+        child.start()
+    child.join(20)
+    assert child.exitcode == 0
+
+
+def _record_in_a_grandchild(ledger: Ledger) -> None:
+    worker = multiprocessing.get_context("fork").Process(target=_record, args=(ledger, "grandchild/0"))
+    worker.start()
+    worker.join()
+    assert "grandchild/0" in {drop.key for drop in ledger}
+
+
+def test_a_trainer_process_sees_the_entries_of_its_own_workers() -> None:
+    ledger = Ledger()
+    trainer = multiprocessing.get_context("spawn").Process(target=_record_in_a_grandchild, args=(ledger,))
+    trainer.start()
+    trainer.join()
+    assert trainer.exitcode == 0
+    assert "grandchild/0" in {drop.key for drop in ledger}
 
 
 def test_a_file_that_is_no_ledger_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -127,7 +180,7 @@ def test_what_child_processes_record_arrives_in_the_parent(
         child.join()
         assert child.exitcode == 0
     assert {drop.key for drop in ledger if drop.stage == "read"} == {"child/0", "child/1", "child/2"}
-    assert ledger.counts() == {"not_sampled": 12, "sample_failed": 3, "missing_media": 1}
+    assert ledger.counts() == {"not_sampled": 4, "sample_failed": 3, "missing_media": 1}
     assert ledger.counts()["sample_failed"] == 3, "a second look counts nothing twice"
 
 

@@ -25,7 +25,7 @@ from packhorse.datasets.summary import log_dataset_loading_summary as _log_datas
 from packhorse.tokens import collect_sample_stats as _collect_sample_stats
 
 if TYPE_CHECKING:
-    from packhorse.datasets.robust import RobustDatasetWrapper
+    from packhorse.datasets.robust import RobustDatasetWrapper, make_robust_collate
 
 __all__ = [
     "MetaDataset",
@@ -45,6 +45,7 @@ __all__ = [
     "make_medpix_dataset",
     "make_meta_dataset",
     "make_rdr_dataset",
+    "make_robust_collate",
     "make_unimm_chat_dataset",
     "open_meta_dataset",
     "open_rows",
@@ -52,6 +53,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RobustDatasetWrapper":
-        return import_module("packhorse.datasets.robust").RobustDatasetWrapper
+    if name in ("RobustDatasetWrapper", "make_robust_collate"):
+        return getattr(import_module("packhorse.datasets.robust"), name)
     raise AttributeError(f"module 'packhorse.datasets' has no attribute {name!r}")

@@ -23,8 +23,7 @@ class ParquetRows(RowFile):
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__(name, path)
-        key = Fingerprint.of(path).key(path)
-        self._arrow_path = str(build_once(f"arrow/{key}.arrow", self._rewrite))
+        self._fingerprint = Fingerprint.of(path)
         self._open()
 
     def _rewrite(self, file: IO[bytes]) -> None:
@@ -34,17 +33,18 @@ class ParquetRows(RowFile):
         try:
             with (
                 pyarrow.parquet.ParquetFile(self.path) as parquet,
-                pyarrow.ipc.new_file(file, parquet.schema_arrow) as writer,
+                pyarrow.ipc.new_file(file, _plain(parquet.schema_arrow)) as writer,
             ):
                 for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH):
-                    writer.write_batch(batch)
+                    writer.write_batch(batch.cast(_plain(batch.schema)))
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise ConfigError(f"{self.name}: not a readable Parquet file ({error})") from error
 
     def _open(self) -> None:
         import pyarrow
 
-        self._reader = pyarrow.ipc.open_file(pyarrow.memory_map(self._arrow_path))
+        name = f"arrow/{self._fingerprint.key(self.path)}.arrow"
+        self._reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(build_once(name, self._rewrite))))
         sizes = [self._reader.get_batch(i).num_rows for i in range(self._reader.num_record_batches)]
         self._ends = np.cumsum(sizes, dtype=np.int64)
 
@@ -60,11 +60,25 @@ class ParquetRows(RowFile):
 
     def location(self, row: int) -> str:
         """File and row number."""
-        return f"{self.name}, row {row}"
+        return f"{self.name}, row {self._checked(row)}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "path": self.path, "_arrow_path": self._arrow_path}
+        return {"name": self.name, "path": self.path, "_fingerprint": self._fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if Fingerprint.of(self.path) != self._fingerprint:
+            raise ConfigError(f"{self.name}: the file has changed since it was opened by another process")
         self._open()
+
+
+def _plain(schema: Any) -> Any:
+    """The schema with dictionary-encoded columns as their values: batches may have different dictionaries."""
+    import pyarrow
+
+    return pyarrow.schema(
+        [
+            field.with_type(field.type.value_type) if pyarrow.types.is_dictionary(field.type) else field
+            for field in schema
+        ]
+    )

@@ -13,20 +13,25 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from filelock import FileLock
 
 from packhorse.errors import ConfigError
+from packhorse.media.source import is_address, local_path
 
 logger = getLogger(__name__)
 
 _EDGE = 1 << 16
+_PIECE = 1 << 22
+_LEAVINGS_AGE = 3600.0
+_STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
 
 
 def cache_folder() -> Path:
@@ -56,7 +61,7 @@ class Fingerprint:
 
     def key(self, path: str | os.PathLike[str]) -> str:
         """A name for what is made from this state of the file at ``path``."""
-        return _digest(os.path.realpath(path), str(self.size), str(self.mtime_ns), self.edges)
+        return digest(os.path.realpath(path), str(self.size), str(self.mtime_ns), self.edges)
 
 
 def local_file(address: str) -> str:
@@ -66,7 +71,7 @@ def local_file(address: str) -> str:
     possibly ending in ``.gz`` or ``.zst``. A plain local path comes back as it is; anything else is fetched
     or unpacked into the cache the first time, and again when the original has changed.
     """
-    path = _fetched(address) if "://" in address else address
+    path = os.path.abspath(_fetched(address) if is_address(address) else address)
     stem, suffix = os.path.splitext(path)
     if suffix not in (".gz", ".zst"):
         return path
@@ -84,6 +89,10 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
         return target
     with cache_lock(name):
         if not target.exists():
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"the cache cannot be written ({error}): set PACKHORSE_CACHE") from error
             write_whole(target, write)
     return target
 
@@ -91,10 +100,13 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
 def write_whole(target: Path, write: Callable[[IO[bytes]], None]) -> None:
     """Write a file so that it is seen under its name only when it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leavings(target)
     fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(fd, "wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes it private; other users share the data
         os.replace(temporary, target)
     except BaseException:
@@ -109,11 +121,11 @@ def cache_lock(name: str) -> Iterator[None]:
 
     Where the cache cannot be written there is no lock: work may then be done twice, never wrongly.
     """
-    lock = FileLock(cache_folder() / "locks" / f"{_digest(name)}.lock")
+    lock = FileLock(cache_folder() / "locks" / f"{digest(name)}.lock")
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         logger.debug("no lock for %s (%s)", name, error)
     try:
         yield
@@ -121,39 +133,59 @@ def cache_lock(name: str) -> Iterator[None]:
         lock.release()
 
 
+def _remove_leavings(target: Path) -> None:
+    """Remove what a killed process left of an earlier attempt (an hour ago: not one that is at work)."""
+    for leaving in target.parent.glob(f".{target.name}.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - leaving.stat().st_mtime > _LEAVINGS_AGE:
+                leaving.unlink()
+
+
 def _fetched(address: str) -> str:
+    if (path := local_path(address)) is not None:
+        return path
     import fsspec
 
     fs, path = fsspec.core.url_to_fs(address)
-    if fs.protocol in ("file", "local") or "file" in fs.protocol:
-        return str(path)
-    if not fs.exists(path):
-        raise FileNotFoundError(f"{address}: no such file")
-    key = _digest(address, str(fs.ukey(path)))
+    try:
+        info = fs.info(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{address}: no such file") from error
+    # Not the store's own key alone: for some stores it is the address, whatever lies there.
+    state = {name: str(info[name]) for name in _STATE if info.get(name) is not None}
+    key = digest(address, str(fs.ukey(path)), str(sorted(state.items())))
 
     def download(file: IO[bytes]) -> None:
         logger.info("fetching %s", address)
         with fs.open(path, "rb") as remote:
-            shutil.copyfileobj(remote, file, 1 << 22)
+            shutil.copyfileobj(remote, file, _PIECE)
 
-    return str(build_once(f"fetched/{key}/{os.path.basename(path)}", download))
+    return str(build_once(f"fetched/{key}/{os.path.basename(path.partition('?')[0])}", download))
 
 
 def _unpack(path: str, file: IO[bytes]) -> None:
     logger.info("unpacking %s", path)
-    try:
-        if path.endswith(".gz"):
-            with gzip.open(path, "rb") as packed:
-                shutil.copyfileobj(packed, file, 1 << 22)
-        else:
-            import pyarrow
-
-            with pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd") as packed:
-                while piece := packed.read(1 << 22):
-                    file.write(piece)
-    except (EOFError, zlib.error, OSError) as error:
-        raise ConfigError(f"{path}: cannot be unpacked ({error}); is the file cut off?") from error
+    for piece in _unpacked(path):
+        file.write(piece)
 
 
-def _digest(*parts: str) -> str:
+def _unpacked(path: str) -> Iterator[bytes]:
+    with contextlib.ExitStack() as stack:
+        try:
+            if path.endswith(".gz"):
+                packed: Any = stack.enter_context(gzip.open(path, "rb"))
+            else:
+                import pyarrow
+
+                packed = stack.enter_context(pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd"))
+            piece = packed.read(_PIECE)
+            while piece:
+                yield piece
+                piece = packed.read(_PIECE)
+        except (EOFError, zlib.error, OSError) as error:
+            raise ConfigError(f"{path}: cannot be unpacked ({error}); is the file cut off?") from error
+
+
+def digest(*parts: str) -> str:
+    """A short name for these texts together."""
     return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -8,15 +8,16 @@ same size, time of change and first and last 64 KiB. A mangled index is built an
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 
-from packhorse.datasets.cache import Fingerprint, cache_folder, cache_lock, write_whole
+from packhorse.datasets.cache import Fingerprint, cache_folder, cache_lock, digest, write_whole
 from packhorse.datasets.scan import Offsets, scan_array, scan_lines
 
 logger = getLogger(__name__)
@@ -29,8 +30,57 @@ _HEADER_BYTES = 512
 KEEP_FROM_BYTES = 1 << 22
 
 
-def open_index(path: str, layout: Layout, index_dir: str | None = None) -> tuple[Offsets, Fingerprint]:
-    """The offsets of the rows of ``path`` (one more than there are rows) and the file state they hold for.
+class RowIndex:
+    """Where the rows of a file begin: row ``i`` lies from ``span(i)[0]`` to ``span(i)[1]``.
+
+    Args:
+        offsets: the beginnings, ascending, and behind them the end of the last row; an array in memory, or a
+            memory map, of which only few pages are kept resident.
+    """
+
+    # A page fault brings in up to 64 KiB, so this many look-ups make at most 16 MB resident.
+    _LOOKUPS = 256
+
+    def __init__(self, offsets: Offsets) -> None:
+        self._offsets = np.asarray(offsets)
+        self._map: mmap.mmap | None = getattr(offsets, "_mmap", None)
+        self._looked_up = 0
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def span(self, row: int) -> tuple[int, int]:
+        """First byte of a row, and the byte behind it."""
+        start, stop = self._offsets[row : row + 2].tolist()
+        self._looked_up += 1
+        if self._looked_up >= self._LOOKUPS:
+            self._let_go()
+        return start, stop
+
+    def spans(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """First bytes, and bytes behind, of many rows."""
+        at = np.array(rows, np.int64)
+        starts, stops = self._offsets[at].tolist(), self._offsets[at + 1].tolist()
+        self._let_go()
+        return starts, stops
+
+    def checksum(self) -> int:
+        """The sum of all offsets, as the index file has it."""
+        total = 0
+        for first in range(0, len(self._offsets), 1 << 20):
+            total += int(self._offsets[first : first + (1 << 20)].sum())
+            self._let_go()
+        return total % 2**64
+
+    def _let_go(self) -> None:
+        # Clean pages of a file: the system keeps them in its cache, they just no longer count as ours.
+        self._looked_up = 0
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def open_index(path: str, layout: Layout, index_dir: str | None = None) -> tuple[RowIndex, Fingerprint]:
+    """The index of the rows of ``path``, and the state of the file that it holds for.
 
     Args:
         path: a local file.
@@ -49,13 +99,13 @@ def open_index(path: str, layout: Layout, index_dir: str | None = None) -> tuple
 
 def _homes(path: str, index_dir: str | None) -> list[Path]:
     source = Path(os.path.realpath(path))
-    in_folder = f"{source.name}.{Fingerprint(0, 0, '').key(source)[:12]}.phidx"
+    in_folder = f"{source.name}.{digest(str(source))[:12]}.phidx"
     if index_dir is not None:
         return [Path(index_dir) / in_folder]
     return [source.with_name(f"{source.name}.phidx"), cache_folder() / "indexes" / in_folder]
 
 
-def _first_valid(homes: list[Path], layout: Layout, fingerprint: Fingerprint) -> Offsets | None:
+def _first_valid(homes: list[Path], layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
     for home in homes:
         index = _load(home, layout, fingerprint)
         if index is not None:
@@ -63,13 +113,13 @@ def _first_valid(homes: list[Path], layout: Layout, fingerprint: Fingerprint) ->
     return None
 
 
-def _build(path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path]) -> Offsets:
+def _build(path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path]) -> RowIndex:
     with cache_lock(f"index {homes[0]}"):
         index = _first_valid(homes, layout, fingerprint)  # another process may have been first
         return index if index is not None else _build_and_keep(path, layout, fingerprint, homes)
 
 
-def _build_and_keep(path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path]) -> Offsets:
+def _build_and_keep(path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path]) -> RowIndex:
     for home in homes:
         try:
             write_whole(home, lambda file: _write(file, path, layout, fingerprint))
@@ -84,8 +134,8 @@ def _build_and_keep(path: str, layout: Layout, fingerprint: Fingerprint, homes: 
     return _scan(path, layout, fingerprint)
 
 
-def _scan(path: str, layout: Layout, fingerprint: Fingerprint) -> Offsets:
-    return np.concatenate(list(_pieces(path, layout, fingerprint)))
+def _scan(path: str, layout: Layout, fingerprint: Fingerprint) -> RowIndex:
+    return RowIndex(np.concatenate(list(_pieces(path, layout, fingerprint))))
 
 
 def _pieces(path: str, layout: Layout, fingerprint: Fingerprint) -> Iterator[Offsets]:
@@ -119,7 +169,7 @@ def _header(layout: Layout, fingerprint: Fingerprint) -> dict[str, Any]:
     }
 
 
-def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> Offsets | None:
+def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
     """The index at ``home``, or None if there is none, it is of another state of the file, or mangled."""
     try:
         with open(home, "rb") as file:
@@ -133,7 +183,5 @@ def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> Offsets | Non
     count = header.get("offsets")
     if not isinstance(count, int) or count < 1 or length != _HEADER_BYTES + 8 * count:
         return None
-    index = np.memmap(home, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,))
-    if int(index.sum()) % 2**64 != header.get("sum"):
-        return None
-    return index
+    index = RowIndex(np.memmap(home, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,)))
+    return index if index.checksum() == header.get("sum") else None

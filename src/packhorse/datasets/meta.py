@@ -25,6 +25,7 @@ from packhorse.datasets.sharegpt import convert_row
 from packhorse.datasets.summary import MetaExamples, log_dataset_loading_summary
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
+from packhorse.media.source import is_address
 from packhorse.tokens import add_stats, collect_sample_stats
 from packhorse.types import Drop, World
 
@@ -86,6 +87,13 @@ class MetaDataset(Sequence[dict[str, Any]]):
         source, position = self._find(index)
         row = next(source.file.read([source.selection.row(position)]))
         return source.convert(row, position, self.ledger)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for source in self._sources:
+            # Read in the order of the selection, neighbours together.
+            rows = source.file.read(map(source.selection.row, range(len(source))))
+            for position, row in enumerate(rows):
+                yield source.convert(row, position, self.ledger)
 
     def key(self, index: int) -> str:
         """The name of an example: dataset and row, ``coco/812``."""
@@ -163,7 +171,7 @@ def open_meta_dataset(
         selection = RowSelection(len(file), config.sample_ratio, world, remainder)
         selection.record_losses(config.name, ledger)
         sources.append(_Source(config, file, selection))
-        _check_first_rows(sources[-1])
+        _check_first_rows(config, file)
     _record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
@@ -226,6 +234,7 @@ def make_meta_dataset(
     examples.stats = add_stats(timings)
     examples.ledger = lazy.ledger
     examples.key = _Keys(lazy, [part.skipped for part in loaded])
+    rank = _world(shard_data, rank, world_size).rank if shard_data else rank
     log_dataset_loading_summary(timings, time.perf_counter() - started, len(examples), rank)
     if len(lazy.ledger):
         logger.warning("of the rows of %s:\n%s", path_or_dataset, lazy.ledger.summary())
@@ -321,26 +330,30 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
 
 
-def _check_first_rows(source: _Source) -> None:
+def _check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     """Refuse a dataset whose rows all come out without an answer because its roles have other names.
 
-    A single row with an unknown role is that row's affair; when each of the first rows has one and no
-    assistant turn, the tags are wrong, and training would run on nothing.
+    A single row with an unknown role is that row's affair; when each of the first rows of the file has one
+    and no assistant turn, the tags are wrong, and training would run on nothing. All ranks look at the same
+    rows, so all stop or none.
     """
-    config, media_dir = source.config, source.config.rules.media_dir
-    if media_dir is not None and "://" not in media_dir and not os.path.isdir(media_dir):
+    media_dir = config.rules.media_dir
+    if media_dir is not None and not is_address(media_dir) and not os.path.isdir(media_dir):
         logger.warning("%s: media_dir %s is not a folder", config.name, media_dir)
     findings = Ledger()
-    for position in range(min(len(source), _FIRST_ROWS)):
-        row = next(source.file.read([source.selection.row(position)]))
-        try:
-            example = source.convert(row, position, findings)
-        except BadSample:
+    first = range(min(len(file), _FIRST_ROWS))
+    for number, row in zip(first, file.read(first), strict=True):
+        if isinstance(row, BadSample):
             return  # told when the row is read
+        key = row_key(config.name, number)
+        try:
+            example = convert_row(row, config.rules, key=key, dataset=config.name, record=findings.record)
+        except BadSample:
+            return
         if any(turn["role"] == "assistant" for turn in example["conversation"]):
             return
     unknown = [drop for drop in findings if drop.reason == "unknown_role"]
-    if unknown:
+    if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
         raise ConfigError(
             f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
             f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to what the rows say"

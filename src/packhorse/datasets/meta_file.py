@@ -11,6 +11,7 @@ from typing import Any
 from packhorse.datasets.cache import local_file
 from packhorse.datasets.sharegpt import ShareGptFormat
 from packhorse.errors import ConfigError
+from packhorse.media.source import is_address
 
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
 
@@ -78,7 +79,7 @@ def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:
     ratio = entry.get("sample_ratio", 1.0)
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise ConfigError(f"{where}: sample_ratio={ratio!r}, expected a number")
-    folder = os.path.dirname(path)
+    folder = _folder(path)
     try:
         rules = ShareGptFormat.of(
             entry.get("columns"),
@@ -92,16 +93,26 @@ def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:
     return DatasetConfig(name, _join(folder, entry["file_name"]), rules, float(ratio))
 
 
+def _folder(path: str) -> str:
+    """The folder of the meta file, with a closing slash where it has to have one."""
+    if not is_address(path):
+        return os.path.dirname(path)
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{rest.rpartition('/')[0]}"
+
+
 def _join(folder: str, path: str) -> str:
-    return path if "://" in path else os.path.join(folder, path)
+    if is_address(path) or not folder:
+        return path
+    return folder + path if folder.endswith("://") else os.path.join(folder, path)
 
 
 def _beside(folder: str, media_dir: str | None) -> str | None:
     """A relative media folder is looked for beside the meta file first, then from the working directory."""
-    if media_dir is None or "://" in media_dir:
+    if media_dir is None or is_address(media_dir):
         return media_dir
     beside = _join(folder, media_dir)
-    return beside if "://" in beside or os.path.isdir(beside) else media_dir
+    return beside if is_address(beside) or os.path.isdir(beside) else media_dir
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,9 +4,9 @@
 row, ``rows.read(numbers)`` many. A row file holds a path and an index, so it can be forked, pickled into
 DataLoader workers and used from threads; resident memory does not grow with the file.
 
-Rows are fetched with ``pread`` and not through a map of the data: the page cache is shared between processes
-either way, but a map counts every page ever touched as resident and kills the process (SIGBUS) when the file
-is cut short under it. The index is memory-mapped.
+The index is memory-mapped. Rows are fetched with ``pread`` and not through a map of the data: processes share
+the page cache either way, but a map counts every page it ever touched as resident, and kills the process
+(SIGBUS) when the file is cut short under it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import orjson
 
-from packhorse.datasets.cache import Fingerprint, local_file
+from packhorse.datasets.cache import local_file
 from packhorse.datasets.index import Layout, open_index
 from packhorse.errors import BadSample, ConfigError
 
@@ -96,39 +95,37 @@ class JsonRows(RowFile):
         self._open()
 
     def _open(self) -> None:
-        self._starts, self._fingerprint = open_index(self.path, self.layout, self.index_dir)
+        self._index, self._fingerprint = open_index(self.path, self.layout, self.index_dir)
         self._fd = os.open(self.path, os.O_RDONLY)
+        self._counted = (0, 1)  # up to this byte so many lines were counted
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._index)
 
     def __getitem__(self, row: int) -> Row:
         row = self._checked(row)
-        start, stop = self._starts[row : row + 2].tolist()
-        return self._parse(self._fetch(start, stop), row)
+        return self._parse(self._fetch(*self._index.span(row)), row)
 
     def raw(self, row: int) -> bytes:
         """The row's own bytes, without what lies between it and the next."""
-        start, stop = self._starts[row : row + 2].tolist()
-        return self._shed(self._fetch(start, stop))
+        return self._shed(self._fetch(*self._index.span(self._checked(row))))
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
         """As :meth:`RowFile.read`; neighbouring rows are fetched with one call."""
-        numbers = iter(rows)
+        numbers = map(self._checked, rows)
         while block := list(itertools.islice(numbers, _BLOCK)):
-            at = np.array(block, np.int64)
-            starts, stops = self._starts[at].tolist(), self._starts[at + 1].tolist()
+            starts, stops = self._index.spans(block)
             first = 0
             while first < len(block):
                 last = _end_of_run(starts, stops, first)
                 base = starts[first]
                 data = self._fetch(base, stops[last - 1])
-                pieces: list[bytes | memoryview] = [data]
-                if last > first + 1:
+                if last == first + 1:
+                    yield self._row_or_error(data, block[first])
+                else:
                     view = memoryview(data)
-                    pieces = [view[starts[i] - base : stops[i] - base] for i in range(first, last)]
-                for row, piece in zip(block[first:last], pieces, strict=True):
-                    yield self._row_or_error(piece, row)
+                    for i in range(first, last):
+                        yield self._row_or_error(view[starts[i] - base : stops[i] - base], block[i])
                 first = last
 
     def _row_or_error(self, data: bytes | memoryview, row: int) -> Row | BadSample:
@@ -139,12 +136,17 @@ class JsonRows(RowFile):
 
     def location(self, row: int) -> str:
         """File, line and byte offset; finding the line number counts the newlines before it."""
-        start = int(self._starts[row])
+        row = self._checked(row)
+        start = self._index.span(row)[0]
         if self.layout == "array":
             return f"{self.name}, element {row} (byte {start})"
-        line = 1
-        for offset in range(0, start, 1 << 22):
-            line += os.pread(self._fd, min(1 << 22, start - offset), offset).count(b"\n")
+        offset, line = self._counted if self._counted[0] <= start else (0, 1)
+        while offset < start:
+            piece = os.pread(self._fd, min(1 << 22, start - offset), offset)
+            line += piece.count(b"\n")
+            offset += len(piece) or start  # a file that has become shorter has no more lines
+        # Bad rows mostly come in ascending order: go on counting from here next time.
+        self._counted = (start, line)
         return f"{self.name}:{line} (byte {start})"
 
     def _fetch(self, start: int, stop: int) -> bytes:
@@ -187,7 +189,8 @@ class JsonRows(RowFile):
 
     def _malformed(self, row: int, what: str) -> BadSample:
         detail = f"{self.location(row)}: {what}"
-        if Fingerprint.of(self.path) != self._fingerprint:
+        stat = os.stat(self.path)
+        if (stat.st_size, stat.st_mtime_ns) != (self._fingerprint.size, self._fingerprint.mtime_ns):
             detail += " (the file has changed since it was opened)"
         return BadSample(detail, reason="malformed_row", stage="read")
 
@@ -243,6 +246,15 @@ def open_rows(address: str, index_dir: str | None = None) -> RowFile:
 
 _gc_lock = threading.Lock()
 _gc_holders = 0
+
+
+def _new_gc_lock() -> None:
+    # As for the ledger's lock: a fork may copy it while another thread holds it.
+    global _gc_lock
+    _gc_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_gc_lock)
 
 
 @contextlib.contextmanager

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.datasets.cache import build_once
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.types import Drop, World
@@ -23,6 +24,23 @@ Remainder = Literal["drop", "keep"]
 
 # Part of the format: every rank, and every run since, draws the same rows.
 _SEED = 42
+_KEEP_FROM = 100_000
+
+
+def _draw(total: int, size: int) -> RowNumbers:
+    """``size`` of ``total`` rows, always the same. A large draw takes seconds, so it is kept in the cache."""
+    if size < _KEEP_FROM:
+        return np.array(random.Random(_SEED).sample(range(total), size), np.int64)
+
+    def write(file: IO[bytes]) -> None:
+        drawn = random.Random(_SEED).sample(range(total), size)
+        file.write(np.array(drawn, "<i8").tobytes())
+
+    path = build_once(f"draws/{total}-{size}.i8", write)
+    if path.stat().st_size != 8 * size:
+        raise ConfigError(f"{path} is damaged: delete it")
+    kept: RowNumbers = np.memmap(path, "<i8", mode="r")
+    return kept
 
 
 def row_key(dataset: str, row: int, copy: int = 0) -> str:
@@ -57,8 +75,16 @@ class RowSelection:
             raise ConfigError(f"sample_ratio={self.ratio}: expected a number from 0 upwards")
         if self.remainder not in ("drop", "keep"):
             raise ConfigError(f"remainder={self.remainder!r}: expected 'drop' or 'keep'")
-        drawn = random.Random(_SEED).sample(range(self.total), self._draw_size())
-        object.__setattr__(self, "_drawn", np.array(drawn, np.int64))
+        object.__setattr__(self, "_drawn", _draw(self.total, self._draw_size()))
+
+    def __getstate__(self) -> tuple[int, float, World, Remainder]:
+        return self.total, self.ratio, self.world, self.remainder
+
+    def __setstate__(self, state: tuple[int, float, World, Remainder]) -> None:
+        # The draw is made (or found) again: it need not travel.
+        for name, value in zip(("total", "ratio", "world", "remainder"), state, strict=True):
+            object.__setattr__(self, name, value)
+        self.__post_init__()
 
     def _draw_size(self) -> int:
         if self.ratio < 1:

@@ -7,17 +7,19 @@ typed parts). Text and paths only: no file is opened, but links are followed whe
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from packhorse.conversation import parse_conversation
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import resolve
-from packhorse.types import Action, Drop, MediaKind, Reason
+from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason
 
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
-_PASSED_ON = ("mm_inputs_meta", "_text_tokens")
+_SURPLUS = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class _Conversion:
         record: Callable[[Drop], None],
     ) -> None:
         self.row, self.rules, self.key, self.dataset, self.record = row, rules, key, dataset, record
+        self.has_ready_parts = False
         columns = rules.columns
         self.media: dict[str, Iterator[Any]] = {
             "image": iter(self._entries(columns.images)),
@@ -158,14 +161,28 @@ class _Conversion:
         turns = [self._turn(number, turn) for number, turn in enumerate(self._turns())]
         conversation = [turn for turn in turns if turn is not None]
         for kind, rest in self.media.items():
-            if surplus := sum(1 for _ in rest):
+            if surplus := sum(not _is_nothing(entry) for entry in rest):
                 self._found("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
         if not conversation:
             self._found("empty_conversation", "no turn to learn from", "kept")
         elif not any(turn["role"] == "assistant" for turn in conversation):
             self._found("no_assistant_turn", "nothing to learn: no assistant turn", "kept")
-        passed_on = {name: self.row[name] for name in _PASSED_ON if name in self.row}
-        return {"conversation": conversation, **passed_on}
+        example = {"conversation": conversation}
+        if self.has_ready_parts:  # ours are well formed; the row's own may not be
+            parse_conversation(example, self.key)
+        return example | self._passed_on()
+
+    def _passed_on(self) -> dict[str, Any]:
+        fields = {name: self.row[name] for name in ("mm_inputs_meta", "_text_tokens") if name in self.row}
+        tokens, meta = fields.get("_text_tokens"), fields.get("mm_inputs_meta")
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
+            raise self._bad("wrong_format", f"_text_tokens is {tokens!r:.40}, expected a whole number")
+        if meta is not None and not _is_inputs_meta(meta):
+            raise self._bad(
+                "wrong_format",
+                f"mm_inputs_meta is {meta!r:.60}, expected images_meta and videos_meta: sizes or n_tokens",
+            )
+        return fields
 
     def _turns(self) -> list[Any]:
         name = self.rules.columns.messages
@@ -208,19 +225,24 @@ class _Conversion:
             return self._parts(number, content)
         parts: list[dict[str, Any]] = []
         end = 0
+        surplus: Counter[str] = Counter()
         for match in _PLACEHOLDER.finditer(content):
             kind = match[1].lower()
             if kind not in self.media:
                 continue
             self._add_text(parts, content[end : match.start()])
             end = match.end()
-            entry = next(self.media[kind], None)
-            if entry is None:
-                what = f"turn {number} has more <{kind}> than the row has {kind}s"
-                self._found("surplus_placeholder", what, "cut")
+            entry = next(self.media[kind], _SURPLUS)
+            if entry is _SURPLUS:
+                surplus[kind] += 1
+            elif _is_nothing(entry):
+                self._found("missing_media", f"a <{kind}> of turn {number} stands for an empty entry", "cut")
             else:
                 parts.append(self._media_part(kind, entry))  # type: ignore[arg-type]
         self._add_text(parts, content[end:])
+        for kind, times in surplus.items():
+            what = f"turn {number} has {times} more <{kind}> than the row has {kind}s"
+            self._found("surplus_placeholder", what, "cut")
         return parts or [{"type": "text", "text": ""}]
 
     def _parts(self, number: int, content: Any) -> list[dict[str, Any]]:
@@ -230,18 +252,21 @@ class _Conversion:
         if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
             found = f"the content of turn {number} is {_summary(content)}, expected text or a list of parts"
             raise self._bad("wrong_format", found)
+        self.has_ready_parts = True
         return [self._resolved_part(part) for part in content]
 
     def _resolved_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         kind = part.get("type")
-        if kind in ("image", "video", "audio") and part.get(kind) is not None:
+        if kind in MEDIA_KINDS and part.get(kind) is not None:
             return {**part, kind: self._resolved(part[kind])}
         return dict(part)
 
     def _media_part(self, kind: MediaKind, entry: Any) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
             return {"type": kind, kind: self._resolved(entry)}
-        extras = {name: value for name, value in entry.items() if name not in ("bytes", "path")}
+        # What an entry says beside its path is passed on, but cannot take the place of the part's own fields.
+        own = ("bytes", "path", "type", *MEDIA_KINDS)
+        extras = {name: value for name, value in entry.items() if name not in own}
         if entry.get("bytes") is not None:  # how Parquet files and the hub hold an image
             return {"type": kind, kind: entry["bytes"], **extras}
         if entry.get("path") is None:
@@ -250,10 +275,6 @@ class _Conversion:
         return {"type": kind, kind: self._resolved(entry["path"]), **extras}
 
     def _resolved(self, source: Any) -> Any:
-        if isinstance(source, list):
-            return [self._resolved(frame) for frame in source]
-        if not isinstance(source, str):
-            return source
         try:
             return resolve(source, self.rules.media_dir, confined=self.rules.confine)
         except BadSample as error:
@@ -261,8 +282,9 @@ class _Conversion:
 
     def _entries(self, column: str) -> list[Any]:
         entries = self.row.get(column)
-        entries = entries if isinstance(entries, list) else [entries]
-        return [entry for entry in entries if entry is not None and entry != ""]
+        if isinstance(entries, list):
+            return entries
+        return [] if _is_nothing(entries) else [entries]
 
     @staticmethod
     def _add_text(parts: list[dict[str, Any]], text: str) -> None:
@@ -287,6 +309,22 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
         if not isinstance(value, str):
             raise ConfigError(f"{what}[{name!r}] is {value!r}, expected a string")
     return cls(**(given or {}))
+
+
+def _is_nothing(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, str) and not entry)
+
+
+def _is_inputs_meta(meta: Any) -> bool:
+    if not isinstance(meta, Mapping):
+        return False
+    entries = [entry for name in ("images_meta", "videos_meta") for entry in meta.get(name) or ()]
+    return all(
+        entry is None
+        or isinstance(entry, list | tuple)
+        or (isinstance(entry, Mapping) and isinstance(entry.get("n_tokens"), int))
+        for entry in entries
+    )
 
 
 def _summary(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from logging import getLogger
-from typing import Any, TypedDict
+from typing import Any
 
 from packhorse.ledger import Ledger
 
@@ -29,27 +29,14 @@ class MetaExamples(_ExamplesWithStats):
     """The row an example comes from (``coco/812``), by its place in the list as it was loaded."""
 
 
-class LoadTiming(TypedDict, total=False):
-    """One dataset's line of the summary. ``name`` is needed; what is missing of the rest counts as zero."""
-
-    name: str
-    io_s: float
-    convert_s: float
-    samples: int
-    n_images: int
-    n_videos: int
-    n_text_only: int
-    n_text_tokens: int
-    n_media_tokens: int
-
-
 def log_dataset_loading_summary(
     timings: Iterable[Mapping[str, Any]], wall_time: float, total_samples: int, rank: int | None = None
 ) -> None:
     """Log a table of what was loaded: a line per dataset, the slowest first, and the sums.
 
     Args:
-        timings: one :class:`LoadTiming` per dataset; or a dict from name to timing.
+        timings: one dict per dataset with ``name``, ``io_s``, ``convert_s``, ``samples`` and the keys of
+            :func:`collect_sample_stats` (what is missing counts as zero); or a dict from name to these.
         wall_time: seconds from start to end.
         total_samples: examples that came out.
         rank: put in front where several ranks log to one place.

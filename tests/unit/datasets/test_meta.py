@@ -116,9 +116,11 @@ def test_a_mixture_of_every_file_type(tmp_path: Path, kind: str) -> None:
 def test_the_meta_file_itself_may_be_an_address(tmp_path: Path) -> None:
     for name, data in (("meta.json", json.dumps({"a": {"file_name": "a.jsonl", "media_dir": "m"}})),
                        ("a.jsonl", json.dumps(chat(0)))):  # fmt: skip
-        with fsspec.open(f"memory://mixture/{name}", "w") as file:
-            file.write(data)
+        for folder in ("memory://mixture/", "memory://"):
+            with fsspec.open(f"{folder}{name}", "w") as file:
+                file.write(data)
     assert len(open_meta_dataset("memory://mixture/meta.json")) == 1
+    assert len(open_meta_dataset("memory://meta.json")) == 1
 
 
 def test_sharding_takes_every_nth_row_and_names_what_is_left(tmp_path: Path) -> None:
@@ -151,6 +153,22 @@ def test_the_world_is_found_out_when_not_given(tmp_path: Path, monkeypatch: pyte
     assert [open_meta_dataset(meta, shard_data=True).key(i) for i in range(2)] == ["a/1", "a/3"]
     with pytest.raises(ConfigError, match="give both or neither"):
         open_meta_dataset(meta, shard_data=True, rank=1)
+
+
+def test_iterating_does_not_take_an_index_error_for_the_end(mixture: Path) -> None:
+    lazy = open_meta_dataset(mixture)
+    lazy._sources[1].file.read = lambda rows: (_ for _ in ()).throw(IndexError("inside"))  # type: ignore[method-assign]
+    with pytest.raises(IndexError, match="inside"):
+        list(lazy)
+
+
+def test_opening_twice_with_one_ledger_counts_once(tmp_path: Path) -> None:
+    rows = [chat(i) for i in range(10)]
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "sample_ratio": 0.5}}, a=rows)
+    ledger = Ledger()
+    for _ in range(2):
+        open_meta_dataset(meta, ledger=ledger)
+    assert ledger.lost() == 5
 
 
 def test_copies_have_names_of_their_own(tmp_path: Path) -> None:

@@ -6,17 +6,21 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import packhorse.datasets.index as index_module
 from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
-from packhorse.datasets.rows import JsonRows, gc_paused, open_rows
+from packhorse.datasets.rows import JsonRows, RowFile, gc_paused, open_rows
 from packhorse.errors import BadSample, ConfigError
 from row_files import WRITERS
 
@@ -55,8 +59,65 @@ def test_a_file_without_rows_has_none(tmp_path: Path, kind: str) -> None:
 def test_rows_can_be_read_in_child_processes(tmp_path: Path, kind: str, method: str) -> None:
     rows = open_rows(WRITERS[kind](tmp_path, ROWS))
     rows[5]
-    with multiprocessing.get_context(method).Pool(2) as pool:
-        assert pool.map(rows.__getitem__, range(len(ROWS))) == ROWS
+    context = multiprocessing.get_context(method)
+    results = context.SimpleQueue()
+    # Under fork the children inherit the open reader itself, under spawn they get it pickled.
+    children = [context.Process(target=_send_rows, args=(rows, results)) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert [results.get() for _ in children] == [ROWS, ROWS]
+    for child in children:
+        child.join()
+    assert list(rows) == ROWS, "and the parent's reader still works"
+
+
+def _send_rows(rows: RowFile, results: Any) -> None:
+    results.put([rows[i] for i in range(len(rows))])
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_negative_numbers_count_from_the_end_everywhere(tmp_path: Path, kind: str) -> None:
+    rows = open_rows(WRITERS[kind](tmp_path, ROWS))
+    assert list(rows.read([-1, -40])) == [ROWS[39], ROWS[0]]
+    assert rows.location(-1) == rows.location(39)
+    with pytest.raises(IndexError):
+        list(rows.read([-41]))
+
+
+def test_a_reader_opened_by_a_relative_path_survives_a_change_of_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WRITERS["jsonl"](tmp_path, ROWS)
+    monkeypatch.chdir(tmp_path)
+    frozen = pickle.dumps(open_rows("rows.jsonl"))
+    monkeypatch.chdir("/")
+    assert list(pickle.loads(frozen)) == ROWS
+
+
+def test_dictionary_columns_of_parquet_are_read_as_their_values(tmp_path: Path) -> None:
+    table = pa.table({"role": pa.array(["a", "b", "a"] * 500).dictionary_encode()})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=100)
+    assert [row["role"] for row in open_rows(str(tmp_path / "x.parquet"))] == ["a", "b", "a"] * 500
+
+
+def test_a_cache_that_was_emptied_is_filled_again(tmp_path: Path, cache: Path) -> None:
+    frozen = {kind: pickle.dumps(open_rows(WRITERS[kind](tmp_path, ROWS))) for kind in ("parquet", "jsonl")}
+    shutil.rmtree(cache)
+    for data in frozen.values():
+        assert list(pickle.loads(data)) == ROWS
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="set PACKHORSE_CACHE"):
+        open_rows(WRITERS["parquet"](tmp_path, ROWS))
+
+
+def test_many_bad_rows_are_located_in_one_count_of_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", b'{"id": 0}\n{bad\n' * 300)
+    errors = [row for row in open_rows(path).read(range(600)) if isinstance(row, BadSample)]
+    assert [int(str(error).split(".jsonl:")[1].split(" ")[0]) for error in errors] == list(range(2, 601, 2))
 
 
 def test_rows_can_be_read_from_threads(tmp_path: Path) -> None:
@@ -193,7 +254,7 @@ class TestTheIndexFile:
             path.write_bytes(data + b'{"id": 40}\n')
         else:
             # One row less in the same number of bytes.
-            path.write_bytes(data[:-1].replace(b"\n", b" ", 0)[: data[:-1].rindex(b"\n")].ljust(len(data)))
+            path.write_bytes(data[: data[:-1].rindex(b"\n")].ljust(len(data)))
             later = stat.st_mtime_ns + (1 if change == "same size, other time" else 0)
             os.utime(path, ns=(stat.st_atime_ns, later))
         assert len(open_rows(str(path))) == (41 if change == "append" else 39)

@@ -112,6 +112,36 @@ def test_null_and_empty_entries_are_no_media() -> None:
     assert len(ledger) == 0
 
 
+def test_an_empty_entry_keeps_its_place_and_is_recorded() -> None:
+    ledger = Ledger()
+    parts = user_parts(row("first <image> second <image>", images=[None, "b.jpg"]), ledger=ledger)
+    assert parts == [text("first"), text("second"), {"type": "image", "image": "b.jpg"}]
+    assert [(drop.reason, drop.action) for drop in ledger] == [("missing_media", "cut")]
+
+
+def test_extras_of_an_entry_cannot_replace_the_part_itself() -> None:
+    entry = {"path": "ok.jpg", "image": "/etc/passwd", "type": "image/jpeg", "detail": "high"}
+    assert user_parts(row("<image>", images=[entry]), media_dir="/d") == [
+        {"type": "image", "image": "/d/ok.jpg", "detail": "high"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"_text_tokens": "7"},
+        {"mm_inputs_meta": [[1, 2]]},
+        {"mm_inputs_meta": {"images_meta": [{"n_tokens": None}]}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+    ],
+)
+def test_fields_that_are_not_what_they_should_be_are_refused_by_row(extra: dict[str, Any]) -> None:
+    with pytest.raises(BadSample, match="set/5: ") as error:
+        convert(row("x") | extra, key="set/5")
+    assert error.value.reason == "wrong_format"
+
+
 def test_a_user_turn_with_nothing_left_is_one_empty_text() -> None:
     assert user_parts(row("   ")) == [text("")]
 
@@ -207,10 +237,16 @@ def test_media_outside_the_folder_are_refused_when_asked(tmp_path: Path) -> None
     inside.mkdir()
     (tmp_path / "secret.jpg").touch()
     os.symlink(tmp_path / "secret.jpg", inside / "link.jpg")
-    for path in ("../secret.jpg", "link.jpg", str(tmp_path / "secret.jpg"), "/etc/passwd", "s3://b/x.jpg"):
+    ready = {"messages": [{"role": "user", "content": [{"type": "image", "image": {"path": "../x.jpg"}}]}]}
+    with pytest.raises(BadSample, match="set/1"):
+        convert(ready, media_dir=str(inside), confine=True, key="set/1")
+    frames = row("<video>", videos=[[{"path": "/etc/passwd"}]])
+    with pytest.raises(BadSample, match="set/1"):
+        convert(frames, media_dir=str(inside), confine=True, key="set/1")
+    for path in ("../secret.jpg", "link.jpg", tmp_path / "secret.jpg", "/etc/passwd", "s3://b/x.jpg"):
         example = row("<image>", images=[path])
         with pytest.raises(BadSample, match="set/1") as error:
             convert(example, media_dir=str(inside), confine=True, key="set/1")
         assert error.value.reason == "outside_media_dir"
-        convert(example, media_dir=str(inside))  # not asked: as the reference has it
+        convert(example, media_dir=str(inside))  # not asked
     assert user_parts(row("<image>", images=["a/../b.jpg"]), media_dir=str(inside), confine=True)
