@@ -22,7 +22,7 @@ from packhorse.errors import ConfigError
 
 Offsets = npt.NDArray[np.int64]
 
-CHUNK = 1 << 21
+CHUNK = 1 << 20
 _THREADS = min(4, os.cpu_count() or 1)
 _NEWLINE, _RETURN, _SPACE, _QUOTE, _BACKSLASH = b'\n\r "\\'
 _BOM = b"\xef\xbb\xbf"
