@@ -30,22 +30,37 @@ def replace_media(
 ) -> dict[str, Any]:
     """A copy of ``example`` in which each medium's part is updated with what ``load(ref)`` returns.
 
-    Only dicts and lists on the way to a medium are copied; the caller's example stays as it was.
+    The whole example is parsed before the first medium is loaded. Only dicts and lists on the way to a medium
+    are copied; the caller's example stays as it was.
     """
     turns = []
-    for number, turn in enumerate(example["conversation"]):
+    messages = parse_conversation(example).messages
+    for turn, message in zip(example["conversation"], messages, strict=True):
         content = turn["content"]
         if not isinstance(content, str):
-            content = [_replaced(part, number, load) for part in content]
+            content = [
+                {**part, **load(parsed)} if isinstance(parsed, MediaRef) else part
+                for part, parsed in zip(content, message.parts, strict=True)
+            ]
         turns.append({**turn, "content": content})
     return {**example, "conversation": turns}
 
 
-def _replaced(
-    part: Mapping[str, Any], turn: int, load: Callable[[MediaRef], Mapping[str, Any]]
-) -> Mapping[str, Any]:
-    parsed = _part(part, turn, "")
-    return {**part, **load(parsed)} if isinstance(parsed, MediaRef) else part
+def prepend_part(example: Mapping[str, Any], turn: int, part: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``example`` with ``part`` at the front of turn number ``turn``.
+
+    Where the turn's content is a text, that becomes a part behind it. The caller's example stays as it was.
+
+    >>> example = {"conversation": [{"role": "user", "content": "Hi"}]}
+    >>> prepend_part(example, 0, {"type": "text", "text": "1."})["conversation"][0]["content"]
+    [{'type': 'text', 'text': '1.'}, {'type': 'text', 'text': 'Hi'}]
+    """
+    parse_conversation(example)
+    turns = list(example["conversation"])
+    content = turns[turn]["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    turns[turn] = {**turns[turn], "content": [part, *parts]}
+    return {**example, "conversation": turns}
 
 
 def _message(turn: Any, number: int, key: str) -> Message:
@@ -55,7 +70,11 @@ def _message(turn: Any, number: int, key: str) -> Message:
     if isinstance(content, str):
         return Message(turn["role"], (TextPart(content),))
     if not isinstance(content, list | tuple):
-        raise _wrong(f"the content of turn {number} is {_kind(content)}, expected text or a list", key)
+        raise _wrong(
+            f"the content of turn {number} is {_kind(content)}, expected text (empty where nothing is said) "
+            "or a list of parts",
+            key,
+        )
     return Message(turn["role"], tuple(_part(part, number, key) for part in content))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.conversation import parse_conversation, replace_media
+from packhorse.conversation import parse_conversation, prepend_part, replace_media
 from packhorse.errors import BadSample
 from packhorse.types import MediaRef, TextPart
 
@@ -66,3 +66,54 @@ def test_replacing_media_leaves_the_callers_example_alone() -> None:
     assert after["conversation"][1]["content"][0] == {"type": "video", "video": "loaded a.mp4", "fps": 2}
     assert after["conversation"][0] == EXAMPLE["conversation"][0]
     assert after["_text_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            {"role": "assistant", "content": None, "tool_calls": []},
+            "content of turn 3 is missing, expected text",
+        ),
+        ({"role": "assistant"}, "content of turn 3 is missing"),
+        ({"role": "assistant", "content": 7}, "content of turn 3 is a int"),
+        ("Hi", "turn 3 is a str"),
+        ({"role": "user", "content": [{"type": "image", "image": None}]}, "no 'image' field"),
+    ],
+)
+def test_replacing_media_refuses_a_bad_turn_before_it_loads_the_first_medium(turn: Any, message: str) -> None:
+    loaded: list[MediaRef] = []
+
+    def load(ref: MediaRef) -> dict[str, Any]:
+        loaded.append(ref)
+        return {}
+
+    for change in (
+        lambda e: replace_media(e, load),
+        lambda e: prepend_part(e, 0, {"type": "text", "text": "x"}),
+    ):
+        with pytest.raises(BadSample, match=message) as error:
+            change({"conversation": [*EXAMPLE["conversation"], turn]})
+        assert error.value.reason == "wrong_format"
+        assert error.value.stage == "convert"
+    assert loaded == []
+
+
+def test_media_in_a_tuple_of_parts_are_replaced_too() -> None:
+    example = {"conversation": ({"role": "user", "content": ({"type": "image", "image": "a.png"},)},)}
+    after = replace_media(example, lambda ref: {ref.kind: "loaded"})
+    assert after["conversation"] == [{"role": "user", "content": [{"type": "image", "image": "loaded"}]}]
+
+
+def test_a_part_is_put_in_front_of_a_text_or_of_other_parts() -> None:
+    part = {"type": "image", "image": "x.png"}
+    before = copy.deepcopy(EXAMPLE)
+    text, parts = prepend_part(EXAMPLE, 0, part), prepend_part(EXAMPLE, 1, part)
+    assert before == EXAMPLE
+    assert text["conversation"][0] == {
+        "role": "system",
+        "content": [part, {"type": "text", "text": "Be brief."}],
+    }
+    assert text["conversation"][1:] == EXAMPLE["conversation"][1:]
+    assert parts["conversation"][1]["content"] == [part, *EXAMPLE["conversation"][1]["content"]]
+    assert parts["_text_tokens"] == 5

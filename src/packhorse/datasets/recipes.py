@@ -2,8 +2,13 @@
 
 Each loader goes through ``datasets.load_dataset`` (a hub name, or a local folder with the same columns) and
 returns a Hugging Face ``Dataset`` that stays on disk: a row is formatted and its image or sound decoded when
-it is asked for, so loading costs nothing and ``select``, ``shuffle``, ``shard`` … keep working. Further
-keyword arguments go to ``load_dataset``.
+it is asked for, so loading costs nothing and ``select``, ``shuffle``, ``shard`` … keep working. Images come
+upright and in RGB; where the column holds paths, these are handed on. Further keyword arguments go to
+``load_dataset``.
+
+A row that cannot be used raises :class:`~packhorse.errors.BadSample` when it is asked for: ``missing_media``
+(no image or sound), ``broken_media``, ``media_too_large``, or ``wrong_format`` (no text, or not the JSON that
+is expected).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import BadSample, ConfigError, require
-from packhorse.media import load_audio
+from packhorse.media import load_audio, load_image
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,7 +48,8 @@ def make_rdr_dataset(
 
 
 def _rdr(row: Mapping[str, Any]) -> dict[str, Any]:
-    return _example(_image_question(row["image"], "Describe this image."), row["text"])
+    answer = _text(row["text"], "text")
+    return _example(_image_question(row, "image", "Describe this image."), answer)
 
 
 def make_cord_v2_dataset(
@@ -75,13 +81,17 @@ class _Cord:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         text = row["ground_truth"]
-        truth = _parsed_json(text, "ground_truth")
+        truth = _parsed_json(text, "ground_truth", dict)
         parses = truth["gt_parses"] if "gt_parses" in truth else [truth.get("gt_parse")]
         if not isinstance(parses, list) or not parses or not all(isinstance(p, dict) for p in parses):
             raise _wrong("ground_truth has neither 'gt_parses' (a list) nor 'gt_parse' (an object)")
         digest = hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=8).digest()
         parse = random.Random(int.from_bytes(digest, "big")).choice(parses)
-        return _example(_image_question(row["image"], "Describe this image."), json2token(parse))
+        try:
+            answer = json2token(parse)
+        except RecursionError as error:
+            raise _wrong("ground_truth is nested too deep") from error
+        return _example(_image_question(row, "image", "Describe this image."), answer)
 
 
 def json2token(obj: Any, sort_json_key: bool = True) -> str:
@@ -117,7 +127,8 @@ def make_medpix_dataset(
 
 
 def _medpix(row: Mapping[str, Any]) -> dict[str, Any]:
-    return _example(_image_question(row["image_id"], row["question"]), row["answer"])
+    question, answer = _text(row["question"], "question"), _text(row["answer"], "answer")
+    return _example(_image_question(row, "image_id", question), answer)
 
 
 def make_cv17_dataset(
@@ -152,8 +163,10 @@ class _Cv17:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         conversation = [
             {"role": "user", "content": f"{self.placeholder}Transcribe the Turkish audio clip."},
-            {"role": "assistant", "content": row["transcription"]},
+            {"role": "assistant", "content": _text(row["transcription"], "transcription")},
         ]
+        if row["audio"] is None:
+            raise _missing("audio")
         return {"conversation": conversation, "audio": load_audio(row["audio"])}
 
 
@@ -172,17 +185,23 @@ def make_unimm_chat_dataset(
 
 
 def _unimm(row: Mapping[str, Any]) -> dict[str, Any]:
-    turns = _parsed_json(row["conversation"], "conversation")
-    if not isinstance(turns, list):
-        raise _wrong(f"conversation is a {type(turns).__name__}, expected a list of turns")
-    return {"conversation": [_unimm_turn(turn, row["image"]) for turn in turns]}
+    turns = _parsed_json(row["conversation"], "conversation", list)
+    for turn in turns:
+        _check_unimm_turn(turn)
+    image = _image(row, "image")
+    return {"conversation": [_unimm_turn(turn, image) for turn in turns]}
 
 
-def _unimm_turn(turn: Any, image: Any) -> dict[str, Any]:
-    if not isinstance(turn, dict) or turn.get("from") not in _UNIMM_ROLES or "value" not in turn:
+def _check_unimm_turn(turn: Any) -> None:
+    fields = turn if isinstance(turn, dict) else {}
+    speaker, value = fields.get("from"), fields.get("value")
+    if not isinstance(speaker, str) or speaker not in _UNIMM_ROLES or not isinstance(value, str):
         raise _wrong(
-            f"a turn needs 'from' (one of {', '.join(_UNIMM_ROLES)}) and 'value', found {turn!r:.80}"
+            f"a turn needs 'from' (one of {', '.join(_UNIMM_ROLES)}) and 'value' (text), found {turn!r:.80}"
         )
+
+
+def _unimm_turn(turn: Mapping[str, str], image: Any) -> dict[str, Any]:
     role = _UNIMM_ROLES[turn["from"]]
     if role == "assistant":
         return {"role": role, "content": [{"type": "text", "text": turn["value"].strip()}]}
@@ -202,10 +221,15 @@ def _load(
     columns: Sequence[str],
     format_row: Callable[[Mapping[str, Any]], dict[str, Any]] | None,
 ) -> Dataset:
-    dataset = require("datasets", "hub").load_dataset(path, split=split, **kwargs)
+    datasets = require("datasets", "hub")
+    dataset = datasets.load_dataset(path, split=split, **kwargs)
     missing = [name for name in columns if name not in dataset.column_names]
     if missing:
         raise ConfigError(f"{path}: no column {', '.join(missing)}; it has {', '.join(dataset.column_names)}")
+    for name, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            # Undecoded: packhorse.media decodes the one that is used, and says what is wrong with it.
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
     return dataset if format_row is None else dataset.with_transform(_EachRow(format_row))
 
 
@@ -229,15 +253,43 @@ def _example(question: list[dict[str, Any]], answer: str) -> dict[str, Any]:
     return {"conversation": turns}
 
 
-def _image_question(image: Any, text: str) -> list[dict[str, Any]]:
-    return [{"type": "image", "image": image}, {"type": "text", "text": text}]
+def _image_question(row: Mapping[str, Any], column: str, text: str) -> list[dict[str, Any]]:
+    return [{"type": "image", "image": _image(row, column)}, {"type": "text", "text": text}]
 
 
-def _parsed_json(text: str, column: str) -> Any:
+def _image(row: Mapping[str, Any], column: str) -> Any:
+    source = row[column]
+    if source is None:
+        raise _missing(column)
+    # Upright, as the hub's own decoding gives it.
+    return load_image(source, exif=True) if isinstance(source, Mapping | bytes) else source
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(f"column '{column}' holds {_kind(value)}, expected text")
+    return value
+
+
+def _parsed_json(text: Any, column: str, wanted: type) -> Any:
+    checked = _text(text, column)
     try:
-        return json.loads(text)
+        value = json.loads(checked)
+    except RecursionError as error:
+        raise _wrong(f"column '{column}' is JSON that is nested too deep") from error
     except ValueError as error:
         raise _wrong(f"column '{column}' is not valid JSON: {error}") from error
+    if not isinstance(value, wanted):
+        raise _wrong(f"column '{column}' is JSON of {_kind(value)}, expected a {wanted.__name__}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _missing(column: str) -> BadSample:
+    return BadSample(f"column '{column}' holds nothing", reason="missing_media", stage="media")
 
 
 def _wrong(detail: str) -> BadSample:

@@ -1,13 +1,15 @@
 """Media: where an image, a video or a sound clip is goes in; its size, or its pixels or samples, come out.
 
 Sizes come from headers alone and cost microseconds; decoding happens only in ``load_*``. No source is ever
-changed, and every failure that is the data's fault is a :class:`~packhorse.errors.BadSample` that names it.
+changed. A failure that is the data's fault is a :class:`~packhorse.errors.BadSample` that names it; a failure
+of the machine (no file handles left, a broken disk) is a :class:`~packhorse.errors.SystemFault`.
 Importing this imports none of torch, av, pyarrow, fsspec, lmdb or soundfile.
 """
 
 from packhorse.media.audio import audio_info, load_audio
 from packhorse.media.confine import confine, resolve
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
+from packhorse.media.limits import DEFAULT_MAX_BYTES
 from packhorse.media.load import load_media, media_size, preload_media, sampling_of
 from packhorse.media.placeholder import FAKE_IMAGE_SIZE, fake_image, inject_fake_image
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames, sample_frame_indices
@@ -15,6 +17,7 @@ from packhorse.media.source import describe, local_path, open_source, read_bytes
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
 
 __all__ = [
+    "DEFAULT_MAX_BYTES",
     "DEFAULT_MAX_PIXELS",
     "FAKE_IMAGE_SIZE",
     "VideoFrames",

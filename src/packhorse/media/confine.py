@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from packhorse.errors import BadSample
+from packhorse.media.failure import machine_fault
 from packhorse.media.source import Address, Encoded, LmdbEntry, LocalFile, describe, is_address, locate
 
 PathLike = str | os.PathLike[str]
@@ -104,7 +105,10 @@ def _local_inside(path: str, root: str) -> bool:
         # A folder of frames, or of an LMDB database: what it holds is opened too.
         with os.scandir(real) as entries:
             return all(_under(os.path.realpath(e.path), real_root) for e in entries if e.is_symlink())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        fault = machine_fault(error, f"{describe(path)} cannot be looked at ({error})")
+        if fault is not None:
+            raise fault from error
         # A name that cannot be a path, or a folder that cannot be listed, proves nothing.
         return False
 

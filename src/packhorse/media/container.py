@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from packhorse.errors import require
-from packhorse.media.failure import bad
+from packhorse.errors import PackhorseError, require
+from packhorse.media.failure import bad, unreadable
 from packhorse.media.rotation import quarter_turns
 from packhorse.media.sampling import VideoInfo
 from packhorse.media.source import describe, open_source
@@ -78,13 +78,13 @@ class VideoFile:
         """Every frame in the order of the file, which is the order of decoding."""
         self._open()
         packets = []
-        for packet in self.container.demux(self.stream):
+        for packet in packets_of(self.container, self.stream):
             if packet.is_corrupt:
                 continue  # the file ends inside it
             if packet.size and not packet.is_discard:
                 packets.append(_Packet(packet.pts, packet.dts, bool(packet.is_keyframe)))
-            elif not packet.size and packet.dts is not None:
-                # AVI stores "as before" as an empty frame and counts it; one without a time marks the end.
+            elif not packet.size and not _is_end(packet):
+                # AVI stores "as before" as an empty frame and counts it.
                 self._not_shown += 1
         return tuple(packets)
 
@@ -180,7 +180,9 @@ class VideoFile:
 
     def _from_start(self, *, timed: bool) -> Iterator[tuple[int, Any]]:
         self._open()
-        for count, frame in enumerate(self.container.decode(self.stream)):
+        packets = packets_of(self.container, self.stream)
+        frames = chain.from_iterable(packet.decode() for packet in packets)
+        for count, frame in enumerate(frames):
             yield (self._numbers.get(frame.pts, -1) if timed else count), frame
 
     def _by_seeking(self, starts: dict[int, list[int]]) -> Iterator[tuple[int, Any]]:
@@ -201,7 +203,7 @@ class VideoFile:
             if position is None:
                 continue
             self.container.seek(position, stream=self.stream, backward=True)
-            packets = self.container.demux(self.stream)
+            packets = packets_of(self.container, self.stream)
             first = next(packets, None)
             if first is not None and _not_after(first, key):
                 for packet in chain([first], packets):
@@ -243,22 +245,26 @@ class VideoFile:
 
 @contextmanager
 def open_video(source: Any, name: str | None = None) -> Iterator[VideoFile]:
-    """Open a video of any source; a failure of reading it inside the block becomes ``broken_media``."""
+    """Open a video of any source.
+
+    A failure of reading it inside the block becomes ``broken_media``, or a ``SystemFault`` where it is one.
+    """
     av = require("av", "video")
     name = name or describe(source)
     with open_source(source) as file:
         try:
             video = VideoFile(av, file, name)
         except (av.error.FFmpegError, OSError) as error:
-            raise bad(
+            raise _failed(
+                av,
+                error,
                 f"{name} cannot be opened as a video ({_reason(error)}): 0 frames could be read. "
                 "An MP4 file that is cut before its index (moov) looks like this",
-                "broken_media",
             ) from error
         try:
             yield video
         except (av.error.FFmpegError, OSError) as error:
-            raise bad(f"{name}: reading the video failed ({_reason(error)})", "broken_media") from error
+            raise _failed(av, error, f"{name}: reading the video failed ({_reason(error)})") from error
         finally:
             video.close()
 
@@ -266,6 +272,29 @@ def open_video(source: Any, name: str | None = None) -> Iterator[VideoFile]:
 def open_container(av: Any, file: BinaryIO) -> Any:
     """Open a file with PyAV; FFmpeg itself may open nothing, since a playlist could name any other file."""
     return av.open(file, options={"protocol_whitelist": "none"}, metadata_errors="replace")
+
+
+def packets_of(container: Any, stream: Any) -> Iterator[Any]:
+    """The stream's packets; the last one is empty and makes the decoder hand out what it still holds.
+
+    Going on behind that one is not safe: where FFmpeg found a further stream on the way (the file is damaged,
+    or joined from two), PyAV looks for that stream in tables without a place for it and may raise IndexError.
+    """
+    for packet in container.demux(stream):
+        yield packet
+        if _is_end(packet):
+            return
+
+
+def _is_end(packet: Any) -> bool:
+    return not packet.size and packet.dts is None
+
+
+def _failed(av: Any, error: Exception, detail: str) -> PackhorseError:
+    # An error that the file raised comes through FFmpeg as it is; FFmpeg's own are about the data.
+    if isinstance(error, av.error.FFmpegError):
+        return bad(detail, "broken_media")
+    return unreadable(error, detail, "broken_media")
 
 
 def _reason(error: Exception) -> str:

@@ -1,11 +1,43 @@
-"""The one way in which this stage refuses a sample."""
+"""The two ways this stage fails: a sample is refused, or the machine is at fault and stops the run."""
 
 from __future__ import annotations
 
-from packhorse.errors import BadSample
+import errno
+
+from packhorse.errors import BadSample, PackhorseError, SystemFault
 from packhorse.types import Reason
+
+# What the system says about itself and not about the file that was asked for: any other sample would meet the
+# same, so leaving this one out would lose good data without end. Network errors are not among them: a dead
+# link is a property of its row.
+_MACHINE_FAULTS = {
+    errno.EMFILE: "close files, use fewer workers, or raise the limit (ulimit -n)",
+    errno.ENFILE: "close files on this machine, or raise its limit (fs.file-max)",
+    errno.ENOMEM: "free memory, or use fewer workers",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or raise the quota",
+    errno.EIO: "look at the disk or the mount",
+    errno.ESTALE: "mount the file system again",
+    errno.ENOTCONN: "mount the file system again",
+}
 
 
 def bad(detail: str, reason: Reason) -> BadSample:
     """The error for a medium that cannot be used, ready to raise; ``detail`` names the source."""
     return BadSample(detail, reason=reason, stage="media")
+
+
+def machine_fault(error: BaseException, detail: str) -> SystemFault | None:
+    """The error to raise where ``error`` is the machine's fault (no handles left, a failing disk), or None.
+
+    Do not ask about FFmpeg's errors: its "I/O error" and "out of memory" mostly mean damaged data.
+    """
+    advice = _MACHINE_FAULTS.get(error.errno or 0) if isinstance(error, OSError) else None
+    if advice is None:
+        return None
+    return SystemFault(f"{detail}: the machine is at fault, not the sample; {advice}")
+
+
+def unreadable(error: BaseException, detail: str, reason: Reason) -> PackhorseError:
+    """The error for a medium that could not be read, ready to raise: the machine's fault or the sample's."""
+    return machine_fault(error, detail) or bad(detail, reason)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.media.failure import bad
+from packhorse.media.failure import bad, unreadable
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.sampling import VideoInfo
 from packhorse.media.source import describe, local_path
@@ -79,7 +79,9 @@ def _pictures(folder: str) -> list[str]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        raise bad(f"{describe(folder)} cannot be listed ({error.strerror})", "missing_media") from error
+        raise unreadable(
+            error, f"{describe(folder)} cannot be listed ({error.strerror})", "missing_media"
+        ) from error
     shown = (name for name in names if name.lower().endswith(_PICTURES) and not name.startswith("."))
     return [os.path.join(folder, name) for name in sorted(shown, key=_natural)]
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from packhorse.media.failure import bad
+from packhorse.media.failure import bad, machine_fault, unreadable
 from packhorse.media.headers import header_size
 from packhorse.media.source import describe, open_source
 
@@ -100,7 +100,7 @@ def _own_header_size(file: BinaryIO, source: Any) -> tuple[int, int] | None:
     try:
         return header_size(file)
     except OSError as error:
-        raise bad(f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+        raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from error
 
 
 def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
@@ -115,7 +115,9 @@ def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
             "broken_media",
         ) from error
     except _DECODE_ERRORS as error:
-        raise bad(f"{describe(source)}: the image header is damaged ({error})", "broken_media") from error
+        raise unreadable(
+            error, f"{describe(source)}: the image header is damaged ({error})", "broken_media"
+        ) from error
 
 
 def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any) -> Image.Image:
@@ -128,7 +130,8 @@ def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any)
     except Image.DecompressionBombError as error:
         raise bad(f"{describe(source)}: {error}", "media_too_large") from error
     except _DECODE_ERRORS as error:
-        raise bad(
+        raise unreadable(
+            error,
             f"{describe(source)}: cannot be decoded ({error}); its header says {_named_size(image.size)}",
             "broken_media",
         ) from error
@@ -147,7 +150,10 @@ def _size_of(image: Image.Image, exif: bool, source: Any, file: BinaryIO | None 
 def _orientation(image: Image.Image) -> int:
     try:
         orientation = image.getexif().get(_ORIENTATION, 1)
-    except _DECODE_ERRORS:
+    except _DECODE_ERRORS as error:
+        fault = machine_fault(error, f"reading the EXIF data failed ({error})")
+        if fault is not None:
+            raise fault from error
         return 1
     return orientation if isinstance(orientation, int) else 1
 
@@ -173,7 +179,7 @@ def _may_have_late_exif(file: BinaryIO, image: Image.Image, source: Any) -> bool
                 return True
             at += 12 + int.from_bytes(chunk[:4], "big")
     except OSError as error:
-        raise bad(f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+        raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from error
 
 
 def _checked_array(array: np.ndarray) -> np.ndarray:

@@ -11,8 +11,8 @@ import os
 import threading
 from typing import Any
 
-from packhorse.errors import ConfigError, require
-from packhorse.media.failure import bad
+from packhorse.errors import ConfigError, PackhorseError, SystemFault, require
+from packhorse.media.failure import bad, unreadable
 
 
 class _OpenDatabases:
@@ -43,7 +43,7 @@ def read_lmdb(database: str, key: str) -> bytes:
         # LMDB has no empty and no very long keys.
         value = None
     except lmdb.Error as error:
-        raise bad(f"{database}: reading key {key!r} failed ({error})", "broken_media") from error
+        raise _failed(lmdb, error, f"{database}: reading key {key!r} failed ({error})") from error
     if value is None:
         raise bad(f"{database} holds no key {key!r}", "missing_media")
     return bytes(value)
@@ -78,7 +78,7 @@ def _opened(database: str, path: str, lmdb: Any) -> Any:
         found = "a folder without data.mdb" if folder else "nothing there"
         raise bad(f"no LMDB database {database} ({found})", "missing_media") from error
     except OSError as error:
-        raise bad(f"{database} cannot be opened ({error.strerror})", "missing_media") from error
+        raise unreadable(error, f"{database} cannot be opened ({error.strerror})", "missing_media") from error
     if size == 0:
         raise bad(f"{database}: empty file (0 bytes)", "broken_media")
     try:
@@ -89,7 +89,7 @@ def _opened(database: str, path: str, lmdb: Any) -> Any:
                 f"{database} is already open in this process: LMDB allows one handle a process, so close "
                 "yours before Packhorse reads the database"
             ) from error
-        raise bad(f"{database} is not an LMDB database ({error})", "broken_media") from error
+        raise _failed(lmdb, error, f"{database} is not an LMDB database ({error})") from error
     # Reading a page behind the end of the file would kill the process (SIGBUS) instead of raising.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:
@@ -99,3 +99,10 @@ def _opened(database: str, path: str, lmdb: Any) -> Any:
             "broken_media",
         )
     return environment
+
+
+def _failed(lmdb: Any, error: Exception, detail: str) -> PackhorseError:
+    # These two stand for ENOMEM (no room to map the file) and ENOSPC.
+    if isinstance(error, lmdb.MemoryError | lmdb.DiskError):
+        return SystemFault(f"{detail}: the machine is at fault, not the sample; free memory or disk space")
+    return bad(detail, "broken_media")

@@ -18,6 +18,7 @@ from packhorse.errors import ConfigError
 from packhorse.media.audio import audio_info, load_audio
 from packhorse.media.failure import bad
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
+from packhorse.media.limits import DEFAULT_MAX_BYTES
 from packhorse.media.sampling import VideoInfo, VideoSampling
 from packhorse.media.source import describe
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
@@ -34,6 +35,7 @@ def load_media(
     exif: bool = False,
     backend: str = "auto",
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
+    max_bytes: int | None = DEFAULT_MAX_BYTES,
 ) -> Image.Image | VideoFrames | tuple[np.ndarray, int]:
     """Decode one medium: an RGB image, a :class:`VideoFrames`, or (samples, rate).
 
@@ -46,6 +48,7 @@ def load_media(
         exif: turn images as their EXIF orientation says.
         backend: the decoder for videos.
         max_pixels: the largest image or video frame that is decoded.
+        max_bytes: the most memory that a decoded video or clip may take.
 
     Raises:
         BadSample: the medium is missing, broken or too large, or its options make no sense.
@@ -53,10 +56,11 @@ def load_media(
     if ref.kind == "image":
         return load_image(ref.source, exif=exif, max_pixels=max_pixels)
     if ref.kind == "audio":
-        return load_audio(_sound(ref), sampling_rate=sampling_rate)
+        return load_audio(_sound(ref), sampling_rate=sampling_rate, max_bytes=max_bytes)
     metadata = _preloaded(ref)
     if metadata is not None:
-        return VideoFrames(load_video(ref.source, max_pixels=max_pixels).frames, metadata)
+        loaded = load_video(ref.source, max_pixels=max_pixels, max_bytes=max_bytes)
+        return VideoFrames(loaded.frames, metadata)
     sampling_of(ref, sampling)  # a wish that makes no sense is the row's fault, not the caller's
     return load_video(
         ref.source,
@@ -64,6 +68,7 @@ def load_media(
         frame_indices=ref.options.get("frame_indices"),
         backend=backend,
         max_pixels=max_pixels,
+        max_bytes=max_bytes,
         **_wishes(ref),
     )
 
@@ -105,12 +110,17 @@ def preload_media(
     exif: bool = False,
     backend: str = "auto",
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
+    max_bytes: int | None = DEFAULT_MAX_BYTES,
 ) -> dict[str, Any]:
     """A copy of an example with its media decoded in place; the arguments are those of :func:`load_media`.
 
     An image part's ``image`` becomes an RGB PIL image; a video part's ``video`` a list of PIL frames, with
     ``video_metadata`` (a dict, for the processor) beside it; an audio part's ``audio`` becomes
-    (samples, rate). All other fields stay. Preloading twice gives the same as once.
+    (samples, rate). All other fields stay. Preloading twice gives the same as once. A video is in memory
+    twice for a moment: as one array, which ``max_bytes`` limits, and as PIL frames.
+
+    Raises:
+        BadSample: as :func:`load_media`; ``wrong_format`` where the example is not in the documented format.
     """
 
     def load(ref: MediaRef) -> dict[str, Any]:
@@ -121,6 +131,7 @@ def preload_media(
             exif=exif,
             backend=backend,
             max_pixels=max_pixels,
+            max_bytes=max_bytes,
         )
         if isinstance(medium, VideoFrames):
             frames = [Image.fromarray(frame) for frame in medium.frames]

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from packhorse.conversation import parse_conversation
+from packhorse.conversation import parse_conversation, prepend_part
 
 FAKE_IMAGE_SIZE = 56
 """Two merged patches of 28 pixels a side: four tokens for the Qwen2-VL family."""
@@ -41,13 +41,9 @@ def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
         return example
     roles = [message.role for message in conversation.messages]
     image_part = {"type": "image", "image": fake_image()}
-    turns = list(example["conversation"])
     if "user" in roles:
-        first = roles.index("user")
-        content = turns[first]["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        turns[first] = {**turns[first], "content": [image_part, *parts]}
-    else:
-        leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-        turns.insert(leading, {"role": "user", "content": [image_part]})
+        return {**prepend_part(example, roles.index("user"), image_part), "_injected_fake": True}
+    leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    turns = list(example["conversation"])
+    turns.insert(leading, {"role": "user", "content": [image_part]})
     return {**example, "conversation": turns, "_injected_fake": True}

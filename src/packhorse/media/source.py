@@ -9,7 +9,8 @@ A source is one of
 - a Hugging Face style dict ``{"bytes": … or None, "path": … or None}``; the bytes win where both are given.
 
 Opening a local file costs one ``stat`` and one ``open``; nothing is read ahead. A source that is not there
-raises :class:`~packhorse.errors.BadSample` with reason ``missing_media``, an empty one ``broken_media``.
+raises :class:`~packhorse.errors.BadSample` with reason ``missing_media``, an empty one ``broken_media``; a
+machine that fails (no file handles left, a broken disk or mount) :class:`~packhorse.errors.SystemFault`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from packhorse.errors import BadSample, MissingDependency
-from packhorse.media.failure import bad
+from packhorse.media.failure import bad, unreadable
 from packhorse.media.lmdb import read_lmdb
 
 _LOCAL_SCHEMES = ("file://", "local://")
@@ -128,7 +129,9 @@ def read_bytes(source: Any) -> bytes:
         try:
             return file.read()
         except OSError as error:
-            raise bad(f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+            raise unreadable(
+                error, f"{describe(source)}: reading it failed ({error})", "broken_media"
+            ) from error
 
 
 def local_path(source: Any) -> str | None:
@@ -221,7 +224,9 @@ def _open_local(path: str, buffering: int) -> tuple[BinaryIO, int]:
     except FileNotFoundError as error:
         raise bad(f"no file {describe(path)}", "missing_media") from error
     except OSError as error:
-        raise bad(f"{describe(path)} cannot be opened ({error.strerror})", "missing_media") from error
+        raise unreadable(
+            error, f"{describe(path)} cannot be opened ({error.strerror})", "missing_media"
+        ) from error
     except ValueError as error:
         if isinstance(error, BadSample):
             raise
@@ -244,5 +249,5 @@ def _open_address(url: str, block_size: int | None) -> tuple[BinaryIO, int]:
         raise bad(f"no file {describe(url)}", "missing_media") from error
     except (OSError, ValueError) as error:
         detail = str(error) or type(error).__name__
-        raise bad(f"{describe(url)} cannot be opened ({detail})", "missing_media") from error
+        raise unreadable(error, f"{describe(url)} cannot be opened ({detail})", "missing_media") from error
     return file, size

@@ -4,7 +4,7 @@
 (MP4, MOV, AVI, a folder or list of frames; 50 for an hour of MP4), and one read of the file where it does not
 (MKV, WebM, TS).
 :func:`load_video` decodes the frames that :func:`~packhorse.media.sample_frame_indices` names, and as few
-others as it can, and holds them all in memory: frames x height x width x 3 bytes.
+others as it can, and holds them all in memory: frames x height x width x 3 bytes, up to a limit.
 
 Needs ``pip install 'packhorse[video]'`` for files; frames as pictures need nothing.
 """
@@ -22,6 +22,7 @@ from packhorse.media.container import open_video
 from packhorse.media.failure import bad
 from packhorse.media.frames import as_frames, frames_info, read_frames
 from packhorse.media.images import DEFAULT_MAX_PIXELS
+from packhorse.media.limits import DEFAULT_MAX_BYTES, check_bytes
 from packhorse.media.sampling import VideoInfo, VideoSampling, sample_frame_indices
 from packhorse.media.source import Address, describe, locate, read_bytes
 from packhorse.media.video_backends import backend as find_backend
@@ -98,6 +99,7 @@ def load_video(
     num_frames: int | None = None,
     backend: str = "auto",
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
+    max_bytes: int | None = DEFAULT_MAX_BYTES,
 ) -> VideoFrames:
     """Decode the frames a model is to see.
 
@@ -112,9 +114,12 @@ def load_video(
         num_frames: in place of ``sampling.num_frames``.
         backend: ``"auto"`` and ``"pyav"`` decode with PyAV; ``"decord"`` and ``"torchcodec"`` with those.
         max_pixels: refuse larger frames before decoding one.
+        max_bytes: refuse frames that take more memory (frames taken x height x width x 3) before anything is
+            allocated; None is no limit.
 
     Raises:
-        BadSample: as :func:`probe_video`; a truncated file and frames that do not exist are ``broken_media``.
+        BadSample: as :func:`probe_video`; a truncated file and frames that do not exist are ``broken_media``,
+            more than ``max_bytes`` is ``media_too_large``.
     """
     real_name, decode = find_backend(backend)
     wishes = (sampling or VideoSampling()).override(
@@ -124,6 +129,7 @@ def load_video(
     if frames is not None:
         info = frames_info(frames, fps, max_pixels)
         indices = _indices(info, wishes, frame_indices, source)
+        _check_memory(len(indices), info, max_bytes, describe(source))
         decoded: Iterable[tuple[int, np.ndarray]] = read_frames(
             frames, np.unique(indices).tolist(), info, max_pixels
         )
@@ -138,6 +144,7 @@ def load_video(
         video.check_complete()
         info = video.info(exact=True)
         indices = _indices(info, wishes, frame_indices, name)
+        _check_memory(len(indices), info, max_bytes, name)
         decoded = decode(video, source, np.unique(indices).tolist())
         return _gathered(decoded, indices, info, real_name, name)
 
@@ -161,6 +168,15 @@ def _check(info: VideoInfo, max_pixels: int | None, name: str) -> None:
             f"more than max_pixels={max_pixels:,}",
             "media_too_large",
         )
+
+
+def _check_memory(frames: int, info: VideoInfo, max_bytes: int | None, name: str) -> None:
+    check_bytes(
+        frames * info.height * info.width * 3,
+        max_bytes,
+        f"{name}: {frames:,} frames of {info.width:,} x {info.height:,}",
+        "take fewer frames (fps, num_frames or max_frames)",
+    )
 
 
 def _gathered(

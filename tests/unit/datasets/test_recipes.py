@@ -3,6 +3,8 @@
 import io
 import json
 import pickle
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,136 @@ def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp
     assert len(make_rdr_dataset("parquet", data_files=files)) == 4
     with pytest.raises(ConfigError, match="no column image_id, question, answer; it has image, text"):
         make_medpix_dataset(path)
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def bomb() -> bytes:
+    """A few bytes of PNG that name a picture of 2.5 billion pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    chunks = [header, b"IDAT" + zlib.compress(bytes(100)), b"IEND"]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks
+    )
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ({"bytes": bomb(), "path": None}, "media_too_large"),
+        ({"bytes": encoded(NOISE)[:5000], "path": None}, "broken_media"),
+        ({"bytes": b"no picture", "path": None}, "broken_media"),
+        ({"bytes": b"", "path": None}, "broken_media"),
+        ({"bytes": None, "path": None}, "missing_media"),
+        (None, "missing_media"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_refused_with_its_reason_and_its_neighbours_are_not(
+    tmp_path: Path, image: dict[str, Any] | None, reason: str
+) -> None:
+    good = {"bytes": encoded(picture(7)), "path": None}
+    turns = json.dumps([{"from": "human", "value": "Hi"}])
+    columns = {
+        "image": [good, image, good],
+        "text": list("abc"),
+        "ground_truth": ['{"gt_parse": {}}'] * 3,
+        "image_id": [good, image, good],
+        "question": list("abc"),
+        "answer": list("abc"),
+        "conversation": [turns] * 3,
+    }
+    path = write(tmp_path, columns, image=datasets.Image(), image_id=datasets.Image())
+    for make in (make_rdr_dataset, make_cord_v2_dataset, make_medpix_dataset, make_unimm_chat_dataset):
+        dataset = make(path)
+        with pytest.raises(BadSample) as caught:
+            dataset[1]
+        assert (caught.value.reason, caught.value.stage) == (reason, "media")
+        assert [len(dataset[index]["conversation"]) > 0 for index in (0, 2)] == [True, True]
+
+
+def test_a_broken_image_in_a_column_that_is_not_used_does_no_harm(tmp_path: Path) -> None:
+    columns = {"image": [picture(5)], "text": ["five"], "thumbnail": [{"bytes": b"broken", "path": None}]}
+    path = write(tmp_path, columns, image=datasets.Image(), thumbnail=datasets.Image())
+    assert shade(make_rdr_dataset(path)[0]["conversation"][0]["content"][0]) == 5
+
+
+def test_images_come_upright_and_in_rgb_as_the_hub_would_turn_them(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo = Image.new("L", (8, 6))
+    photo.putpixel((0, 5), 255)
+    data = encoded(photo, exif=exif)
+    path = write(tmp_path, {"image": [{"bytes": data, "path": None}], "text": ["x"]}, image=datasets.Image())
+    hubs_own = datasets.load_dataset(path, split="train")[0]["image"]
+    image = make_rdr_dataset(path)[0]["conversation"][0]["content"][0]["image"]
+    assert (image.mode, image.size) == ("RGB", (6, 8))
+    assert image.tobytes() == hubs_own.convert("RGB").tobytes()
+
+
+def test_a_column_of_paths_is_handed_on_as_it_is(tmp_path: Path) -> None:
+    dataset = make_rdr_dataset(write(tmp_path, {"image": ["cats/1.jpg", None], "text": ["a", "b"]}))
+    assert dataset[0]["conversation"][0]["content"][0] == {"type": "image", "image": "cats/1.jpg"}
+    with pytest.raises(BadSample, match="column 'image' holds nothing"):
+        dataset[1]
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("make", "column", "value", "words"),
+    [
+        (make_rdr_dataset, "text", None, "column 'text' holds nothing, expected text"),
+        (make_cord_v2_dataset, "ground_truth", None, "holds nothing"),
+        (make_cord_v2_dataset, "ground_truth", "[1]", "JSON of a list, expected a dict"),
+        (make_cord_v2_dataset, "ground_truth", "7", "JSON of a int, expected a dict"),
+        (make_cord_v2_dataset, "ground_truth", '{"gt_parses": {"a": 1}}', "neither 'gt_parses'"),
+        (make_cord_v2_dataset, "ground_truth", DEEP, "nested too deep"),
+        (
+            make_cord_v2_dataset,
+            "ground_truth",
+            '{"gt_parse": ' + '{"a":' * 900 + "1" + "}" * 901,
+            "nested too deep",
+        ),
+        (make_unimm_chat_dataset, "conversation", None, "holds nothing"),
+        (make_unimm_chat_dataset, "conversation", "null", "JSON of nothing, expected a list"),
+        (make_unimm_chat_dataset, "conversation", "[null]", "a turn needs"),
+        (make_unimm_chat_dataset, "conversation", '[{"from": "gpt", "value": null}]', r"'value' \(text\)"),
+        (make_unimm_chat_dataset, "conversation", '[{"from": "human", "value": 3}]', r"'value' \(text\)"),
+        (make_unimm_chat_dataset, "conversation", '[{"from": ["gpt"], "value": "x"}]', "a turn needs"),
+        (make_unimm_chat_dataset, "conversation", DEEP, "nested too deep"),
+    ],
+)
+def test_texts_and_json_of_another_kind_are_refused_as_a_wrong_format(
+    tmp_path: Path, make: Any, column: str, value: str | None, words: str
+) -> None:
+    columns = {"image": [picture(1)], column: [value]}
+    with pytest.raises(BadSample, match=words) as caught:
+        make(write(tmp_path, columns, image=datasets.Image(), **{column: datasets.Value("string")}))[0]
+    assert (caught.value.reason, caught.value.stage) == ("wrong_format", "convert")
+
+
+def test_a_medpix_or_cv17_row_without_text_or_sound_is_refused(tmp_path: Path) -> None:
+    text = datasets.Value("string")
+    columns = {"image_id": [picture(1)] * 2, "question": ["a", None], "answer": [None, "b"]}
+    medpix = make_medpix_dataset(
+        write(tmp_path, columns, image_id=datasets.Image(), question=text, answer=text)
+    )
+    for index, column in ((0, "answer"), (1, "question")):
+        with pytest.raises(BadSample, match=f"column '{column}' holds nothing") as caught:
+            medpix[index]
+        assert caught.value.reason == "wrong_format"
+    (tmp_path / "sound").mkdir()
+    columns = {"audio": [None, {"bytes": b"x", "path": "a.wav"}], "transcription": ["a", None]}
+    cv17 = make_cv17_dataset(write(tmp_path / "sound", columns, audio=datasets.Audio(), transcription=text))
+    for index, reason in ((0, "missing_media"), (1, "wrong_format")):
+        with pytest.raises(BadSample) as caught:
+            cv17[index]
+        assert caught.value.reason == reason

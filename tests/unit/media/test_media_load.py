@@ -170,6 +170,13 @@ def test_a_missing_medium_is_told_with_its_reason(example: dict, png: Path) -> N
     assert caught.value.stage == "media"
 
 
+def test_a_turn_without_content_is_the_rows_fault(example: dict) -> None:
+    example["conversation"].append({"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]})
+    with pytest.raises(BadSample, match="the content of turn 3 is missing") as caught:
+        preload_media(example)
+    assert caught.value.reason == "wrong_format"
+
+
 def test_importing_the_package_imports_no_optional_or_heavy_one() -> None:
     heavy = "torch av pyarrow fsspec lmdb soundfile soxr decord torchcodec transformers datasets"
     code = f"import sys, packhorse.media; print([m for m in {heavy.split()} if m in sys.modules])"
