@@ -149,17 +149,16 @@ def _message(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def _messages_without_file_handles(calls: dict[str, Callable[[], object]]) -> dict[str, str]:
-    """What each call raises in a child process that has no file handle left."""
+def _messages_in_a_child(
+    prepare: Callable[[], None], calls: dict[str, Callable[[], object]]
+) -> dict[str, str]:
+    """What each call raises in a child process whose resources ``prepare`` has taken away."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         with contextlib.suppress(BadSample):
             read_bytes("none.lmdb::key")  # closes the databases of the parent, which would free handles later
-        with contextlib.suppress(OSError):
-            while True:
-                os.open(os.devnull, os.O_RDONLY)
+        prepare()
         os.write(writer, json.dumps({name: _message(call) for name, call in calls.items()}).encode())
         os._exit(0)
     os.waitpid(child, 0)
@@ -169,25 +168,48 @@ def _messages_without_file_handles(calls: dict[str, Callable[[], object]]) -> di
     return result
 
 
+def _no_file_handles() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
+
+
+def _no_address_space() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), resource.RLIM_INFINITY))
+
+
+def write_database(path: Path) -> str:
+    environment = lmdb.open(str(path))
+    with environment.begin(write=True) as transaction:
+        transaction.put(b"key", b"value")
+    environment.close()
+    return f"{path}::key"
+
+
 def test_too_many_open_files_are_not_missing_media(tmp_path: Path, video: Path) -> None:
     (tmp_path / "frames").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "frames" / "1.png")
     path = tmp_path / "frames" / "1.png"
-    database = str(tmp_path / "db.lmdb")
-    environment = lmdb.open(database)
-    with environment.begin(write=True) as transaction:
-        transaction.put(b"key", b"value")
-    environment.close()
+    entry = write_database(tmp_path / "db.lmdb")
     calls: dict[str, Callable[[], object]] = {
         "image": lambda: load_image(path),
         "size": lambda: image_size(path),
         "video": lambda: load_video(video),
         "folder of frames": lambda: load_video(tmp_path / "frames"),
         "sound": lambda: load_audio(path),
-        "entry": lambda: read_bytes(f"{database}::key"),
+        "entry": lambda: read_bytes(entry),
         "folder of media": lambda: confine(str(tmp_path / "frames"), tmp_path),
     }
-    for name, message in _messages_without_file_handles(calls).items():
+    for name, message in _messages_in_a_child(_no_file_handles, calls).items():
         assert message.startswith("SystemFault: "), name
         assert "Too many open files" in message
         assert "ulimit -n" in message
+
+
+def test_a_database_that_memory_has_no_room_to_map_is_not_broken_media(tmp_path: Path) -> None:
+    entry = write_database(tmp_path / "db.lmdb")
+    (message,) = _messages_in_a_child(_no_address_space, {"entry": lambda: read_bytes(entry)}).values()
+    assert message.startswith("SystemFault: ")
+    assert "the machine is at fault, not the sample; free memory" in message
