@@ -93,20 +93,24 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"the cache cannot be written ({error}): set PACKHORSE_CACHE") from error
-            write_whole(target, write)
+            write_whole(target, write, to_disk=True)
     return target
 
 
-def write_whole(target: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file so that it is seen under its name only when it is complete."""
+def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bool = False) -> None:
+    """Write a file so that it is seen under its name only when it is complete.
+
+    ``to_disk`` waits until it is safe from a power cut; for files whose damage nobody would notice.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leavings(target)
     fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(fd, "wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+            if to_disk:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes it private; other users share the data
         os.replace(temporary, target)
     except BaseException:

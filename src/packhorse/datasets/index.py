@@ -38,8 +38,8 @@ class RowIndex:
             memory map, of which only few pages are kept resident.
     """
 
-    # A page fault brings in up to 64 KiB, so this many look-ups make at most 16 MB resident.
-    _LOOKUPS = 256
+    # A page fault brings in a good deal around it, so that even few look-ups make megabytes resident.
+    _LOOKUPS = 32
 
     def __init__(self, offsets: Offsets) -> None:
         self._offsets = np.asarray(offsets)
