@@ -32,6 +32,9 @@ bench-jsonl: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Without its dependencies: there is no torchvision for the CPU build of torch. Its transforms, which the
+	# processors use, work beside it (tests/contract/torchvision_ops.py).
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchvision
 	touch $@
 
 # torchcodec (one of three video backends) loads the system's FFmpeg libraries.

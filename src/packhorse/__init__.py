@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from packhorse.datasets import RobustDatasetWrapper, make_meta_dataset, open_meta_dataset
+    from packhorse.datasets import (
+        PreTokenizedDatasetWrapper,
+        RobustDatasetWrapper,
+        make_meta_dataset,
+        open_meta_dataset,
+    )
     from packhorse.errors import BadSample, ConfigError, PackhorseError
     from packhorse.ledger import Ledger, default_ledger
     from packhorse.types import Drop, World
@@ -20,6 +25,7 @@ __all__ = [
     "Drop",
     "Ledger",
     "PackhorseError",
+    "PreTokenizedDatasetWrapper",
     "RobustDatasetWrapper",
     "World",
     "__version__",
@@ -34,6 +40,7 @@ _HOME = {
     "Drop": "types",
     "Ledger": "ledger",
     "PackhorseError": "errors",
+    "PreTokenizedDatasetWrapper": "datasets",
     "RobustDatasetWrapper": "datasets",
     "World": "types",
     "default_ledger": "ledger",

@@ -26,9 +26,11 @@ from packhorse.tokens import collect_sample_stats as _collect_sample_stats
 
 if TYPE_CHECKING:
     from packhorse.datasets.robust import RobustDatasetWrapper, make_robust_collate
+    from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 
 __all__ = [
     "MetaDataset",
+    "PreTokenizedDatasetWrapper",
     "RobustDatasetWrapper",
     "RowFile",
     "_ExamplesWithStats",
@@ -51,8 +53,14 @@ __all__ = [
     "open_rows",
 ]
 
+_NEED_TORCH = {
+    "PreTokenizedDatasetWrapper": "tokenized",
+    "RobustDatasetWrapper": "robust",
+    "make_robust_collate": "robust",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("RobustDatasetWrapper", "make_robust_collate"):
-        return getattr(import_module("packhorse.datasets.robust"), name)
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"packhorse.datasets.{_NEED_TORCH[name]}"), name)
     raise AttributeError(f"module 'packhorse.datasets' has no attribute {name!r}")

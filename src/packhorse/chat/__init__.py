@@ -1,0 +1,41 @@
+"""From a conversation to labels: what the template writes as assistant turns is supervised, nothing else.
+
+The text of each assistant turn is located in the *rendered* conversation and carried over to token positions,
+so whatever a user types, a literal ``<|im_start|>assistant`` included, never becomes a label. Costs one more
+rendering and one more tokenisation of the text (no media) per sample.
+"""
+
+from packhorse.chat.answers import Span, answer_spans
+from packhorse.chat.labels import IGNORE_INDEX, label_tokens
+from packhorse.chat.shift import TOKEN_KEYS, shift_tokens
+from packhorse.chat.template import (
+    CannotAlign,
+    Render,
+    TurnMarkers,
+    Turns,
+    chat_template,
+    renderer,
+    special_tokens,
+    template_errors,
+    tokenizer_of,
+    turn_markers,
+)
+
+__all__ = [
+    "IGNORE_INDEX",
+    "TOKEN_KEYS",
+    "CannotAlign",
+    "Render",
+    "Span",
+    "TurnMarkers",
+    "Turns",
+    "answer_spans",
+    "chat_template",
+    "label_tokens",
+    "renderer",
+    "shift_tokens",
+    "special_tokens",
+    "template_errors",
+    "tokenizer_of",
+    "turn_markers",
+]

@@ -1,0 +1,159 @@
+"""Labels: spans of characters become supervised tokens.
+
+Every span is carried over to token positions by the special tokens around it, and then compared token by
+token with the ids it lands on. What does not agree raises and is never guessed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product, takewhile
+from typing import Any
+
+from packhorse.chat.answers import Span
+from packhorse.chat.template import CannotAlign, special_tokens, token_ids, tokenizer_of
+
+IGNORE_INDEX = -100
+"""The label of a token that is not learned. Written nowhere else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """A text's tokens and where in the text each begins and ends."""
+
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+    def covering(self, span: Span) -> Span:
+        """First and behind-last token that touch the characters of ``span``."""
+        return bisect.bisect_right(self.ends, span[0]), bisect.bisect_left(self.starts, span[1])
+
+
+def label_tokens(
+    processor: Any, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+) -> list[int]:
+    """Labels for ``ids``: the id itself inside the spans, :data:`IGNORE_INDEX` elsewhere.
+
+    Args:
+        processor: its tokenizer made ``ids``.
+        text: the rendered conversation with unexpanded placeholders.
+        spans: characters of ``text`` to supervise, none of them empty.
+        ids: the tokens of ``text`` with placeholders expanded; may be padded, or cut at the end.
+        media_ids: ids that stand for media or their placeholders; never supervised.
+
+    Raises:
+        CannotAlign: a span's tokens are not found where they must be.
+    """
+    labels = [IGNORE_INDEX] * len(ids)
+    if not spans:
+        return labels
+    for start, end in _places(tokenizer_of(processor), text, spans, ids, media_ids):
+        labels[start:end] = [i if i not in media_ids else IGNORE_INDEX for i in ids[start:end]]
+    return labels
+
+
+def _places(
+    tokenizer: Any, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+) -> list[Span]:
+    """Where the spans are in ``ids``."""
+    special = frozenset(special_tokens(tokenizer).values()) - media_ids
+    pad = getattr(tokenizer, "pad_token_id", None)
+    failures = []
+    # The plain reading first. Else: pad tokens behind the text may hide its stop tokens; and where no special
+    # token comes before an answer, the one that the tokenizer puts in front must be counted.
+    for bos, padded in product((False, True), repeat=2):
+        try:
+            tokens = _tokenise(tokenizer, text, spans, add_special_tokens=bos)
+            low, high = _without_padding(tokens.ids, ids, pad)
+            body = ids[low : high if padded else len(ids)]
+            if bos and list(body[:1]) != tokens.ids[:1]:
+                continue
+            return [(low + start, low + end) for start, end in _carried_over(tokens, spans, body, special)]
+        except CannotAlign as failure:
+            failures.append(failure)
+    raise failures[0]
+
+
+def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> _Tokens:
+    if getattr(tokenizer, "is_fast", False):
+        made = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        offsets = made["offset_mapping"]
+        return _Tokens(list(made["input_ids"]), [a for a, _ in offsets], [b for _, b in offsets])
+    return _tokenise_in_pieces(tokenizer, text, spans, add_special_tokens)
+
+
+def _tokenise_in_pieces(tokenizer: Any, text: str, spans: Sequence[Span], bos: bool) -> _Tokens:
+    """Without offsets: cut the text at the spans, and use the pieces if together they give the same ids."""
+    whole = token_ids(tokenizer(text, add_special_tokens=bos))
+    cuts = sorted({0, len(text), *(c for span in spans for c in span)})
+    made = _Tokens([], [], [])
+    for a, b in pairwise(cuts):
+        piece = token_ids(tokenizer(text[a:b], add_special_tokens=bos and a == 0))
+        made.ids.extend(piece)
+        # Positions inside a piece do not matter, only that they lie inside it.
+        made.starts.extend([a] * len(piece))
+        made.ends.extend([b] * len(piece))
+    if made.ids != whole:
+        raise CannotAlign("the tokenizer has no offsets, and the text cut at its turns gives other tokens")
+    return made
+
+
+def _carried_over(
+    tokens: _Tokens, spans: Sequence[Span], body: Sequence[int], special: frozenset[int]
+) -> Iterator[Span]:
+    """Token positions of the spans in ``body``; spans that a cut has left nothing of are passed over.
+
+    A position is the nearest anchor before it plus the plain tokens in between; or, where tokens were put in
+    there (a medium, what a hook inserts behind the assistant's marker), the nearest anchor after it.
+    """
+    at, to = _anchors(tokens.ids, body, special)
+    for span in spans:
+        first, last = tokens.covering(span)
+        wanted = tokens.ids[first:last]
+        before, after = bisect.bisect_right(at, first) - 1, bisect.bisect_left(at, last - 1)
+        if before >= len(to):
+            continue  # even its anchor is behind the cut
+        # Text before the first anchor begins where the ids begin.
+        start = first + (to[before] - at[before] if before >= 0 else 0)
+        found = list(body[start : start + len(wanted)])
+        if found != wanted[: len(body) - start] and after < len(to):
+            start = first + to[after] - at[after]
+            found = list(body[start : start + len(wanted)]) if start >= 0 else []
+        if start >= len(body):
+            continue
+        if found != wanted[: len(body) - start]:
+            raise CannotAlign(f"tokens {start} on do not read as the answer at characters {span}")
+        yield start, start + len(found)
+
+
+def _without_padding(text: Sequence[int], ids: Sequence[int], pad: int | None) -> Span:
+    """Where ``ids`` begin and end without padding: the pad tokens at an end that the text has not there."""
+
+    def surplus(of: Iterable[int], beyond: Iterable[int]) -> int:
+        runs = [sum(1 for _ in takewhile(lambda token: token == pad, row)) for row in (of, beyond)]
+        return max(0, runs[0] - runs[1])
+
+    low = surplus(ids, text)
+    return low, max(low, len(ids) - surplus(reversed(ids), reversed(text)))
+
+
+def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) -> list[list[int]]:
+    """Positions of the special tokens that both have, in the text and in the ids (fewer, after a cut).
+
+    Expanding a medium adds tokens but keeps the others and their order. So a kind of token of which there are
+    more than the text says (the brackets around each frame) is no anchor, nor is one that is out of order.
+    """
+    in_text, in_body = Counter(text), Counter(body)
+    kinds = {token for token in special & in_text.keys() if in_body[token] <= in_text[token]}
+    while True:
+        at = [place for place, token in enumerate(text) if token in kinds]
+        to = [place for place, token in enumerate(body) if token in kinds]
+        wrong = next(((text[a], body[b]) for a, b in zip(at, to, strict=False) if text[a] != body[b]), None)
+        if wrong is None:
+            return [at, to]
+        # The text's token is nowhere: it was expanded. Else the other one was put in.
+        kinds.discard(wrong[0] if not in_body[wrong[0]] else wrong[1])

@@ -1,0 +1,165 @@
+"""Processors, tokenizers and chat templates: how a conversation is written, and how a turn is marked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from packhorse.errors import PackhorseError
+
+Turns = Sequence[Mapping[str, Any]]
+Render = Callable[[Turns], str]
+T = TypeVar("T")
+
+PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters that stand in for texts: no template writes them, and hardly anybody types them."""
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_CHATML_OPENING = "<|im_start|>assistant\n"
+
+
+class CannotAlign(PackhorseError):
+    """The assistant turns of this conversation could not be found in its token ids with certainty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarkers:
+    """How a template writes an assistant turn.
+
+    Attributes:
+        assistant: the tokens that open it, after the end of the turn before.
+        stop: the special token that closes it, or None where the template writes none.
+        assistant_text: the opening as text; empty where the tokenizer cannot tell it.
+        stop_text: the stop token as text; empty where there is none.
+    """
+
+    assistant: tuple[int, ...]
+    stop: int | None
+    assistant_text: str = ""
+    stop_text: str = ""
+
+
+def renderer(processor: Any) -> Render:
+    """The function that writes a list of turns as one text, with the processor's own chat template."""
+
+    def render(turns: Turns) -> str:
+        text = processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
+        # Some processors take one conversation for a batch of one.
+        return str(text[0] if isinstance(text, list) else text)
+
+    return render
+
+
+def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What a chat template raises when it refuses a conversation, for an ``except`` clause."""
+    jinja2 = sys.modules.get("jinja2")  # whoever renders with it has imported it
+    return others if jinja2 is None else (*others, jinja2.TemplateError)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The processor's tokenizer, or the processor itself where it is one."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    return processor if tokenizer is None else tokenizer
+
+
+def chat_template(processor: Any) -> str | None:
+    """The template as text, the processor's before the tokenizer's; None where there is not exactly one."""
+    template = getattr(processor, "chat_template", None)
+    if template is None:
+        template = getattr(tokenizer_of(processor), "chat_template", None)
+    return template if isinstance(template, str) else None
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text -> id of the tokens that a tokenizer never splits: special and added ones."""
+
+    def make() -> dict[str, int]:
+        found = dict(getattr(tokenizer, "get_added_vocab", dict)())
+        for token in getattr(tokenizer, "all_special_tokens", ()):
+            found.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
+        return {token: number for token, number in found.items() if token}
+
+    if not hasattr(type(tokenizer), "__len__"):
+        return make()
+    # Asked for at every sample, and slow where there are thousands. Adding a token changes the length.
+    return _remembered(tokenizer, len(tokenizer), make)
+
+
+_memory: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _remembered(tokenizer: Any, key: Any, make: Callable[[], T]) -> T:
+    try:
+        known = _memory.setdefault(tokenizer, {})
+    except TypeError:  # a tokenizer that cannot be a key is asked every time
+        return make()
+    if key not in known:
+        known[key] = make()
+    found: T = known[key]
+    return found
+
+
+def turn_markers(processor: Any) -> TurnMarkers:
+    r"""How the template opens and closes an assistant turn; found once per tokenizer and template.
+
+    ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what stands around an
+    answer in a rendered example. A blank at the end of the opening belongs to the answer's first token and is
+    not part of it.
+
+    Raises:
+        CannotAlign: the template does not write a user turn and an answer one after the other.
+    """
+    tokenizer, template = tokenizer_of(processor), chat_template(processor)
+    key = (type(processor).__qualname__, template)
+    return _remembered(tokenizer, key, lambda: _derive_markers(processor, tokenizer, template))
+
+
+def _derive_markers(processor: Any, tokenizer: Any, template: str | None) -> TurnMarkers:
+    special = special_tokens(tokenizer)
+    if template is not None and all(token in template and token in special for token in _CHATML):
+        opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
+        return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
+    between, behind = _around_an_answer(processor)
+    between = between.rstrip(" ")
+    ends = token_ids(tokenizer(behind, add_special_tokens=False))
+    opening = token_ids(tokenizer(between, add_special_tokens=False))
+    names = {number: token for token, number in special.items()}
+    stop = next((token for token in ends if token in names), None)
+    # A user's turn ends as an answer does; what is left of the text between them opens the answer.
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(opening, ends, strict=False))))
+    if stop not in opening[:same]:
+        same = 0
+    text = "" if same else between
+    if same < len(opening) and getattr(tokenizer, "is_fast", False):
+        made = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
+        text = between[made["offset_mapping"][same][0] :]
+    return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
+
+
+def _around_an_answer(processor: Any) -> tuple[str, str]:
+    """What a rendered example has between a question and its answer, and behind the answer."""
+    if not hasattr(processor, "apply_chat_template"):
+        raise CannotAlign(f"{type(processor).__name__} has no chat template")
+    question, answer = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
+    texts = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+    # Texts first: a template that wants texts would print a list of parts as Python does.
+    for example in (texts, parts):
+        try:
+            text = renderer(processor)(example)
+        except template_errors(TypeError, ValueError):
+            continue
+        if text.count(question) == 1 == text.count(answer):
+            between, _, behind = text.partition(question)[2].partition(answer)
+            return between, behind
+    raise CannotAlign("the template does not write a question and its answer as they are")
+
+
+def token_ids(made: Any) -> list[int]:
+    """The ids that a tokenizer returned for one text, whatever it wraps them in."""
+    ids = made["input_ids"] if isinstance(made, Mapping) or hasattr(made, "keys") else made
+    return list(ids[0]) if len(ids) and isinstance(ids[0], list | tuple) else list(ids)

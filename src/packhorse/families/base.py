@@ -1,0 +1,338 @@
+"""What a model family is, and the encoding that almost all of them share.
+
+A family declares facts (which processors it serves, its media tensors, its media tokens) and *encodes*: one
+conversation goes in, ids and media tensors of one sample come out, as the processor itself makes them.
+Padding, packing, truncation and labels are written once, above it. A new family is one file and one entry in
+the tuple of :mod:`packhorse.families`; the contract suite then tests all of it.
+
+Encoding costs what the processor's call costs; counting media tokens is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from packhorse.chat import (
+    TOKEN_KEYS,
+    answer_spans,
+    label_tokens,
+    renderer,
+    template_errors,
+    tokenizer_of,
+)
+from packhorse.errors import BadSample, ConfigError, PackhorseError
+from packhorse.families.media import LoadedMedia, MediaSize, size_of
+from packhorse.media import VideoSampling, describe, load_media
+from packhorse.types import Conversation, MediaKind, MediaLayout, MediaRef, Reason, TextPart
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TOKEN_KEYS", "Encoded", "Family", "LoadedMedia", "MediaSize", "token_named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sample as the processor made it, not yet labelled.
+
+    Attributes:
+        text: the rendered conversation, placeholders not expanded.
+        turns: the messages it was rendered from.
+        tokens: tensors of shape [S] by key, ``input_ids`` and ``attention_mask`` at least.
+        media: media tensors by key, as the family's layout declares them.
+        sizes: kind and size of each medium, in the order of the text.
+    """
+
+    text: str
+    turns: Sequence[Mapping[str, Any]]
+    tokens: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+    sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
+
+
+class Family:
+    """A model family; subclasses declare what differs.
+
+    Attributes:
+        name: for messages and tests.
+        processor_classes: names of the processor classes it serves.
+        layout: every media tensor the processor may return.
+        fill: what ragged tensors are padded with, where that is not 0.
+        kinds: the media it takes.
+        exact: whether :meth:`media_tokens` equals what the processor does.
+        caveats: what it cannot promise, in words.
+        sampling_rate: of sound, as the model wants it.
+        least_samples: shorter sound has no token, or breaks the feature extractor.
+    """
+
+    name: ClassVar[str]
+    processor_classes: ClassVar[tuple[str, ...]] = ()
+    layout: ClassVar[MediaLayout] = MappingProxyType({})
+    fill: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    kinds: ClassVar[tuple[MediaKind, ...]] = ("image",)
+    exact: ClassVar[bool] = True
+    caveats: ClassVar[tuple[str, ...]] = ()
+    sampling_rate: ClassVar[int] = 16_000
+    least_samples: ClassVar[int] = 1
+
+    # --- facts; subclasses override what differs ---------------------------------------------------------
+
+    def placeholders(self, processor: Any) -> dict[MediaKind, str]:
+        """What the chat template writes for one medium of each kind, before it is expanded."""
+        return {kind: token_named(processor, f"{kind}_token") for kind in self.kinds}
+
+    def media_token_ids(self, processor: Any) -> frozenset[int]:
+        """The ids that stand for the content of media (not for the brackets around it)."""
+        tokenizer = tokenizer_of(processor)
+        return frozenset(
+            tokenizer.convert_tokens_to_ids(token_named(processor, f"{kind}_token")) for kind in self.kinds
+        )
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """How many content tokens a medium of this size has, without a pixel of it.
+
+        Args:
+            processor: the family's processor.
+            kind: image, video or audio.
+            size: see :data:`MediaSize`; :meth:`size_of` reads it from a header.
+            images_in_sample: how many images the sample has, where that matters.
+        """
+        raise NotImplementedError(f"{self.name} has no {kind} tokens")
+
+    def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
+        """How many rows a medium has in a tensor whose layout is ``"rows"`` without ``rows_from``."""
+        raise NotImplementedError(f"{self.name} does not say how many rows of '{key}' a medium has")
+
+    def check(self, conversation: Conversation) -> None:
+        """Refuse what the family cannot take, before anything is loaded."""
+        for ref in conversation.media:
+            if ref.kind not in self.kinds:
+                known = ", ".join(self.kinds)
+                raise self.bad(f"a part of type {ref.kind}; {self.name} takes {known}", conversation)
+
+    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+        """Keyword arguments of the processor's call for the media of one conversation."""
+        arguments: dict[str, Any] = {}
+        if media.images:
+            arguments["images"] = [media.images]
+        if media.videos:
+            arguments["videos"] = [[video.frames for video in media.videos]]
+            arguments["videos_kwargs"] = {
+                "video_metadata": [video.metadata.as_dict() for video in media.videos],
+                "do_sample_frames": False,
+                # Otherwise frames 1 or 3 pixels high are taken for channels.
+                "input_data_format": "channels_last",
+            }
+        if media.audios:
+            arguments["audio"] = [array for array, _ in media.audios]
+            arguments["audio_kwargs"] = {"sampling_rate": self.sampling_rate}
+        return arguments
+
+    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+        """Keyword arguments of the processor's call for the text; lengths and padding are ours to decide."""
+        bos = getattr(tokenizer_of(processor), "bos_token", None)
+        # A template that writes the beginning-of-text token itself must not get a second one.
+        written = bos is not None and text.startswith(bos)
+        return {"text_kwargs": {"add_special_tokens": False}} if written else {}
+
+    # --- what all share ----------------------------------------------------------------------------------
+
+    def encode(self, conversation: Conversation, processor: Any) -> Encoded:
+        """Load the media, render the template, run the processor on this one conversation.
+
+        Raises:
+            BadSample: a medium cannot be loaded, the text and the media do not agree, or the template or the
+                processor refuses them.
+            ConfigError: the processor returns a tensor that the layout does not declare, or of another shape.
+        """
+        self.check(conversation)
+        turns = self.turns(conversation)
+        try:
+            text = self.render(processor, turns)
+        except template_errors() as error:
+            raise self.bad(f"the chat template refuses it: {error}", conversation, "wrong_format") from error
+        self._check_placeholders(processor, text, conversation)
+        media = self.load(conversation.media, processor)
+        try:
+            output = self.call(processor, text, media)
+        except PackhorseError:
+            raise
+        except ValueError as error:
+            raise self.bad(f"the processor refuses it: {error}", conversation, "sample_failed") from error
+        sizes = media.sizes(ref.kind for ref in conversation.media)
+        encoded = self._sorted_out(Encoded(text, turns, {}, {}, tuple(sizes)), output)
+        self._check_media_tokens(processor, encoded, conversation)
+        self._check_layout(processor, encoded)
+        return encoded
+
+    def labels(self, processor: Any, encoded: Encoded) -> torch.Tensor:
+        """Labels [S] of an encoded sample: the answers and their end-of-turn tokens, nothing else.
+
+        Raises:
+            CannotAlign: see :func:`packhorse.chat.label_tokens`.
+        """
+        import torch
+
+        spans = self.answer_spans(processor, encoded)
+        ids = encoded.tokens["input_ids"]
+        media_ids = self.media_token_ids(processor)
+        return torch.tensor(label_tokens(processor, encoded.text, spans, ids.tolist(), media_ids))
+
+    def answer_spans(self, processor: Any, encoded: Encoded) -> list[tuple[int, int]]:
+        """The characters of ``encoded.text`` that are supervised."""
+        return answer_spans(
+            processor, encoded.turns, encoded.text, lambda turns: self.render(processor, turns)
+        )
+
+    def turns(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them: media parts hold their type alone."""
+        return [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind}
+                    for part in message.parts
+                ],
+            }
+            for message in conversation.messages
+        ]
+
+    def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as one text, placeholders not expanded."""
+        return renderer(processor)(turns)
+
+    def video_sampling(self, processor: Any) -> VideoSampling:
+        """How the processor samples frames; all frames where it does not say."""
+        owner = getattr(processor, "video_processor", None)
+        return VideoSampling() if owner is None else VideoSampling.from_processor(processor)
+
+    def size_of(self, ref: MediaRef, processor: Any) -> MediaSize:
+        """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded."""
+        return size_of(ref, self.video_sampling(processor), self.sampling_rate)
+
+    def load(self, refs: Iterable[MediaRef], processor: Any) -> LoadedMedia:
+        """Decode the media of one conversation.
+
+        Raises:
+            BadSample: a medium cannot be loaded, or a sound is too short for the family.
+        """
+        loaded = LoadedMedia([], [], [])
+        homes: dict[MediaKind, list[Any]] = {
+            "image": loaded.images,
+            "video": loaded.videos,
+            "audio": loaded.audios,
+        }
+        sampling = self.video_sampling(processor) if "video" in self.kinds else None
+        for ref in refs:
+            medium: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
+            if ref.kind == "audio" and len(medium[0]) < self.least_samples:
+                raise BadSample(
+                    f"{describe(ref.source)}: {len(medium[0])} samples at {self.sampling_rate:,} Hz, "
+                    f"{self.name} needs at least {self.least_samples}",
+                    reason="broken_media",
+                    stage="encode",
+                )
+            homes[ref.kind].append(medium)
+        return loaded
+
+    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+        """The processor's own output for one conversation, with a batch axis of one."""
+        arguments = self.call_arguments(processor, media) | self.text_arguments(processor, text)
+        output: Mapping[str, Any] = processor(text=[text], return_tensors="pt", **arguments)
+        return output
+
+    def rows(self, processor: Any, encoded: Encoded, key: str) -> list[int]:
+        """How many entries along axis 0 of a media tensor belong to each of its items, in text order.
+
+        Only for tensors whose axis 0 is owned by items or their rows; one owned by the sample is not divided.
+        """
+        layout = self.layout[key]
+        items = [(kind, size) for kind, size in encoded.sizes if kind in layout.kinds]
+        if layout.owner == "sample":
+            raise ConfigError(f"axis 0 of '{key}' is the sample's, not its media's ({self.name})")
+        if layout.owner == "item":
+            return [1] * len(items)
+        if layout.rows_from is None:
+            return [self.item_rows(processor, key, kind, size) for kind, size in items]
+        if layout.rows_from not in encoded.media:
+            raise ConfigError(f"the processor returned '{key}' without '{layout.rows_from}' ({self.name})")
+        grid = encoded.media[layout.rows_from]
+        entries = iter(grid.reshape(len(grid), -1).prod(1).tolist())
+        return [
+            sum(next(entries) for _ in range(number))
+            for number in self.rows(processor, encoded, layout.rows_from)
+        ]
+
+    def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
+        """The error that refuses a conversation."""
+        return BadSample(detail, reason=reason, key=conversation.key, stage="encode")
+
+    # --- checks ------------------------------------------------------------------------------------------
+
+    def _sorted_out(self, encoded: Encoded, output: Mapping[str, Any]) -> Encoded:
+        for key, value in output.items():
+            if key in TOKEN_KEYS:
+                encoded.tokens[key] = value[0]
+            elif key in self.layout and hasattr(value, "shape"):
+                encoded.media[key] = value
+            else:
+                what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value)})"
+                known = ", ".join(self.layout)
+                raise ConfigError(
+                    f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
+                    f"a tensor of its layout ({known}): add it there, or it would be lost"
+                )
+        return encoded
+
+    def _check_layout(self, processor: Any, encoded: Encoded) -> None:
+        for key, value in encoded.media.items():
+            layout = self.layout[key]
+            expected = 1 if layout.owner == "sample" else sum(self.rows(processor, encoded, key))
+            if value.shape[0] != expected:
+                kinds = Counter(kind for kind, _ in encoded.sizes)
+                raise ConfigError(
+                    f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(kinds)} family "
+                    f"'{self.name}' ({layout.owner}) expects {expected} along axis 0"
+                )
+
+    def _check_placeholders(self, processor: Any, text: str, conversation: Conversation) -> None:
+        wanted = Counter(ref.kind for ref in conversation.media)
+        expected: Counter[str] = Counter()
+        for kind, placeholder in self.placeholders(processor).items():
+            expected[placeholder] += wanted[kind]
+        for placeholder, number in expected.items():
+            found = text.count(placeholder)
+            typed = sum(message.text.count(placeholder) for message in conversation.messages)
+            if found != number or typed:
+                raise self.bad(
+                    f"the rendered text holds '{placeholder}' {found} times for {number} media"
+                    + (
+                        f", {typed} of them typed out in a text: cannot be told from a medium"
+                        if typed
+                        else ""
+                    ),
+                    conversation,
+                )
+
+    def _check_media_tokens(self, processor: Any, encoded: Encoded, conversation: Conversation) -> None:
+        if not self.exact:
+            return
+        content = self.media_token_ids(processor)
+        found = sum(token in content for token in encoded.tokens["input_ids"].tolist())
+        images = sum(kind == "image" for kind, _ in encoded.sizes)
+        expected = sum(self.media_tokens(processor, kind, size, images) for kind, size in encoded.sizes)
+        if found != expected:
+            raise self.bad(f"{found} media tokens where its media need {expected}", conversation)
+
+
+def token_named(processor: Any, name: str) -> str:
+    """A token the processor (or its tokenizer) has under this name."""
+    for owner in (processor, tokenizer_of(processor)):
+        token = getattr(owner, name, None)
+        if token is not None:
+            return str(token)
+    raise ConfigError(f"{type(processor).__name__} has no {name}, and neither has its tokenizer")

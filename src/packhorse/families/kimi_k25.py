@@ -1,0 +1,126 @@
+"""Kimi K2.5: transformers' own processor, and the one that comes with the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from packhorse.chat import tokenizer_of
+from packhorse.errors import ConfigError
+from packhorse.families.base import Family, LoadedMedia
+from packhorse.families.blank import tokens_of_a_blank
+from packhorse.families.kimi_vl import merged
+from packhorse.media import VideoSampling
+from packhorse.types import MediaKind, MediaLayout, TensorLayout
+
+_MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
+
+
+class KimiK25(Family):
+    """Images and films at their own resolution; a film is cut into chunks of four frames, each with a time.
+
+    ``video_grid_thw`` has a row for each chunk, not for each video.
+    """
+
+    name = "kimi_k25"
+    processor_classes: ClassVar[tuple[str, ...]] = ("Kimi_K25Processor",)
+    kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
+    layout: ClassVar[MediaLayout] = {
+        "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
+        "image_grid_thw": TensorLayout(("image",), "item"),
+        "pixel_values_videos": TensorLayout(("video",), "rows", "video_grid_thw"),
+        "video_grid_thw": TensorLayout(("video",), "rows"),
+    }
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Never scaled up; scaled down to the budget of patches, then padded to whole groups."""
+        if kind == "image":
+            return _tokens(processor.image_processor, *size)
+        frames = _tokens(processor.video_processor, size.height, size.width)
+        return frames * self.item_rows(processor, "video_grid_thw", kind, size)
+
+    def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
+        """A video's chunks."""
+        chunk = processor.video_processor.temporal_patch_size
+        chunks: int = math.ceil(size.total_frames / chunk)
+        return chunks
+
+    def video_sampling(self, processor: Any) -> VideoSampling:
+        """As the processor says, but the last chunk may be short: no frame is repeated to fill it."""
+        return replace(super().video_sampling(processor), temporal_patch_size=1)
+
+
+def _tokens(owner: Any, height: int, width: int) -> int:
+    patch, longest = owner.patch_size, owner.size["max_height"] * owner.patch_size
+    patches = max(1, height // patch) * max(1, width // patch)
+    scale = min(1.0, math.sqrt(owner.max_patches / patches), longest / height, longest / width)
+    factor = patch * owner.merge_size
+    return merged(height, scale, factor) * merged(width, scale, factor)
+
+
+class KimiK25Remote(Family):
+    """The processor of the model's own repository: it leaves one ``<|media_pad|>`` per image in the ids.
+
+    The model would expand them in its forward pass; here they are expanded before, from ``grid_thws``, so
+    that lengths are known.
+    """
+
+    name = "kimi_k25_remote"
+    processor_classes: ClassVar[tuple[str, ...]] = ("KimiK25Processor",)
+    layout: ClassVar[MediaLayout] = {
+        "pixel_values": TensorLayout(("image",), "rows", "grid_thws"),
+        "grid_thws": TensorLayout(("image",), "item"),
+    }
+    exact: ClassVar[bool] = False
+    caveats: ClassVar[tuple[str, ...]] = (
+        "media tokens are counted by running the processor on a blank image of the same size",
+    )
+
+    def placeholders(self, processor: Any) -> dict[MediaKind, str]:
+        """Fixed by the model."""
+        return {"image": _MEDIA_PAD}
+
+    def media_token_ids(self, processor: Any) -> frozenset[int]:
+        """The tokenizer's id of ``<|media_pad|>``, or the model's where it does not know it."""
+        found = tokenizer_of(processor).convert_tokens_to_ids(_MEDIA_PAD)
+        return frozenset({_MEDIA_PAD_ID if found is None else int(found)})
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """What a blank image of this size gets: the processor does not say it otherwise."""
+        return tokens_of_a_blank(self, processor, kind, size)
+
+    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+        """The template writes all special tokens there are."""
+        return {"add_special_tokens": False}
+
+    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+        """All images in one list."""
+        return {"images": media.images} if media.images else {}
+
+    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+        """The processor's output, each placeholder repeated as often as its image has tokens."""
+        import torch
+
+        output = dict(super().call(processor, text, media))
+        grids = output.get("grid_thws")
+        if grids is None:
+            return output
+        (pad,) = self.media_token_ids(processor)
+        rows, columns = getattr(processor.image_processor, "merge_kernel_size", (2, 2))
+        counts = [(height // rows) * (width // columns) for _, height, width in grids.tolist()]
+        ids = output["input_ids"][0]
+        found = int((ids == pad).sum())
+        if found == sum(counts):
+            return output  # a processor that has expanded them already
+        if found != len(counts):
+            raise ConfigError(
+                f"{found} placeholders in the ids for {len(counts)} images: expected one {_MEDIA_PAD} "
+                f"({pad}) each, as the processor of the Kimi K2.5 repository leaves them"
+            )
+        repeats = torch.ones_like(ids)
+        repeats[ids == pad] = torch.tensor(counts)
+        for key in ("input_ids", "attention_mask"):
+            output[key] = torch.repeat_interleave(output[key][0], repeats)[None]
+        return output

@@ -1,0 +1,44 @@
+"""Kimi-VL, whose processor comes with the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from packhorse.families.base import Family, LoadedMedia
+from packhorse.types import MediaLayout, TensorLayout
+
+
+class KimiVL(Family):
+    """Images at their own resolution, one token per 28 x 28 pixels; the processor takes plain options."""
+
+    name = "kimi_vl"
+    processor_classes: ClassVar[tuple[str, ...]] = ("KimiVLProcessor",)
+    layout: ClassVar[MediaLayout] = {
+        "pixel_values": TensorLayout(("image",), "rows", "image_grid_hws"),
+        "image_grid_hws": TensorLayout(("image",), "item"),
+    }
+
+    def media_tokens(self, processor: Any, kind: Any, size: Any, images_in_sample: int = 1) -> int:
+        """Scaled down to ``in_token_limit`` patches, then padded to whole groups of patches."""
+        owner = processor.image_processor
+        height, width = size
+        patches = max(1, (height // owner.patch_size) * (width // owner.patch_size))
+        scale = min(1.0, math.sqrt(owner.in_token_limit / patches))
+        rows, columns = owner.merge_kernel_size
+        return merged(height, scale, owner.patch_size * rows) * merged(
+            width, scale, owner.patch_size * columns
+        )
+
+    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+        """All images in one list."""
+        return {"images": media.images} if media.images else {}
+
+    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+        """The template writes all special tokens there are."""
+        return {"add_special_tokens": False}
+
+
+def merged(side: int, scale: float, factor: int) -> int:
+    """How many groups of ``factor`` pixels a scaled side is padded to."""
+    return math.ceil(max(1, int(side * scale)) / factor)

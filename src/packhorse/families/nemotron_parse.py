@@ -1,0 +1,89 @@
+"""Nemotron-Parse, an encoder and decoder for pages: no chat template, no image tokens in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from packhorse.families.base import Encoded, Family, LoadedMedia
+from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
+
+TASK_PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
+"""What the released model is asked for a page: boxes, classes and markdown."""
+
+
+class NemotronParse(Family):
+    """The text is the task prompt and the answer; the prompt is not supervised.
+
+    Args:
+        task_prompt: used for every sample in place of what its other turns say. None uses their text, or
+            :data:`TASK_PROMPT` where they say nothing.
+        stop: written after the answer and supervised with it. The documented text has none: the model then
+            learns where to stop only if the answers themselves end in ``</s>``.
+    """
+
+    name = "nemotron_parse"
+    processor_classes: ClassVar[tuple[str, ...]] = ("NemotronParseProcessor",)
+    layout: ClassVar[MediaLayout] = {"pixel_values": TensorLayout(("image",), "sample")}
+    caveats: ClassVar[tuple[str, ...]] = (
+        "the text is prompt and answer alone: end answers in </s> for the model to learn where to stop",
+        "a second image in a sample is refused: the encoder takes one page",
+    )
+
+    def __init__(self, task_prompt: str | None = None, stop: str = "") -> None:
+        self.task_prompt, self.stop = task_prompt, stop
+
+    def placeholders(self, processor: Any) -> dict[MediaKind, str]:
+        """The decoder's text does not mention the image."""
+        return {}
+
+    def media_token_ids(self, processor: Any) -> frozenset[int]:
+        """None: the decoder attends to the encoder's output."""
+        return frozenset()
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """None."""
+        return 0
+
+    def check(self, conversation: Conversation) -> None:
+        """Refuse a second image."""
+        super().check(conversation)
+        if len(conversation.media) > 1:
+            raise self.bad(f"{len(conversation.media)} images: {self.name} takes one page", conversation)
+
+    def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+        """Prompt and answer."""
+        return "".join(text for text, _ in self._pieces(turns))
+
+    def answer_spans(self, processor: Any, encoded: Encoded) -> list[tuple[int, int]]:
+        """Where the answers stand."""
+        spans, at = [], 0
+        for text, learned in self._pieces(encoded.turns):
+            if learned and text:
+                spans.append((at, at + len(text)))
+            at += len(text)
+        return spans
+
+    def _pieces(self, turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+        """The texts in order, and whether each is an answer."""
+        said = [(_text(turn["content"]), turn["role"] == "assistant") for turn in turns]
+        answers = [(text + self.stop, learned) for text, learned in said if learned]
+        if self.task_prompt is not None:
+            return [(self.task_prompt, False), *answers]
+        if not any(text for text, learned in said if not learned):
+            return [(TASK_PROMPT, False), *answers]
+        return [(text + self.stop, True) if learned else (text, False) for text, learned in said]
+
+    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+        """The page."""
+        return {"images": media.images} if media.images else {}
+
+    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+        """The prompt writes its special tokens itself."""
+        return {"add_special_tokens": False}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")

@@ -1,0 +1,74 @@
+"""Qwen3-Omni: the eyes of Qwen3-VL, and ears."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from packhorse.families.base import Family, LoadedMedia
+from packhorse.families.qwen_vl import VISION, film_tokens, image_tokens
+from packhorse.media import VideoFrames
+from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
+
+# The processor's call uses these whatever its video processor says.
+_VIDEO_PIXELS = (128 * 32 * 32, 768 * 32 * 32)
+_CHUNK_FRAMES, _CHUNK_TOKENS = 100, 13
+
+
+class Qwen3Omni(Family):
+    """Images as Qwen3-VL; videos without timestamps; 13 tokens for a second of sound.
+
+    Sound is cut to whole hops of the feature extractor (10 ms), because a remainder is counted when a longer
+    clip is in the same batch and is not counted otherwise.
+    """
+
+    name = "qwen3_omni"
+    processor_classes: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeProcessor",)
+    kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video", "audio")
+    layout: ClassVar[MediaLayout] = {
+        **VISION,
+        "video_second_per_grid": TensorLayout(("video",), "item"),
+        "input_features": TensorLayout(("audio",), "item", ragged=True),
+        "feature_attention_mask": TensorLayout(("audio",), "item", ragged=True),
+    }
+    least_samples: ClassVar[int] = 320  # the window's half must fit into the clip after it is cut
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Sound is thinned out eightfold in chunks of a second, each rounded up."""
+        if kind == "image":
+            return image_tokens(processor.image_processor, size)
+        if kind == "video":
+            return film_tokens(processor.video_processor, size, *_VIDEO_PIXELS)
+        chunks, rest = divmod(size // processor.feature_extractor.hop_length, _CHUNK_FRAMES)
+        for _ in range(3):
+            rest = -(-rest // 2)
+        return int(chunks * _CHUNK_TOKENS + rest)
+
+    def load(self, refs: Iterable[MediaRef], processor: Any) -> LoadedMedia:
+        """Decode the media; sound ends at a whole hop."""
+        media = super().load(refs, processor)
+        hop = processor.feature_extractor.hop_length
+        audios = [(array[: len(array) // hop * hop], rate) for array, rate in media.audios]
+        return LoadedMedia(media.images, media.videos, audios)
+
+    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+        """The processor's output, with each video's own time per temporal patch.
+
+        The processor knows one rate for all videos of a call, 1 frame per second unless it is told another.
+        """
+        import torch
+
+        output = dict(super().call(processor, text, media))
+        if media.videos:
+            patch = processor.video_processor.temporal_patch_size
+            seconds = [patch / _frames_per_second(video) for video in media.videos]
+            output["video_second_per_grid"] = torch.tensor(seconds, dtype=torch.float32)
+        return output
+
+
+def _frames_per_second(video: VideoFrames) -> float:
+    """Of the frames that were taken; 1, as the processor has it, where the video has no rate."""
+    metadata = video.metadata
+    if metadata.fps is None:
+        return 1.0
+    return len(metadata.frames_indices) / metadata.total_num_frames * metadata.fps

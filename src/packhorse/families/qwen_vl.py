@@ -1,0 +1,83 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL (its MoE and the Qwen3.5 models use the same processor)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from packhorse.families.base import Family
+from packhorse.media import VideoInfo
+from packhorse.tokens.resize import resize_image, resize_video
+from packhorse.types import MediaKind, MediaLayout, TensorLayout
+
+VISION: MediaLayout = {
+    "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
+    "image_grid_thw": TensorLayout(("image",), "item"),
+    "pixel_values_videos": TensorLayout(("video",), "rows", "video_grid_thw"),
+    "video_grid_thw": TensorLayout(("video",), "item"),
+}
+"""Images and videos are flat patches; the grid of each says how many are its own."""
+
+
+class Qwen2VL(Family):
+    """Qwen2-VL and Qwen2.5-VL: one token per 28 x 28 pixels, and per pair of frames."""
+
+    name = "qwen2_vl"
+    processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
+    kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
+    layout: ClassVar[MediaLayout] = {**VISION, "second_per_grid_ts": TensorLayout(("video",), "item")}
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Pixels after resizing, over the pixels of a token."""
+        if kind == "image":
+            return image_tokens(processor.image_processor, size)
+        return self.video_tokens(processor.video_processor, size)
+
+    def video_tokens(self, video_processor: Any, info: VideoInfo) -> int:
+        """Each frame has the budget of ``size``, whatever their number."""
+        factor = video_processor.patch_size * video_processor.merge_size
+        low, high = pixel_budget(video_processor)
+        if getattr(video_processor, "cap_pixels_per_frame", None):
+            all_frames = int(video_processor.max_video_tokens * factor * factor * 0.9)
+            share = all_frames * video_processor.temporal_patch_size // info.total_frames
+            high = max(min(high, share), int(low * 1.05))
+        height, width = resize_image(info.height, info.width, factor, low, high)
+        pairs = math.ceil(info.total_frames / video_processor.temporal_patch_size)
+        return int(pairs * height * width // factor**2)
+
+
+class Qwen3VL(Qwen2VL):
+    """Qwen3-VL: one token per 32 x 32 pixels; a video's frames share one budget and carry timestamps."""
+
+    name = "qwen3_vl"
+    processor_classes: ClassVar[tuple[str, ...]] = ("Qwen3VLProcessor",)
+    layout: ClassVar[MediaLayout] = VISION
+
+    def video_tokens(self, video_processor: Any, info: VideoInfo) -> int:
+        """All frames together have the budget of ``size``."""
+        low, high = pixel_budget(video_processor)
+        if getattr(video_processor, "cap_pixels_per_frame", None):
+            factor = video_processor.patch_size * video_processor.merge_size
+            per_frame = min(video_processor.max_video_tokens * factor**2, high // info.total_frames)
+            high = max(per_frame, int(low * 1.05)) * info.total_frames
+        return film_tokens(video_processor, info, low, high)
+
+
+def image_tokens(image_processor: Any, size: tuple[int, int]) -> int:
+    """Content tokens of an image for all processors that resize as Qwen2-VL's does."""
+    factor = image_processor.patch_size * image_processor.merge_size
+    height, width = resize_image(*size, factor, *pixel_budget(image_processor))
+    return int(height * width // factor**2)
+
+
+def film_tokens(video_processor: Any, info: VideoInfo, low: int, high: int) -> int:
+    """Content tokens of a video whose frames share a budget from ``low`` to ``high`` pixels."""
+    factor = video_processor.patch_size * video_processor.merge_size
+    temporal = video_processor.temporal_patch_size
+    height, width = resize_video(info.total_frames, info.height, info.width, temporal, factor, low, high)
+    return int(math.ceil(info.total_frames / temporal) * height * width // factor**2)
+
+
+def pixel_budget(owner: Any) -> tuple[int, int]:
+    """Least and most pixels of an image or video processor."""
+    return int(owner.size["shortest_edge"]), int(owner.size["longest_edge"])

@@ -1,0 +1,97 @@
+"""SmolVLM and SmolVLM2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from packhorse.chat import chat_template, tokenizer_of
+from packhorse.families.base import Family, LoadedMedia
+from packhorse.media import VideoSampling
+from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
+
+_LONGEST_SIDE = 4096
+
+
+class SmolVLM(Family):
+    """A sample's pictures are tiles along axis 1 of one entry; a film's frames are untiled pictures.
+
+    The processor has one key for images and for frames, and the second overwrites the first: a sample with
+    both is refused.
+    """
+
+    name = "smolvlm"
+    processor_classes: ClassVar[tuple[str, ...]] = ("SmolVLMProcessor",)
+    kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
+    layout: ClassVar[MediaLayout] = {
+        # The model flattens samples and tiles, and drops tiles that are all zero.
+        "pixel_values": TensorLayout(("image", "video"), "sample", ragged=True),
+        "pixel_attention_mask": TensorLayout(("image", "video"), "sample", ragged=True),
+    }
+    caveats: ClassVar[tuple[str, ...]] = ("an image and a video in one sample are refused",)
+
+    def media_token_ids(self, processor: Any) -> frozenset[int]:
+        """One token for images and frames."""
+        return frozenset({int(tokenizer_of(processor).convert_tokens_to_ids(processor.image_token))})
+
+    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """The same number for each tile, for the whole picture, and for each frame."""
+        if kind == "video":
+            return int(size.total_frames * processor.image_seq_len)
+        rows, columns = _tiles(processor.image_processor, *size)
+        return int((rows * columns + 1) * processor.image_seq_len)
+
+    def check(self, conversation: Conversation) -> None:
+        """Refuse images beside videos."""
+        super().check(conversation)
+        if {ref.kind for ref in conversation.media} == {"image", "video"}:
+            raise self.bad("an image and a video: smolvlm's processor keeps the pixels of one", conversation)
+
+    def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+        """With the processor's own template, which it replaces by another when it sees a video."""
+        return str(
+            processor.apply_chat_template(
+                list(turns),
+                chat_template=chat_template(processor),
+                tokenize=False,
+                add_generation_prompt=False,
+            )
+        )
+
+    def video_sampling(self, processor: Any) -> VideoSampling:
+        """Its ``num_frames`` is a limit, not a number."""
+        owner = processor.video_processor
+        return VideoSampling(fps=owner.fps, max_frames=owner.num_frames)
+
+    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+        """The processor's output; the frames of several videos one after the other, as one sample's tiles."""
+        import torch
+
+        output = dict(super().call(processor, text, media))
+        if media.videos:
+            for key in ("pixel_values", "pixel_attention_mask"):
+                films = zip(output[key], media.videos, strict=True)
+                output[key] = torch.cat([film[: len(video.frames)] for film, video in films])[None]
+        return output
+
+
+def _tiles(owner: Any, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of tiles; no tiles where the resized picture fits into one."""
+    if not owner.do_image_splitting:
+        return 0, 0
+    tile = owner.max_image_size["longest_edge"]
+    height, width = _scaled(height, width, owner.size["longest_edge"], even=True)
+    if max(height, width) > _LONGEST_SIDE:
+        height, width = _scaled(height, width, _LONGEST_SIDE)
+    height, width = _scaled(height, width, math.ceil(max(height, width) / tile) * tile)
+    rows, columns = math.ceil(height / tile), math.ceil(width / tile)
+    return (rows, columns) if max(rows, columns) > 1 else (0, 0)
+
+
+def _scaled(height: int, width: int, longest: int, even: bool = False) -> tuple[int, int]:
+    """The longer side made ``longest``, the other one by the same ratio, cut to whole pixels."""
+    ratio = width / height
+    other = int(longest / ratio) if width >= height else int(longest * ratio)
+    other = max(1, other + other % 2 if even else other)
+    return (other, longest) if width >= height else (longest, other)

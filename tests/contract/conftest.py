@@ -1,0 +1,28 @@
+"""Real processors need torchvision; make sure it imports before any test module imports transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from contract.torchvision_ops import make_torchvision_importable
+
+make_torchvision_importable()
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Media files by name."""
+    from contract.media_files import write_media
+
+    return write_media(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="session")
+def made(files: dict[str, Path]) -> Callable[[str, str], "Made"]:  # noqa: F821
+    """A function that encodes a case for a family, once per test run."""
+    from functools import cache
+
+    from contract.encoding import make
+
+    return cache(lambda name, case: make(name, case, files))

@@ -1,0 +1,338 @@
+"""One suite over all families: they encode what their processors make, and only answers are learned."""
+
+import pytest
+import torch
+
+from contract.calls import Raw, own_batch
+from contract.cases import ACCEPTED, CASES, REFUSED, STOPS, conversation, takes
+from contract.chat_templates import TRIMS_TEXT
+from contract.encoding import make
+from contract.processors import FAMILIES, build, processor
+from contract.samples import turns
+from packhorse.chat import IGNORE_INDEX
+from packhorse.conversation import parse_conversation
+from packhorse.errors import BadSample, ConfigError
+from packhorse.families import FAMILIES as DECLARED
+from packhorse.families import TOKEN_KEYS, family_of
+from packhorse.types import MediaRef
+
+EVERY = tuple(FAMILIES)
+every_family = pytest.mark.parametrize("name", EVERY)
+every_sample = pytest.mark.parametrize(("name", "case"), ACCEPTED)
+
+# Made better than the processor makes them; each has a test of its own.
+OURS = {"video_second_per_grid", "audio_attention_mask"}
+
+
+@every_sample
+def test_ids_are_those_of_the_processors_own_batch(name, case, made):
+    sample = made(name, case)
+    alone = {"nemotron_omni"} if sample.raw.clips else set()
+    other = [] if name in alone else [Raw(turns(question="And what is this thing, then?"))]
+    batch = own_batch(name, [sample.raw, *other])
+    ids = batch["input_ids"][0][batch["attention_mask"][0].bool()]
+    assert torch.equal(sample.encoded.tokens["input_ids"], ids)
+    assert all(len(values) == len(ids) for values in sample.encoded.tokens.values())
+
+
+@every_sample
+def test_media_tensors_are_those_of_the_processors_own_call(name, case, made):
+    sample = made(name, case)
+    own = own_batch(name, [sample.raw])
+    assert own.keys() - TOKEN_KEYS - OURS == sample.encoded.media.keys() - OURS
+    for key, value in sample.encoded.media.items():
+        if key in OURS:
+            continue
+        expected = own[key]
+        if name == "smolvlm" and len(sample.raw.clips) > 1:
+            expected = expected.flatten(0, 1)[None]  # the videos of a sample are one entry
+        assert torch.equal(value, expected), key
+    for key in own.keys() & set(TOKEN_KEYS):
+        assert torch.equal(sample.encoded.tokens[key], own[key][0]), key
+
+
+@every_sample
+def test_labels_give_back_the_answers_and_their_stop_tokens(name, case, made):
+    answers = [
+        message.text for message in made(name, case).conversation.messages if message.role == "assistant"
+    ]
+    if name in TRIMS_TEXT:
+        answers = [answer.strip() for answer in answers]
+    learned = made(name, case).learned(name)
+    if name == "smolvlm":
+        # The blank of "Assistant: " belongs to the first token of most answers.
+        learned = [
+            text if text == answer + STOPS[name] else text.removeprefix(" ")
+            for text, answer in zip(learned, answers, strict=True)
+        ]
+    assert learned == [answer + STOPS[name] for answer in answers if answer + STOPS[name]]
+
+
+@every_sample
+def test_media_tokens_are_not_learned_and_labels_are_ids(name, case, made):
+    sample = made(name, case)
+    media = torch.tensor(sorted(family_of(processor(name)).media_token_ids(processor(name))))
+    ids, labels = sample.encoded.tokens["input_ids"], sample.labels
+    assert labels.shape == ids.shape
+    assert not torch.isin(labels, media).any()
+    assert torch.equal(labels[labels != IGNORE_INDEX], ids[labels != IGNORE_INDEX])
+
+
+@every_sample
+def test_media_tokens_are_counted_without_decoding(name, case, made, files, monkeypatch):
+    sample = made(name, case)
+    family, its = family_of(processor(name)), processor(name)
+    monkeypatch.setattr("packhorse.families.base.load_media", None)
+    refs = sample.conversation.media
+    sizes = [(ref.kind, family.size_of(ref, its)) for ref in refs]
+    images = sum(kind == "image" for kind, _ in sizes)
+    predicted = sum(family.media_tokens(its, kind, size, images) for kind, size in sizes)
+    content = family.media_token_ids(its)
+    assert predicted == sum(token in content for token in sample.encoded.tokens["input_ids"].tolist())
+    assert (predicted > 0) is bool(refs and content)
+
+
+@every_sample
+def test_every_tensor_is_divided_among_its_media(name, case, made):
+    family, encoded = family_of(processor(name)), made(name, case).encoded
+    for key, value in encoded.media.items():
+        layout = family.layout[key]
+        if layout.owner == "sample":
+            assert value.shape[0] == 1
+            continue
+        rows = family.rows(processor(name), encoded, key)
+        assert len(rows) == sum(kind in layout.kinds for kind, _ in encoded.sizes)
+        assert sum(rows) == value.shape[0]
+        assert min(rows) >= 1
+
+
+@pytest.mark.parametrize(("name", "case"), REFUSED)
+def test_what_a_family_cannot_take_is_refused_by_name(name, case, files):
+    refusal = REFUSED[name, case]
+    with pytest.raises(BadSample, match=refusal.words) as caught:
+        make(name, case, files)
+    assert caught.value.reason == refusal.reason
+    assert caught.value.key == f"{name}/{case}"
+    assert caught.value.stage == "encode"
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(n, c) for n in EVERY for c in ("one image", "video", "audio") if not takes(n, c)],
+)
+def test_a_kind_of_media_that_the_family_lacks_is_refused(name, case, files):
+    with pytest.raises(BadSample, match=f"a part of type {case}; .* takes image"):
+        make(name, case, files)
+
+
+@every_family
+def test_a_typed_placeholder_is_refused(name, files):
+    made = processor(name)
+    family = family_of(made)
+    for placeholder in family.placeholders(made).values():
+        for role, case in (("user", "text"), ("assistant", "one image")):
+            said = conversation(name, case, files)
+            turn = next(turn for turn in said if turn["role"] == role)
+            turn["content"].append({"type": "text", "text": f"Look: {placeholder}"})
+            with pytest.raises(BadSample, match="cannot be told from a medium") as caught:
+                family.encode(parse_conversation({"conversation": said}), made)
+            assert caught.value.reason == "media_mismatch"
+
+
+@every_family
+def test_a_typed_content_token_is_refused(name, files):
+    made = processor(name)
+    family = family_of(made)
+    for number in family.media_token_ids(made):
+        token = made.tokenizer.convert_ids_to_tokens(number)
+        said = turns(question=f"Look: {token}")
+        with pytest.raises(BadSample) as caught:
+            family.encode(parse_conversation({"conversation": said}), made)
+        assert caught.value.reason == "media_mismatch"
+
+
+class InWorker(torch.utils.data.Dataset):
+    def __init__(self, name, files):
+        self.name, self.files = name, files
+        self.cases = [case for family, case in ACCEPTED if family == name]
+
+    def __len__(self):
+        return len(self.cases)
+
+    def __getitem__(self, number):
+        sample = make(self.name, self.cases[number], self.files)
+        return sample.encoded.tokens, sample.encoded.media, sample.labels
+
+
+@every_family
+def test_a_worker_encodes_the_same(name, made, files):
+    dataset = InWorker(name, files)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", collate_fn=lambda same: same
+    )
+    for case, (tokens, media, labels) in zip(dataset.cases, loader, strict=True):
+        here = made(name, case)
+        assert torch.equal(labels, here.labels)
+        for ours, theirs in ((here.encoded.tokens, tokens), (here.encoded.media, media)):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def returning(name, **extra):
+    """A processor whose class is derived from the real one and returns more than that."""
+    made = build(name)
+    base = type(made)
+
+    class Derived(base):
+        def __call__(self, *args, **options):
+            output = base.__call__(self, *args, **options)
+            for key, value in extra.items():
+                output[key] = value
+            return output
+
+    made.__class__ = Derived
+    return made
+
+
+@every_family
+def test_a_tensor_that_nobody_declared_stops_the_run(name):
+    made = returning(name, surprise=torch.zeros(1, 7))
+    family = family_of(made)
+    assert family is family_of(processor(name))
+    with pytest.raises(
+        ConfigError, match=r"'surprise' of shape \(1, 7\), which family '.*' does not declare"
+    ):
+        family.encode(parse_conversation({"conversation": turns()}), made)
+
+
+@every_family
+def test_a_tensor_of_another_shape_than_declared_stops_the_run(name, files):
+    family = family_of(processor(name))
+    key, layout = next((k, v) for k, v in family.layout.items() if "image" in v.kinds)
+    if layout.rows_from:
+        key = layout.rows_from
+    made = returning(name, **{key: torch.ones(3, 3, 3, dtype=torch.long)})
+    said = conversation(name, "one image", files)
+    with pytest.raises(ConfigError, match=r"of shape \(3, 3, 3\).* expects 1 along axis 0|along axis 0"):
+        family.encode(parse_conversation({"conversation": said}), made)
+
+
+@every_family
+def test_every_declared_tensor_is_one_that_the_processor_returns(name, made):
+    family = family_of(processor(name))
+    samples = [made(family_name, case) for family_name, case in ACCEPTED if family_name == name]
+    seen = {key for sample in samples for key in sample.encoded.media}
+    later = {"second_per_grid_ts"} if name == "qwen2_vl" else set()  # from Qwen2.5-VL on
+    assert seen == family.layout.keys() - later
+
+
+@every_family
+def test_a_family_is_found_by_its_class_and_declares_itself_fully(name):
+    family = family_of(processor(name))
+    assert FAMILIES[name].class_name in family.processor_classes
+    assert set(family.kinds) == FAMILIES[name].modalities
+    for key, layout in family.layout.items():
+        assert set(layout.kinds) <= set(family.kinds), key
+        assert layout.rows_from is None or layout.rows_from in family.layout, key
+        assert layout.rows_from is None or layout.owner == "rows", key
+    assert family.fill.keys() <= {key for key, layout in family.layout.items() if layout.ragged}
+
+
+def test_no_two_families_serve_one_class():
+    names = [name for family in DECLARED for name in family.processor_classes]
+    assert len(names) == len(set(names))
+    assert len({family.name for family in DECLARED}) == len(DECLARED)
+
+
+def test_every_case_is_taken_by_some_family():
+    assert {case for _, case in ACCEPTED} == set(CASES)
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if "audio" in FAMILIES[n].modalities])
+def test_sound_that_is_too_short_is_refused_and_a_little_longer_is_not(name):
+    made = processor(name)
+    family = family_of(made)
+    for samples, enough in ((family.least_samples - 1, False), (family.least_samples, True)):
+        said = turns("audio")
+        said[0]["content"][0]["audio"] = (torch.zeros(samples).numpy(), 16_000)
+        parsed = parse_conversation({"conversation": said}, "a/1")
+        if enough:
+            encoded = family.encode(parsed, made)
+            assert encoded.sizes == (("audio", samples),)
+            assert all(torch.isfinite(value.float()).all() for value in encoded.media.values())
+        else:
+            with pytest.raises(BadSample, match=f"needs at least {family.least_samples}"):
+                family.encode(parsed, made)
+
+
+def test_references_stay_as_they_were(files):
+    ref = MediaRef("image", str(files["wide.png"]))
+    before = repr(ref)
+    made = processor("qwen2_vl")
+    family_of(made).size_of(ref, made)
+    family_of(made).load([ref], made)
+    assert repr(ref) == before
+
+
+def asked(*files):
+    said = turns(*(kind for kind, _ in files))
+    for part, (kind, source) in zip(said[0]["content"], files, strict=False):
+        part[kind] = source
+    return parse_conversation({"conversation": said}, "a/1")
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "internvl"])
+def test_videos_of_different_length_in_one_sample_are_refused(name, files):
+    two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
+    with pytest.raises(BadSample, match=r"a/1: the processor refuses it: .*equal size"):
+        family_of(processor(name)).encode(two, processor(name))
+
+
+def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):
+    made = processor("qwen3_omni")
+    two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
+    encoded = family_of(made).encode(two, made)
+    # 4 of 10 frames in a second, and 6 (the last twice) of 5 frames in five seconds; two frames are a patch.
+    assert encoded.media["video_second_per_grid"].tolist() == pytest.approx([2 / 4, 2 / (6 / 5)])
+
+
+def test_qwen3_omni_counts_the_same_sound_tokens_beside_a_longer_sound(made):
+    short = made("qwen3_omni", "audio and image")
+    sound = short.raw.sounds[0]
+    assert len(sound) == 16_000  # 16,028 samples before they were cut to whole hops
+    long = Raw(turns("audio"), sounds=(torch.zeros(24_000).numpy(),))
+    batch = own_batch("qwen3_omni", [short.raw, long])
+    ids = batch["input_ids"][0][batch["attention_mask"][0].bool()]
+    assert torch.equal(ids, short.encoded.tokens["input_ids"])
+
+
+def test_phi4_masks_a_single_sound_too(made):
+    one, two = (made("phi4_mm", case).encoded.media for case in ("audio", "two sounds"))
+    assert one["audio_attention_mask"].all()
+    assert one["audio_attention_mask"].shape == one["audio_input_features"].shape[:2]
+    assert two["audio_attention_mask"].sum(1).tolist() == [98, 98]
+
+
+@pytest.mark.parametrize("family", DECLARED, ids=lambda family: family.name)
+def test_a_family_can_be_sent_to_another_process(family):
+    import pickle
+
+    assert type(pickle.loads(pickle.dumps(family))) is type(family)
+
+
+def test_nemotron_parse_uses_the_task_prompt_where_the_user_says_nothing(files):
+    from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
+
+    made = processor("nemotron_parse")
+    page = asked(("image", str(files["wide.png"])))
+    silent = parse_conversation({"conversation": [turns("image")[0] | {"content": ""}, *turns()[1:]]})
+    for family, said, prompt, stop in (
+        (NemotronParse(), page, "What is it?", ""),
+        (NemotronParse(), silent, TASK_PROMPT, ""),
+        (NemotronParse(task_prompt="<s><output_markdown>"), page, "<s><output_markdown>", ""),
+        (NemotronParse(stop="</s>"), silent, TASK_PROMPT, "</s>"),
+    ):
+        encoded = family.encode(said, made)
+        labels = family.labels(made, encoded)
+        assert encoded.text == prompt + "A cat." + stop
+        assert made.tokenizer.decode(labels[labels != IGNORE_INDEX]) == "A cat." + stop

@@ -1,0 +1,240 @@
+"""Processors nobody listed: what is certain works, what is not certain stops the run."""
+
+import logging
+import pickle
+
+import pytest
+import torch
+
+from contract.chat_templates import chatml
+from contract.processors import build, processor
+from contract.samples import picture, turns
+from contract.tiny_tokenizers import tokenizer
+from packhorse.chat import IGNORE_INDEX
+from packhorse.conversation import parse_conversation
+from packhorse.errors import BadSample, ConfigError
+from packhorse.families import Generic, family_of
+from packhorse.families.generic import generic_for
+from packhorse.families.kimi_k25 import KimiK25Remote
+from packhorse.types import TensorLayout
+
+TEXTS_ONLY = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+)
+
+
+def llava():
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    small = {"height": 28, "width": 28}
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessor(size=small, crop_size=small),
+        tokenizer=tokenizer("llava_onevision"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=chatml(image="<image>\n"),
+    )
+
+
+def asked(*images, question="What is it?"):
+    said = turns(*["image"] * len(images), question=question)
+    for part, image in zip(said[0]["content"], images, strict=False):
+        part["image"] = image
+    return parse_conversation({"conversation": said}, "a/1")
+
+
+def learned(family, made, conversation):
+    encoded = family.encode(conversation, made)
+    labels = family.labels(made, encoded)
+    tokens = getattr(made, "tokenizer", made)
+    return tokens.decode(labels[labels != IGNORE_INDEX])
+
+
+def test_an_unlisted_processor_of_transformers_is_encoded_and_labelled():
+    made = llava()
+    family = family_of(made)
+    two = asked(picture(100, 60), picture(30, 90))
+    encoded = family.encode(two, made)
+    own = made(text=[encoded.text], images=[[picture(100, 60), picture(30, 90)]], return_tensors="pt")
+    assert torch.equal(encoded.tokens["input_ids"], own["input_ids"][0])
+    assert torch.equal(encoded.media["pixel_values"], own["pixel_values"])
+    assert family.layout == {"pixel_values": TensorLayout(("image",), "item")}
+    assert learned(family, made, two) == "A cat.<|im_end|>"
+    assert family.media_tokens(made, "image", (60, 100)) == 4
+    assert not family.exact
+
+
+def test_an_unlisted_class_is_warned_about_once(caplog):
+    class Unheard:
+        tokenizer = tokenizer("qwen2_vl")
+
+    with caplog.at_level(logging.WARNING, logger="packhorse"):
+        first, second = family_of(Unheard()), family_of(Unheard())
+    assert first is second
+    (record,) = caplog.records
+    assert "Unheard is no processor that Packhorse knows" in record.message
+    assert all(caveat in record.message for caveat in Generic.caveats)
+
+
+def test_a_tokenizer_alone_is_enough_for_text():
+    made = tokenizer("qwen2_vl")
+    made.chat_template = TEXTS_ONLY
+    try:
+        family = family_of(made)
+        assert isinstance(family, Generic)
+        encoded = family.encode(asked(), made)
+        assert encoded.text.startswith("<|im_start|>user\nWhat is it?<|im_end|>")
+        assert learned(family, made, asked()) == "A cat.<|im_end|>"
+    finally:
+        made.chat_template = None
+
+
+@pytest.mark.parametrize("template", [TEXTS_ONLY, chatml(), chatml(generation=True)])
+def test_templates_for_texts_and_for_parts_both_work(template):
+    class Talker:
+        def __init__(self):
+            self.tokenizer, self.chat_template = tokenizer("qwen2_vl"), template
+
+        def apply_chat_template(self, conversation, **options):
+            return [self.tokenizer.apply_chat_template(conversation, chat_template=template, **options)]
+
+        def __call__(self, text, return_tensors):
+            return self.tokenizer(text, return_tensors=return_tensors)
+
+    assert learned(family_of(Talker()), Talker(), asked()) == "A cat.<|im_end|>"
+
+
+def test_a_typed_placeholder_is_refused_where_the_processor_names_it():
+    with pytest.raises(BadSample, match="cannot be told from a medium"):
+        family_of(llava()).encode(asked(question="What is <image>?"), llava())
+
+
+class Returning:
+    """An object that follows the call contract and returns what it is told beside the ids."""
+
+    image_token = "<image>"
+
+    def __init__(self, **tensors):
+        self.tokenizer = tokenizer("llava_onevision")
+        self.tensors = tensors
+
+    def apply_chat_template(self, conversation, **options):
+        return self.tokenizer.apply_chat_template(
+            conversation, chat_template=chatml(image="<image>"), **options
+        )
+
+    def __call__(self, text, images=None, return_tensors=None):
+        return {**self.tokenizer(text, return_tensors=return_tensors), **self.tensors}
+
+
+IMAGES = (picture(10, 10), picture(20, 10))
+
+
+def test_patches_with_a_grid_are_known():
+    grid = torch.tensor([[1, 2, 2], [1, 4, 2]])
+    family, made = Generic(), Returning(pixel_values=torch.zeros(12, 5), image_grid_thw=grid)
+    encoded = family.encode(asked(*IMAGES), made)
+    assert family.layout["pixel_values"] == TensorLayout(("image",), "rows", "image_grid_thw")
+    assert family.rows(made, encoded, "pixel_values") == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"pixel_values": torch.zeros(12, 5)},  # tiles or patches, and nobody says of which image
+        {"pixel_values": torch.zeros(1, 2, 5)},  # the sample's
+        {"pixel_values": torch.zeros(11, 5), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 2]])},
+        {"scale": torch.tensor(1.0)},
+        {"names": ["a", "b"]},
+    ],
+    ids=["rows", "sample", "wrong grid", "number", "list"],
+)
+def test_a_tensor_whose_owner_is_not_certain_stops_the_run(tensors):
+    with pytest.raises(ConfigError, match="cannot be told with certainty"):
+        Generic().encode(asked(*IMAGES), Returning(**tensors))
+
+
+def test_a_tensor_per_token_is_not_taken_for_one_per_image():
+    family, made = Generic(), Returning()
+    length = len(family.encode(asked(IMAGES[0]), made).tokens["input_ids"])
+    made.tensors = {"position_ids": torch.zeros(1, length)}
+    with pytest.raises(ConfigError, match=f"'position_ids' .* and {length} tokens"):
+        family.encode(asked(IMAGES[0]), made)
+
+
+def test_what_one_sample_taught_is_checked_against_the_next():
+    family = Generic()
+    family.encode(asked(IMAGES[0]), Returning(pixel_values=torch.zeros(1, 5)))
+    with pytest.raises(ConfigError, match=r"'pixel_values' of shape \(1, 5\); for {'image': 2}"):
+        family.encode(asked(*IMAGES), Returning(pixel_values=torch.zeros(1, 5)))
+
+
+def test_the_generic_family_can_be_sent_to_another_process():
+    family = Generic()
+    family.encode(asked(IMAGES[0]), Returning(pixel_values=torch.zeros(1, 5)))
+    assert pickle.loads(pickle.dumps(family)).layout == family.layout
+
+
+class Around:
+    """A wrapper that hands everything on."""
+
+    def __init__(self, inner):
+        self.processor = inner
+
+    def __getattr__(self, name):
+        return getattr(self.processor, name)
+
+    def __call__(self, *args, **options):
+        return self.processor(*args, **options)
+
+
+def test_a_transparent_wrapper_is_served_as_what_it_wraps():
+    made = Around(processor("gemma3"))
+    family = family_of(made)
+    assert family is family_of(processor("gemma3"))
+    assert learned(family, made, asked(IMAGES[0])) == "A cat.<end_of_turn>"
+
+
+def test_a_wrapper_with_another_tokenizer_is_not_seen_through():
+    made = Around(processor("gemma3"))
+    made.tokenizer = tokenizer("qwen2_vl")
+    assert family_of(made) is generic_for(Around)
+
+
+class KimiK25Processor:
+    """Stands in for the processor of the Kimi K2.5 repository: one placeholder per image, and grids."""
+
+    def __init__(self, grids):
+        inner = build("kimi_k25")
+        self.tokenizer, self.image_processor = inner.tokenizer, object()
+        self.apply_chat_template, self.grids = inner.apply_chat_template, torch.tensor(grids)
+
+    def __call__(self, text, images=None, add_special_tokens=True, return_tensors=None):
+        made = self.tokenizer(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)
+        if not images:
+            return made
+        patches = int(self.grids.prod(1).sum())
+        return {**made, "pixel_values": torch.zeros(patches, 3, 14, 14), "grid_thws": self.grids}
+
+
+def test_kimi_k25s_own_processor_has_its_placeholders_expanded():
+    made = KimiK25Processor([[1, 4, 6], [1, 2, 2]])
+    family = family_of(made)
+    assert isinstance(family, KimiK25Remote)
+    encoded = family.encode(asked(*IMAGES), made)
+    (pad,) = family.media_token_ids(made)
+    ids = encoded.tokens["input_ids"]
+    assert (ids == pad).sum() == 6 + 1
+    assert encoded.tokens["attention_mask"].shape == ids.shape
+    assert family.rows(made, encoded, "pixel_values") == [24, 4]
+    assert learned(family, made, asked(*IMAGES)) == "A cat.<|im_end|>"
+    assert learned(family, made, asked()) == "A cat.<|im_end|>"
+    assert family.media_tokens(KimiK25Processor([[1, 4, 6]]), "image", (10, 10)) == 6
+
+
+def test_kimi_k25s_own_processor_with_other_placeholders_stops_the_run():
+    made = KimiK25Processor([[1, 4, 6]])
+    with pytest.raises(ConfigError, match="2 placeholders in the ids for 1 images"):
+        family_of(made).encode(asked(*IMAGES), made)

@@ -1,0 +1,218 @@
+"""Tiny random models that accept what the processors of `contract.processors` return.
+
+Two layers of width 64 on a vocabulary of about 300 entries, in float32 and evaluation mode: built in a
+fraction of a second, a forward pass takes milliseconds. The decoder's weights are drawn wider than usual
+(0.1), so that a token that sees something it should not see moves its logits by more than rounding does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from contract.processors import processor
+from contract.torchvision_ops import make_torchvision_importable
+
+_SPREAD = 0.1
+
+
+def _text(name: str, **more: Any) -> dict[str, Any]:
+    """What every decoder has in common, with the ids of the family's tokenizer."""
+    words = processor(name).tokenizer
+    return {
+        "vocab_size": len(words),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "initializer_range": _SPREAD,
+        "bos_token_id": words.bos_token_id,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        **more,
+    }
+
+
+def _qwen_ids(name: str) -> dict[str, int]:
+    words = processor(name).tokenizer
+    return {
+        "image_token_id": words.convert_tokens_to_ids("<|image_pad|>"),
+        "video_token_id": words.convert_tokens_to_ids("<|video_pad|>"),
+        "vision_start_token_id": words.convert_tokens_to_ids("<|vision_start|>"),
+        "vision_end_token_id": words.convert_tokens_to_ids("<|vision_end|>"),
+    }
+
+
+def _mrope(*section: int, interleaved: bool = False) -> dict[str, Any]:
+    """Rotary positions in three parts (time, height, width) for heads of 16."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(section)}
+    return {**rope, "mrope_interleaved": True} if interleaved else rope
+
+
+def _qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    name = "qwen2_vl"
+    config = Qwen2VLConfig(
+        text_config=_text(name, rope_parameters=_mrope(2, 3, 3)),
+        vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
+        **_qwen_ids(name),
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    name = "qwen2_5_vl"
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "out_hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "fullatt_block_indexes": [1],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=_text(name, rope_parameters=_mrope(2, 3, 3)), vision_config=vision, **_qwen_ids(name)
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    name = "qwen3_vl"
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "out_hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(
+        text_config=_text(name, head_dim=16, rope_parameters=_mrope(4, 2, 2, interleaved=True)),
+        vision_config=vision,
+        **_qwen_ids(name),
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    made = processor("gemma3")
+    config = Gemma3Config(
+        text_config=_text(
+            "gemma3",
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=512,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        vision_config=_siglip(made.image_processor.size["height"]),
+        mm_tokens_per_image=made.image_seq_length,
+        image_token_index=made.tokenizer.image_token_id,
+        boi_token_index=made.tokenizer.boi_token_id,
+        eoi_token_index=made.tokenizer.eoi_token_id,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _siglip(side: int) -> dict[str, Any]:
+    return {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": side,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+
+
+def _llava_onevision() -> Any:
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+    made = processor("llava_onevision")
+    config = LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **_text("llava_onevision")},
+        vision_config=_siglip(made.image_processor.size["height"]),
+        image_token_index=made.image_token_id,
+        video_token_index=made.video_token_id,
+        image_grid_pinpoints=made.image_processor.image_grid_pinpoints,
+    )
+    return LlavaOnevisionForConditionalGeneration(config)
+
+
+def _internvl() -> Any:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    made = processor("internvl")
+    side = made.image_processor.size["height"]
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": [side, side],
+    }
+    config = InternVLConfig(
+        text_config={"model_type": "qwen2", **_text("internvl")},
+        vision_config=vision,
+        image_token_id=made.image_token_id,
+        image_seq_length=made.image_seq_length,
+        tie_word_embeddings=False,
+    )
+    return InternVLForConditionalGeneration(config)
+
+
+def _smolvlm() -> Any:
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    made = processor("smolvlm")
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": made.image_processor.max_image_size["longest_edge"],
+        "patch_size": 14,
+    }
+    text = {"model_type": "llama", **_text("smolvlm")}
+    config = SmolVLMConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=made.image_token_id,
+        pad_token_id=text["pad_token_id"],
+    )
+    return SmolVLMForConditionalGeneration(config)
+
+
+_BUILD = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "gemma3": _gemma3,
+    "llava_onevision": _llava_onevision,
+    "internvl": _internvl,
+    "smolvlm": _smolvlm,
+}
+
+MODELS: tuple[str, ...] = tuple(_BUILD)
+
+
+@cache
+def tiny_model(name: str, seed: int = 0) -> Any:
+    """The model of the family ``name`` with weights drawn from ``seed``; the same object at every call."""
+    import torch
+
+    make_torchvision_importable()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _BUILD[name]().eval()
