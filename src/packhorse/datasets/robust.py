@@ -170,21 +170,8 @@ class RobustDatasetWrapper(ReplacingDataset):
         processor: tells how video frames are sampled when media are preloaded.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        max_retries: int = 10,
-        *,
-        on_bad: OnBad = "replace",
-        max_in_a_row: int = 100,
-        seed: int = 0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(
-            dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
-        )
-        self.preload_media = False
-        self.processor: Any = None
+    preload_media: bool = False
+    processor: Any = None
 
     def load(self, idx: int) -> Any:
         """The dataset's sample, with its media loaded if that is asked for."""
