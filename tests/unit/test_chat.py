@@ -191,6 +191,14 @@ def test_a_rewritten_answer_that_may_end_in_two_places_is_refused() -> None:
         labelled(Talker(SHOUTING), turns)
 
 
+def test_a_template_that_adds_to_the_end_for_some_answers_is_refused() -> None:
+    waving = QWEN + "{% if 'cat' in messages[1]['content'][0]['text'] %}Bye{% endif %}"
+    turns = said(("user", "Who?"), ("assistant", "Me."))
+    assert learned(Talker(waving), labelled(Talker(waving), turns)) == ["Me.<|im_end|>"]
+    with pytest.raises(CannotAlign, match="changes the answer"):
+        labelled(Talker(waving), said(("user", "Who?"), ("assistant", "A cat.")))
+
+
 def test_a_template_that_writes_answers_twice_is_refused() -> None:
     twice = QWEN.replace("{{ part['text'] }}", "{{ part['text'] }}{{ part['text'] }}")
     with pytest.raises(CannotAlign, match="exactly once"):
@@ -254,6 +262,36 @@ def test_padding_is_not_learned_on_either_side(pad: str, monkeypatch: pytest.Mon
     none, more = [IGNORE_INDEX] * 5, [number] * 5
     assert labelled(made, TALK, more + ids) == none + whole
     assert labelled(made, TALK, ids + more) == whole + none
+
+
+def test_padding_with_the_stop_token_does_not_hide_where_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The template's only special token is the one that padding repeats, and an image moves the answer.
+    made = Talker(TEMPLATES["smolvlm"].replace("<|im_start|>", ""), name="smolvlm")
+    stop, image = (made.tokenizer.convert_tokens_to_ids(t) for t in ("<end_of_utterance>", "<image>"))
+    monkeypatch.setattr(type(made.tokenizer), "pad_token_id", stop, raising=False)
+    turns = [{"role": "user", "content": [{"type": "image"}]}, *said(("assistant", "A cat."))]
+    ids = ids_of(made, renderer(made)(turns).replace("<image>", "<image>" * 9))
+    whole = labelled(made, turns, ids, {image})
+    assert learned(made, whole) == ["A cat.<end_of_utterance>"]
+    none, more = [IGNORE_INDEX] * 5, [stop] * 5
+    assert labelled(made, turns, more + ids, {image}) == none + whole
+    assert labelled(made, turns, ids + more, {image}) == whole + none
+
+
+@pytest.mark.parametrize(
+    "template", [QWEN, chatml(generation=True, image="<|vision_start|><|image_pad|><|vision_end|>")]
+)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_media_in_an_answer_are_not_learned(template: str, tokens: int) -> None:
+    made = Talker(template)
+    media = {made.tokenizer.convert_tokens_to_ids(PAD)}
+    shows = [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": "nice."}]
+    turns = [*said(("user", "Draw.")), {"role": "assistant", "content": shows}]
+    ids = ids_of(made, renderer(made)(turns).replace(PAD, PAD * tokens))
+    labels = labelled(made, turns, ids, media)
+    assert not media & set(labels)
+    text = "".join(learned(made, labels))
+    assert text.replace("<|vision_start|>", "").replace("<|vision_end|>", "") == "Look: nice.<|im_end|>"
 
 
 def test_a_beginning_of_text_token_that_the_processor_added_is_counted() -> None:

@@ -7,10 +7,10 @@ token with the ids it lands on. What does not agree raises and is never guessed.
 from __future__ import annotations
 
 import bisect
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise, product, takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from packhorse.chat.answers import Span
@@ -28,9 +28,14 @@ class _Tokens:
     starts: list[int]
     ends: list[int]
 
-    def covering(self, span: Span) -> Span:
-        """First and behind-last token that touch the characters of ``span``."""
-        return bisect.bisect_right(self.ends, span[0]), bisect.bisect_left(self.starts, span[1])
+    def pieces(self, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
+        """First and behind-last token of each run that touches the characters of ``span``, between media."""
+        first, last = bisect.bisect_right(self.ends, span[0]), bisect.bisect_left(self.starts, span[1])
+        for place in range(first, last):
+            if self.ids[place] in media_ids:
+                yield first, place
+                first = place + 1
+        yield first, last
 
 
 def label_tokens(
@@ -49,33 +54,35 @@ def label_tokens(
         CannotAlign: a span's tokens are not found where they must be.
     """
     labels = [IGNORE_INDEX] * len(ids)
-    if not spans:
-        return labels
-    for start, end in _places(tokenizer_of(processor), text, spans, ids, media_ids):
-        labels[start:end] = [i if i not in media_ids else IGNORE_INDEX for i in ids[start:end]]
+    if spans:
+        for start, end in _places(tokenizer_of(processor), text, spans, ids, media_ids):
+            labels[start:end] = ids[start:end]
     return labels
 
 
 def _places(
     tokenizer: Any, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
 ) -> list[Span]:
-    """Where the spans are in ``ids``."""
+    """Where the spans are in ``ids``, without the media in them."""
     special = frozenset(special_tokens(tokenizer).values()) - media_ids
     pad = getattr(tokenizer, "pad_token_id", None)
-    failures = []
-    # The plain reading first. Else: pad tokens behind the text may hide its stop tokens; and where no special
-    # token comes before an answer, the one that the tokenizer puts in front must be counted.
-    for bos, padded in product((False, True), repeat=2):
-        try:
-            tokens = _tokenise(tokenizer, text, spans, add_special_tokens=bos)
-            low, high = _without_padding(tokens.ids, ids, pad)
-            body = ids[low : high if padded else len(ids)]
-            if bos and list(body[:1]) != tokens.ids[:1]:
-                continue
-            return [(low + start, low + end) for start, end in _carried_over(tokens, spans, body, special)]
-        except CannotAlign as failure:
-            failures.append(failure)
-    raise failures[0]
+
+    def read(bos: bool, padded: bool) -> list[Span]:
+        tokens = _tokenise(tokenizer, text, spans, add_special_tokens=bos)
+        low, high = _without_padding(tokens.ids, ids, pad) if padded else (0, len(ids))
+        pieces = [piece for span in spans for piece in tokens.pieces(span, media_ids)]
+        found = _carried_over(tokens.ids, pieces, ids[low:high], special)
+        return [(low + start, low + end) for start, end in found]
+
+    try:
+        return read(bos=False, padded=False)
+    except CannotAlign:
+        # Pad tokens may hide the stop tokens they are equal to. And where no special token comes before an
+        # answer, the one that the tokenizer puts in front must be counted.
+        for bos, padded in ((False, True), (True, False), (True, True)):
+            with suppress(CannotAlign):
+                return read(bos, padded)
+        raise
 
 
 def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> _Tokens:
@@ -103,17 +110,16 @@ def _tokenise_in_pieces(tokenizer: Any, text: str, spans: Sequence[Span], bos: b
 
 
 def _carried_over(
-    tokens: _Tokens, spans: Sequence[Span], body: Sequence[int], special: frozenset[int]
+    text: Sequence[int], pieces: Iterable[Span], body: Sequence[int], special: frozenset[int]
 ) -> Iterator[Span]:
-    """Token positions of the spans in ``body``; spans that a cut has left nothing of are passed over.
+    """Positions in ``body`` of pieces of the text's tokens; what a cut has left nothing of is passed over.
 
     A position is the nearest anchor before it plus the plain tokens in between; or, where tokens were put in
     there (a medium, what a hook inserts behind the assistant's marker), the nearest anchor after it.
     """
-    at, to = _anchors(tokens.ids, body, special)
-    for span in spans:
-        first, last = tokens.covering(span)
-        wanted = tokens.ids[first:last]
+    at, to = _anchors(text, body, special)
+    for first, last in pieces:
+        wanted = list(text[first:last])
         before, after = bisect.bisect_right(at, first) - 1, bisect.bisect_left(at, last - 1)
         if before >= len(to):
             continue  # even its anchor is behind the cut
@@ -126,7 +132,7 @@ def _carried_over(
         if start >= len(body):
             continue
         if found != wanted[: len(body) - start]:
-            raise CannotAlign(f"tokens {start} on do not read as the answer at characters {span}")
+            raise CannotAlign(f"tokens {start} on do not read as tokens {first} to {last} of the text do")
         yield start, start + len(found)
 
 
@@ -144,16 +150,15 @@ def _without_padding(text: Sequence[int], ids: Sequence[int], pad: int | None) -
 def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) -> list[list[int]]:
     """Positions of the special tokens that both have, in the text and in the ids (fewer, after a cut).
 
-    Expanding a medium adds tokens but keeps the others and their order. So a kind of token of which there are
-    more than the text says (the brackets around each frame) is no anchor, nor is one that is out of order.
+    Expanding a medium adds tokens but keeps the others and their order. So a kind of token that comes out of
+    order (the brackets around each frame of a video) is no anchor.
     """
-    in_text, in_body = Counter(text), Counter(body)
-    kinds = {token for token in special & in_text.keys() if in_body[token] <= in_text[token]}
+    kinds, present = set(special), frozenset(body)
     while True:
         at = [place for place, token in enumerate(text) if token in kinds]
         to = [place for place, token in enumerate(body) if token in kinds]
         wrong = next(((text[a], body[b]) for a, b in zip(at, to, strict=False) if text[a] != body[b]), None)
         if wrong is None:
-            return [at, to]
+            return [at, to[: len(at)]]
         # The text's token is nowhere: it was expanded. Else the other one was put in.
-        kinds.discard(wrong[0] if not in_body[wrong[0]] else wrong[1])
+        kinds.discard(wrong[0] if wrong[0] not in present else wrong[1])

@@ -1,0 +1,219 @@
+"""The collate function for any processor with a chat template: examples go in, a batch comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packhorse.chat import IGNORE_INDEX, chat_template
+from packhorse.collate_fns.contract import (
+    call,
+    is_transformers,
+    logger,
+    pad_token_id,
+    padding_side,
+    takes_grouped_options,
+)
+from packhorse.collate_fns.finish import cast_pixels, counted, per_token, shifted
+from packhorse.collate_fns.labels import build_labels_from_template
+from packhorse.collate_fns.media import _count_media_per_sample, _drop_overlong_samples, leave_out
+from packhorse.collate_fns.pad import pad_last, pad_samples
+from packhorse.collate_fns.prepare import (
+    Ready,
+    all_media,
+    flat_options,
+    grouped_options,
+    has_audio,
+    hide_fakes,
+    make_ready,
+    parse_batch,
+)
+from packhorse.errors import ConfigError
+from packhorse.families import Family, Generic, family_of
+
+Batch = dict[str, Any]
+Hook = Callable[[Batch, Any], Mapping[str, Any]]
+Make = Callable[[Sequence[Ready]], Mapping[str, Any]]
+
+
+def default_collate_fn(
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    max_length: int | None = None,
+    _post_tokenize_hook: Hook | None = None,
+    *,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
+) -> Batch:
+    """Load the media of a batch, run the processor once, label the answers, shift by one.
+
+    A batch with videos of a family that Packhorse knows is encoded sample by sample and joined: processors
+    differ in which films they take in one call (one alone, equally long ones, one rate for all).
+
+    Args:
+        examples: in the documented format; they are not changed. Media may be paths, bytes or decoded.
+        processor: anything with ``apply_chat_template(conversations, tokenize=True, return_dict=True,
+            return_tensors="pt", padding=…)``. Position ids are not made up: models compute their own.
+        max_length: leave out longer samples (logged, and in the ledger as ``too_long``) and pad to this many
+            tokens; None pads to the longest sample.
+        _post_tokenize_hook: called as ``hook(batch, processor) -> batch`` before labels are made.
+        pixel_dtype: what pixels are cast to; None leaves them as the processor makes them.
+
+    Returns:
+        The processor's tensors, those per token [B, S - 1]; ``labels`` [B, S - 1], each the next token;
+        ``n_images_per_sample`` and ``n_videos_per_sample`` [B] where there is any. Tokens of fake images
+        (``_injected_fake``) and padding have ``attention_mask`` 0. Rows come in the order of the examples,
+        but for Qwen models those with a fake image come last.
+
+    Raises:
+        BadSample: (a ``ValueError``) a medium cannot be loaded, text and media do not agree, or all samples
+            are too long.
+        ConfigError: (a ``ValueError``) the batch is empty, or the processor has no chat template.
+    """
+    family = family_of(processor)
+    if not hasattr(processor, "apply_chat_template"):
+        raise ConfigError(
+            f"{type(processor).__name__} has no apply_chat_template: use the function that "
+            "packhorse.collate_fns.COLLATE_FNS has for it, or pad_collate_fn on encoded samples"
+        )
+
+    def make(ready: Sequence[Ready]) -> Batch:
+        batch = _tokenised(ready, processor, family, max_length)
+        _check_media(batch, ready, processor, family)
+        batch = hide_fakes(batch, ready, processor, family)
+        return dict(_post_tokenize_hook(batch, processor)) if _post_tokenize_hook else batch
+
+    batch, ready = within_length(examples, processor, family, max_length, make)
+    return finish(cast_pixels(batch, pixel_dtype), ready, processor, family)
+
+
+def llava_onevision_collate_fn(
+    examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None
+) -> Batch:
+    """:func:`default_collate_fn` for LLaVA-OneVision.
+
+    Images are handed over sample by sample, which decides how many tokens each has: one alone is tiled,
+    several are not.
+    """
+    return default_collate_fn(examples, processor, max_length)
+
+
+def within_length(
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    family: Family,
+    max_length: int | None,
+    make: Make,
+) -> tuple[Batch, list[Ready]]:
+    """Make the batch of those examples that have at most ``max_length`` tokens, padded to that many.
+
+    Most are left out before their media are loaded; what only the processor could tell is left out after it
+    ran, and it runs again on the others.
+    """
+    parse_batch(examples)
+    kept = _drop_overlong_samples([one["conversation"] for one in examples], processor, max_length)[1]
+    ready = make_ready([examples[place] for place in kept], processor, family)
+    batch = dict(make(ready))
+    if max_length is None:
+        return batch, ready
+    lengths = _lengths(batch)
+    if max(lengths) > max_length:
+        leave_out(lengths, max_length)
+        ready = [one for one, length in zip(ready, lengths, strict=True) if length <= max_length]
+        batch = dict(make(ready))
+    return batch, ready
+
+
+def finish(
+    batch: Mapping[str, Any],
+    ready: Sequence[Ready],
+    processor: Any,
+    family: Family,
+    counts: tuple[list[int], list[int]] | None = None,
+) -> Batch:
+    """Labels, counts and the shift.
+
+    Args:
+        batch: tensors per token [B, S], and media.
+        ready: what it was made of.
+        processor: made it.
+        family: the processor's.
+        counts: images and videos of each sample, where they are not those of the conversations.
+    """
+    conversations = [one.turns for one in ready]
+    labels = build_labels_from_template(batch["input_ids"], conversations, processor)
+    if "attention_mask" in batch:
+        labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
+    images, videos = counts or _count_media_per_sample(conversations)
+    return shifted(counted({**batch, "labels": labels}, images, videos), family)
+
+
+def _tokenised(ready: Sequence[Ready], processor: Any, family: Family, max_length: int | None) -> Batch:
+    films = any(one.media.videos for one in ready)
+    if films and is_transformers(processor) and not isinstance(family, Generic):
+        return _one_by_one(ready, processor, family, max_length)
+    method = processor.apply_chat_template
+    conversations = [[dict(turn) for turn in one.turns] for one in ready]  # some write into them
+    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    if not takes_grouped_options(method):
+        # A flat max_length would reach the extractor of sound too.
+        fixed = max_length is not None and not has_audio(ready)
+        options |= {"padding": "max_length", "max_length": max_length} if fixed else {"padding": True}
+        batch = dict(call(method, conversations, **options, **flat_options(ready, family)))
+        return batch if fixed else padded_to(batch, processor, family, max_length)
+    grouped = grouped_options(ready, processor, family)
+    # Not as plain options: those reach the extractor of sound too, which would pad and cut by them.
+    text = {**grouped.get("text_kwargs", {}), "padding": True}
+    options["processor_kwargs"] = {**grouped, "text_kwargs": text}
+    if not isinstance(family, Generic):
+        # One of them takes another template when it sees a video.
+        options["chat_template"] = chat_template(processor)
+    return padded_to(dict(call(method, conversations, **options)), processor, family, max_length)
+
+
+def _check_media(batch: Batch, ready: Sequence[Ready], processor: Any, family: Family) -> None:
+    """Notice a processor whose template tokenises and forgets the media."""
+    media = all_media(ready)
+    number = len(media.images) + len(media.videos) + len(media.audios)
+    if not number or any(key not in per_token(batch, family) for key in batch):
+        return
+    name = type(processor).__name__
+    what = f"{name}.apply_chat_template returned no tensor for the {number} media of the batch"
+    if not isinstance(family, Generic):
+        raise ConfigError(f'{what}: use packhorse.collate_fns.COLLATE_FNS["{name}"]')
+    logger.warning(what)
+
+
+def _one_by_one(ready: Sequence[Ready], processor: Any, family: Family, max_length: int | None) -> Batch:
+    samples = []
+    for one in ready:
+        encoded = family.encode(one.decoded(), processor)
+        samples.append({**encoded.tokens, **encoded.media})
+    side = padding_side(processor)
+    batch = pad_samples(samples, family, pad_token_id(processor), side=side)
+    return padded_to(batch, processor, family, max_length)
+
+
+def padded_to(batch: Batch, processor: Any, family: Family, width: int | None) -> Batch:
+    """The batch with its tensors per token filled up to ``width`` on the processor's side."""
+    if width is None or batch["input_ids"].shape[1] >= width:
+        return batch
+    pad, side = pad_token_id(processor), padding_side(processor)
+    filled = {
+        key: pad_last(batch[key], width, pad if key == "input_ids" else 0, side)
+        for key in per_token(batch, family)
+    }
+    return {**batch, **filled}
+
+
+def _lengths(batch: Mapping[str, Any]) -> list[int]:
+    """How long each row is without padding (tokens hidden from attention in its midst count)."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return [batch["input_ids"].shape[1]] * len(batch["input_ids"])
+    lengths = []
+    for row in mask:
+        places = row.nonzero().flatten()
+        lengths.append(int(places[-1] - places[0]) + 1 if len(places) else 0)
+    return lengths

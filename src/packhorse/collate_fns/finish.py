@@ -1,0 +1,78 @@
+"""What every collate function does last: count media, bring pixels to the model's type, shift by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packhorse.chat import TOKEN_KEYS, shift_tokens
+from packhorse.families import FAMILIES, Family
+from packhorse.families.qwen3_omni import Qwen3Omni
+from packhorse.families.qwen_vl import Qwen2VL
+
+# Their models hand out the grids of images to attended image tokens, row by row, to find positions.
+_POSITIONS_FROM_GRIDS = (Qwen2VL, Qwen3Omni)
+_SHIFTED_THERE = frozenset({*TOKEN_KEYS, "labels", "position_ids"})
+
+
+def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> list[int]:
+    """In which order the samples become rows: as they are, or those with a fake image last.
+
+    The Qwen models pass over the hidden tokens of a fake image but not over its grid: the next row's image
+    would get that grid, and wrong positions (or the model stops). Behind the last real image it does no harm.
+
+    Args:
+        fakes: whether each sample's image is the fake one.
+        images: how many images each sample has.
+        family: decides whether that matters.
+    """
+    order = list(range(len(fakes)))
+    first = next((place for place in order if fakes[place]), len(order))
+    in_the_way = any(images[place] and not fakes[place] for place in order[first:])
+    if not in_the_way or not isinstance(family, _POSITIONS_FROM_GRIDS):
+        return order
+    return sorted(order, key=lambda place: fakes[place])
+
+
+def counted(batch: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> dict[str, Any]:
+    """The batch with ``n_images_per_sample`` and ``n_videos_per_sample`` [B], each where there is any."""
+    result = dict(batch)
+    if any(images):
+        result["n_images_per_sample"] = torch.tensor(images)
+    if any(videos):
+        result["n_videos_per_sample"] = torch.tensor(videos)
+    return result
+
+
+def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """The batch with its pixels as ``dtype``; masks, grids and sound stay as they are, all with None."""
+    result = dict(batch)
+    for key, value in batch.items():
+        pixels = "pixel_values" in key and isinstance(value, torch.Tensor) and value.is_floating_point()
+        if pixels and dtype is not None:
+            result[key] = value.to(dtype)
+    return result
+
+
+def shifted(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The autoregressive shift of labels and of every tensor per token."""
+    result = shift_tokens(batch)
+    for key in per_token(batch, family) - _SHIFTED_THERE:
+        result[key] = batch[key][:, :-1]
+    return result
+
+
+def per_token(batch: Mapping[str, Any], family: Family) -> set[str]:
+    """Keys of tensors [B, S] that have an entry for each token, those that only this processor has included.
+
+    No media tensor of any family is taken for one, whatever its shape.
+    """
+    shape = batch["input_ids"].shape
+    media = {key for known in (*FAMILIES, family) for key in known.layout}
+    return {
+        key
+        for key, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.shape == shape and key not in media
+    }

@@ -1,0 +1,263 @@
+"""Labels of a padded batch: the answers and the tokens that end them are learned, nothing else.
+
+Three ways, each tried where the one before cannot be certain: the rendered conversation is laid over the ids
+(exact; see :mod:`packhorse.chat`); the template's turn markers are looked for in the ids; the answers are
+tokenised by themselves and searched. The first needs a processor that can render the conversation, which
+costs one more rendering and tokenisation of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from packhorse.chat import (
+    IGNORE_INDEX,
+    CannotAlign,
+    answer_spans,
+    label_tokens,
+    tokenizer_of,
+    turn_markers,
+)
+from packhorse.collate_fns.contract import (
+    Turns,
+    is_transformers,
+    logger,
+    plain_turns,
+    render,
+    token_ids,
+    tolerated,
+)
+from packhorse.collate_fns.search import (
+    _extract_assistant_text,
+    is_stop,
+    learn,
+    search_answers,
+    tokens_or_nothing,
+)
+from packhorse.errors import ConfigError
+from packhorse.families import Encoded, Family, Generic, family_of
+from packhorse.ledger import default_ledger
+from packhorse.types import MEDIA_KINDS, Drop
+
+_IMSTART_TEMPLATE_PROCESSORS = frozenset(
+    {
+        "Qwen2VLProcessor",
+        "Qwen2_5_VLProcessor",
+        "Qwen3VLProcessor",
+        "Qwen3VLMoeProcessor",
+        "Qwen2_5OmniProcessor",
+        "Qwen3OmniMoeProcessor",
+        "InternVLProcessor",
+        "LlavaOnevisionProcessor",
+        "NemotronH_Omni_Reasoning_V3Processor",
+    }
+)
+"""Processors whose templates are ChatML: their marker is believed even where they cannot render."""
+
+_IM_START, _IM_END = "<|im_start|>", "<|im_end|>"
+
+
+def build_labels_from_template(
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
+) -> torch.Tensor:
+    """Labels [B, S] for ids [B, S]: answers with their end-of-turn token; :data:`IGNORE_INDEX` elsewhere.
+
+    Whatever a user types, a literal ``<|im_start|>assistant`` included, never becomes a label; nor do media
+    tokens and padding. A row in which nothing is learned is logged and recorded in the ledger.
+
+    Args:
+        input_ids_batch: what the processor made of the conversations; rows may be padded on either side, or
+            cut at the end.
+        conversations: the turns of each row, in the documented format.
+        processor: anything with ``apply_chat_template`` or at least a ``tokenizer``.
+    """
+    family = family_of(processor)
+    media = media_ids(processor, family)
+
+    def row(ids: list[int], conversation: Turns) -> list[int]:
+        try:
+            return _laid_over(ids, conversation, processor, family, media)
+        except CannotAlign:
+            pass
+        try:
+            return _between_markers(ids, conversation, processor, media)
+        except CannotAlign:
+            return search_answers(ids, conversation, processor, media)
+
+    rows = [row(ids, conversation) for ids, conversation in _rows(input_ids_batch, conversations)]
+    return _reported(rows, input_ids_batch)
+
+
+def build_labels(
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
+) -> torch.Tensor:
+    """Labels [B, S] by tokenising each answer alone and looking for it in the ids; the last resort.
+
+    A blank that the template puts before an answer may change its first token, so that may differ. The token
+    that ends the turn is learned too. An answer that is not found is logged.
+    """
+    media = media_ids(processor, family_of(processor))
+    rows = [
+        search_answers(ids, turns, processor, media) for ids, turns in _rows(input_ids_batch, conversations)
+    ]
+    return _reported(rows, input_ids_batch)
+
+
+def media_ids(processor: Any, family: Family) -> frozenset[int]:
+    """The ids that stand for media, as far as the processor tells."""
+    tokenizer = tokenizer_of(processor)
+    known: frozenset[int] = frozenset()
+    if callable(getattr(tokenizer, "convert_tokens_to_ids", None)):
+        with suppress(*tolerated(processor, ConfigError)):
+            known = family.media_token_ids(processor)
+    if known and not isinstance(family, Generic):
+        return known
+    owners = (processor, tokenizer)
+    found = (getattr(owner, f"{kind}_token_id", None) for owner in owners for kind in MEDIA_KINDS)
+    return known | {number for number in found if isinstance(number, int)}
+
+
+# --- the rendered text laid over the ids ------------------------------------------------------------------
+
+
+def _laid_over(
+    ids: list[int], conversation: Turns, processor: Any, family: Family, media: frozenset[int]
+) -> list[int]:
+    turns = plain_turns(conversation, family)
+    try:
+        text = render(processor, family, turns)
+        if isinstance(family, Generic) or not is_transformers(processor):
+            spans = answer_spans(processor, turns, text, lambda changed: render(processor, family, changed))
+        else:
+            spans = family.answer_spans(processor, Encoded(text, turns, {}, {}))
+        labels = label_tokens(processor, text, spans, ids, media)
+        return labels if turn_markers(processor).stop is not None else _with_stops(labels, ids, processor)
+    except CannotAlign:
+        raise
+    except tolerated(processor, ConfigError) as error:
+        raise CannotAlign(f"{type(processor).__name__} does not render the conversation: {error}") from error
+
+
+def _with_stops(labels: list[int], ids: Sequence[int], processor: Any) -> list[int]:
+    """Learn the token behind each answer if it ends a turn; for tokenizers that name no special tokens."""
+    ends = [
+        place
+        for place in range(1, len(labels))
+        if labels[place] == IGNORE_INDEX != labels[place - 1] and is_stop(ids[place], processor)
+    ]
+    for place in ends:
+        labels[place] = ids[place]
+    return labels
+
+
+# --- turn markers -----------------------------------------------------------------------------------------
+
+
+def _get_assistant_marker(tokenizer: Any) -> list[int] | None:
+    r"""The ids of ``<|im_start|>assistant\n``, or None where ``<|im_start|>`` is no token of its own."""
+    start = _token_id(tokenizer, _IM_START)
+    if start is None:
+        return None
+    ids = token_ids(tokenizer, f"{_IM_START}assistant\n")
+    return ids if ids[:1] == [start] else [start, *token_ids(tokenizer, "assistant\n")]
+
+
+def _get_stop_token_id(tokenizer: Any) -> int | None:
+    """The id of ``<|im_end|>``, or None where the tokenizer has no such token."""
+    return _token_id(tokenizer, _IM_END)
+
+
+def _token_id(tokenizer: Any, token: str) -> int | None:
+    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+    if convert is None:
+        return None
+    number = convert(token)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return None if not isinstance(number, int) or number == unknown else number
+
+
+def _markers(processor: Any) -> tuple[list[int], int]:
+    """How an assistant turn begins and ends in ids.
+
+    Raises:
+        CannotAlign: the processor does not tell.
+    """
+    if type(processor).__name__ not in _IMSTART_TEMPLATE_PROCESSORS:
+        with suppress(*tolerated(processor, CannotAlign)):
+            found = turn_markers(processor)
+            if found.assistant and found.stop is not None:
+                return list(found.assistant), found.stop
+    tokenizer = tokenizer_of(processor)
+    with suppress(*tolerated(processor)):
+        marker, stop = _get_assistant_marker(tokenizer), _get_stop_token_id(tokenizer)
+        if marker is not None and stop is not None:
+            return marker, stop
+    raise CannotAlign(f"{type(tokenizer).__name__} does not tell how an answer begins and ends")
+
+
+def _between_markers(ids: list[int], conversation: Turns, processor: Any, media: frozenset[int]) -> list[int]:
+    """Label what follows each marker that the template wrote, up to the stop token.
+
+    Which of the markers were typed is known from the texts of the conversation; where they do not add up,
+    nothing is guessed.
+    """
+    marker, stop = _markers(processor)
+    tokenizer = tokenizer_of(processor)
+    places = _places(ids, marker)
+    written: list[int | None] = []  # one entry per marker: typed stop tokens in the answer; None if typed
+    for turn in conversation:
+        typed = tokens_or_nothing(tokenizer, _extract_assistant_text(turn), processor)
+        if turn.get("role") == "assistant":
+            written.append(typed.count(stop))
+        written.extend([None] * len(_places(typed, marker)))
+    if len(places) != len(written):
+        raise CannotAlign(f"{len(places)} assistant markers in the ids where {len(written)} were expected")
+    labels = [IGNORE_INDEX] * len(ids)
+    for place, typed_stops in zip(places, written, strict=True):
+        if typed_stops is None:
+            continue
+        start = place + len(marker)
+        stops = [at for at in range(start, len(ids)) if ids[at] == stop]
+        cut_off = len(stops) <= typed_stops
+        end = _end_without_padding(ids, tokenizer) if cut_off else stops[typed_stops] + 1
+        learn(labels, ids, start, end, media)
+    return labels
+
+
+def _end_without_padding(ids: Sequence[int], tokenizer: Any) -> int:
+    pad, end = getattr(tokenizer, "pad_token_id", None), len(ids)
+    while end and ids[end - 1] == pad:
+        end -= 1
+    return end
+
+
+def _places(ids: Sequence[int], pattern: Sequence[int]) -> list[int]:
+    width, wanted = len(pattern), list(pattern)
+    return [at for at in range(len(ids) - width + 1) if list(ids[at : at + width]) == wanted]
+
+
+# --- what all ways share ----------------------------------------------------------------------------------
+
+
+def _rows(input_ids_batch: torch.Tensor, conversations: Sequence[Turns]) -> Iterable[tuple[list[int], Turns]]:
+    if len(input_ids_batch) != len(conversations):
+        raise ConfigError(f"{len(input_ids_batch)} rows of ids for {len(conversations)} conversations")
+    return zip(input_ids_batch.tolist(), conversations, strict=True)
+
+
+def _reported(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
+    labels = torch.tensor(rows, dtype=like.dtype, device=like.device).reshape(like.shape)
+    report_unsupervised(labels)
+    return labels
+
+
+def report_unsupervised(labels: torch.Tensor) -> None:
+    """Log and record each row of ``labels`` [B, S] in which nothing is learned."""
+    for row in (labels == IGNORE_INDEX).all(dim=1).nonzero().flatten().tolist():
+        detail = "no token of it is learned"
+        logger.warning("sample %d of a batch of %d: %s", row, len(labels), detail)
+        default_ledger().record(Drop("", "collate", "nothing_supervised", detail, "kept"))

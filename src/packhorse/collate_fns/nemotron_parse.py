@@ -1,0 +1,97 @@
+"""The collate function for Nemotron-Parse, an encoder and decoder for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, tokenizer_of
+from packhorse.collate_fns.contract import call, plain_turns, tolerated
+from packhorse.collate_fns.default import Batch
+from packhorse.collate_fns.finish import cast_pixels, counted, shifted
+from packhorse.collate_fns.labels import build_labels, report_unsupervised
+from packhorse.collate_fns.prepare import make_ready
+from packhorse.errors import ConfigError
+from packhorse.families import Encoded
+from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
+
+
+def nemotron_parse_collate_fn(
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    task_prompt: str = TASK_PROMPT,
+    *,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
+) -> Batch:
+    """Write ``task_prompt`` and the answer of each sample, and call the processor with them and the pages.
+
+    Args:
+        examples: in the documented format, each with one image; they are not changed. Of the turns only the
+            assistant's are used. The model learns where to stop only if answers end in ``</s>``.
+        processor: ``processor(images=…, text=…, padding=True, add_special_tokens=False,
+            return_tensors="pt")``; it needs no chat template.
+        task_prompt: what the decoder is told before each answer; not learned.
+        pixel_dtype: what pixels are cast to; None leaves them as the processor makes them.
+
+    Returns:
+        ``pixel_values``; ``input_ids``, ``attention_mask`` and ``labels`` [B, S - 1], shifted by one;
+        ``decoder_input_ids`` and ``decoder_attention_mask`` [B, S - 1]: shifted to the right from the
+        decoder's start token and then cut in step with ``labels``, so that each label is the token after its
+        input. ``n_images_per_sample`` [B].
+
+    Raises:
+        BadSample: (a ``ValueError``) an image is missing or cannot be loaded, or there are two.
+        ConfigError: (a ``ValueError``) the batch is empty, or the tokenizer names no start token.
+    """
+    family = NemotronParse(task_prompt)
+    ready = make_ready(examples, processor, family, check=False)
+    for place, one in enumerate(ready):
+        if not one.media.images:
+            raise family.bad(f"sample {place} of the batch has no image", one.conversation)
+    turns = [plain_turns(one.turns, family) for one in ready]
+    texts = [family.render(processor, each) for each in turns]
+    images = [one.media.images[0] for one in ready]
+    options = {"padding": True, "add_special_tokens": False, "return_tensors": "pt"}
+    batch = cast_pixels(dict(call(processor, images=images, text=texts, **options)), pixel_dtype)
+    ids = batch["input_ids"]
+    mask = batch.setdefault("attention_mask", torch.ones_like(ids))
+    start = _start_token_id(tokenizer_of(processor))
+    batch["labels"] = _labels(ids, mask, turns, texts, processor, family)
+    shifted_batch = shifted(counted(batch, [1] * len(ready), []), family)
+    inputs = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
+    seen = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], dim=1)
+    return {**shifted_batch, "decoder_input_ids": inputs[:, 1:], "decoder_attention_mask": seen[:, 1:]}
+
+
+def _start_token_id(tokenizer: Any) -> int:
+    """What the decoder begins with: its own start token, else that of a text, else its end."""
+    for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id"):
+        found = getattr(tokenizer, name, None)
+        if found is not None:
+            return int(found)
+    raise ConfigError(f"{type(tokenizer).__name__} has no decoder_start_token_id, bos_token or eos_token")
+
+
+def _labels(
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    turns: Sequence[list[dict[str, Any]]],
+    texts: Sequence[str],
+    processor: Any,
+    family: NemotronParse,
+) -> torch.Tensor:
+    try:
+        rows = [
+            label_tokens(
+                processor, text, family.answer_spans(processor, Encoded(text, each, {}, {})), row, frozenset()
+            )
+            for row, text, each in zip(ids.tolist(), texts, turns, strict=True)
+        ]
+    except tolerated(processor, CannotAlign):
+        labels = build_labels(ids, turns, processor)
+    else:
+        labels = torch.tensor(rows, dtype=ids.dtype)
+        report_unsupervised(labels)
+    return labels.masked_fill(mask == 0, IGNORE_INDEX)

@@ -1,0 +1,248 @@
+"""Padding: samples that are already encoded go in, one rectangular batch comes out.
+
+Whose a media tensor's entries are is read from the family's layout, never guessed from a shape. Costs one
+copy of every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
+from packhorse.collate_fns.contract import pad_token_id
+from packhorse.collate_fns.finish import counted, row_order, shifted
+from packhorse.errors import BadSample, ConfigError
+from packhorse.families import Family, Generic, family_of
+from packhorse.types import MediaKind, TensorLayout
+
+Sample = Mapping[str, Any]
+
+_PER_TOKEN = (*TOKEN_KEYS, "labels", "position_ids")
+_COUNTS: dict[str, MediaKind] = {"n_images": "image", "n_videos": "video"}
+
+
+def pad_collate_fn(
+    examples: Sequence[Sample], processor: Any, max_length: int | None = None
+) -> dict[str, Any]:
+    """Make a batch of samples from :class:`packhorse.datasets.PreTokenizedDatasetWrapper`.
+
+    Args:
+        examples: dicts with ``input_ids`` and ``labels`` (both [S], not shifted), usually
+            ``attention_mask`` and other tensors per token, and the media tensors of the family.
+        processor: tells the pad token and the family.
+        max_length: pad every batch to so many tokens; None pads to the longest sample.
+
+    Returns:
+        Tensors per token of shape [B, S - 1], padded on the right (ids with the pad token, masks and types
+        with 0, labels with :data:`~packhorse.chat.IGNORE_INDEX`) and shifted by one; media tensors joined
+        along axis 0, shorter ones filled up where the layout says that they may differ, and one row per
+        sample where the sample owns the axis; ``n_images_per_sample`` and ``n_videos_per_sample`` [B] where
+        there is such a medium. Where no tensor tells one medium from the next (InternVL's tiles), these
+        count rows, unless the samples bring ``n_images`` and ``n_videos``. Rows come in the order of the
+        samples, but for Qwen models samples with a fake image come last (see
+        :func:`~packhorse.collate_fns.finish.row_order`).
+
+    Raises:
+        BadSample: a sample is longer than ``max_length``.
+        ConfigError: (a ``ValueError``) there are no samples, the tokenizer has no pad token, or tensors do
+            not fit together; the message names key and shapes.
+    """
+    family = family_of(processor)
+    samples = _ordered(examples, family)
+    batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
+    images, videos = count_media(samples, family)
+    return shifted(counted(batch, images, videos), family)
+
+
+def _ordered(samples: Sequence[Sample], family: Family) -> list[Sample]:
+    # Before padding, only the tokens of a fake image are hidden.
+    masks = (sample.get("attention_mask") for sample in samples)
+    fakes = [mask is not None and not bool(torch.as_tensor(mask).all()) for mask in masks]
+    images = [int(sample.get("image_grid_thw") is not None) for sample in samples]
+    return [samples[place] for place in row_order(fakes, images, family)]
+
+
+def pad_samples(
+    samples: Sequence[Sample],
+    family: Family,
+    pad: int,
+    *,
+    max_length: int | None = None,
+    side: str = "right",
+    needs_labels: bool = False,
+) -> dict[str, Any]:
+    """The batch of :func:`pad_collate_fn` before the shift and without counts; ``side`` is where to pad."""
+    if not samples:
+        raise ConfigError("an empty batch: expected at least one sample")
+    rows = [_token_tensors(sample, place, needs_labels) for place, sample in enumerate(samples)]
+    lengths = [row["input_ids"].shape[-1] for row in rows]
+    width = max(lengths) if max_length is None else max_length
+    if max(lengths) > width:
+        raise BadSample(
+            f"a sample of {max(lengths)} tokens in a batch of max_length={width}: give the dataset the same "
+            "max_length (PreTokenizedDatasetWrapper leaves such samples out, or cuts them where media allow)",
+            reason="too_long",
+            stage="collate",
+        )
+    batch: dict[str, Any] = {}
+    for key in (key for key in _PER_TOKEN if any(key in row for row in rows)):
+        fill = {"input_ids": pad, "labels": IGNORE_INDEX}.get(key, 0)
+        columns = [_or_default(row, key) for row in rows]
+        _check_dimensions(key, columns)
+        filled = [pad_last(column, width, fill, side) for column in columns]
+        batch[key] = torch.stack(filled, dim=-2)  # [B, S], and [3, B, S] of [3, S]
+    return {**batch, **join_media(samples, family)}
+
+
+def _token_tensors(sample: Sample, place: int, needs_labels: bool) -> dict[str, torch.Tensor]:
+    needed = ("input_ids", "labels") if needs_labels else ("input_ids",)
+    missing = [key for key in needed if sample.get(key) is None]
+    if missing:
+        raise ConfigError(f"sample {place} of the batch has no {missing[0]}, only {', '.join(sample)}")
+    row = {key: torch.as_tensor(sample[key]) for key in _PER_TOKEN if sample.get(key) is not None}
+    row = {key: value[0] if value.dim() == 2 and len(value) == 1 else value for key, value in row.items()}
+    row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
+    length = row["input_ids"].shape[-1]
+    for key, value in row.items():
+        if value.shape[-1] != length or value.dim() > (2 if key == "position_ids" else 1):
+            raise ConfigError(
+                f"sample {place} of the batch: '{key}' is {tuple(value.shape)}, expected one entry for each "
+                f"of {length} tokens"
+            )
+    return row
+
+
+def _or_default(row: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    if key in row:
+        return row[key]
+    if key == "position_ids":
+        raise ConfigError("some samples of the batch have 'position_ids' and some have not")
+    return torch.full_like(row["input_ids"], IGNORE_INDEX if key == "labels" else 0)
+
+
+def _check_dimensions(key: str, columns: Iterable[torch.Tensor]) -> None:
+    found = {tuple(column.shape[:-1]) for column in columns}
+    if len(found) > 1:
+        raise ConfigError(f"'{key}' has leading axes {sorted(found)} in one batch, expected the same in all")
+
+
+def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str) -> torch.Tensor:
+    """Fill up the last axis to ``width``."""
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (missing, 0) if side == "left" else (0, missing), value=fill) if missing else tensor
+
+
+# --- media ------------------------------------------------------------------------------------------------
+
+
+def join_media(samples: Sequence[Sample], family: Family) -> dict[str, torch.Tensor]:
+    """The media tensors of all samples, joined along axis 0 as the family's layout says."""
+    keys = dict.fromkeys(key for sample in samples for key in sample if _is_media(key))
+    joined = {}
+    for key in keys:
+        given = [sample.get(key) for sample in samples]
+        layout = layout_of(key, given, family)
+        tensors = [None if value is None else torch.as_tensor(value) for value in given]
+        if all(tensor is None for tensor in tensors):
+            continue
+        if layout.owner == "sample":
+            tensors = _row_for_each(key, tensors)
+        present = [tensor for tensor in tensors if tensor is not None]
+        if layout.ragged:
+            present = _filled_up(key, present, family.fill.get(key, 0.0))
+        _check_alike(key, present)
+        joined[key] = torch.cat(present)
+    return joined
+
+
+def _is_media(key: str) -> bool:
+    return key not in _PER_TOKEN and key not in _COUNTS and not key.startswith("_")
+
+
+def layout_of(key: str, values: Iterable[Any], family: Family) -> TensorLayout:
+    """The declared layout of a media tensor; for processors nobody listed, one entry per medium.
+
+    Raises:
+        ConfigError: a known family does not declare it, or it is no tensor.
+    """
+    if key in family.layout:
+        return family.layout[key]
+    wrong = [value for value in values if value is not None and not hasattr(value, "shape")]
+    if not isinstance(family, Generic) or wrong:
+        what = f"a {type(wrong[0]).__name__}" if wrong else "a tensor"
+        raise ConfigError(
+            f"the samples hold '{key}' ({what}), which family '{family.name}' does not declare "
+            f"({', '.join(family.layout)}): take it out, or it would be lost"
+        )
+    kind: MediaKind = "video" if "video" in key else "audio" if "audio" in key else "image"
+    grid = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(key)
+    return TensorLayout((kind,), "rows" if grid else "item", grid)
+
+
+def _row_for_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Samples without a medium get a row of zeros, so that row and sample stay in step."""
+    like = next(tensor for tensor in tensors if tensor is not None)
+    wrong = [tuple(t.shape) for t in tensors if t is not None and (t.dim() == 0 or len(t) != 1)]
+    if wrong:
+        raise ConfigError(f"'{key}' of a sample has shape {wrong[0]}, expected one entry along axis 0")
+    return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
+
+
+def _filled_up(key: str, tensors: Sequence[torch.Tensor], fill: float) -> list[torch.Tensor]:
+    """All tensors with the largest size along every axis but the first."""
+    if len({tensor.dim() for tensor in tensors}) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ConfigError(f"'{key}' has shapes {shapes} in one batch: they differ in their number of axes")
+    sizes = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    filled = []
+    for tensor in tensors:
+        missing = [size - side for size, side in zip(sizes, tensor.shape[1:], strict=True)]
+        padding = [number for left in reversed(missing) for number in (0, left)]
+        filled.append(F.pad(tensor, padding, value=fill) if any(missing) else tensor)
+    return filled
+
+
+def _check_alike(key: str, tensors: Sequence[torch.Tensor]) -> None:
+    if len({tuple(tensor.shape[1:]) for tensor in tensors}) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ConfigError(
+            f"'{key}' has shapes {shapes} in one batch: all but the first axis must be the same (the family "
+            "does not declare it ragged)"
+        )
+
+
+def count_media(samples: Sequence[Sample], family: Family) -> tuple[list[int], list[int]]:
+    """How many images and videos each sample has, as far as its tensors tell."""
+    given = {kind: [_own_count(sample, name) for sample in samples] for name, kind in _COUNTS.items()}
+    counts = {
+        kind: [
+            _count(sample, kind, family) if own is None else own
+            for sample, own in zip(samples, owns, strict=True)
+        ]
+        for kind, owns in given.items()
+    }
+    return counts["image"], counts["video"]
+
+
+def _own_count(sample: Sample, name: str) -> int | None:
+    value = sample.get(name)
+    return None if value is None else int(value)
+
+
+def _count(sample: Sample, kind: MediaKind, family: Family) -> int:
+    """Entries of the first tensor that has one per medium; else rows of the kind's own tensor."""
+    layouts = {
+        key: layout_of(key, [value], family)
+        for key, value in sample.items()
+        if _is_media(key) and value is not None
+    }
+    own = {key: layout for key, layout in layouts.items() if layout.kinds[0] == kind}
+    for owner in ("item", "rows", "sample"):
+        for key, layout in own.items():
+            if layout.owner == owner and (owner != "rows" or layout.rows_from not in sample):
+                return len(sample[key])
+    return 0

@@ -1,0 +1,85 @@
+"""The collate function for Phi-4-multimodal: sound, images, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packhorse.collate_fns.contract import call, is_transformers, names
+from packhorse.collate_fns.default import Batch, finish
+from packhorse.collate_fns.prepare import Ready, hide_fakes, make_ready, rendered
+from packhorse.families import Family, family_of
+from packhorse.media import load_audio
+
+_IMAGE_KEYS = ("input_image_embeds", "image_pixel_values", "image_sizes", "image_attention_mask")
+_TEXT, _IMAGE, _AUDIO = 0, 1, 2  # input_mode; an image and sound together are 3
+
+
+def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) -> Batch:
+    """Render each conversation, then call the processor once with all texts, sounds and images.
+
+    Args:
+        examples: in the documented format; they are not changed. Sound is a part of the conversation, or an
+            ``audio`` field beside it (an (array, rate) pair, a dict with ``array`` and ``sampling_rate``, a
+            file, or a list of them) whose placeholder the text has typed out, as
+            :func:`packhorse.datasets.make_cv17_dataset` does.
+        processor: the model's own, which takes ``audios`` as (array, rate) pairs, or transformers', which
+            takes ``audio`` as arrays (they are resampled for it).
+
+    Returns:
+        The batch as :func:`~packhorse.collate_fns.default_collate_fn` describes it, padded to the longest
+        sample; pixels stay as the processor makes them. ``input_mode`` [1] is 0 for text, 1 with images, 2
+        with sound, 3 with both, if the processor does not set it. A batch without images has no image keys.
+
+    Raises:
+        BadSample: (a ``ValueError``) a medium cannot be loaded.
+    """
+    family = family_of(processor)
+    # A placeholder may be typed out here.
+    ready = make_ready(examples, processor, family, check=False)
+    sounds = [_sounds(example, one) for example, one in zip(examples, ready, strict=True)]
+    images = [one.media.images for one in ready]
+    options = _options(sounds, images, processor, family)
+    texts = rendered(ready, processor, family)
+    batch = dict(call(processor, text=texts, return_tensors="pt", **options))
+    if not any(images):
+        batch = {key: value for key, value in batch.items() if key not in _IMAGE_KEYS}
+    if batch.get("input_mode") is None:
+        mode = (_IMAGE if any(images) else _TEXT) + (_AUDIO if any(sounds) else _TEXT)
+        batch["input_mode"] = torch.tensor([mode])
+    return finish(hide_fakes(batch, ready, processor, family), ready, processor, family)
+
+
+def _sounds(example: Mapping[str, Any], one: Ready) -> list[tuple[Any, int]]:
+    """The (array, rate) pairs of a sample; those beside the conversation at their own rate."""
+    parts = [ref.source for ref in one.conversation.media if ref.kind == "audio"]
+    beside = example.get("audio")
+    if parts or beside is None:
+        return list(one.media.audios)
+    several = isinstance(beside, list) and not (len(beside) == 2 and isinstance(beside[1], int | float))
+    return [load_audio(source) for source in (beside if several else [beside])]
+
+
+def _options(
+    sounds: Sequence[Sequence[tuple[Any, int]]],
+    images: Sequence[Sequence[Any]],
+    processor: Any,
+    family: Family,
+) -> dict[str, Any]:
+    pairs = [pair for found in sounds for pair in found]
+    pictures = [image for found in images for image in found]
+    options: dict[str, Any] = {}
+    if is_transformers(processor):
+        options["text_kwargs"] = {"padding": True}
+        options |= {"images": [list(found) for found in images]} if pictures else {}
+    else:
+        options |= {"padding": True, **({"images": pictures} if pictures else {})}
+    if pairs and names(processor, "audio") and not names(processor, "audios"):
+        rate = family.sampling_rate
+        options["audio"] = [load_audio(pair, sampling_rate=rate)[0] for pair in pairs]
+        options |= {"audio_kwargs": {"sampling_rate": rate}} if is_transformers(processor) else {}
+    elif pairs:
+        options["audios"] = pairs
+    return options

@@ -1,0 +1,197 @@
+"""Media of conversations: found, counted, converted, measured; overlong samples left out by name."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from collate_stubs import GREETING, CallProcessor, CharTokenizer, StrictProcessor, chatml, said, text
+from PIL import Image
+
+from contract.calls import Raw, own_batch
+from contract.processors import FAMILIES, processor
+from contract.samples import clip, picture, tone, turns
+from packhorse.collate_fns import (
+    _count_media_per_sample,
+    _drop_overlong_samples,
+    _ensure_rgb,
+    _estimate_media_tokens,
+    _extract_image_config,
+    _extract_media_from_conversations,
+)
+from packhorse.errors import BadSample
+from packhorse.ledger import Ledger
+
+
+def asked(*media) -> list[dict]:
+    return said(("user", [*media, *text("What?")]), ("assistant", "A cat."))
+
+
+def image(source) -> dict:
+    return {"type": "image", "image": source}
+
+
+@pytest.fixture
+def ledger(monkeypatch):
+    made = Ledger()
+    monkeypatch.setattr("packhorse.collate_fns.media.default_ledger", lambda: made)
+    return made
+
+
+def test_media_come_as_the_parts_hold_them_in_the_order_of_the_text():
+    small = picture(8, 8)
+    conversations = [
+        asked(image(small), {"type": "video", "video": "a.mp4", "fps": 2}),
+        GREETING,
+        asked(image("b.png"), {"type": "audio", "audio": "c.wav"}),
+    ]
+    assert _extract_media_from_conversations(conversations) == ([small, "b.png"], ["a.mp4"])
+
+
+def test_without_media_there_is_none():
+    assert _extract_media_from_conversations([GREETING, said(("user", "Hi"))]) == (None, None)
+
+
+def test_images_and_videos_are_counted_for_each_sample():
+    video = {"type": "video", "video": ["1.png", "2.png"]}
+    conversations = [asked(image("a.png"), video, image("b.png")), GREETING, asked(video)]
+    assert _count_media_per_sample(conversations) == ([2, 0, 0], [1, 0, 1])
+    assert _count_media_per_sample([]) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "1", "LA", "I;16"])
+def test_any_image_becomes_rgb_in_place(mode):
+    part = image(Image.new(mode, (4, 3)))
+    conversation = asked(part)
+    assert _ensure_rgb([conversation, said(("user", "Hi"))])[0] is conversation
+    assert part["image"].mode == "RGB"
+    assert part["image"].size == (4, 3)
+
+
+def test_rgb_images_and_paths_stay():
+    rgb = picture(4, 4)
+    parts = [image(rgb), image("a.png")]
+    _ensure_rgb([asked(*parts)])
+    assert parts[0]["image"] is rgb
+    assert parts[1]["image"] == "a.png"
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        SimpleNamespace(patch_size=14, merge_size=2, min_pixels=100, max_pixels=900),
+        SimpleNamespace(patch_size=14, merge_size=2, size={"min_pixels": 100, "max_pixels": 900}),
+        SimpleNamespace(patch_size=14, merge_size=2, size={"shortest_edge": 100, "longest_edge": 900}),
+    ],
+)
+def test_the_geometry_of_images_is_read_from_the_processor(owner):
+    found = _extract_image_config(SimpleNamespace(image_processor=owner))
+    expected = {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 100, "max_pixels": 900}
+    assert found == expected
+
+
+def test_a_processor_without_that_geometry_has_none():
+    assert _extract_image_config(SimpleNamespace()) is None
+    assert _extract_image_config(processor("smolvlm")) is None
+
+
+def test_the_geometry_of_a_real_processor():
+    found = _extract_image_config(processor("qwen3_vl"))
+    assert (found["patch_size"], found["factor"]) == (16, 32)
+    assert (found["min_pixels"], found["max_pixels"]) == (4 * 32 * 32, 32 * 32 * 256)
+
+
+RAW = {
+    "image": Raw(turns("image", "image"), images=(picture(100, 60), picture(300, 200))),
+    "video": Raw(turns("video"), clips=(clip(6),)),
+    "audio": Raw(turns("audio"), sounds=(tone(16_000),)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in FAMILIES for kind in sorted(FAMILIES[name].modalities) if FAMILIES[name].chats],
+)
+def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
+    from packhorse.families import family_of
+
+    raw = RAW[kind]
+    media = iter(
+        [
+            *(image(one) for one in raw.images),
+            *({"type": "video", "video": frames, "video_metadata": told} for frames, told in raw.clips),
+            *({"type": "audio", "audio": (sound, 16_000)} for sound in raw.sounds),
+        ]
+    )
+    conversation = [
+        {**turn, "content": [part if part["type"] == "text" else next(media) for part in turn["content"]]}
+        for turn in raw.conversation
+    ]
+    ids = own_batch(name, [raw])["input_ids"][0].tolist()
+    content = family_of(processor(name)).media_token_ids(processor(name))
+    placeholders = len(raw.images) + len(raw.clips) + len(raw.sounds)
+    assert (
+        _estimate_media_tokens(conversation, processor(name))
+        == sum(token in content for token in ids) - placeholders
+    )
+
+
+def test_media_that_cannot_be_read_add_nothing(tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    parts = [image(str(tmp_path / "missing.png")), image(str(broken)), {"type": "image"}]
+    assert _estimate_media_tokens(asked(*parts), processor("qwen2_vl")) == 0
+
+
+def test_images_of_an_unknown_processor_are_measured_by_its_geometry(tmp_path):
+    path = tmp_path / "a.png"
+    picture(56, 84).save(path)
+    unknown = CallProcessor()
+    assert _estimate_media_tokens(asked(image(str(path))), unknown) == 0
+    unknown.image_processor = SimpleNamespace(patch_size=14, merge_size=2, min_pixels=1, max_pixels=10**6)
+    assert _estimate_media_tokens(asked(image(str(path)), image(picture(28, 28))), unknown) == 5
+    assert _estimate_media_tokens(asked({"type": "video", "video": "a.mp4"}), unknown) == 0
+
+
+def test_no_limit_leaves_all():
+    conversations = [GREETING, GREETING]
+    assert _drop_overlong_samples(conversations, object(), None) == (conversations, [0, 1])
+
+
+@pytest.mark.parametrize("made", [CallProcessor, StrictProcessor], ids=["renders", "cannot render"])
+def test_overlong_samples_are_left_out_and_named(made, ledger, caplog):
+    long = said(("user", "Why? " * 50), ("assistant", "So."))
+    with caplog.at_level(logging.WARNING):
+        kept, places = _drop_overlong_samples([GREETING, long, GREETING], made(), 100)
+    assert (kept, places) == ([GREETING, GREETING], [0, 2])
+    (entry,) = ledger
+    assert (entry.reason, entry.action, entry.stage) == ("too_long", "left_out", "collate")
+    assert "more than max_length=100" in entry.detail
+    assert "more than max_length=100" in caplog.text
+
+
+def test_images_count_towards_the_length(ledger):
+    conversation, words = asked(image(picture(280, 280))), asked()
+    text_tokens = len(own_batch("qwen2_vl", [Raw(turns("image", question="What?"))])["input_ids"][0])
+    real = processor("qwen2_vl")
+    assert _drop_overlong_samples([conversation], real, text_tokens + 99)[1] == [0]
+    assert _drop_overlong_samples([conversation, words], real, text_tokens + 98)[1] == [1]
+
+
+def test_a_batch_with_nothing_left_is_an_error_and_not_recorded(ledger):
+    with pytest.raises(ValueError, match="all 2 samples of the batch have more than max_length=5") as caught:
+        _drop_overlong_samples([GREETING, GREETING], CallProcessor(), 5)
+    assert isinstance(caught.value, BadSample)
+    assert caught.value.reason == "too_long"
+    assert len(ledger) == 0
+
+
+def test_a_tokenizer_that_only_encodes_is_enough(ledger):
+    class Encoder:
+        def encode(self, words, add_special_tokens):
+            return CharTokenizer()(words)["input_ids"]
+
+    stub = SimpleNamespace(tokenizer=Encoder(), apply_chat_template=lambda turns, tokenize: chatml(turns))
+    length = len(CharTokenizer()(chatml(GREETING))["input_ids"])
+    assert _drop_overlong_samples([GREETING], stub, length)[1] == [0]
+    with pytest.raises(ValueError, match="more than"):
+        _drop_overlong_samples([GREETING], stub, length - 1)

@@ -1,0 +1,223 @@
+"""The default collate function with small processors, wrapped ones, hooks and bad input."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from collate_stubs import GREETING, StrictProcessor, said, text
+
+from contract.processors import processor
+from contract.samples import picture, turns
+from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import default_collate_fn, make_robust_collate
+from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
+from packhorse.media import inject_fake_image
+
+HELLO = {"conversation": GREETING}
+SEEN = {
+    "conversation": said(
+        ("user", [{"type": "image", "image": picture(56, 56)}, *text("What is it?")]),
+        ("assistant", text("A cat.")),
+    )
+}
+
+
+def learned(tokenizer, batch) -> list[str]:
+    return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in batch["labels"]]
+
+
+def test_a_processor_with_the_documented_method_alone_is_enough():
+    stub = StrictProcessor()
+    batch = default_collate_fn([HELLO, SEEN], stub)
+    assert len(stub.calls) == 1
+    assert stub.calls[0]["padding"] is True
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    assert learned(stub.tokenizer, batch) == ["Hello!<|im_end|>", "A cat.<|im_end|>"]
+    assert batch["pixel_values"].dtype == torch.bfloat16
+    assert batch["n_images_per_sample"].tolist() == [0, 1]
+    assert "n_videos_per_sample" not in batch
+    assert "position_ids" not in batch
+
+
+def test_a_fixed_length_is_asked_of_a_small_processor():
+    stub = StrictProcessor()
+    batch = default_collate_fn([HELLO, HELLO], stub, 128)
+    assert (stub.calls[0]["padding"], stub.calls[0]["max_length"]) == ("max_length", 128)
+    assert batch["input_ids"].shape == (2, 127)
+
+
+def test_pixels_are_cast_as_asked():
+    batch = default_collate_fn([SEEN], processor("qwen2_vl"), pixel_dtype=torch.float16)
+    assert batch["pixel_values"].dtype == torch.float16
+    assert batch["image_grid_thw"].dtype == torch.int64
+    assert (
+        default_collate_fn([SEEN], processor("qwen2_vl"), pixel_dtype=None)["pixel_values"].dtype
+        == torch.float32
+    )
+
+
+class Everything(StrictProcessor):
+    """Returns what no other processor does."""
+
+    def apply_chat_template(self, conversations, **options):
+        batch = super().apply_chat_template(conversations, **options)
+        batch["stress"] = torch.ones_like(batch["input_ids"])
+        batch["note"] = "as it was"
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).repeat(3, len(conversations), 1)
+        return batch
+
+
+def test_every_tensor_per_token_is_shifted_and_all_else_stays():
+    batch = default_collate_fn([HELLO, HELLO], Everything())
+    assert batch["stress"].shape == batch["input_ids"].shape
+    assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
+    assert batch["note"] == "as it was"
+
+
+class Around:
+    """A processor around a processor."""
+
+    def __init__(self, processor):
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
+
+    def apply_chat_template(self, *args, **options):
+        return self.processor.apply_chat_template(*args, **options)
+
+
+class Through:
+    """Hands on what it does not have."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("wrap", [Around, Through])
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "internvl"])
+def test_a_wrapped_processor_makes_the_batch_of_the_one_inside(name, wrap):
+    examples = [{"conversation": turns()}, SEEN]
+    wrapped = default_collate_fn(examples, wrap(processor(name)))
+    plain = default_collate_fn(examples, processor(name))
+    assert wrapped.keys() == plain.keys()
+    for key, value in plain.items():
+        assert torch.equal(wrapped[key], value), key
+
+
+def test_a_subclass_is_served_as_its_family():
+    from transformers import Qwen2VLProcessor
+
+    class Mine(Qwen2VLProcessor):
+        pass
+
+    real = processor("qwen2_vl")
+    mine = Mine(
+        image_processor=real.image_processor,
+        video_processor=real.video_processor,
+        tokenizer=real.tokenizer,
+        chat_template=real.chat_template,
+    )
+    assert torch.equal(
+        default_collate_fn([SEEN], mine)["input_ids"], default_collate_fn([SEEN], real)["input_ids"]
+    )
+
+
+def test_a_hook_changes_the_batch_before_labels_are_made():
+    stub = StrictProcessor()
+
+    def add_a_blank(batch, given):
+        assert given is stub
+        assert "labels" not in batch
+        ids = batch["input_ids"]
+        more = {key: torch.nn.functional.pad(batch[key], (0, 3)) for key in ("input_ids", "attention_mask")}
+        assert ids.shape[0] == 2
+        return {**batch, **more}
+
+    batch = default_collate_fn([HELLO, HELLO], stub, None, add_a_blank)
+    plain = default_collate_fn([HELLO, HELLO], stub)
+    assert batch["input_ids"].shape[1] == plain["input_ids"].shape[1] + 3
+    assert learned(stub.tokenizer, batch) == learned(stub.tokenizer, plain)
+
+
+def test_a_mistake_in_a_hook_is_not_swallowed():
+    def broken(batch, given):
+        return nothing_of_this_name  # noqa: F821
+
+    collate = make_robust_collate(
+        [HELLO, HELLO],
+        functools.partial(default_collate_fn, processor=StrictProcessor(), _post_tokenize_hook=broken),
+    )
+    with pytest.raises(NameError):
+        collate([HELLO])
+
+
+def test_the_fake_image_of_an_unknown_processor_is_hidden_if_it_tells_its_token():
+    stub = StrictProcessor()
+    fake = inject_fake_image(HELLO)
+    with_mask = default_collate_fn([SEEN, fake], stub)
+    assert with_mask["attention_mask"][1].sum() == (with_mask["input_ids"][1] != 0).sum()
+    stub.image_token_id = 3
+    batch = default_collate_fn([SEEN, fake], stub)
+    assert (batch["attention_mask"][1][batch["input_ids"][1] == 3] == 0).all()
+    assert (batch["attention_mask"][0][batch["input_ids"][0] == 3] == 1).all()
+    assert batch["attention_mask"][1].sum() == with_mask["attention_mask"][1].sum() - 1
+
+
+def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, caplog):
+    """Timestamps are not in the estimate; the sample is too long by one token all the same."""
+    from contract.samples import clip
+
+    ledger = Ledger()
+    monkeypatch.setattr("packhorse.collate_fns.media.default_ledger", lambda: ledger)
+    frames, metadata = clip(6)
+    video = {"type": "video", "video": frames, "video_metadata": metadata}
+    film = {"conversation": said(("user", [video]), ("assistant", "A cat."))}
+    real = processor("qwen3_vl")
+    length = default_collate_fn([film], real)["input_ids"].shape[1] + 1
+    with caplog.at_level(logging.WARNING):
+        batch = default_collate_fn([film, {"conversation": turns()}], real, length - 1)
+    assert len(batch["input_ids"]) == 1
+    assert "n_videos_per_sample" not in batch
+    assert [entry.detail for entry in ledger] == [f"{length} tokens are more than max_length={length - 1}"]
+
+
+def test_a_message_keeps_what_else_it_holds():
+    """A template may write more of a turn than its content."""
+    real = processor("qwen2_vl")
+    stub = StrictProcessor()
+    conversation = [dict(turn, name="x") for turn in GREETING]
+    default_collate_fn([{"conversation": conversation}], stub)
+    assert all(turn["name"] == "x" for turn in stub.calls[0]["conversations"][0])
+    assert default_collate_fn([{"conversation": conversation}], real)["input_ids"].shape[0] == 1
+
+
+def test_a_processor_without_a_chat_template_is_refused():
+    with pytest.raises(ConfigError, match="NemotronParseProcessor has no apply_chat_template"):
+        default_collate_fn([SEEN], processor("nemotron_parse"))
+
+
+@pytest.mark.parametrize("example", [{}, {"conversation": "Hi"}, {"conversation": [{"content": "Hi"}]}])
+def test_an_example_in_another_format_is_refused(example):
+    with pytest.raises(BadSample):
+        default_collate_fn([example], processor("qwen2_vl"))
+
+
+def test_a_placeholder_typed_by_a_user_is_refused():
+    typed = {"conversation": turns(question="What is <|image_pad|>?")}
+    with pytest.raises(BadSample, match="cannot be told from a medium"):
+        default_collate_fn([typed], processor("qwen2_vl"))
+
+
+def test_a_batch_that_cannot_be_made_is_drawn_anew(tmp_path, monkeypatch):
+    broken = {"conversation": turns("image")}
+    broken["conversation"][0]["content"][0]["image"] = str(tmp_path / "missing.png")
+    dataset = [broken, SEEN, SEEN]
+    collate = make_robust_collate(
+        dataset, functools.partial(default_collate_fn, processor=processor("qwen2_vl"))
+    )
+    batch = collate([broken, SEEN])
+    assert batch["n_images_per_sample"].tolist() == [1, 1]

@@ -1,0 +1,116 @@
+"""Nemotron-Parse: prompt and answer for the decoder, a page for the encoder."""
+
+import copy
+
+import pytest
+import torch
+from collate_stubs import CharTokenizer, padded, said, text
+
+from contract.processors import build, processor
+from contract.samples import picture
+from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import nemotron_parse_collate_fn
+from packhorse.errors import BadSample
+
+PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
+
+
+def page(answer: str, question: str = "Read this.") -> dict:
+    parts = [{"type": "image", "image": picture(60, 80)}, *text(question)]
+    return {"conversation": said(("user", parts), ("assistant", text(answer)))}
+
+
+def learned(tokenizer, labels) -> list[str]:
+    return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "<s>Go:"])
+def test_the_batch_is_the_processors_own_of_prompt_and_answer(prompt):
+    real = processor("nemotron_parse")
+    answers = ["# Title\n\nA cat.</s>", "the end"]
+    batch = nemotron_parse_collate_fn([page(answer) for answer in answers], real, prompt)
+    own = real(
+        images=[picture(60, 80)] * 2,
+        text=[prompt + answer for answer in answers],
+        padding=True,
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    assert torch.equal(batch["input_ids"], own["input_ids"][:, :-1])
+    assert torch.equal(batch["attention_mask"], own["attention_mask"][:, :-1])
+    assert torch.equal(batch["pixel_values"], own["pixel_values"].to(torch.bfloat16))
+    assert learned(real.tokenizer, batch["labels"]) == answers
+    assert batch["n_images_per_sample"].tolist() == [1, 1]
+
+
+def test_every_label_is_the_token_after_its_decoder_input():
+    batch = nemotron_parse_collate_fn(
+        [page("A cat."), page("A very long answer.")], processor("nemotron_parse")
+    )
+    inputs, labels = batch["decoder_input_ids"], batch["labels"]
+    assert inputs.shape == labels.shape == batch["decoder_attention_mask"].shape
+    following = labels[:, :-1] != IGNORE_INDEX
+    assert torch.equal(labels[:, :-1][following], inputs[:, 1:][following])
+    assert torch.equal(batch["decoder_attention_mask"], batch["attention_mask"])
+
+
+def test_the_prompt_is_not_learned_even_if_the_answer_says_the_same():
+    real = processor("nemotron_parse")
+    batch = nemotron_parse_collate_fn([page("Go")], real, "<s>Go, Go")
+    assert learned(real.tokenizer, batch["labels"]) == ["Go"]
+    assert (batch["labels"][0] != IGNORE_INDEX).nonzero()[0] >= len(real.tokenizer.encode("<s>Go,")) - 1
+
+
+def test_padding_is_not_learned_where_it_is_the_end_token_too():
+    real = build("nemotron_parse")
+    real.tokenizer = copy.deepcopy(real.tokenizer)
+    real.tokenizer.pad_token = real.tokenizer.eos_token
+    batch = nemotron_parse_collate_fn([page("A cat.</s>"), page("A very long answer.</s>")], real)
+    assert learned(real.tokenizer, batch["labels"]) == ["A cat.</s>", "A very long answer.</s>"]
+
+
+class Small:
+    """Takes two lists and nothing else that it was not told about."""
+
+    def __init__(self, **tokens):
+        self.tokenizer = CharTokenizer()
+        self.tokenizer.eos_token_id = None
+        for name, value in tokens.items():
+            setattr(self.tokenizer, name, value)
+
+    def __call__(self, *, images, text, padding, return_tensors):
+        batch = padded([self.tokenizer(one)["input_ids"] for one in text])
+        return {**batch, "pixel_values": torch.ones(len(images), 3, 2, 2)}
+
+
+@pytest.mark.parametrize("token", ["decoder_start_token_id", "bos_token_id", "eos_token_id"])
+def test_any_token_that_can_start_the_decoder_will_do(token):
+    batch = nemotron_parse_collate_fn([page("A cat.")], Small(**{token: 1}))
+    assert batch["decoder_input_ids"].shape == batch["labels"].shape
+    assert learned(CharTokenizer(), batch["labels"]) == ["A cat."]
+
+
+def test_a_tokenizer_without_any_is_refused():
+    with pytest.raises(ValueError, match="no decoder_start_token_id"):
+        nemotron_parse_collate_fn([page("A cat.")], Small())
+
+
+def test_a_sample_needs_one_page():
+    real = processor("nemotron_parse")
+    with pytest.raises(BadSample, match="sample 1 of the batch has no image"):
+        nemotron_parse_collate_fn(
+            [page("A."), {"conversation": said(("user", "Hi"), ("assistant", "Ho"))}], real
+        )
+    two = page("A.")
+    two["conversation"][0]["content"] *= 2
+    with pytest.raises(BadSample, match="takes one page"):
+        nemotron_parse_collate_fn([two], real)
+    with pytest.raises(ValueError, match="empty batch"):
+        nemotron_parse_collate_fn([], real)
+
+
+def test_pixels_stay_as_they_are_if_asked():
+    real = processor("nemotron_parse")
+    assert (
+        nemotron_parse_collate_fn([page("A.")], real, pixel_dtype=None)["pixel_values"].dtype == torch.float32
+    )

@@ -1,0 +1,194 @@
+"""Encoded samples become one rectangular batch; nothing is lost, and nothing is mixed up."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from contract.processors import processor
+from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import pad_collate_fn
+from packhorse.errors import BadSample, ConfigError
+
+STUB = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=9))
+
+
+def sample(length: int, **more) -> dict:
+    ids = torch.arange(1, length + 1)
+    labels = ids.clone()
+    labels[: length // 2] = IGNORE_INDEX
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **more}
+
+
+def image(*grid: int, fill: float = 1.0) -> dict:
+    return {
+        "pixel_values": torch.full((grid[0] * grid[1] * grid[2], 6), fill),
+        "image_grid_thw": torch.tensor([grid]),
+    }
+
+
+def test_short_samples_are_filled_up_on_the_right_and_shifted():
+    batch = pad_collate_fn([sample(4, mm_token_type_ids=torch.ones(4, dtype=torch.long)), sample(2)], STUB)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 2, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 3, 4], [2, -100, -100]]
+    assert batch["mm_token_type_ids"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert batch.keys() == {"input_ids", "attention_mask", "labels", "mm_token_type_ids"}
+
+
+def test_one_sample_is_a_batch():
+    batch = pad_collate_fn([sample(3)], STUB)
+    assert batch["input_ids"].tolist() == [[1, 2]]
+    assert batch["labels"].tolist() == [[2, 3]]
+
+
+def test_a_fixed_length_is_kept():
+    assert pad_collate_fn([sample(3)], STUB, max_length=8)["input_ids"].shape == (1, 7)
+
+
+def test_a_sample_longer_than_the_fixed_length_is_refused_not_cut():
+    with pytest.raises(BadSample, match="a sample of 9 tokens in a batch of max_length=8") as caught:
+        pad_collate_fn([sample(9)], STUB, max_length=8)
+    assert caught.value.reason == "too_long"
+
+
+def test_media_are_joined_and_counted():
+    batch = pad_collate_fn(
+        [sample(4, **image(1, 2, 2)), sample(3), sample(3, **image(1, 2, 4, fill=2.0))], STUB
+    )
+    assert batch["pixel_values"].shape == (12, 6)
+    assert batch["pixel_values"][:, 0].tolist() == [1.0] * 4 + [2.0] * 8
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    assert batch["n_images_per_sample"].tolist() == [1, 0, 1]
+    assert "n_videos_per_sample" not in batch
+
+
+def test_videos_are_counted_apart():
+    video = {
+        "pixel_values_videos": torch.ones(8, 6),
+        "video_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]]),
+        "second_per_grid_ts": torch.tensor([1.0, 0.5]),
+    }
+    batch = pad_collate_fn([sample(4, **image(1, 2, 2)), sample(3, **video)], processor("qwen2_5_vl"))
+    assert batch["n_images_per_sample"].tolist() == [1, 0]
+    assert batch["n_videos_per_sample"].tolist() == [0, 2]
+    assert batch["second_per_grid_ts"].tolist() == [1.0, 0.5]
+
+
+def test_media_that_are_none_are_not_there():
+    batch = pad_collate_fn([sample(3, pixel_values=None, image_grid_thw=None)], STUB)
+    assert "pixel_values" not in batch
+
+
+def test_tiles_that_differ_in_number_are_filled_up_where_the_family_says_so():
+    def tiles(number):
+        return {
+            "pixel_values": torch.ones(1, number, 3, 2, 2),
+            "image_sizes": torch.tensor([[2, 2]]),
+            "batch_num_images": torch.tensor([1]),
+        }
+
+    batch = pad_collate_fn(
+        [sample(3, **tiles(4)), sample(3, **tiles(2)), sample(2)], processor("llava_onevision")
+    )
+    assert batch["pixel_values"].shape == (2, 4, 3, 2, 2)
+    assert batch["pixel_values"][1, 2:].abs().sum() == 0
+    assert batch["batch_num_images"].tolist() == [1, 1, 0]
+    assert batch["n_images_per_sample"].tolist() == [1, 1, 0]
+
+
+def test_a_tensor_that_the_sample_owns_has_a_row_for_every_sample():
+    def pictures(tiles):
+        return {
+            "pixel_values": torch.ones(1, tiles, 3, 2, 2),
+            "pixel_attention_mask": torch.ones(1, tiles, 2, 2, dtype=torch.long),
+        }
+
+    samples = [sample(2), sample(3, **pictures(1)), sample(3, **pictures(3))]
+    batch = pad_collate_fn(samples, processor("smolvlm"))
+    assert batch["pixel_values"].shape == (3, 3, 3, 2, 2)
+    assert batch["pixel_values"].flatten(1).sum(1).tolist() == [0, 12, 36]
+    assert batch["pixel_attention_mask"].flatten(1).sum(1).tolist() == [0, 4, 12]
+
+
+def test_what_a_mask_is_filled_up_with_is_the_familys_to_say():
+    def crops(number):
+        return {
+            "image_pixel_values": torch.ones(1, number, 3, 2, 2),
+            "image_attention_mask": torch.zeros(1, number, 2, 2),
+            "image_sizes": torch.tensor([[2, 2]]),
+        }
+
+    batch = pad_collate_fn([sample(3, **crops(1)), sample(3, **crops(2))], processor("phi4_mm"))
+    assert batch["image_attention_mask"].sum() == 4
+    assert batch["image_pixel_values"].sum() == 36
+
+
+def test_tensors_that_do_not_fit_together_are_named():
+    wide, narrow = sample(3, **image(1, 2, 2)), sample(3, **image(1, 2, 2))
+    narrow["pixel_values"] = narrow["pixel_values"][:, :5]
+    with pytest.raises(ConfigError, match=r"'pixel_values' has shapes \[\(4, 6\), \(4, 5\)\]"):
+        pad_collate_fn([wide, narrow], processor("qwen2_vl"))
+
+
+def test_a_tensor_that_the_family_does_not_declare_is_refused():
+    with pytest.raises(ConfigError, match="'smell' \\(a tensor\\), which family 'qwen2_vl' does not declare"):
+        pad_collate_fn([sample(3, smell=torch.ones(1))], processor("qwen2_vl"))
+    with pytest.raises(ConfigError, match=r"'smell' \(a str\)"):
+        pad_collate_fn([sample(3, smell="sweet")], STUB)
+
+
+def test_samples_may_bring_their_own_counts():
+    tiles = {"pixel_values": torch.ones(7, 3, 2, 2)}
+    samples = [sample(3, **tiles), sample(3)]
+    assert pad_collate_fn(samples, processor("internvl"))["n_images_per_sample"].tolist() == [7, 0]
+    samples = [sample(3, **tiles, n_images=2, n_videos=1), sample(3, n_images=0, n_videos=0)]
+    batch = pad_collate_fn(samples, processor("internvl"))
+    assert batch["n_images_per_sample"].tolist() == [2, 0]
+    assert batch["n_videos_per_sample"].tolist() == [1, 0]
+    assert "n_images" not in batch
+
+
+def test_notes_with_an_underscore_are_not_tensors():
+    assert "_key" not in pad_collate_fn([sample(3, _key="coco/1")], STUB)
+
+
+def test_positions_are_padded_and_shifted():
+    flat = pad_collate_fn([sample(n, position_ids=torch.arange(n)) for n in (4, 2)], STUB)
+    assert flat["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    three = pad_collate_fn([sample(n, position_ids=torch.arange(n).repeat(3, 1)) for n in (4, 2)], STUB)
+    assert three["position_ids"].shape == (3, 2, 3)
+    with pytest.raises(ConfigError, match="some have not"):
+        pad_collate_fn([sample(3, position_ids=torch.arange(3)), sample(3)], STUB)
+
+
+def test_types_may_come_with_a_batch_axis_of_one():
+    batch = pad_collate_fn([sample(3, mm_token_type_ids=torch.tensor([[0, 1, 0]]))], STUB)
+    assert batch["mm_token_type_ids"].tolist() == [[0, 1]]
+
+
+def test_lists_are_taken_too():
+    batch = pad_collate_fn([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}], STUB)
+    assert batch["labels"].tolist() == [[2, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1]]
+
+
+def test_a_tensor_of_another_length_is_named():
+    with pytest.raises(ConfigError, match=r"sample 1 of the batch: 'labels' is \(2,\), expected one entry"):
+        pad_collate_fn([sample(3), {**sample(3), "labels": torch.ones(2)}], STUB)
+
+
+def test_missing_ids_or_labels_are_named():
+    with pytest.raises(ConfigError, match="sample 0 of the batch has no labels"):
+        pad_collate_fn([{"input_ids": torch.ones(3)}], STUB)
+
+
+@pytest.mark.parametrize("tokenizer", [SimpleNamespace(pad_token_id=None), SimpleNamespace()])
+def test_a_tokenizer_without_a_pad_token_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="no pad token"):
+        pad_collate_fn([sample(3)], SimpleNamespace(tokenizer=tokenizer))
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="empty batch"):
+        pad_collate_fn([], STUB)

@@ -1,0 +1,98 @@
+"""Phi-4: sound beside the conversation or in it, images, and the mode that says which."""
+
+import numpy as np
+import pytest
+import torch
+from collate_stubs import CharTokenizer, chatml, padded, said, text
+
+from contract.processors import processor
+from contract.samples import picture, tone
+from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import phi4_mm_collate_fn
+
+
+class Remote:
+    """As the model's repository has it: ``audios`` are (array, rate) pairs; image keys come unasked."""
+
+    def __init__(self, mode=None):
+        self.tokenizer = CharTokenizer()
+        self.mode, self.calls = mode, []
+
+    def apply_chat_template(self, conversation, tokenize):
+        return chatml(conversation)
+
+    def __call__(self, *, text, return_tensors, padding, truncation, max_length, images=None, audios=None):
+        self.calls.append({"images": images, "audios": audios, "truncation": truncation, "padding": padding})
+        batch = padded([self.tokenizer(one)["input_ids"] for one in text])
+        batch["input_image_embeds"] = torch.zeros(1)
+        batch["image_sizes"] = torch.zeros(1)
+        batch["image_attention_mask"] = torch.zeros(1)
+        batch["input_audio_embeds"] = torch.zeros(len(audios or ()))
+        return batch if self.mode is None else {**batch, "input_mode": self.mode}
+
+
+def heard(audio=None, *, images=0) -> dict:
+    parts = [{"type": "image", "image": picture(32, 32)}] * images
+    example = {
+        "conversation": said(("user", [*parts, *text("Write it down.")]), ("assistant", text("Merhaba.")))
+    }
+    return example if audio is None else {**example, "audio": audio}
+
+
+PAIR = (tone(8_000), 16_000)
+
+
+def test_sound_is_passed_in_pairs_and_unused_image_keys_are_removed():
+    stub = Remote()
+    batch = phi4_mm_collate_fn([heard(PAIR), heard({"array": tone(4_000), "sampling_rate": 8_000})], stub)
+    (call,) = stub.calls
+    assert [(len(array), rate) for array, rate in call["audios"]] == [(8_000, 16_000), (4_000, 8_000)]
+    assert call["truncation"] is False
+    assert not {"input_image_embeds", "image_sizes", "image_attention_mask"} & batch.keys()
+    assert batch["input_mode"].tolist() == [2]
+    assert batch["input_ids"].shape == batch["labels"].shape
+    told = [stub.tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in batch["labels"]]
+    assert told == ["Merhaba.<|im_end|>"] * 2
+
+
+@pytest.mark.parametrize(
+    ("example", "mode"),
+    [(heard(), 0), (heard(images=1), 1), (heard(PAIR), 2), (heard(PAIR, images=1), 3)],
+    ids=["text", "image", "sound", "both"],
+)
+def test_the_mode_says_what_there_is(example, mode):
+    batch = phi4_mm_collate_fn([example], Remote())
+    assert batch["input_mode"].tolist() == [mode]
+    assert ("image_sizes" in batch) is (mode in (1, 3))
+
+
+def test_a_mode_that_the_processor_sets_stays():
+    assert phi4_mm_collate_fn([heard(PAIR)], Remote(mode=torch.tensor([7])))["input_mode"].tolist() == [7]
+
+
+def test_several_sounds_of_a_sample_are_a_list():
+    stub = Remote()
+    phi4_mm_collate_fn([heard([PAIR, PAIR, PAIR])], stub)
+    assert len(stub.calls[0]["audios"]) == 3
+    phi4_mm_collate_fn([heard([tone(10), 16_000])], stub)  # a pair that became a list on the way
+    assert len(stub.calls[1]["audios"]) == 1
+
+
+@pytest.mark.parametrize("placed", ["beside", "inside"])
+def test_transformers_processor_gets_arrays_at_its_own_rate(placed):
+    real = processor("phi4_mm")
+    stereo = (np.stack([tone(44_100), tone(44_100)]), 44_100)
+    if placed == "beside":
+        asked = f"{real.audio_token}Write it down."
+        example = {"conversation": said(("user", asked), ("assistant", "Merhaba.")), "audio": stereo}
+    else:
+        parts = [{"type": "audio", "audio": stereo}, *text("Write it down.")]
+        example = {"conversation": said(("user", parts), ("assistant", "Merhaba."))}
+    batch = phi4_mm_collate_fn([example, heard()], real)
+    audio = real.tokenizer.convert_tokens_to_ids(real.audio_token)
+    # One of the rates differs from the other by a fraction of a sample only.
+    assert (batch["input_ids"] == audio).sum(1).tolist() == [13, 0]
+    assert batch["audio_input_features"].shape[0] == 1
+    assert batch["input_mode"].tolist() == [2]
+    told = [real.tokenizer.decode(row[row != IGNORE_INDEX]) for row in batch["labels"]]
+    assert told == ["Merhaba.<|end|>"] * 2
