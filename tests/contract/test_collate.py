@@ -156,7 +156,7 @@ def test_encoded_samples_padded_are_the_batch_made_at_once(name, files):
         assert torch.equal(padded["n_images_per_sample"], at_once["n_images_per_sample"])
 
 
-BATCHES = [
+FOR_MODELS = [
     pytest.param(name, cases, id=f"{name}-{' + '.join(cases)}")
     for name in MODELS
     for cases in (("text", "one image", "two images"), ("video", "text"))
@@ -164,7 +164,7 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "cases"), BATCHES)
+@pytest.mark.parametrize(("name", "cases"), FOR_MODELS)
 def test_a_model_takes_the_batch_and_padding_does_not_change_what_it_says(name, cases, files):
     given, model = examples(name, cases, files), tiny_model(name).eval()
     samples = PreTokenizedDatasetWrapper(given, processor(name), on_bad="raise")

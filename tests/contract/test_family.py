@@ -336,3 +336,23 @@ def test_nemotron_parse_uses_the_task_prompt_where_the_user_says_nothing(files):
         labels = family.labels(made, encoded)
         assert encoded.text == prompt + "A cat." + stop
         assert made.tokenizer.decode(labels[labels != IGNORE_INDEX]) == "A cat." + stop
+
+
+def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_left_out(files):
+    made = build("qwen2_vl")
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    said = conversation("qwen2_vl", "one image", files)
+    said[0]["content"].append({"type": "text", "text": "<|image_pad|>"})
+    with pytest.raises(BadSample, match="1 times for 1 media, 1 of them typed out in a text"):
+        family_of(made).encode(parse_conversation({"conversation": said}), made)
+
+
+def test_a_template_that_refuses_a_conversation_makes_a_bad_sample():
+    made = build("qwen2_vl")
+    made.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(BadSample, match="the chat template refuses it: roles must alternate") as caught:
+        family_of(made).encode(asked(), made)
+    assert caught.value.reason == "wrong_format"

@@ -16,6 +16,7 @@ from contract.processors import FAMILIES, processor
 from contract.samples import picture
 from contract.tiny_models import MODELS, tiny_model
 from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import _inject_thinking_prefix_tokens
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample
 from packhorse.families import family_of
@@ -225,6 +226,19 @@ def test_a_hook_sees_the_batch_and_its_mistakes_are_not_swallowed() -> None:
     for policy in ("replace", "skip", "raise"):
         with pytest.raises(NameError):
             wrap("qwen2_vl", TEXT, TEXT, post_tokenize_hook=wrong, on_bad=policy)[0]
+
+
+def test_a_hook_that_inserts_tokens_does_not_uncover_or_widen_the_fake_image() -> None:
+    def with_prefix(result: dict[str, Any], given: Any) -> dict[str, Any]:
+        return _inject_thinking_prefix_tokens(result, given.tokenizer)
+
+    sample = wrap("gemma4", TEXT, post_tokenize_hook=with_prefix)[0]
+    visible = sample["input_ids"][sample["attention_mask"] == 1]
+    text = processor("gemma4").tokenizer.decode(visible)
+    assert "user\nCount.<turn|>" in text
+    assert "<|turn>model\n<|channel>thought\n<channel|>One, two." in text
+    assert "<|image|>" not in text
+    assert answers("gemma4", sample).startswith("One, two.")
 
 
 def test_a_sample_without_an_answer_is_delivered_and_reported() -> None:

@@ -92,15 +92,15 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _labelled(self, conversation: Conversation, fake: bool) -> dict[str, torch.Tensor]:
         encoded = self.family.encode(conversation, self.processor)
+        if fake:  # before the hook, which may move tokens and their mask
+            first, behind = fake_tokens(self.family, self.processor, encoded, conversation)
+            encoded.tokens["attention_mask"][first:behind] = 0
         if self.post_tokenize_hook is not None:
             encoded = self._hooked(encoded)
         try:
             labels = self.family.labels(self.processor, encoded)
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
-        if fake:
-            first, behind = fake_tokens(self.family, self.processor, encoded, conversation)
-            encoded.tokens["attention_mask"][first:behind] = 0
         return {**encoded.tokens, "labels": labels, **encoded.media}
 
     def _hooked(self, encoded: Encoded) -> Encoded:
@@ -165,7 +165,8 @@ def fake_tokens(
     melts with the image's own newlines into one token, goes with them.)
     """
     text = family.render(processor, family.turns(_without_first_image(conversation)))
-    options = family.text_arguments(processor, text).get("text_kwargs", {})
+    arguments = family.text_arguments(processor, text)
+    options = arguments.get("text_kwargs", arguments)  # some processors take them flat
     plain = list(tokenizer_of(processor)(text, **options)["input_ids"])
     ids = encoded.tokens["input_ids"].tolist()
     first = _common(ids, plain)
