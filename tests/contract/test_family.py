@@ -8,7 +8,7 @@ from contract.cases import ACCEPTED, CASES, REFUSED, STOPS, conversation, takes
 from contract.chat_templates import TRIMS_TEXT
 from contract.encoding import make
 from contract.processors import FAMILIES, build, processor
-from contract.samples import turns
+from contract.samples import clip, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.conversation import parse_conversation
 from packhorse.errors import BadSample, ConfigError
@@ -356,3 +356,26 @@ def test_a_template_that_refuses_a_conversation_makes_a_bad_sample():
     with pytest.raises(BadSample, match="the chat template refuses it: roles must alternate") as caught:
         family_of(made).encode(asked(), made)
     assert caught.value.reason == "wrong_format"
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY if "video" in FAMILIES[n].modalities])
+def test_a_film_three_pixels_high_is_not_taken_for_channels(name):
+    film, metadata = clip(4, width=90, height=3)
+    said = turns("video")
+    said[0]["content"][0] |= {"video": film, "video_metadata": metadata}
+    encoded = family_of(processor(name)).encode(parse_conversation({"conversation": said}), processor(name))
+    ((_, size),) = encoded.sizes
+    assert (size.total_frames, size.height, size.width) == (4, 3, 90)
+
+
+def test_smolvlm_keeps_its_own_template_and_joins_the_frames_of_a_sample(files):
+    made = build("smolvlm")
+    made.chat_template = made.chat_template.replace("<end_of_utterance>", "<end_of_utterance> .")
+    two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
+    encoded = family_of(made).encode(two, made)
+    assert "A cat.<end_of_utterance> .\n" in encoded.text
+    # One frame a second: 1 of the first film and 5 of the second, none of them padding.
+    assert (
+        encoded.media["pixel_values"].shape[:2] == encoded.media["pixel_attention_mask"].shape[:2] == (1, 6)
+    )
+    assert encoded.media["pixel_attention_mask"].all()

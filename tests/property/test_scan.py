@@ -4,14 +4,17 @@ import json
 import os
 import tempfile
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packhorse.datasets import _load_jsonl_for_rank, index
 from packhorse.datasets.scan import scan_array, scan_lines
 from packhorse.errors import ConfigError
+from packhorse.ledger import Ledger
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-1000, 1000) | st.text(max_size=12),
@@ -47,6 +50,32 @@ def test_lines_are_found_as_a_text_file_has_them(lines, ends, last_newline, bom,
     text = data.decode("utf-8-sig")
     assert rows == [json.loads(line) for line in text.split("\n") if line.strip()]
     assert starts[-1] == len(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lines=st.lists(st.one_of(OBJECTS.map(lambda o: json.dumps(o).encode()), BLANK), max_size=20),
+    last_newline=st.booleans(),
+    bom=st.booleans(),
+    chunk=st.integers(1, 64),
+    size=st.integers(1, 5),
+    rank=st.integers(0, 4),
+)
+def test_a_rank_that_parses_while_scanning_gets_the_rows_that_reading_gives_it(
+    lines, last_newline, bom, chunk, size, rank
+) -> None:
+    rank %= size
+    data = b"\n".join(lines) + b"\n" * last_newline
+    data = (b"\xef\xbb\xbf" if bom else b"") + data
+    rows = [json.loads(line) for line in data.decode("utf-8-sig").split("\n") if line.strip()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rows.jsonl")
+        with open(path, "wb") as file:
+            file.write(data)
+        with mock.patch.object(index, "_LOOKED_AT_CHUNK", chunk):
+            got, total = _load_jsonl_for_rank(path, 1.0, rank, size, ledger=Ledger())
+    assert total == len(rows)
+    assert got == rows[: len(rows) - len(rows) % size][rank::size]
 
 
 @settings(max_examples=400, deadline=None)

@@ -7,10 +7,11 @@ same size, time of change and first and last 64 KiB. A mangled index is built an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from logging import getLogger
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -18,7 +19,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from packhorse.datasets.cache import Fingerprint, cache_folder, cache_lock, digest, write_whole
-from packhorse.datasets.scan import Offsets, scan_array, scan_lines
+from packhorse.datasets.scan import CHUNK, Offsets, Onlooker, scan_array, scan_lines
 
 logger = getLogger(__name__)
 
@@ -26,6 +27,7 @@ Layout = Literal["lines", "array"]
 
 _FORMAT = "packhorse-index-1"
 _HEADER_BYTES = 512
+_LOOKED_AT_CHUNK = 1 << 22  # an onlooker keeps rows in memory: larger pieces cost it little
 # A smaller file is indexed in milliseconds: not worth a second file beside it.
 KEEP_FROM_BYTES = 1 << 22
 
@@ -57,10 +59,9 @@ class RowIndex:
             self._let_go()
         return start, stop
 
-    def spans(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+    def spans(self, rows: Offsets) -> tuple[Offsets, Offsets]:
         """First bytes, and bytes behind, of many rows."""
-        at = np.array(rows, np.int64)
-        starts, stops = self._offsets[at].tolist(), self._offsets[at + 1].tolist()
+        starts, stops = self._offsets[rows], self._offsets[rows + 1]
         self._let_go()
         return starts, stops
 
@@ -79,21 +80,31 @@ class RowIndex:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def open_index(path: str, layout: Layout, index_dir: str | None = None) -> tuple[RowIndex, Fingerprint]:
+def open_index(
+    path: str, layout: Layout, index_dir: str | None = None, onlooker: Onlooker | None = None
+) -> tuple[RowIndex, Fingerprint]:
     """The index of the rows of ``path``, and the state of the file that it holds for.
 
     Args:
         path: a local file.
         layout: ``"lines"`` for JSONL, ``"array"`` for a JSON array.
         index_dir: keep the index in this folder and look nowhere else.
+        onlooker: sees the lines as they are found, if the file has to be scanned: from the beginning, and
+            again from the beginning if an index could not be kept.
     """
     fingerprint = Fingerprint.of(path)
     if fingerprint.size < KEEP_FROM_BYTES:
-        return _scan(path, layout, fingerprint), fingerprint
+        return _scan(path, layout, fingerprint, onlooker), fingerprint
     homes = _homes(path, index_dir)
     index = _first_valid(homes, layout, fingerprint)
     if index is None:
-        index = _build(path, layout, fingerprint, homes)
+        # An onlooker is not made to wait while another process scans: it would have to read the file anyway.
+        with contextlib.nullcontext() if onlooker else cache_lock(f"index {homes[0]}"):
+            index = (
+                None if onlooker else _first_valid(homes, layout, fingerprint)
+            )  # another may have been first
+            if index is None:
+                index = _build_and_keep(path, layout, fingerprint, homes, onlooker)
     return index, fingerprint
 
 
@@ -113,16 +124,12 @@ def _first_valid(homes: list[Path], layout: Layout, fingerprint: Fingerprint) ->
     return None
 
 
-def _build(path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path]) -> RowIndex:
-    with cache_lock(f"index {homes[0]}"):
-        index = _first_valid(homes, layout, fingerprint)  # another process may have been first
-        return index if index is not None else _build_and_keep(path, layout, fingerprint, homes)
-
-
-def _build_and_keep(path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path]) -> RowIndex:
+def _build_and_keep(
+    path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path], onlooker: Onlooker | None
+) -> RowIndex:
     for home in homes:
         try:
-            write_whole(home, lambda file: _write(file, path, layout, fingerprint))
+            write_whole(home, lambda file: _write(file, path, layout, fingerprint, onlooker))
         except OSError as error:
             # Read-only folder, no space left, …: the next home, and in the end memory.
             logger.info("cannot keep the index of %s at %s (%s)", path, home, error)
@@ -131,26 +138,33 @@ def _build_and_keep(path: str, layout: Layout, fingerprint: Fingerprint, homes: 
         if index is not None:
             return index
     logger.warning("no folder to keep the index of %s in: holding it in memory", path)
-    return _scan(path, layout, fingerprint)
+    return _scan(path, layout, fingerprint, onlooker)
 
 
-def _scan(path: str, layout: Layout, fingerprint: Fingerprint) -> RowIndex:
-    return RowIndex(np.concatenate(list(_pieces(path, layout, fingerprint))))
+def _scan(path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None) -> RowIndex:
+    return RowIndex(np.concatenate(list(_pieces(path, layout, fingerprint, onlooker))))
 
 
-def _pieces(path: str, layout: Layout, fingerprint: Fingerprint) -> Iterator[Offsets]:
-    scan = scan_lines if layout == "lines" else scan_array
+def _pieces(
+    path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None
+) -> Iterator[Offsets]:
     fd = os.open(path, os.O_RDONLY)
     try:
-        yield from scan(fd, fingerprint.size, path)
+        if layout == "array":
+            yield from scan_array(fd, fingerprint.size, path)
+        else:
+            chunk = CHUNK if onlooker is None else _LOOKED_AT_CHUNK
+            yield from scan_lines(fd, fingerprint.size, path, chunk, onlooker)
     finally:
         os.close(fd)
 
 
-def _write(file: IO[bytes], path: str, layout: Layout, fingerprint: Fingerprint) -> None:
+def _write(
+    file: IO[bytes], path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None
+) -> None:
     file.write(b" " * _HEADER_BYTES)
     count = checksum = 0
-    for piece in _pieces(path, layout, fingerprint):
+    for piece in _pieces(path, layout, fingerprint, onlooker):
         file.write(piece.astype("<i8").tobytes())
         count += len(piece)
         checksum += int(piece.sum())

@@ -21,17 +21,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import orjson
 
 from packhorse.datasets.cache import local_file
 from packhorse.datasets.index import Layout, open_index
+from packhorse.datasets.scan import Offsets, Onlooker
 from packhorse.errors import BadSample, ConfigError
 
 Row = dict[str, Any]
 
 _BLOCK = 1 << 16  # rows looked up in the index at a time
-_RUN_BYTES = 1 << 20  # rows that lie within so many bytes are fetched with one call …
-_RUN_WASTE = 3  # … unless that would read more than so many times what is wanted
+_RUN_BYTES = 1 << 20  # about so many bytes are fetched with one call, if the rows asked for lie close
 
 
 class RowFile(ABC):
@@ -87,15 +88,23 @@ class JsonRows(RowFile):
         path: the local file.
         layout: ``"lines"`` or ``"array"``.
         index_dir: keep the index in this folder instead of beside the file.
+        onlooker: see :func:`open_index`.
     """
 
-    def __init__(self, name: str, path: str, layout: Layout, index_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        layout: Layout,
+        index_dir: str | None = None,
+        onlooker: Onlooker | None = None,
+    ) -> None:
         super().__init__(name, path)
         self.layout, self.index_dir = layout, index_dir
-        self._open()
+        self._open(onlooker)
 
-    def _open(self) -> None:
-        self._index, self._fingerprint = open_index(self.path, self.layout, self.index_dir)
+    def _open(self, onlooker: Onlooker | None = None) -> None:
+        self._index, self._fingerprint = open_index(self.path, self.layout, self.index_dir, onlooker)
         self._fd = os.open(self.path, os.O_RDONLY)
         self._counted = (0, 1)  # up to this byte so many lines were counted
 
@@ -112,21 +121,30 @@ class JsonRows(RowFile):
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
         """As :meth:`RowFile.read`; neighbouring rows are fetched with one call."""
-        numbers = map(self._checked, rows)
+        numbers = iter(rows)
         while block := list(itertools.islice(numbers, _BLOCK)):
-            starts, stops = self._index.spans(block)
-            first = 0
-            while first < len(block):
-                last = _end_of_run(starts, stops, first)
-                base = starts[first]
-                data = self._fetch(base, stops[last - 1])
+            at = self._all_checked(block)
+            starts, stops = self._index.spans(at)
+            firsts = _runs(starts, stops)
+            first_bytes, behind = starts.tolist(), stops.tolist()
+            for first, last in zip(firsts, [*firsts[1:], len(block)], strict=True):
+                base = first_bytes[first]
+                data = self._fetch(base, behind[last - 1])
                 if last == first + 1:
                     yield self._row_or_error(data, block[first])
                 else:
                     view = memoryview(data)
                     for i in range(first, last):
-                        yield self._row_or_error(view[starts[i] - base : stops[i] - base], block[i])
-                first = last
+                        yield self._row_or_error(view[first_bytes[i] - base : behind[i] - base], block[i])
+
+    def _all_checked(self, rows: list[int]) -> Offsets:
+        """As :meth:`_checked` for many rows at once."""
+        at = np.array(rows, np.int64)
+        n = len(self)
+        outside = (at < -n) | (at >= n)
+        if outside.any():
+            self._checked(rows[int(outside.argmax())])  # raises
+        return np.where(at < 0, at + n, at)
 
     def _row_or_error(self, data: bytes | memoryview, row: int) -> Row | BadSample:
         if self.layout == "lines":  # the short way, for millions of good rows
@@ -137,7 +155,7 @@ class JsonRows(RowFile):
             if type(value) is dict:
                 return value
         try:
-            return self._parse(data, row)
+            return self._parse(data, self._checked(row))
         except BadSample as error:
             return error
 
@@ -217,24 +235,27 @@ class JsonRows(RowFile):
             os.close(fd)
 
 
-def _end_of_run(starts: list[int], stops: list[int], first: int) -> int:
-    """Up to which of the rows from ``first`` on one call should fetch them together."""
-    last = first + 1
-    wanted = stops[first] - starts[first]
-    while last < len(starts) and starts[last] >= stops[last - 1]:
-        span = stops[last] - starts[first]
-        wanted += stops[last] - starts[last]
-        if span > _RUN_BYTES or span > _RUN_WASTE * wanted:
-            break
-        last += 1
-    return last
+def _runs(starts: Offsets, stops: Offsets) -> list[int]:
+    """Which of the rows begin a run, that is, a stretch of the file to fetch with one call.
+
+    A row goes on with the run before it if it lies behind it, with no wider gap between than both are worth;
+    runs are ended after about ``_RUN_BYTES``.
+    """
+    sizes = stops - starts
+    gaps = starts[1:] - stops[:-1]
+    begins = np.ones(len(starts), np.bool_)
+    begins[1:] = (gaps < 0) | (gaps > sizes[1:] + sizes[:-1])
+    begins[1:] |= stops[1:] // _RUN_BYTES != stops[:-1] // _RUN_BYTES
+    return np.flatnonzero(begins).tolist()
 
 
-def open_rows(address: str, index_dir: str | None = None) -> RowFile:
+def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | None = None) -> RowFile:
     """Open a file of rows by its name.
 
     ``.jsonl`` and ``.ndjson`` are read by line, ``.parquet`` by row, everything else is taken for a JSON
     array; each may end in ``.gz`` or ``.zst`` and may be any fsspec address.
+
+    An ``onlooker`` sees the lines of a JSONL file if it has to be scanned now, see :func:`open_index`.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -248,11 +269,22 @@ def open_rows(address: str, index_dir: str | None = None) -> RowFile:
 
         return ParquetRows(address, path)
     layout: Layout = "lines" if path.endswith((".jsonl", ".ndjson")) else "array"
-    return JsonRows(address, path, layout, index_dir)
+    return JsonRows(address, path, layout, index_dir, onlooker)
 
 
 _gc_lock = threading.Lock()
 _gc_holders = 0
+
+
+def _make_all_old() -> None:
+    """Spare the collector a walk over the millions of new objects at once; it sees them in its next full one.
+
+    Moves all objects to the oldest generation, at no cost. Left out if the caller has frozen objects: they
+    would be thawed.
+    """
+    if hasattr(gc, "freeze") and gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()
 
 
 def _new_gc_lock() -> None:
@@ -286,4 +318,5 @@ def gc_paused() -> Iterator[None]:
             with _gc_lock:
                 _gc_holders -= 1
                 if not _gc_holders:
+                    _make_all_old()
                     gc.enable()

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ import packhorse.datasets.index as index_module
 from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
 from packhorse.datasets.rows import JsonRows, RowFile, gc_paused, open_rows
 from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
 from row_files import WRITERS
 
 ROWS = [{"id": i, "text": "ü" * i, "nested": [{"a": i}]} for i in range(40)]
@@ -354,3 +356,47 @@ def test_garbage_collection_waits_and_comes_back() -> None:
         assert not gc.isenabled(), "the caller's choice stands"
     finally:
         gc.enable()
+
+
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with gc_paused():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()
+    with gc_paused():
+        made = [{"row": [number]} for number in range(10_000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    assert any(made is one for one in gc.get_objects(generation=2))  # spared the walk, not hidden for good
+
+
+def test_an_eager_load_that_scans_leaves_the_index_for_the_next(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "KEEP_FROM_BYTES", 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(b'{"id": %d}\n' % number for number in range(10)) + b"not json\n")
+    rows, total = _load_jsonl_for_rank(path, 1.0, 0, 2, ledger=Ledger())
+    assert (rows, total) == ([{"id": n} for n in (0, 2, 4, 6, 8)], 11)
+    assert path.with_name("rows.jsonl.phidx").exists()
+    assert _load_jsonl_for_rank(path, 1.0, 0, 2, ledger=Ledger()) == (rows, total)
+
+
+def test_an_index_that_cannot_be_kept_does_not_double_rows(tmp_path: Path, monkeypatch) -> None:
+    """The file is scanned again for the next home: what was parsed in the first go does not count."""
+    monkeypatch.setattr(index_module, "KEEP_FROM_BYTES", 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(b'{"id": %d}\n' % number for number in range(9)))
+    scans = []
+
+    def full_disk(home, write):
+        with tempfile.TemporaryFile() as file:
+            write(file)
+        scans.append(home)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(index_module, "write_whole", full_disk)
+    rows, total = _load_jsonl_for_rank(path, 1.0, 1, 3, ledger=Ledger())
+    assert (rows, total, len(scans)) == ([{"id": 1}, {"id": 4}, {"id": 7}], 9, 2)
