@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint types unit test-slow bench-jsonl system clean
+.PHONY: demo test lint types unit test-slow bench-jsonl bench-headers bench-estimate bench-count system clean
 
 demo: $(READY)
 	$(BIN)/python -m packhorse.cli.demo
@@ -27,6 +27,15 @@ test-slow: $(READY)
 
 bench-jsonl: $(READY)
 	$(BIN)/python benchmarks/jsonl.py
+
+bench-headers: $(READY)
+	$(BIN)/python benchmarks/headers.py
+
+bench-estimate: $(READY)
+	$(BIN)/python benchmarks/estimate.py
+
+bench-count: $(READY)
+	$(BIN)/python benchmarks/count.py --processor $(PROCESSOR)
 
 # Everything the demo and the tests import. Rebuilt when the declared dependencies change.
 $(READY): pyproject.toml constraints.txt

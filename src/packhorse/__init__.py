@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         make_meta_dataset,
         open_meta_dataset,
     )
+    from packhorse.datasets.counting import count_meta
+    from packhorse.datasets.sidecar import counts_of
     from packhorse.errors import BadSample, ConfigError, PackhorseError
     from packhorse.ledger import Ledger, default_ledger
     from packhorse.types import Drop, World
@@ -29,6 +31,8 @@ __all__ = [
     "RobustDatasetWrapper",
     "World",
     "__version__",
+    "count_meta",
+    "counts_of",
     "default_ledger",
     "make_meta_dataset",
     "open_meta_dataset",
@@ -43,6 +47,8 @@ _HOME = {
     "PreTokenizedDatasetWrapper": "datasets",
     "RobustDatasetWrapper": "datasets",
     "World": "types",
+    "count_meta": "datasets.counting",
+    "counts_of": "datasets.sidecar",
     "default_ledger": "ledger",
     "make_meta_dataset": "datasets",
     "open_meta_dataset": "datasets",

@@ -6,11 +6,17 @@ A structure that is not the documented one raises :class:`~packhorse.errors.BadS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from packhorse.errors import BadSample
 from packhorse.types import MEDIA_KINDS, Conversation, MediaRef, Message, Part, TextPart
+
+_READ = ("role", "content")
+
+# What data sets type where a sound is to be: Phi-4's own token, and what users write for it.
+_TYPED_SOUND = ("<|endoftext11|>", "<|audio|>", "<|audio_1|>")
 
 
 def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversation:
@@ -63,19 +69,93 @@ def prepend_part(example: Mapping[str, Any], turn: int, part: Mapping[str, Any])
     return {**example, "conversation": turns}
 
 
+def sound_in_place(
+    example: Mapping[str, Any], placeholders: Iterable[str] = (), key: str = ""
+) -> Mapping[str, Any]:
+    """A copy of ``example`` in which sound that lies beside the conversation is a part of it.
+
+    :func:`packhorse.datasets.make_cv17_dataset` makes such examples: ``audio`` is a field beside
+    ``conversation``, and the user's text types a placeholder for it. The part takes the placeholder's place;
+    where none is typed it comes first in the first user turn.
+
+    >>> turns = [{"role": "user", "content": "<|audio_1|>Write it down."}]
+    >>> sound_in_place({"conversation": turns, "audio": "a.wav"})["conversation"][0]["content"]
+    [{'type': 'audio', 'audio': 'a.wav'}, {'type': 'text', 'text': 'Write it down.'}]
+
+    Args:
+        example: in the documented format. One without ``audio`` comes back itself.
+        placeholders: what the text may type, beside what is common.
+        key: of the sample, for the error.
+
+    Raises:
+        BadSample: there is sound in the conversation too, or placeholders and sounds differ in number.
+    """
+    sounds = sounds_beside(example)
+    if not sounds:
+        return example
+    conversation = parse_conversation(example, key)
+    if any(ref.kind == "audio" for ref in conversation.media):
+        raise _mismatch("sound beside the conversation ('audio') and in it: expected one of the two", key)
+    left = [{"type": "audio", "audio": sound} for sound in sounds]
+    pattern = re.compile("|".join(map(re.escape, dict.fromkeys((*_TYPED_SOUND, *placeholders)))))
+    users = [message for message in conversation.messages if message.role == "user"]
+    typed = sum(
+        len(pattern.findall(part.text)) for m in users for part in m.parts if isinstance(part, TextPart)
+    )
+    rest = {name: value for name, value in example.items() if name != "audio"}
+    if not typed and users:
+        first = next(n for n, message in enumerate(conversation.messages) if message.role == "user")
+        for part in reversed(left):
+            rest = prepend_part(rest, first, part)
+        return rest
+    if typed != len(left):
+        raise _mismatch(f"{len(left)} sounds beside the conversation, {typed} placeholders in its text", key)
+    turns = [
+        {**turn, "content": _with_sounds(turn["content"], pattern, left)} if turn["role"] == "user" else turn
+        for turn in example["conversation"]
+    ]
+    return {**rest, "conversation": turns}
+
+
+def sounds_beside(example: Mapping[str, Any]) -> list[Any]:
+    """The sounds of the field ``audio``: one, or a list of them; an (array, rate) pair is one."""
+    beside = example.get("audio")
+    if beside is None:
+        return []
+    pair = isinstance(beside, list) and len(beside) == 2 and isinstance(beside[1], int | float)
+    return beside if isinstance(beside, list) and not pair else [beside]
+
+
+def _with_sounds(content: Any, pattern: re.Pattern[str], left: list[dict[str, Any]]) -> Any:
+    """The content of a turn with the next sound in place of each placeholder."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    made: list[Any] = []
+    for part in parts:
+        texts = pattern.split(part["text"]) if part["type"] == "text" else []
+        if len(texts) < 2:
+            made.append(part)
+            continue
+        for number, text in enumerate(texts):
+            made += [left.pop(0)] if number else []
+            made += [{**part, "text": text}] if text else []
+    return content if len(made) == len(parts) and isinstance(content, str) else made
+
+
 def _message(turn: Any, number: int, key: str) -> Message:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise _wrong(f"turn {number} is {_kind(turn)} without a 'role', expected role and content", key)
     content = turn.get("content")
+    # A table of turns has every field in every turn, empty where the turn has none.
+    extras = {name: value for name, value in turn.items() if name not in _READ and value is not None}
     if isinstance(content, str):
-        return Message(turn["role"], (TextPart(content),))
+        return Message(turn["role"], (TextPart(content),), extras)
     if not isinstance(content, list | tuple):
         raise _wrong(
             f"the content of turn {number} is {_kind(content)}, expected text (empty where nothing is said) "
             "or a list of parts",
             key,
         )
-    return Message(turn["role"], tuple(_part(part, number, key) for part in content))
+    return Message(turn["role"], tuple(_part(part, number, key) for part in content), extras)
 
 
 def _part(part: Any, turn: int, key: str) -> Part:
@@ -94,6 +174,10 @@ def _part(part: Any, turn: int, key: str) -> Part:
 
 def _wrong(detail: str, key: str) -> BadSample:
     return BadSample(detail, reason="wrong_format", key=key, stage="convert")
+
+
+def _mismatch(detail: str, key: str) -> BadSample:
+    return BadSample(detail, reason="media_mismatch", key=key, stage="convert")
 
 
 def _kind(value: Any) -> str:

@@ -161,7 +161,7 @@ class Ledger:
         """
         of = "" if total is None else f" of {total:,}"
         lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in self._samples(by_reason=True).most_common()]
-        return "\n".join(lines) or "nothing left out, replaced, cut or repaired"
+        return "\n".join(lines) or "no entry so far: nothing left out, replaced, cut or repaired"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the whole ledger as JSONL (entries of many rows as one line with row ranges), atomically."""

@@ -40,6 +40,9 @@ Reason = Literal[
     "sample_failed",  # a dataset raised for this sample; the detail names the exception
     "collate_failed",
     "too_long",  # more tokens than max_length
+    "over_limit",  # more of something else than a pack may hold (visual tokens, media)
+    "empty_sample",  # no token at all
+    "pack_full",  # longer than it was estimated: no room for it in its pack or those beside it
     "truncated",  # cut to max_length
     "media_mismatch",  # placeholders, media tokens and media of a sample do not agree
     "nothing_supervised",  # no token of the sample is learned
@@ -137,6 +140,39 @@ read this one table."""
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCount:
+    """How long one sample is when it is encoded, and what it is made of.
+
+    Attributes:
+        text: all tokens that do not stand for the content of a medium: what the template writes, brackets
+            around media, timestamps, row and column tokens included.
+        image: tokens that stand for the content of images; ``video`` and ``audio`` likewise.
+        supervised: tokens that are learned, before the labels are shifted.
+        images: how many images there are; ``videos`` and ``audios`` likewise.
+        patches: positions that the vision encoder attends over.
+        exact: whether this is what the processor does; otherwise
+        off_by: the total may be wrong by so many tokens, up or down; -1 where nobody can tell.
+    """
+
+    text: int
+    image: int = 0
+    video: int = 0
+    audio: int = 0
+    supervised: int = 0
+    images: int = 0
+    videos: int = 0
+    audios: int = 0
+    patches: int = 0
+    exact: bool = True
+    off_by: int = 0
+
+    @property
+    def total(self) -> int:
+        """The length of the sample's ``input_ids``."""
+        return self.text + self.image + self.video + self.audio
+
+
+@dataclass(frozen=True, slots=True)
 class TextPart:
     """A piece of text inside a message."""
 
@@ -148,10 +184,15 @@ Part = TextPart | MediaRef
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn: who speaks, and the parts in order."""
+    """One turn: who speaks, and the parts in order.
+
+    ``extras`` are the turn's other fields (``tool_calls``, ``reasoning_content``, …), passed on unread to the
+    chat template, which may write them.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

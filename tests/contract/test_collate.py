@@ -54,7 +54,7 @@ OURS = {"video_second_per_grid", "batch_num_images"}
 def fresh_ledger(monkeypatch):
     """An empty ledger in place of the process's own."""
     ledger = Ledger()
-    monkeypatch.setattr("packhorse.collate_fns.media.default_ledger", lambda: ledger)
+    monkeypatch.setattr("packhorse.collate_fns.records.default_ledger", lambda: ledger)
     return ledger
 
 
@@ -150,10 +150,20 @@ def test_encoded_samples_padded_are_the_batch_made_at_once(name, files):
         assert all(torch.equal(one[: len(other)], other[: len(one)]) for one, other in pairs), key
     for row, other in zip(padded["labels"], at_once["labels"], strict=True):
         assert torch.equal(row[row != IGNORE_INDEX], other[other != IGNORE_INDEX])
-    for key in at_once.keys() - set(TOKEN_KEYS) - {"labels", "batch_num_images", "n_images_per_sample"}:
+    for key in at_once.keys() - set(TOKEN_KEYS) - {"labels", "batch_num_images"}:
         assert torch.equal(padded[key], at_once[key]), key
-    if name not in ("internvl", "smolvlm"):  # their tensors do not tell one image from the next
-        assert torch.equal(padded["n_images_per_sample"], at_once["n_images_per_sample"])
+
+
+@pytest.mark.parametrize("name", [name for name in BUNDLED if "video" in FAMILIES[name].modalities])
+def test_encoded_samples_count_their_media_as_the_batch_made_at_once_does(name, files):
+    for cases in (("video",), ("two images", "text", "video")):
+        given = examples(name, cases, files)
+        samples = PreTokenizedDatasetWrapper(given, processor(name), inject_fake_images=False, on_bad="raise")
+        padded = pad_collate_fn([samples[index] for index in range(len(given))], processor(name))
+        at_once = default_collate_fn(given, processor(name))
+        for key in ("n_images_per_sample", "n_videos_per_sample"):
+            assert (key in padded) is (key in at_once)
+            assert key not in padded or padded[key].tolist() == at_once[key].tolist()
 
 
 FOR_MODELS = [
@@ -181,6 +191,20 @@ def test_a_model_takes_the_batch_and_padding_does_not_change_what_it_says(name, 
     assert (alone > 0).all()
     # For some models the sample with the fake image becomes the last row.
     assert torch.allclose(together.sort().values, alone.sort().values, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_makes_the_same_loss_of_shift_labels(name, files):
+    """As docs/collate.md says it; with ``labels`` alone it would shift them once more."""
+    given = examples(name, ("text", "one image"), files)
+    samples = PreTokenizedDatasetWrapper(given, processor(name), on_bad="raise")
+    batch = pad_collate_fn([samples[0], samples[1]], processor(name))
+    batch = {key: value for key, value in batch.items() if not key.startswith("n_")}
+    with torch.no_grad():
+        told = tiny_model(name)(**batch, shift_labels=batch["labels"]).loss
+        logits = tiny_model(name)(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    by_hand = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert torch.allclose(told, by_hand, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BUNDLED)

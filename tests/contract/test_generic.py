@@ -132,6 +132,28 @@ class Returning:
 IMAGES = (picture(10, 10), picture(20, 10))
 
 
+def test_a_models_own_processor_is_called_as_it_is_written_and_not_as_those_of_transformers():
+    from transformers import ProcessorMixin
+
+    class Own(ProcessorMixin):
+        image_token = "<image>"
+
+        def __init__(self):
+            self.tokenizer, self.chat_template, self.given = (
+                tokenizer("llava_onevision"),
+                chatml(image="<image>"),
+                [],
+            )
+
+        def __call__(self, text=None, images=None, return_tensors=None):
+            self.given.append(images)
+            return {**self.tokenizer(text, return_tensors="pt"), "pixel_values": torch.zeros(len(images), 3)}
+
+    made = Own()
+    family_of(made).encode(asked(*IMAGES), made)
+    assert [image.size for image in made.given[-1]] == [(10, 10), (20, 10)], "one flat list"
+
+
 def test_patches_with_a_grid_are_known():
     grid = torch.tensor([[1, 2, 2], [1, 4, 2]])
     family, made = Generic(), Returning(pixel_values=torch.zeros(12, 5), image_grid_thw=grid)

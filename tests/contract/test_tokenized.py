@@ -7,16 +7,17 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contract.processors import FAMILIES, processor
+from contract.processors import FAMILIES, build, processor
 from contract.samples import picture
 from contract.tiny_models import MODELS, tiny_model
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate_fns import _inject_thinking_prefix_tokens
+from packhorse.collate_fns import _inject_thinking_prefix_tokens, pad_collate_fn
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample
 from packhorse.families import family_of
@@ -64,6 +65,8 @@ def test_a_sample_has_ids_labels_and_every_media_tensor_of_its_family(name: str)
     family = family_of(processor(name))
     length = len(sample["input_ids"])
     assert {"input_ids", "attention_mask", "labels"} <= sample.keys()
+    counts = {key: int(sample.pop(key)) for key in ("n_images", "n_videos")}
+    assert counts == {"n_images": 1, "n_videos": 0}
     for key, value in sample.items():
         assert key in family.layout or value.shape == (length,), key
     assert any(key in family.layout for key in sample)
@@ -128,9 +131,9 @@ def test_an_answer_that_alone_is_too_long_is_cut_in_its_text() -> None:
     sample = wrapper[0]
     assert len(sample["input_ids"]) == len(sample["labels"]) == len(sample["mm_token_type_ids"]) == 150
     assert answers("qwen2_vl", sample).startswith("word word")
-    assert [drop.detail for drop in wrapper.ledger] == [
-        drop.detail for drop in wrapper.ledger if "the first answer was cut" in drop.detail
-    ]
+    (drop,) = wrapper.ledger
+    assert (drop.reason, drop.action) == ("truncated", "cut")
+    assert "the first answer was cut" in drop.detail
 
 
 def test_a_question_that_leaves_no_room_for_an_answer_is_bad() -> None:
@@ -144,6 +147,7 @@ TURNS = st.lists(
         st.lists(st.tuples(st.integers(20, 160), st.integers(20, 160)), max_size=2),
         st.text("ab c.é漢", max_size=20),
         st.text("xy z.", max_size=40),
+        st.none() | st.tuples(st.integers(20, 160), st.integers(20, 160), st.text("xy z.", max_size=9)),
     ),
     min_size=1,
     max_size=4,
@@ -155,9 +159,10 @@ TURNS = st.lists(
 @given(turns=TURNS, share=st.floats(0.05, 1.0))
 def test_whatever_is_cut_a_model_of_the_family_takes_the_rest(name: str, turns: Any, share: float) -> None:
     conversation = []
-    for sizes, question, answer in turns:
+    for sizes, question, answer, shown in turns:
         conversation.append(say("user", *(picture(*size) for size in sizes), question))
-        conversation.append(say("assistant", answer))
+        drawn = () if shown is None else (picture(*shown[:2]), shown[2])
+        conversation.append(say("assistant", answer, *drawn))
     whole = len(wrap(name, chat(*conversation), on_bad="raise")[0]["input_ids"])
     limit = max(1, int(whole * share))
     wrapper = wrap(name, chat(*conversation), max_length=limit, truncate=True, on_bad="skip")
@@ -167,17 +172,23 @@ def test_whatever_is_cut_a_model_of_the_family_takes_the_rest(name: str, turns: 
         return
     length = len(sample["input_ids"])
     assert length <= limit
-    family, media_ids = (
-        family_of(processor(name)),
-        family_of(processor(name)).media_token_ids(processor(name)),
-    )
-    per_token = {key: value for key, value in sample.items() if key not in family.layout}
+    family = family_of(processor(name))
+    media_ids = torch.tensor(sorted(family.media_token_ids(processor(name))))
+    counts = ("n_images", "n_videos")
+    per_token = {key: value for key, value in sample.items() if key not in (*family.layout, *counts)}
     assert {len(value) for value in per_token.values()} == {length}
-    assert not any(token in media_ids for token in sample["labels"].tolist())
-    batch = {key: value.unsqueeze(0) for key, value in per_token.items()}
-    batch |= {key: value for key, value in sample.items() if key in family.layout}
+    ids, labels = sample["input_ids"], sample["labels"]
+    assert torch.equal(labels[labels != IGNORE_INDEX], ids[labels != IGNORE_INDEX])
+    assert not torch.isin(labels, media_ids).any()
+    assert any(key in family.layout for key in sample), "the vision tower runs on every rank"
+    batch = pad_collate_fn([sample], processor(name))
+    shifted = batch["input_ids"]
+    assert torch.isin(shifted, media_ids).sum() == torch.isin(ids, media_ids).sum(), (
+        "the shift cuts no medium"
+    )
+    inputs = {key: value for key, value in batch.items() if key != "labels" and not key.startswith("n_")}
     with torch.no_grad():
-        assert tiny_model(name)(**batch).loss is not None  # it counts media tokens itself, and would refuse
+        assert tiny_model(name)(**inputs).logits is not None  # it counts media tokens, and would refuse
 
 
 def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
@@ -203,12 +214,63 @@ def test_what_a_processor_refuses_follows_the_policy_too() -> None:
     assert answers("qwen2_vl", wrap("qwen2_vl", stripe, TEXT)[0]).startswith("One, two.")
 
 
-def test_a_video_without_frames_is_bad(tmp_path: Path) -> None:
+def follows_the_policy(made: Any, bad: Any, stage: str, reason: str, words: str) -> None:
+    """A bad sample raises, is left out, or is replaced by the same one at every run; the ledger says why."""
+    examples = [bad, TEXT, IMAGE]
+    with pytest.raises(BadSample, match=words):
+        PreTokenizedDatasetWrapper(examples, made, on_bad="raise", ledger=Ledger())[0]
+    for policy, action in (("skip", "left_out"), ("replace", "replaced")):
+        runs = []
+        for _ in range(2):
+            wrapper = PreTokenizedDatasetWrapper(examples, made, on_bad=policy, ledger=Ledger())
+            runs.append(wrapper[0])
+            (drop,) = wrapper.ledger
+            assert (drop.key, drop.stage, drop.reason, drop.action) == ("0", stage, reason, action)
+        first, second = runs
+        assert (first is None) == (policy == "skip")
+        assert first is None or torch.equal(first["input_ids"], second["input_ids"])
+
+
+@pytest.mark.parametrize("what", ["a file of no bytes", "no frames", "an array of no frames"])
+def test_a_video_without_frames_is_bad(what: str, tmp_path: Path) -> None:
     (tmp_path / "empty.mp4").write_bytes(b"")
+    sources = {
+        "a file of no bytes": str(tmp_path / "empty.mp4"),
+        "no frames": [],
+        "an array of no frames": np.zeros((0, 8, 8, 3), np.uint8),
+    }
     turns = chat(say("user", "?"), say("assistant", "x"))
-    turns["conversation"][0]["content"].insert(0, {"type": "video", "video": str(tmp_path / "empty.mp4")})
-    with pytest.raises(BadSample, match=r"empty\.mp4"):
-        wrap("qwen2_vl", turns, on_bad="raise")[0]
+    turns["conversation"][0]["content"].insert(0, {"type": "video", "video": sources[what]})
+    follows_the_policy(processor("qwen2_vl"), turns, "media", "broken_media", "empty.mp4|frames")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), IndexError("list index"), ValueError("odd")])
+def test_a_processor_that_raises_makes_a_bad_sample(error: Exception) -> None:
+    made = build("qwen2_vl")
+    base: Any = type(made)
+
+    class Picky(base):
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            if "What is it, then?" in options["text"][0]:
+                raise error
+            return base.__call__(self, *args, **options)
+
+    made.__class__ = Picky
+    bad = chat(say("user", "What is it, then?"), say("assistant", "x"))
+    follows_the_policy(made, bad, "encode", "sample_failed", f"the processor (refuses|fails on) it.*{error}")
+
+
+def test_a_processor_that_is_not_written_for_it_stops_the_run() -> None:
+    made = build("qwen2_vl")
+    base: Any = type(made)
+
+    class Unfinished(base):
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            raise NotImplementedError("later")
+
+    made.__class__ = Unfinished
+    with pytest.raises(NotImplementedError):
+        PreTokenizedDatasetWrapper([TEXT], made, on_bad="skip", ledger=Ledger())[0]
 
 
 def test_a_hook_sees_the_batch_and_its_mistakes_are_not_swallowed() -> None:

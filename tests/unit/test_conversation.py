@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from packhorse.conversation import parse_conversation, prepend_part, replace_media
+from packhorse.conversation import (
+    parse_conversation,
+    prepend_part,
+    replace_media,
+    sound_in_place,
+    sounds_beside,
+)
 from packhorse.errors import BadSample
 from packhorse.types import MediaRef, TextPart
 
@@ -33,6 +39,52 @@ def test_text_and_media_come_out_in_order() -> None:
     assert conversation.messages[0].parts == (TextPart("Be brief."),)
     assert conversation.media == (MediaRef("video", "a.mp4", {"fps": 2}), MediaRef("image", "b.jpg", {}))
     assert conversation.messages[1].text == "What is it?"
+
+
+def test_other_fields_of_a_turn_are_kept_where_they_hold_anything() -> None:
+    turns = [{"role": "assistant", "content": "", "tool_calls": [1], "name": None}]
+    (message,) = parse_conversation({"conversation": turns}).messages
+    assert message.extras == {"tool_calls": [1]}
+
+
+SPOKEN = {"conversation": [{"role": "user", "content": "Say <|audio_1|> and <|audio_2|>!"}], "audio": "a.wav"}
+
+
+def test_sound_beside_a_conversation_takes_the_place_of_its_placeholder() -> None:
+    before = copy.deepcopy(SPOKEN)
+    placed = sound_in_place(SPOKEN)
+    assert before == SPOKEN
+    assert "audio" not in placed
+    texts = [part.get("text", part.get("audio")) for part in placed["conversation"][0]["content"]]
+    assert texts == ["Say ", "a.wav", " and <|audio_2|>!"]
+    both = sound_in_place({**SPOKEN, "audio": ["a.wav", "b.wav"]}, ["<|audio_2|>"])
+    texts = [part.get("text", part.get("audio")) for part in both["conversation"][0]["content"]]
+    assert texts == ["Say ", "a.wav", " and ", "b.wav", "!"]
+
+
+def test_an_example_without_sound_beside_it_comes_back_itself() -> None:
+    for example in (EXAMPLE, {**EXAMPLE, "audio": None}, {**EXAMPLE, "audio": []}):
+        assert sound_in_place(example) is example
+
+
+def test_sound_without_a_placeholder_comes_first_in_the_first_user_turn() -> None:
+    placed = sound_in_place({**EXAMPLE, "audio": ["a.wav", "b.wav"]})
+    parts = placed["conversation"][1]["content"]
+    assert [part.get("audio") for part in parts] == ["a.wav", "b.wav", None, None, None]
+
+
+@pytest.mark.parametrize("audio", [["a.wav", "b.wav", "c.wav"], ["a.wav", "b.wav"]])
+def test_placeholders_and_sounds_must_be_as_many(audio: Any) -> None:
+    with pytest.raises(
+        BadSample, match=rf"a/1: {len(audio)} sounds beside the conversation, 1 placehold"
+    ) as e:
+        sound_in_place({**SPOKEN, "audio": audio}, key="a/1")
+    assert e.value.reason == "media_mismatch"
+
+
+def test_an_array_and_its_rate_are_one_sound() -> None:
+    assert sounds_beside({"audio": [[0.0, 0.1], 16_000]}) == [[[0.0, 0.1], 16_000]]
+    assert sounds_beside({"audio": ([0.0, 0.1], 16_000)}) == [([0.0, 0.1], 16_000)]
 
 
 def test_no_turns_are_a_conversation_without_turns() -> None:

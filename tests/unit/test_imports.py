@@ -59,6 +59,13 @@ def test_documented_names_are_in_packhorse_datasets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["LengthGroupedSampler", "_smart_resize_image", "_smart_resize_video", "logger"]
+)
+def test_documented_names_are_in_packhorse_samplers(name: str) -> None:
+    assert hasattr(importlib.import_module("packhorse.samplers"), name)
+
+
+@pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("make_rdr_dataset", {"path_or_dataset": "quintend/rdr-items", "split": "train"}),

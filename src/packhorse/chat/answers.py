@@ -19,6 +19,7 @@ from packhorse.chat.template import (
     Turns,
     chat_template,
     renderer,
+    template_errors,
     tokenizer_of,
     turn_markers,
 )
@@ -74,18 +75,28 @@ def _stand_in_spans(render: Render, turns: Turns, text: str, markers: TurnMarker
     masked = [_replace_text(turn, stand_in) if turn["role"] == "assistant" else turn for turn in turns]
     if not answers:
         return []
-    frame = re.split(f"{mark}(\\d+){mark}", render(masked))
+    try:
+        frame = re.split(f"{mark}(\\d+){mark}", render(masked))
+    except template_errors() as error:
+        raise CannotAlign(f"the template refuses stand-ins for the answers: {error}") from error
     if [int(number) for number in frame[1::2]] != list(range(len(answers))):
         raise CannotAlign("the template does not write every answer exactly once")
     return _fit(text, frame[0::2], answers, markers.assistant_text)
 
 
 def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
+    """The turn with its texts replaced, an empty one added where it has none, and no other field.
+
+    What the template writes of other fields (``tool_calls``, ``reasoning_content``) is then not in the frame:
+    it is part of the answer.
+    """
     content = turn["content"]
     if isinstance(content, str):
-        return {**turn, "content": replace(content)}
+        return {"role": turn["role"], "content": replace(content)}
     parts = [{**p, "text": replace(p["text"])} if p.get("type") == "text" else p for p in content or ()]
-    return {**turn, "content": parts}
+    if not any(part.get("type") == "text" for part in parts):
+        parts.append({"type": "text", "text": replace("")})
+    return {"role": turn["role"], "content": parts}
 
 
 def _fit(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:

@@ -60,6 +60,14 @@ def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
     return others if jinja2 is None else (*others, jinja2.TemplateError)
 
 
+def is_transformers(processor: Any) -> bool:
+    """Whether a processor is one that transformers ships (or a subclass), and so takes grouped options.
+
+    One that comes with a model's repository only shares the base class; what its call takes is its own.
+    """
+    return any(kind.__module__.startswith("transformers.models.") for kind in type(processor).__mro__)
+
+
 def tokenizer_of(processor: Any) -> Any:
     """The processor's tokenizer, or the processor itself where it is one."""
     tokenizer = getattr(processor, "tokenizer", None)

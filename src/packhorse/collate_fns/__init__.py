@@ -32,6 +32,7 @@ from packhorse.collate_fns.media import (
     _extract_media_from_conversations,
 )
 from packhorse.collate_fns.nemotron_parse import nemotron_parse_collate_fn
+from packhorse.collate_fns.packed import model_inputs, neat_packed_vlm_collater
 from packhorse.collate_fns.pad import pad_collate_fn
 from packhorse.collate_fns.phi4 import phi4_mm_collate_fn
 from packhorse.collate_fns.qwen2_5 import qwen2_5_collate_fn
@@ -41,6 +42,7 @@ from packhorse.collate_fns.search import (
     _extract_assistant_text,
     _find_pattern_indices,
 )
+from packhorse.collate_fns.thd import packed_sequence_thd_vlm_collater
 from packhorse.datasets.robust import make_robust_collate
 
 __all__ = [
@@ -70,7 +72,10 @@ __all__ = [
     "llava_onevision_collate_fn",
     "logger",
     "make_robust_collate",
+    "model_inputs",
+    "neat_packed_vlm_collater",
     "nemotron_parse_collate_fn",
+    "packed_sequence_thd_vlm_collater",
     "pad_collate_fn",
     "phi4_mm_collate_fn",
     "qwen2_5_collate_fn",

@@ -12,9 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
-from packhorse.chat import CannotAlign, template_errors, tokenizer_of
+from packhorse.chat import CannotAlign, is_transformers, template_errors, tokenizer_of
 from packhorse.errors import ConfigError
 from packhorse.families import Family, Generic
+
+__all__ = [
+    "Turns",
+    "call",
+    "is_transformers",
+    "logger",
+    "names",
+    "pad_token_id",
+    "padding_side",
+    "parameters",
+    "plain_turns",
+    "render",
+    "takes_grouped_options",
+    "text_ids",
+    "tolerated",
+]
 
 logger = getLogger("packhorse.collate_fns")
 
@@ -87,14 +103,6 @@ def names(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in (parameters(function) or {})
 
 
-def is_transformers(processor: Any) -> bool:
-    """Whether a processor is one that transformers ships (or a subclass), and so takes grouped options.
-
-    One that comes with a model's repository only shares the base class; what its call takes is its own.
-    """
-    return any(kind.__module__.startswith("transformers.models.") for kind in type(processor).__mro__)
-
-
 def takes_grouped_options(method: Callable[..., Any]) -> bool:
     """Whether an ``apply_chat_template`` takes the options of the call in ``processor_kwargs``."""
     if names(method, "processor_kwargs"):
@@ -154,7 +162,7 @@ def render(processor: Any, family: Family, turns: Turns) -> str:
     return text
 
 
-def token_ids(tokenizer: Any, text: str) -> list[int]:
+def text_ids(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text without special tokens around it, whatever form a tokenizer returns them in."""
     encode = tokenizer if callable(tokenizer) else tokenizer.encode
     made = call(encode, text, add_special_tokens=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, chat_template
+from packhorse.chat import IGNORE_INDEX, chat_template, template_errors
 from packhorse.collate_fns.contract import (
     call,
     is_transformers,
@@ -17,19 +17,21 @@ from packhorse.collate_fns.contract import (
     takes_grouped_options,
 )
 from packhorse.collate_fns.finish import cast_pixels, counted, per_token, shifted
-from packhorse.collate_fns.labels import build_labels_from_template
-from packhorse.collate_fns.media import _count_media_per_sample, _drop_overlong_samples, leave_out
+from packhorse.collate_fns.labels import make_labels, report_unsupervised
+from packhorse.collate_fns.media import _count_media_per_sample, leave_out, token_length
 from packhorse.collate_fns.pad import pad_last, pad_samples
 from packhorse.collate_fns.prepare import (
     Ready,
     all_media,
+    decode,
     flat_options,
     grouped_options,
     has_audio,
     hide_fakes,
-    make_ready,
-    parse_batch,
+    open_batch,
+    rendered,
 )
+from packhorse.datasets.prepare import run_hook
 from packhorse.errors import ConfigError
 from packhorse.families import Family, Generic, family_of
 
@@ -79,12 +81,15 @@ def default_collate_fn(
         )
 
     def make(ready: Sequence[Ready]) -> Batch:
-        batch = _tokenised(ready, processor, family, max_length)
+        try:
+            batch = _tokenised(ready, processor, family, max_length)
+        except template_errors():
+            rendered(ready, processor, family)  # says which one it refuses
+            raise
         _check_media(batch, ready, processor, family)
-        batch = hide_fakes(batch, ready, processor, family)
-        return dict(_post_tokenize_hook(batch, processor)) if _post_tokenize_hook else batch
+        return batch
 
-    batch, ready = within_length(examples, processor, family, max_length, make)
+    batch, ready = within_length(examples, processor, family, max_length, make, _post_tokenize_hook)
     return finish(cast_pixels(batch, pixel_dtype), ready, processor, family)
 
 
@@ -105,24 +110,47 @@ def within_length(
     family: Family,
     max_length: int | None,
     make: Make,
+    hook: Hook | None = None,
 ) -> tuple[Batch, list[Ready]]:
     """Make the batch of those examples that have at most ``max_length`` tokens, padded to that many.
 
     Most are left out before their media are loaded; what only the processor could tell is left out after it
     ran, and it runs again on the others.
+
+    Args:
+        examples: in the documented format.
+        processor: makes the batch.
+        family: of the processor.
+        max_length: the most tokens; None for no limit.
+        make: calls the processor.
+        hook: changes the batch after the tokens of fake images are hidden in it.
+
+    Returns:
+        The batch, and the samples that are its rows.
     """
-    parse_batch(examples)
-    kept = _drop_overlong_samples([one["conversation"] for one in examples], processor, max_length)[1]
-    ready = make_ready([examples[place] for place in kept], processor, family)
-    batch = dict(make(ready))
-    if max_length is None:
-        return batch, ready
-    lengths = _lengths(batch)
-    if max(lengths) > max_length:
-        leave_out(lengths, max_length)
-        ready = [one for one, length in zip(ready, lengths, strict=True) if length <= max_length]
-        batch = dict(make(ready))
+    opened = open_batch(examples, processor, family)
+    if max_length is not None:
+        lengths = [token_length(one.turns, processor, one.conversation.key) for one in opened]
+        opened = leave_out(opened, lengths, max_length)
+    ready = decode(opened, processor, family)
+    batch, lengths = _hidden(make(ready), ready, processor, family, hook)
+    if max_length is not None and max(lengths) > max_length:
+        ready = leave_out(ready, lengths, max_length)
+        batch, _ = _hidden(make(ready), ready, processor, family, hook)
     return batch, ready
+
+
+def _hidden(
+    made: Mapping[str, Any], ready: Sequence[Ready], processor: Any, family: Family, hook: Hook | None
+) -> tuple[Batch, list[int]]:
+    """The batch with fake images hidden and changed by the hook, and how long each row is then."""
+    batch = hide_fakes(made, ready, processor, family)
+    # Hidden at an end of a row they could not be told from padding.
+    pairs = zip(_lengths(made), _lengths(batch), strict=True)
+    at_the_ends = [whole - seen for whole, seen in pairs]
+    if hook is not None:
+        batch = dict(run_hook(hook, batch, processor))
+    return batch, [seen + more for seen, more in zip(_lengths(batch), at_the_ends, strict=True)]
 
 
 def finish(
@@ -142,7 +170,8 @@ def finish(
         counts: images and videos of each sample, where they are not those of the conversations.
     """
     conversations = [one.turns for one in ready]
-    labels = build_labels_from_template(batch["input_ids"], conversations, processor)
+    labels = make_labels(batch["input_ids"], conversations, processor)
+    report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
     images, videos = counts or _count_media_per_sample(conversations)

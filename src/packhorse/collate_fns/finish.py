@@ -57,11 +57,14 @@ def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str
 
 
 def shifted(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The autoregressive shift of labels and of every tensor per token."""
+    """The autoregressive shift of labels and of every tensor per token; what is shifted is contiguous.
+
+    (Losses of transformers take ``shift_labels`` that can be viewed as one row.)
+    """
     result = shift_tokens(batch)
     for key in per_token(batch, family) - _SHIFTED_THERE:
         result[key] = batch[key][:, :-1]
-    return result
+    return {key: value if value is batch[key] else value.contiguous() for key, value in result.items()}
 
 
 def per_token(batch: Mapping[str, Any], family: Family) -> set[str]:

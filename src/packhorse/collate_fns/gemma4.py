@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from packhorse.chat import IGNORE_INDEX, tokenizer_of
-from packhorse.collate_fns.contract import token_ids
+from packhorse.collate_fns.contract import text_ids
 from packhorse.collate_fns.default import Batch, default_collate_fn
 from packhorse.collate_fns.pad import pad_last
 from packhorse.errors import ConfigError
@@ -90,7 +90,7 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Any) -> 
 
 
 def _patterns(tokenizer: Any) -> tuple[list[int], list[int]]:
-    return token_ids(tokenizer, _GEMMA4_MODEL_TURN), token_ids(tokenizer, _GEMMA4_THINKING_PREFIX)
+    return text_ids(tokenizer, _GEMMA4_MODEL_TURN), text_ids(tokenizer, _GEMMA4_THINKING_PREFIX)
 
 
 def _ends(ids: Sequence[int], pattern: Sequence[int]) -> list[int]:

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from packhorse.chat import TOKEN_KEYS, tokenizer_of
-from packhorse.collate_fns.contract import call, is_transformers, logger, names, pad_token_id, token_ids
+from packhorse.collate_fns.contract import call, is_transformers, names, pad_token_id, text_ids
 from packhorse.collate_fns.default import Batch, finish, within_length
 from packhorse.collate_fns.media import _extract_media_from_conversations
 from packhorse.collate_fns.pad import pad_samples
 from packhorse.collate_fns.prepare import Ready, hide_fakes, make_ready, rendered
 from packhorse.families import Family, family_of
-from packhorse.ledger import default_ledger
-from packhorse.types import Drop, MediaKind
+from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote, media_pad_id
+from packhorse.types import MediaKind
 
-_MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
 _IDS = ("input_ids", "attention_mask")
 # Patches, the grid that says how many each image (or chunk of a video) has, and what it is about.
-_GRIDS: tuple[tuple[str, str, MediaKind], ...] = (
-    ("pixel_values", "grid_thws", "image"),
-    ("pixel_values", "image_grid_thw", "image"),
-    ("pixel_values_videos", "video_grid_thw", "video"),
+_GRIDS: tuple[tuple[str, str, MediaKind], ...] = tuple(
+    (key, layout.rows_from, layout.kinds[0])
+    for family in (KimiK25Remote, KimiK25)
+    for key, layout in family.layout.items()
+    if layout.rows_from is not None
 )
 
 
@@ -59,8 +59,7 @@ def kimi_vl_collate_fn(
         if images is not None:
             options["images"] = images
         texts = rendered(ready, processor, family)
-        batch = dict(call(processor, text=texts, return_tensors="pt", **options))
-        return hide_fakes(batch, ready, processor, family)
+        return dict(call(processor, text=texts, return_tensors="pt", **options))
 
     batch, ready = within_length(examples, processor, family, max_length, make)
     return finish(batch, ready, processor, family)
@@ -162,30 +161,16 @@ def _encoded(one: Ready, text: str, processor: Any, family: Family) -> Batch:
         if images:
             raise
         # The model's own processor does not take text alone.
-        sample = {"input_ids": torch.tensor(token_ids(tokenizer_of(processor), text))}
+        sample = {"input_ids": torch.tensor(text_ids(tokenizer_of(processor), text))}
     ids = sample["input_ids"].reshape(-1)
     mask = sample["attention_mask"].reshape(-1) if "attention_mask" in sample else torch.ones_like(ids)
     grids = sample.get("grid_thws")
     if grids is not None:
-        pad, merge = _media_token_id(processor), _merge_kernel(processor)
+        pad, merge = media_pad_id(processor), _merge_kernel(processor)
         # Some versions of the processor expand themselves.
         if int((ids == pad).sum()) != int(_tokens_of(grids, merge).sum()):
             ids, mask = _expand_image_tokens(ids, mask, grids, pad, merge)
     return {**sample, "input_ids": ids, "attention_mask": mask}
-
-
-def _media_token_id(processor: Any) -> int:
-    """The id of ``<|media_pad|>``: what the processor or its tokenizer says, else the released model's."""
-    tokenizer = tokenizer_of(processor)
-    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-    found = convert(_MEDIA_PAD) if callable(convert) else None
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    told = (
-        getattr(processor, "media_placeholder_token_id", None),
-        getattr(processor, "image_token_id", None),
-        None if found == unknown else found,
-    )
-    return next((number for number in told if isinstance(number, int)), _MEDIA_PAD_ID)
 
 
 def _merge_kernel(processor: Any) -> tuple[int, int]:
@@ -200,15 +185,14 @@ def _cut(
     length, end = len(sample["input_ids"]), max_length
     kept: Counter[str] = Counter()
     for kind, first, behind in _spans(sample, one, processor, family):
-        if behind > max_length:
+        if behind >= max_length:  # the shift of labels cuts the last token
             end = min(end, first)
             break
         kept[kind] += 1
     what = f"{length} tokens are more than max_length={max_length}: {length - end} were cut"
     lost = len(one.conversation.media) - sum(kept.values())
     what += f", with {lost} media" if lost else ""
-    logger.warning("a sample was cut: %s", what)
-    default_ledger().record(Drop("", "collate", "truncated", what, "cut"))
+    one.records.record(one.conversation.key, "truncated", what, "cut")
     shorter = {key: value[:end] if key in TOKEN_KEYS else value for key, value in sample.items()}
     for rows_key, grid_key, kind in _GRIDS:
         if shorter.get(grid_key) is not None:
@@ -223,8 +207,7 @@ def _cut(
 def _spans(sample: Batch, one: Ready, processor: Any, family: Family) -> Iterator[tuple[MediaKind, int, int]]:
     """Kind, first and behind-last token of each medium, in the order of the text."""
     ids = sample["input_ids"]
-    image = _media_token_id(processor)
-    pads = {"image": image, "video": getattr(processor, "video_token_id", None)}
+    pads = {"image": media_pad_id(processor), "video": getattr(processor, "video_token_id", None)}
     places: dict[MediaKind, Iterator[int]] = {}
     tokens: dict[MediaKind, Iterator[int]] = {}
     for _, grid_key, kind in _GRIDS:

@@ -25,12 +25,12 @@ from packhorse.chat import (
 from packhorse.collate_fns.contract import (
     Turns,
     is_transformers,
-    logger,
     plain_turns,
     render,
-    token_ids,
+    text_ids,
     tolerated,
 )
+from packhorse.collate_fns.records import Records
 from packhorse.collate_fns.search import (
     _extract_assistant_text,
     is_stop,
@@ -40,8 +40,7 @@ from packhorse.collate_fns.search import (
 )
 from packhorse.errors import ConfigError
 from packhorse.families import Encoded, Family, Generic, family_of
-from packhorse.ledger import default_ledger
-from packhorse.types import MEDIA_KINDS, Drop
+from packhorse.types import MEDIA_KINDS
 
 _IMSTART_TEMPLATE_PROCESSORS = frozenset(
     {
@@ -67,7 +66,7 @@ def build_labels_from_template(
     """Labels [B, S] for ids [B, S]: answers with their end-of-turn token; :data:`IGNORE_INDEX` elsewhere.
 
     Whatever a user types, a literal ``<|im_start|>assistant`` included, never becomes a label; nor do media
-    tokens and padding. A row in which nothing is learned is logged and recorded in the ledger.
+    tokens and padding. A row in which nothing is learned is logged and recorded in the process's ledger.
 
     Args:
         input_ids_batch: what the processor made of the conversations; rows may be padded on either side, or
@@ -75,6 +74,15 @@ def build_labels_from_template(
         conversations: the turns of each row, in the documented format.
         processor: anything with ``apply_chat_template`` or at least a ``tokenizer``.
     """
+    labels = make_labels(input_ids_batch, conversations, processor)
+    report_unsupervised(labels, [""] * len(labels), Records())
+    return labels
+
+
+def make_labels(
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
+) -> torch.Tensor:
+    """:func:`build_labels_from_template` without a report of rows in which nothing is learned."""
     family = family_of(processor)
     media = media_ids(processor, family)
 
@@ -89,7 +97,7 @@ def build_labels_from_template(
             return search_answers(ids, conversation, processor, media)
 
     rows = [row(ids, conversation) for ids, conversation in _rows(input_ids_batch, conversations)]
-    return _reported(rows, input_ids_batch)
+    return _tensor(rows, input_ids_batch)
 
 
 def build_labels(
@@ -104,7 +112,9 @@ def build_labels(
     rows = [
         search_answers(ids, turns, processor, media) for ids, turns in _rows(input_ids_batch, conversations)
     ]
-    return _reported(rows, input_ids_batch)
+    labels = _tensor(rows, input_ids_batch)
+    report_unsupervised(labels, [""] * len(labels), Records())
+    return labels
 
 
 def media_ids(processor: Any, family: Family) -> frozenset[int]:
@@ -162,8 +172,8 @@ def _get_assistant_marker(tokenizer: Any) -> list[int] | None:
     start = _token_id(tokenizer, _IM_START)
     if start is None:
         return None
-    ids = token_ids(tokenizer, f"{_IM_START}assistant\n")
-    return ids if ids[:1] == [start] else [start, *token_ids(tokenizer, "assistant\n")]
+    ids = text_ids(tokenizer, f"{_IM_START}assistant\n")
+    return ids if ids[:1] == [start] else [start, *text_ids(tokenizer, "assistant\n")]
 
 
 def _get_stop_token_id(tokenizer: Any) -> int | None:
@@ -249,15 +259,11 @@ def _rows(input_ids_batch: torch.Tensor, conversations: Sequence[Turns]) -> Iter
     return zip(input_ids_batch.tolist(), conversations, strict=True)
 
 
-def _reported(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
-    labels = torch.tensor(rows, dtype=like.dtype, device=like.device).reshape(like.shape)
-    report_unsupervised(labels)
-    return labels
+def _tensor(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(rows, dtype=like.dtype, device=like.device).reshape(like.shape)
 
 
-def report_unsupervised(labels: torch.Tensor) -> None:
+def report_unsupervised(labels: torch.Tensor, keys: Sequence[str], records: Records) -> None:
     """Log and record each row of ``labels`` [B, S] in which nothing is learned."""
     for row in (labels == IGNORE_INDEX).all(dim=1).nonzero().flatten().tolist():
-        detail = "no token of it is learned"
-        logger.warning("sample %d of a batch of %d: %s", row, len(labels), detail)
-        default_ledger().record(Drop("", "collate", "nothing_supervised", detail, "kept"))
+        records.record(keys[row], "nothing_supervised", "no token of it is learned", "kept")

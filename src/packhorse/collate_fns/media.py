@@ -6,19 +6,31 @@ Nothing here decodes a pixel but :func:`_ensure_rgb`, which gets decoded images.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
 from packhorse.chat import CannotAlign, template_errors, tokenizer_of
-from packhorse.collate_fns.contract import Turns, logger, plain_turns, render, token_ids, tolerated
+from packhorse.collate_fns.contract import Turns, plain_turns, render, text_ids, tolerated
+from packhorse.collate_fns.records import Records
 from packhorse.collate_fns.search import _extract_assistant_text
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
-from packhorse.ledger import default_ledger
 from packhorse.media import image_size
-from packhorse.tokens.resize import resize_image
-from packhorse.types import MEDIA_KINDS, Drop, MediaRef
+from packhorse.tokens.estimate import image_config, image_tokens
+from packhorse.types import MEDIA_KINDS, Conversation, MediaRef
+
+
+class _Sample(Protocol):
+    """What a sample of a batch has to name it by, opened or decoded."""
+
+    @property
+    def conversation(self) -> Conversation: ...
+    @property
+    def records(self) -> Records: ...
+
+
+Named = TypeVar("Named", bound=_Sample)
 
 
 def _extract_media_from_conversations(
@@ -59,23 +71,9 @@ def _extract_image_config(processor: Any) -> dict[str, int] | None:
 
     Returns:
         ``patch_size``, ``merge_size``, ``factor`` (pixels along a token's side), ``min_pixels`` and
-        ``max_pixels``. Pixel bounds are attributes, or in ``size`` under ``min_pixels``/``max_pixels`` or
-        ``shortest_edge``/``longest_edge``; bounds that are not told are those of Qwen2-VL.
+        ``max_pixels``; see :func:`packhorse.tokens.estimate.image_config`.
     """
-    owner = getattr(processor, "image_processor", None)
-    patch, merge = getattr(owner, "patch_size", None), getattr(owner, "merge_size", None)
-    if not isinstance(patch, int) or not isinstance(merge, int):
-        return None
-    bounds = {"min_pixels": 56 * 56, "max_pixels": 14 * 14 * 4 * 1280}
-    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        told = (getattr(owner, name, None), _size_entry(owner, name), _size_entry(owner, edge))
-        bounds[name] = next((value for value in told if isinstance(value, int)), bounds[name])
-    return {"patch_size": patch, "merge_size": merge, "factor": patch * merge, **bounds}
-
-
-def _size_entry(owner: Any, name: str) -> Any:
-    size = getattr(owner, "size", None)
-    return size.get(name) if isinstance(size, Mapping) else getattr(size, name, None)
+    return image_config(processor)
 
 
 def _estimate_media_tokens(conversation: Turns, processor: Any) -> int:
@@ -104,10 +102,9 @@ def _tokens(family: Family, processor: Any, ref: MediaRef, images: int) -> int:
         return 0
     try:
         height, width = image_size(ref.source)
-        resized = resize_image(height, width, config["factor"], config["min_pixels"], config["max_pixels"])
+        return image_tokens(height, width, config)
     except (BadSample, ValueError):
         return 0
-    return resized[0] * resized[1] // config["factor"] ** 2
 
 
 def _drop_overlong_samples(
@@ -116,7 +113,7 @@ def _drop_overlong_samples(
     """Leave out conversations that have more than ``max_length`` tokens, as far as can be told beforehand.
 
     Counts the rendered text and, from headers, the media. What is left out is logged and recorded in the
-    ledger as ``too_long``.
+    process's ledger as ``too_long``, without a name.
 
     Returns:
         (the conversations that are kept, their positions); all of them where ``max_length`` is None.
@@ -126,18 +123,22 @@ def _drop_overlong_samples(
     """
     if max_length is None:
         return list(conversations), list(range(len(conversations)))
-    lengths = [_length(conversation, processor) for conversation in conversations]
-    kept = [place for place, length in enumerate(lengths) if length <= max_length]
-    leave_out(lengths, max_length)
+    lengths = [token_length(conversation, processor) for conversation in conversations]
+    kept = _fitting(lengths, max_length, [""] * len(lengths), Records())
     return [conversations[place] for place in kept], kept
 
 
-def leave_out(lengths: Sequence[int], max_length: int) -> None:
-    """Log and record those samples of a batch that are longer than ``max_length``.
+def leave_out(samples: Sequence[Named], lengths: Sequence[int], max_length: int) -> list[Named]:
+    """Those samples of a batch that are not longer than ``max_length``; the others are recorded.
 
     Raises:
-        BadSample: all are. Then nothing is recorded: whoever catches it decides what becomes of them.
+        BadSample: all are longer. Then nothing is recorded: whoever catches it decides what becomes of them.
     """
+    keys = [sample.conversation.key for sample in samples]
+    return [samples[place] for place in _fitting(lengths, max_length, keys, samples[0].records)]
+
+
+def _fitting(lengths: Sequence[int], max_length: int, keys: Sequence[str], records: Records) -> list[int]:
     too_long = [length for length in lengths if length > max_length]
     if too_long and len(too_long) == len(lengths):
         raise BadSample(
@@ -146,21 +147,26 @@ def leave_out(lengths: Sequence[int], max_length: int) -> None:
             reason="too_long",
             stage="collate",
         )
-    for length in too_long:
-        detail = f"{length} tokens are more than max_length={max_length}"
-        logger.warning("a sample of a batch of %d is left out: %s", len(lengths), detail)
-        default_ledger().record(Drop("", "collate", "too_long", detail))
+    for key, length in zip(keys, lengths, strict=True):
+        if length > max_length:
+            records.record(key, "too_long", f"{length} tokens are more than max_length={max_length}")
+    return [place for place, length in enumerate(lengths) if length <= max_length]
 
 
-def _length(conversation: Turns, processor: Any) -> int:
+def token_length(conversation: Turns, processor: Any, key: str = "") -> int:
+    """How many tokens a conversation has, as far as can be told from its text and from headers.
+
+    Raises:
+        BadSample: the chat template refuses it.
+    """
     family = family_of(processor)
     tokenizer = tokenizer_of(processor)
     turns = plain_turns(conversation, family)
     try:
-        text = len(token_ids(tokenizer, render(processor, family, turns)))
+        text = len(text_ids(tokenizer, render(processor, family, turns)))
     except template_errors() as error:
         raise BadSample(
-            f"the chat template refuses it: {error}", reason="wrong_format", stage="collate"
+            f"the chat template refuses it: {error}", reason="wrong_format", key=key, stage="collate"
         ) from error
     except tolerated(processor, CannotAlign, ConfigError):
         text = _length_of_texts(conversation, processor)
@@ -171,7 +177,7 @@ def _length_of_texts(conversation: Turns, processor: Any) -> int:
     """Without a rendering: the texts of the turns."""
     try:
         texts = filter(None, map(_extract_assistant_text, conversation))
-        return sum(len(token_ids(tokenizer_of(processor), text)) for text in texts)
+        return sum(len(text_ids(tokenizer_of(processor), text)) for text in texts)
     except tolerated(processor):
         return 0
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, tokenizer_of
+from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens
 from packhorse.collate_fns.contract import call, plain_turns, tolerated
 from packhorse.collate_fns.default import Batch
 from packhorse.collate_fns.finish import cast_pixels, counted, shifted
-from packhorse.collate_fns.labels import build_labels, report_unsupervised
+from packhorse.collate_fns.labels import report_unsupervised
 from packhorse.collate_fns.prepare import make_ready
-from packhorse.errors import ConfigError
+from packhorse.collate_fns.search import search_answers
 from packhorse.families import Encoded
 from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
 
@@ -37,13 +37,13 @@ def nemotron_parse_collate_fn(
 
     Returns:
         ``pixel_values``; ``input_ids``, ``attention_mask`` and ``labels`` [B, S - 1], shifted by one;
-        ``decoder_input_ids`` and ``decoder_attention_mask`` [B, S - 1]: shifted to the right from the
-        decoder's start token and then cut in step with ``labels``, so that each label is the token after its
-        input. ``n_images_per_sample`` [B].
+        ``decoder_input_ids`` and ``decoder_attention_mask`` [B, S - 1], the same: each label is the token
+        after its decoder input, and the decoder begins with the start token of the task prompt
+        (``</s>``, as generation begins). ``n_images_per_sample`` [B].
 
     Raises:
         BadSample: (a ``ValueError``) an image is missing or cannot be loaded, or there are two.
-        ConfigError: (a ``ValueError``) the batch is empty, or the tokenizer names no start token.
+        ConfigError: (a ``ValueError``) the batch is empty.
     """
     family = NemotronParse(task_prompt)
     ready = make_ready(examples, processor, family, check=False)
@@ -57,21 +57,12 @@ def nemotron_parse_collate_fn(
     batch = cast_pixels(dict(call(processor, images=images, text=texts, **options)), pixel_dtype)
     ids = batch["input_ids"]
     mask = batch.setdefault("attention_mask", torch.ones_like(ids))
-    start = _start_token_id(tokenizer_of(processor))
-    batch["labels"] = _labels(ids, mask, turns, texts, processor, family)
-    shifted_batch = shifted(counted(batch, [1] * len(ready), []), family)
-    inputs = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
-    seen = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], dim=1)
-    return {**shifted_batch, "decoder_input_ids": inputs[:, 1:], "decoder_attention_mask": seen[:, 1:]}
-
-
-def _start_token_id(tokenizer: Any) -> int:
-    """What the decoder begins with: its own start token, else that of a text, else its end."""
-    for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id"):
-        found = getattr(tokenizer, name, None)
-        if found is not None:
-            return int(found)
-    raise ConfigError(f"{type(tokenizer).__name__} has no decoder_start_token_id, bos_token or eos_token")
+    labels = _labels(ids, mask, turns, texts, processor, family)
+    report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
+    batch["labels"] = labels
+    made = shifted(counted(batch, [1] * len(ready), []), family)
+    # The task prompt begins with the decoder's start token, so nothing is put in front.
+    return {**made, "decoder_input_ids": made["input_ids"], "decoder_attention_mask": made["attention_mask"]}
 
 
 def _labels(
@@ -90,8 +81,7 @@ def _labels(
             for row, text, each in zip(ids.tolist(), texts, turns, strict=True)
         ]
     except tolerated(processor, CannotAlign):
-        labels = build_labels(ids, turns, processor)
-    else:
-        labels = torch.tensor(rows, dtype=ids.dtype)
-        report_unsupervised(labels)
+        pairs = zip(ids.tolist(), turns, strict=True)
+        rows = [search_answers(row, each, processor, frozenset()) for row, each in pairs]
+    labels = torch.tensor(rows, dtype=ids.dtype)
     return labels.masked_fill(mask == 0, IGNORE_INDEX)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns.contract import pad_token_id
 from packhorse.collate_fns.finish import counted, row_order, shifted
+from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, Generic, family_of
 from packhorse.types import MediaKind, TensorLayout
@@ -41,9 +42,10 @@ def pad_collate_fn(
         with 0, labels with :data:`~packhorse.chat.IGNORE_INDEX`) and shifted by one; media tensors joined
         along axis 0, shorter ones filled up where the layout says that they may differ, and one row per
         sample where the sample owns the axis; ``n_images_per_sample`` and ``n_videos_per_sample`` [B] where
-        there is such a medium. Where no tensor tells one medium from the next (InternVL's tiles), these
-        count rows, unless the samples bring ``n_images`` and ``n_videos``. Rows come in the order of the
-        samples, but for Qwen models samples with a fake image come last (see
+        there is such a medium: what the samples' own ``n_images`` and ``n_videos`` say, or else the entries
+        of their tensors (which are rows where no tensor tells one medium from the next, as InternVL's
+        tiles). Rows come in the order of the samples, but for Qwen models samples with a fake image come
+        last (see
         :func:`~packhorse.collate_fns.finish.row_order`).
 
     Raises:
@@ -52,6 +54,10 @@ def pad_collate_fn(
             not fit together; the message names key and shapes.
     """
     family = family_of(processor)
+    check_present(examples, "sample")
+    for sample, key in zip(examples, keys_of(examples), strict=True):
+        with named(key):
+            _check_length(sample.get("input_ids"), max_length)
     samples = _ordered(examples, family)
     batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
     images, videos = count_media(samples, family)
@@ -79,15 +85,9 @@ def pad_samples(
     if not samples:
         raise ConfigError("an empty batch: expected at least one sample")
     rows = [_token_tensors(sample, place, needs_labels) for place, sample in enumerate(samples)]
-    lengths = [row["input_ids"].shape[-1] for row in rows]
-    width = max(lengths) if max_length is None else max_length
-    if max(lengths) > width:
-        raise BadSample(
-            f"a sample of {max(lengths)} tokens in a batch of max_length={width}: give the dataset the same "
-            "max_length (PreTokenizedDatasetWrapper leaves such samples out, or cuts them where media allow)",
-            reason="too_long",
-            stage="collate",
-        )
+    for row in rows:
+        _check_length(row["input_ids"], max_length)
+    width = max(row["input_ids"].shape[-1] for row in rows) if max_length is None else max_length
     batch: dict[str, Any] = {}
     for key in (key for key in _PER_TOKEN if any(key in row for row in rows)):
         fill = {"input_ids": pad, "labels": IGNORE_INDEX}.get(key, 0)
@@ -98,11 +98,24 @@ def pad_samples(
     return {**batch, **join_media(samples, family)}
 
 
+def _check_length(ids: Any, max_length: int | None) -> None:
+    length = 0 if ids is None else torch.as_tensor(ids).shape[-1]
+    if max_length is not None and length > max_length:
+        raise BadSample(
+            f"a sample of {length} tokens in a batch of max_length={max_length}: give the dataset the same "
+            "max_length (PreTokenizedDatasetWrapper leaves such samples out, or cuts them where media allow)",
+            reason="too_long",
+            stage="collate",
+        )
+
+
 def _token_tensors(sample: Sample, place: int, needs_labels: bool) -> dict[str, torch.Tensor]:
     needed = ("input_ids", "labels") if needs_labels else ("input_ids",)
     missing = [key for key in needed if sample.get(key) is None]
     if missing:
-        raise ConfigError(f"sample {place} of the batch has no {missing[0]}, only {', '.join(sample)}")
+        what = f"sample {place} of the batch has no {missing[0]}, only {', '.join(sample)}"
+        hint = ": examples go through the function that packhorse.collate_fns.COLLATE_FNS has"
+        raise ConfigError(what + (hint if "conversation" in sample else ""))
     row = {key: torch.as_tensor(sample[key]) for key in _PER_TOKEN if sample.get(key) is not None}
     row = {key: value[0] if value.dim() == 2 and len(value) == 1 else value for key, value in row.items()}
     row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))

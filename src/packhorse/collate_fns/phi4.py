@@ -9,8 +9,10 @@ import torch
 
 from packhorse.collate_fns.contract import call, is_transformers, names
 from packhorse.collate_fns.default import Batch, finish
-from packhorse.collate_fns.prepare import Ready, hide_fakes, make_ready, rendered
-from packhorse.families import Family, family_of
+from packhorse.collate_fns.prepare import Opened, decode, hide_fakes, open_batch, rendered
+from packhorse.collate_fns.records import named
+from packhorse.conversation import sounds_beside
+from packhorse.families import Family, Generic, family_of
 from packhorse.media import load_audio
 
 _IMAGE_KEYS = ("input_image_embeds", "image_pixel_values", "image_sizes", "image_attention_mask")
@@ -37,9 +39,12 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
         BadSample: (a ``ValueError``) a medium cannot be loaded.
     """
     family = family_of(processor)
-    # A placeholder may be typed out here.
-    ready = make_ready(examples, processor, family, check=False)
-    sounds = [_sounds(example, one) for example, one in zip(examples, ready, strict=True)]
+    # For other processors a placeholder is typed out as they want it, and the sound stays beside.
+    placed = is_transformers(processor) and not isinstance(family, Generic)
+    opened = open_batch(examples, processor, family, sound=placed)
+    sounds = [_sounds(one, family) for one in opened]
+    ready = decode(opened, processor, family, check=placed)
+    sounds = [found or list(one.media.audios) for found, one in zip(sounds, ready, strict=True)]
     images = [one.media.images for one in ready]
     options = _options(sounds, images, processor, family)
     texts = rendered(ready, processor, family)
@@ -52,14 +57,22 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
     return finish(hide_fakes(batch, ready, processor, family), ready, processor, family)
 
 
-def _sounds(example: Mapping[str, Any], one: Ready) -> list[tuple[Any, int]]:
-    """The (array, rate) pairs of a sample; those beside the conversation at their own rate."""
-    parts = [ref.source for ref in one.conversation.media if ref.kind == "audio"]
-    beside = example.get("audio")
-    if parts or beside is None:
-        return list(one.media.audios)
-    several = isinstance(beside, list) and not (len(beside) == 2 and isinstance(beside[1], int | float))
-    return [load_audio(source) for source in (beside if several else [beside])]
+def _sounds(one: Opened, family: Family) -> list[tuple[Any, int]]:
+    """The (array, rate) pairs beside the conversation of a sample, at their own rate.
+
+    Raises:
+        BadSample: there is sound in the conversation too, or one is too short.
+    """
+    beside = sounds_beside(one.example)
+    if beside and any(ref.kind == "audio" for ref in one.conversation.media):
+        raise family.bad("sound beside the conversation ('audio') and in it", one.conversation)
+    with named(one.conversation.key):
+        sounds = [load_audio(source) for source in beside]
+    for array, rate in sounds:
+        if len(array) * family.sampling_rate < family.least_samples * rate:
+            what = f"{len(array)} samples at {rate:,} Hz are too short for {family.name}"
+            raise family.bad(what, one.conversation, "broken_media")
+    return sounds
 
 
 def _options(

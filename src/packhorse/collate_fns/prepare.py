@@ -16,14 +16,41 @@ from packhorse.chat import template_errors, tokenizer_of
 from packhorse.collate_fns.contract import is_transformers, logger, plain_turns, render
 from packhorse.collate_fns.finish import row_order
 from packhorse.collate_fns.labels import media_ids
+from packhorse.collate_fns.records import Records, check_present, keys_of, named, records_of
 from packhorse.conversation import parse_conversation
-from packhorse.datasets.tokenized import fake_tokens
+from packhorse.datasets.prepare import fake_tokens, with_sound_in_place
 from packhorse.errors import ConfigError
-from packhorse.families import Encoded, Family, Generic, LoadedMedia
+from packhorse.families import Family, Generic, LoadedMedia, MediaSize
 from packhorse.media import load_image
-from packhorse.types import Conversation, MediaRef, Part
+from packhorse.types import Conversation, MediaKind, MediaRef, Part
 
 _MEDIA_ARGUMENTS = ("images", "videos", "audio")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One sample as it came: the example, with its sound in place, and the same in types.
+
+    Attributes:
+        example: in the documented format.
+        conversation: as parsed; its key names the sample.
+        records: where its loss would be written.
+    """
+
+    example: Mapping[str, Any]
+    conversation: Conversation
+    records: Records
+
+    @property
+    def turns(self) -> Sequence[Mapping[str, Any]]:
+        """The turns as the example has them."""
+        turns: Sequence[Mapping[str, Any]] = self.example["conversation"]
+        return turns
+
+    @property
+    def fake(self) -> bool:
+        """Whether its image is the fake one."""
+        return bool(self.example.get("_injected_fake"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +62,14 @@ class Ready:
         turns: for ``apply_chat_template``: parts hold images, frames [T, H, W, 3] and samples of sound.
         media: the same media apart, with what is known about the videos.
         fake: whether its image is the fake one.
+        records: where its loss would be written.
     """
 
     conversation: Conversation
     turns: list[dict[str, Any]]
     media: LoadedMedia
     fake: bool
+    records: Records
 
     def decoded(self) -> Conversation:
         """The conversation with its decoded media in place of where they come from."""
@@ -61,25 +90,49 @@ class Ready:
         )
 
 
-def parse_batch(examples: Sequence[Mapping[str, Any]]) -> list[Conversation]:
-    """The conversations of a batch.
+def open_batch(
+    examples: Sequence[Mapping[str, Any]], processor: Any, family: Family, *, sound: bool = True
+) -> list[Opened]:
+    """The examples of a batch, read and checked.
+
+    Args:
+        examples: in the documented format; a :class:`~packhorse.datasets.robust.Batch` names them.
+        processor: tells what stands for a sound in the text.
+        family: of the processor.
+        sound: put sound that lies beside a conversation into it.
 
     Raises:
         BadSample: one is not in the documented format.
-        ConfigError: (a ``ValueError``) the batch is empty.
+        ConfigError: (a ``ValueError``) the batch is empty, holds what is no example, or the processor has no
+            chat template.
     """
-    if not examples:
-        raise ConfigError("an empty batch: expected at least one example")
-    return [parse_conversation(example) for example in examples]
+    check_present(examples, "example")
+    for place, example in enumerate(examples):
+        if "input_ids" in example and "conversation" not in example:
+            raise ConfigError(
+                f"sample {place} of the batch has input_ids and no conversation: these samples are already "
+                "encoded, use pad_collate_fn"
+            )
+    family.check_template(processor)
+    records, opened = records_of(examples), []
+    for example, key in zip(examples, keys_of(examples), strict=True):
+        placed = with_sound_in_place(example, family, processor, key) if sound else example
+        opened.append(Opened(placed, parse_conversation(placed, key), records))
+    return opened
 
 
 def make_ready(
     examples: Sequence[Mapping[str, Any]], processor: Any, family: Family, *, check: bool = True
 ) -> list[Ready]:
+    """Open a batch and decode its media; see :func:`open_batch` and :func:`decode`."""
+    return decode(open_batch(examples, processor, family), processor, family, check=check)
+
+
+def decode(opened: Sequence[Opened], processor: Any, family: Family, *, check: bool = True) -> list[Ready]:
     """Decode the media of a batch; samples come out in the order of rows.
 
     Args:
-        examples: in the documented format.
+        opened: the samples.
         processor: tells how videos are sampled.
         family: decides what media there may be, and at which rate sound is loaded.
         check: see :func:`check_text`.
@@ -88,12 +141,13 @@ def make_ready(
         BadSample: a medium is missing, broken or not one of the family's, or typed out in a text.
     """
     ready = []
-    for example, conversation in zip(examples, parse_batch(examples), strict=True):
-        family.check(conversation)
-        if check:
-            check_text(example["conversation"], conversation, processor, family)
-        turns, media = _loaded(example["conversation"], conversation, processor, family)
-        ready.append(Ready(conversation, turns, media, bool(example.get("_injected_fake"))))
+    for one in opened:
+        with named(one.conversation.key):
+            family.check(one.conversation)
+            if check:
+                check_text(one.conversation, processor, family)
+            turns, media = _loaded(one.turns, one.conversation, processor, family)
+        ready.append(Ready(one.conversation, turns, media, one.fake, one.records))
     return in_order(ready, family)
 
 
@@ -103,21 +157,14 @@ def in_order(ready: Sequence[Ready], family: Family) -> list[Ready]:
     return [ready[place] for place in row_order([one.fake for one in ready], images, family)]
 
 
-def check_text(
-    turns: Sequence[Mapping[str, Any]], conversation: Conversation, processor: Any, family: Family
-) -> None:
+def check_text(conversation: Conversation, processor: Any, family: Family) -> None:
     """Refuse a conversation whose text does not hold one placeholder for each medium, and no other.
 
     Only for transformers' processors of known families, which would mix up the media without a word.
     """
     if is_transformers(processor) and not isinstance(family, Generic):
-        try:
-            text = render(processor, family, plain_turns(turns, family))
-        except template_errors() as error:
-            raise family.bad(
-                f"the chat template refuses it: {error}", conversation, "wrong_format"
-            ) from error
-        family._check_placeholders(processor, text, conversation)
+        text = family.rendered(processor, conversation)
+        family.check_placeholders(processor, text, conversation)
 
 
 def _loaded(
@@ -147,8 +194,20 @@ def _loaded(
 
 
 def rendered(ready: Sequence[Ready], processor: Any, family: Family) -> list[str]:
-    """The text of each sample, placeholders not expanded."""
-    return [render(processor, family, plain_turns(one.turns, family)) for one in ready]
+    """The text of each sample, placeholders not expanded.
+
+    Raises:
+        BadSample: the chat template refuses one.
+    """
+    return [_text(one, processor, family) for one in ready]
+
+
+def _text(one: Ready, processor: Any, family: Family) -> str:
+    try:
+        return render(processor, family, plain_turns(one.turns, family))
+    except template_errors() as error:
+        what = f"the chat template refuses it: {error}"
+        raise family.bad(what, one.conversation, "wrong_format") from error
 
 
 def all_media(ready: Sequence[Ready]) -> LoadedMedia:
@@ -201,11 +260,14 @@ def hide_fakes(
 
 def _fake_span(ids: torch.Tensor, one: Ready, processor: Any, family: Family) -> tuple[int, int]:
     """First and behind-last token of the fake image in the unpadded ids of its sample."""
-    if _tells_placeholders(processor, family):
-        turns = plain_turns(one.turns, family)
-        encoded = Encoded(render(processor, family, turns), turns, {"input_ids": ids}, {})
-        return fake_tokens(family, processor, encoded, one.conversation)
-    content = media_ids(processor, family)
+    beside = len(one.conversation.media) > 1
+    # With other media beside it, what the processor makes of them has to be known too.
+    if _tells_placeholders(processor, family) and (is_transformers(processor) or not beside):
+        sizes = _sizes(one, processor, family) if beside else []
+        return fake_tokens(family, processor, ids.tolist(), one.conversation, sizes)
+    owners = (processor, tokenizer_of(processor))
+    told = {getattr(owner, "image_token_id", None) for owner in owners} - {None}
+    content = told or media_ids(processor, family)
     places = [place for place, token in enumerate(ids.tolist()) if token in content]
     if not places:
         logger.warning(
@@ -214,6 +276,14 @@ def _fake_span(ids: torch.Tensor, one: Ready, processor: Any, family: Family) ->
         )
         return 0, 0
     return places[0], places[-1] + 1
+
+
+def _sizes(one: Ready, processor: Any, family: Family) -> list[tuple[MediaKind, MediaSize]]:
+    """Kind and size of each medium; from headers where a package of the model's decodes them."""
+    refs = one.conversation.media
+    if len(one.media.sizes()) == len(refs):
+        return one.media.sizes(ref.kind for ref in refs)
+    return [(ref.kind, family.size_of(ref, processor)) for ref in refs]
 
 
 def _tells_placeholders(processor: Any, family: Family) -> bool:

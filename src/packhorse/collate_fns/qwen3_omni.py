@@ -20,11 +20,20 @@ from packhorse.collate_fns.contract import (
 )
 from packhorse.collate_fns.default import Batch, finish
 from packhorse.collate_fns.pad import pad_samples
-from packhorse.collate_fns.prepare import Ready, check_text, hide_fakes, in_order, parse_batch, rendered
+from packhorse.collate_fns.prepare import (
+    Opened,
+    Ready,
+    check_text,
+    hide_fakes,
+    in_order,
+    open_batch,
+    rendered,
+)
+from packhorse.collate_fns.records import named
 from packhorse.errors import MissingDependency
 from packhorse.families import Family, LoadedMedia, family_of
 from packhorse.media import load_image, local_path, probe_video
-from packhorse.types import Conversation, MediaRef
+from packhorse.types import MediaRef
 
 _SAMPLING_RATE = 16_000  # of the sound that the package loads
 
@@ -64,10 +73,7 @@ def qwen3_omni_collate_fn(
     """
     process = _process_mm_info()
     family = family_of(processor)
-    found = [
-        _ready(example, conversation, processor, family)
-        for example, conversation in zip(examples, parse_batch(examples), strict=True)
-    ]
+    found = [_ready(one, processor, family) for one in open_batch(examples, processor, family)]
     ready = in_order(found, family)
     media = [_processed(one, process, processor, use_audio_in_video) for one in ready]
     texts = rendered(ready, processor, family)
@@ -96,14 +102,18 @@ def _process_mm_info() -> Callable[..., Any]:
     return found
 
 
-def _ready(example: Mapping[str, Any], conversation: Conversation, processor: Any, family: Family) -> Ready:
+def _ready(one: Opened, processor: Any, family: Family) -> Ready:
     """The conversation with media as the package takes them."""
-    family.check(conversation)
-    check_text(example["conversation"], conversation, processor, family)
+    with named(one.conversation.key):
+        family.check(one.conversation)
+        check_text(one.conversation, processor, family)
+        turns = _turns(one, processor, family)
+    return Ready(one.conversation, turns, LoadedMedia([], [], []), one.fake, one.records)
+
+
+def _turns(one: Opened, processor: Any, family: Family) -> list[dict[str, Any]]:
     turns = []
-    for turn, message in zip(
-        plain_turns(example["conversation"], family), conversation.messages, strict=True
-    ):
+    for turn, message in zip(plain_turns(one.turns, family), one.conversation.messages, strict=True):
         content = turn["content"]
         if not isinstance(content, str):
             parts = zip(content, message.parts, strict=True)
@@ -112,7 +122,7 @@ def _ready(example: Mapping[str, Any], conversation: Conversation, processor: An
                 for part, ref in parts
             ]
         turns.append({**turn, "content": content})
-    return Ready(conversation, turns, LoadedMedia([], [], []), bool(example.get("_injected_fake")))
+    return turns
 
 
 def _for_package(ref: MediaRef, processor: Any, family: Family) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, tokenizer_of, turn_markers
-from packhorse.collate_fns.contract import Turns, call, logger, token_ids, tolerated
+from packhorse.collate_fns.contract import Turns, call, logger, text_ids, tolerated
 
 _STOP_TEXTS = frozenset(
     {"<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|end|>", "<end_of_utterance>", "</s>", "<eos>"}
@@ -73,7 +73,7 @@ def search_answers(ids: list[int], conversation: Turns, processor: Any, media: f
 def _find_answer(ids: list[int], text: str, at: int, tokenizer: Any) -> tuple[int, int]:
     """Exactly as it is, then with other blanks around it, then with another first token."""
     found = (
-        _find_pattern_indices(ids, token_ids(tokenizer, form), at, allow_first_token_mismatch=loosely)
+        _find_pattern_indices(ids, text_ids(tokenizer, form), at, allow_first_token_mismatch=loosely)
         for loosely in (False, True)
         for form in dict.fromkeys((text, text.strip(), f" {text.strip()}"))
     )
@@ -125,7 +125,7 @@ def _decode_single_token(tokenizer: Any, token_id: int) -> str:
 def tokens_or_nothing(tokenizer: Any, text: str, processor: Any) -> list[int]:
     """The ids of a text; none where a small tokenizer cannot take it."""
     try:
-        return token_ids(tokenizer, text) if text else []
+        return text_ids(tokenizer, text) if text else []
     except tolerated(processor):
         return []
 

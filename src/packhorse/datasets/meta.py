@@ -339,7 +339,12 @@ def _check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     """
     media_dir = config.rules.media_dir
     if media_dir is not None and not is_address(media_dir) and not os.path.isdir(media_dir):
-        logger.warning("%s: media_dir %s is not a folder", config.name, media_dir)
+        logger.warning(
+            "%s: media_dir %s is not a folder (nor is it one beside the meta file): every medium with a "
+            "relative path will be missing, and its row left out or replaced as missing_media",
+            config.name,
+            media_dir,
+        )
     findings = Ledger()
     first = range(min(len(file), _FIRST_ROWS))
     for number, row in zip(first, file.read(first), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, Literal, get_args
 
@@ -27,11 +28,25 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Batch(list[Any]):
-    """The samples of one batch, which know their indices, so that a collate failure can name them."""
+    """The samples of one batch, which know where they come from, so that a collate function can name them.
 
-    def __init__(self, samples: Iterable[Any], indices: Sequence[int]) -> None:
+    Attributes:
+        indices: of the samples in their dataset, None where nobody knows.
+        keys: their names in the ledger, empty where nobody knows.
+        ledger: the dataset's.
+        epoch: the dataset's.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Any],
+        indices: Sequence[int | None],
+        keys: Sequence[str],
+        ledger: Ledger,
+        epoch: int | None = None,
+    ) -> None:
         super().__init__(samples)
-        self.indices = tuple(indices)
+        self.indices, self.keys, self.ledger, self.epoch = tuple(indices), tuple(keys), ledger, epoch
 
 
 class ReplacingDataset(Dataset[Any]):
@@ -99,7 +114,12 @@ class ReplacingDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """The samples of a batch. A DataLoader fetches through this, and hands the result to collate."""
-        return Batch([self[index] for index in indices], [index % len(self) for index in indices])
+        return self.batch([self[index] for index in indices], [index % len(self) for index in indices])
+
+    def batch(self, samples: Iterable[Any], indices: Sequence[int | None]) -> Batch:
+        """Samples with what names them."""
+        keys = ["" if index is None else self.key(index) for index in indices]
+        return Batch(samples, indices, keys, self.ledger, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
         # Spelled out: without it, a sample that raises IndexError would look like the end of the data.
@@ -121,12 +141,19 @@ class ReplacingDataset(Dataset[Any]):
         """
         stage: Stage = error.stage if isinstance(error, BadSample) else "read"
         reason: Reason = error.reason if isinstance(error, BadSample) else "sample_failed"
-        detail = (error.detail if isinstance(error, BadSample) else _described(error)) + more
+        detail = error.detail if isinstance(error, BadSample) else _described(error)
+        detail += self._place(idx, stage) + more
         key = "" if idx is None else self.key(idx)
         dataset = key.rpartition("/")[0]
         action: Literal["replaced", "left_out"] = "replaced" if replaced else "left_out"
         self.ledger.record(Drop(key, stage, reason, detail, action, dataset, self.epoch))
         logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
+
+    def _place(self, idx: int | None, stage: Stage) -> str:
+        """File and line of the row, where the dataset tells; who reads or converts a row says it already."""
+        location = getattr(self.dataset, "location", None)
+        known = idx is not None and callable(location) and stage in ("media", "encode", "collate")
+        return f"; {location(idx)}" if known and location is not None else ""
 
     def substitute(self, idx: int, attempt: int) -> int:
         """The index that stands in for ``idx`` at an attempt; depends on seed, epoch and index alone."""
@@ -200,15 +227,36 @@ def make_robust_collate(dataset: Any, collate_fn: Collate, max_retries: int = 10
     """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew from ``dataset``.
 
     Samples that were skipped (None) are taken out first; a batch with none left is None. When ``collate_fn``
-    fails on the data, the whole batch is replaced, reproducibly, and its samples are recorded.
+    raises :class:`BadSample` with the key of a sample, that one is replaced or left out. When it fails on the
+    data otherwise, nobody knows which sample is at fault: the whole batch is replaced (or left out),
+    reproducibly, and its samples are recorded.
 
     Args:
         dataset: a :class:`ReplacingDataset`, or any dataset, which is then wrapped in one.
-        collate_fn: takes a list of samples.
+        collate_fn: takes a list of samples (a :class:`Batch`, which names them).
         max_retries: after so many further failures a ``RuntimeError`` names the last one.
     """
     wrapper = dataset if isinstance(dataset, ReplacingDataset) else RobustDatasetWrapper(dataset)
     return _RobustCollate(wrapper, collate_fn, max_retries)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One sample of a batch that is being collated.
+
+    Attributes:
+        index: the sample that was asked for; None where nobody knows.
+        now: the sample that stands there.
+        sample: its content.
+        error: why another one stands there.
+        attempts: how many replacements were chosen for it.
+    """
+
+    index: int | None
+    now: int | None
+    sample: Any
+    error: BaseException | None = None
+    attempts: int = 0
 
 
 class _RobustCollate:
@@ -220,34 +268,84 @@ class _RobustCollate:
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         indices = getattr(samples, "indices", None) or [None] * len(samples)
-        known = [(index, s) for index, s in zip(indices, samples, strict=True) if s is not None]
-        present = [sample for _, sample in known]
-        if not present:
-            return None
-        try:
-            batch = self.collate_fn(present)
-        except DATA_ERRORS as error:
-            if self.dataset.on_bad == "raise" or not is_data_error(error):
-                raise
-            return self._instead([index for index, _ in known], error)
-        self._skipped_in_a_row = 0
-        return batch
+        found = zip(indices, samples, strict=True)
+        entries = [_Entry(index, index, sample) for index, sample in found if sample is not None]
+        last: BaseException | None = None
+        for _ in range(len(entries) + self.max_retries):
+            if not entries:
+                break
+            try:
+                batch = self._collated(entries)
+            except DATA_ERRORS as error:
+                if self.dataset.on_bad == "raise" or not is_data_error(error):
+                    raise
+                culprit, last = self._culprit(entries, error), error
+                if culprit is None:
+                    return self._instead(entries, error)
+                self._exchange(entries, culprit, error)
+                continue
+            self._record_exchanged(entries)
+            self._skipped_in_a_row = 0
+            return batch
+        if entries and last is not None:
+            raise self._gave_up(entries[0].error or last, last)
+        return self._nothing_left(last)
 
-    def _instead(self, indices: list[int | None], error: BaseException) -> Any:
+    def _collated(self, entries: Sequence[_Entry]) -> Any:
+        samples = [entry.sample for entry in entries]
+        return self.collate_fn(self.dataset.batch(samples, [entry.now for entry in entries]))
+
+    def _culprit(self, entries: Sequence[_Entry], error: BaseException) -> int | None:
+        """The place of the sample that an error names."""
+        key = error.key if isinstance(error, BadSample) else ""
+        keys = ["" if entry.now is None else self.dataset.key(entry.now) for entry in entries]
+        return keys.index(key) if key and key in keys else None
+
+    def _exchange(self, entries: list[_Entry], place: int, error: BaseException) -> None:
+        """Put another sample in the place of one that is at fault, or take it out."""
+        entry = entries[place]
+        if self.dataset.on_bad == "skip" or entry.index is None:  # a named one has an index
+            self.dataset.record(entry.index, error, replaced=False)
+            del entries[place]
+            return
+        entry.error = entry.error or error
+        while entry.attempts < self.max_retries:
+            other = self.dataset.substitute(entry.index, entry.attempts)
+            entry.attempts += 1
+            try:
+                entry.sample, entry.now = self.dataset.load(other), other
+                return
+            except DATA_ERRORS as failure:
+                if not is_data_error(failure):
+                    raise
+                error = failure
+        raise self._gave_up(entry.error, error)
+
+    def _record_exchanged(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            if entry.error is not None and entry.now is not None:
+                more = f"; {self.dataset.key(entry.now)} instead"
+                self.dataset.record(entry.index, entry.error, more, replaced=True)
+
+    def _instead(self, entries: Sequence[_Entry], error: BaseException) -> Any:
+        """Another batch, or None; all samples of this one are recorded."""
+        indices = [entry.index for entry in entries]
         # Stand-ins for samples that nobody knows are chosen by their place in the batch.
         places = [place if index is None else index for place, index in enumerate(indices)]
         if self.dataset.on_bad == "skip":
             batch, others = None, None
         else:
             batch, others = self._retry(places, error)
-        failure = BadSample(_described(error), reason="collate_failed", stage="collate")
+        failure = _of_the_batch(error, named=None not in indices)
         for number, index in enumerate(indices):
             more = "" if others is None else f"; {self.dataset.key(others[number])} instead"
             self.dataset.record(index, failure, more, replaced=others is not None)
-        if others is None:
+        return batch if others is not None else self._nothing_left(error)
+
+    def _nothing_left(self, last: BaseException | None) -> None:
+        if last is not None:
             self._skipped_in_a_row += 1
-            check_in_a_row(self._skipped_in_a_row, self.dataset.max_in_a_row, "batches", error)
-        return batch
+            check_in_a_row(self._skipped_in_a_row, self.dataset.max_in_a_row, "batches", last)
 
     def _retry(self, places: list[int], error: BaseException) -> tuple[Any, list[int]]:
         last = error
@@ -255,15 +353,32 @@ class _RobustCollate:
             others = [self.dataset.substitute(place, attempt) for place in places]
             try:
                 samples = [self.dataset[other] for other in others]
-                return self.collate_fn([sample for sample in samples if sample is not None]), others
+                entries = [_Entry(n, n, s) for n, s in zip(others, samples, strict=True) if s is not None]
+                return self._collated(entries), others
             except DATA_ERRORS as failure:
                 if not is_data_error(failure):
                     raise
                 last = failure
-        raise RuntimeError(
+        raise self._gave_up(error, last)
+
+    def _gave_up(self, error: BaseException, last: BaseException) -> RuntimeError:
+        failure = RuntimeError(
             f"collating a batch failed ({_described(error)}), {self.max_retries} replacements too; "
             f"the last: {_described(last)}"
-        ) from last
+        )
+        failure.__cause__ = last
+        return failure
+
+
+def _of_the_batch(error: BaseException, *, named: bool) -> BadSample:
+    """What is recorded for each sample of a batch that could not be made.
+
+    Where samples are named, an error that names none is about all of them.
+    """
+    if isinstance(error, BadSample) and not error.key and named:
+        return error
+    what = f"{_described(error)} (which sample of the batch is at fault is not known)"
+    return BadSample(what, reason="collate_failed", stage="collate")
 
 
 def _described(error: BaseException) -> str:

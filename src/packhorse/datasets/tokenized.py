@@ -2,24 +2,27 @@
 
 Everything happens when a sample is asked for, so DataLoader workers share the work: media are loaded, the
 template rendered, the processor run, answers labelled, the length checked. Our own part is small beside the
-processor's; a sample with a fake image costs one more rendering, one that is truncated is encoded again.
+processor's; a sample with a fake image costs one more rendering and tokenisation, one that is truncated is
+encoded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, tokenizer_of
 from packhorse.conversation import parse_conversation
+from packhorse.datasets.prepare import fake_tokens, run_hook, with_sound_in_place
 from packhorse.datasets.robust import OnBad, ReplacingDataset
-from packhorse.errors import BadSample
+from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
-from packhorse.families.base import TOKEN_KEYS, Encoded, Family
+from packhorse.families.base import TOKEN_KEYS, Encoded
 from packhorse.ledger import Ledger
 from packhorse.media import inject_fake_image
-from packhorse.types import Action, Conversation, Drop, MediaRef, Reason
+from packhorse.types import Action, Conversation, Drop, Reason
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +34,13 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     """A torch dataset of encoded samples.
 
     Each sample is a dict with ``input_ids``, ``attention_mask`` and ``labels`` of shape [S], further tensors
-    per token if the processor makes them (``mm_token_type_ids``), and the media tensors of its family
-    (``pixel_values``, ``image_grid_thw``, …). Labels are not shifted; collate functions do that.
+    per token if the processor makes them (``mm_token_type_ids``), the media tensors of its family
+    (``pixel_values``, ``image_grid_thw``, …) and, where there are media, how many: ``n_images`` and
+    ``n_videos``. Labels are not shifted; collate functions do that.
 
     Args:
-        dataset: examples in the documented format.
+        dataset: examples in the documented format; the data set itself, not a :class:`RobustDatasetWrapper`
+            around it.
         processor: of any family; see :func:`packhorse.families.family_of`.
         max_length: the most tokens a sample may have; None for no limit.
         max_retries: as for :class:`ReplacingDataset`, like ``on_bad``, ``max_in_a_row``, ``seed`` and
@@ -44,9 +49,14 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             its end; only where even the first answer does not fit, that answer's text is cut. A medium is
             never cut in two: it is there with all its tokens, or not at all.
         inject_fake_images: give samples without image or video the fake image, whose tokens get
-            ``attention_mask`` 0, so that the vision tower runs on every rank.
+            ``attention_mask`` 0, so that the vision tower runs on every rank. A sample that has lost its
+            pictures to truncation gets it too.
         post_tokenize_hook: called as ``hook(result, processor) -> result`` before labels are made, with the
-            processor's tensors (those per token of shape [1, S]).
+            processor's tensors (those per token of shape [1, S]). It may raise :class:`BadSample` to refuse
+            a sample; anything else that it raises stops the run.
+
+    Raises:
+        ConfigError: the processor has no chat template, or ``truncate`` has no ``max_length`` to cut to.
     """
 
     def __init__(
@@ -67,9 +77,12 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         super().__init__(
             dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
         )
+        if truncate and max_length is None:
+            raise ConfigError("truncate=True without max_length: say how many tokens a sample may have")
         self.processor, self.max_length, self.truncate = processor, max_length, truncate
         self.inject_fake_images, self.post_tokenize_hook = inject_fake_images, post_tokenize_hook
         self.family = family_of(processor)
+        self.family.check_template(processor)
 
     def load(self, idx: int) -> dict[str, torch.Tensor]:
         """Encode one sample.
@@ -79,113 +92,129 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         """
         key = self.key(idx)
         example = self.dataset[idx]
-        wants_image = self.inject_fake_images and "image" in self.family.kinds
-        shown = inject_fake_image(example) if wants_image else example
-        fake = bool(shown.get("_injected_fake"))
-        conversation = parse_conversation(shown, key)
-        sample = self._labelled(conversation, fake)
-        if self.max_length is not None and len(sample["input_ids"]) > self.max_length:
-            sample = self._shortened(conversation, fake, len(sample["input_ids"]), self.max_length)
+        if example is None:
+            raise ConfigError(
+                f"the data set gives None for sample {idx}: PreTokenizedDatasetWrapper takes the data set "
+                "itself, not a RobustDatasetWrapper around it; it has an on_bad of its own"
+            )
+        example = with_sound_in_place(example, self.family, self.processor, key)
+        # Before a fake image hides that there is nothing.
+        self.family.check(parse_conversation(example, key))
+        sample, cut = self._labelled(*self._shown(example, key)), ""
+        length = len(sample["input_ids"])
+        if self.max_length is not None and length > self.max_length:
+            sample, cut = self._shortened(example, key, length, self.max_length)
+        self._check_end(sample, key)
+        if cut:
+            self._remark(key, "truncated", cut, "cut")
         if not (sample["labels"] != IGNORE_INDEX).any():
             self._remark(key, "nothing_supervised", "no token of it is learned", "kept")
         return sample
 
+    def _shown(self, example: Mapping[str, Any], key: str) -> tuple[Conversation, bool]:
+        """The conversation with a fake image where it needs one, and whether it has one."""
+        if self.inject_fake_images and "image" in self.family.kinds:
+            example = inject_fake_image(example)
+        conversation = parse_conversation(example, key)
+        images = any(ref.kind == "image" for ref in conversation.media)
+        return conversation, images and bool(example.get("_injected_fake"))
+
     def _labelled(self, conversation: Conversation, fake: bool) -> dict[str, torch.Tensor]:
+        import torch
+
         encoded = self.family.encode(conversation, self.processor)
         if fake:  # before the hook, which may move tokens and their mask
-            first, behind = fake_tokens(self.family, self.processor, encoded, conversation)
+            ids = encoded.tokens["input_ids"].tolist()
+            first, behind = fake_tokens(self.family, self.processor, ids, conversation, encoded.sizes)
             encoded.tokens["attention_mask"][first:behind] = 0
         if self.post_tokenize_hook is not None:
-            encoded = self._hooked(encoded)
+            encoded = self._hooked(encoded, conversation)
         try:
             labels = self.family.labels(self.processor, encoded)
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
-        return {**encoded.tokens, "labels": labels, **encoded.media}
+        kinds = Counter(kind for kind, _ in encoded.sizes)
+        counts = {f"n_{kind}s": torch.tensor(kinds[kind]) for kind in ("image", "video") if kinds}
+        return {**encoded.tokens, "labels": labels, **encoded.media, **counts}
 
-    def _hooked(self, encoded: Encoded) -> Encoded:
+    def _hooked(self, encoded: Encoded, conversation: Conversation) -> Encoded:
         assert self.post_tokenize_hook is not None
         batch = {name: tensor.unsqueeze(0) for name, tensor in encoded.tokens.items()}
-        result = self.post_tokenize_hook({**batch, **encoded.media}, self.processor)
+        result = run_hook(self.post_tokenize_hook, {**batch, **encoded.media}, self.processor)
         tokens = {name: result[name][0] for name in TOKEN_KEYS if name in result}
-        media = {name: value for name, value in result.items() if name not in tokens}
+        length = len(tokens["input_ids"])
+        media = {}
+        for name, value in result.items():
+            if name not in tokens:
+                per_token = self._per_token(name, value, length) and value.shape[-2:-1] == (1,)
+                media[name] = value.squeeze(-2) if per_token else value
+        before, after = (self._media_tokens(found["input_ids"]) for found in (encoded.tokens, tokens))
+        if before != after:
+            raise self.family.bad(
+                f"{before.total()} media tokens before the post_tokenize_hook, {after.total()} after it",
+                conversation,
+            )
         return replace(encoded, tokens=tokens, media=media)
 
+    def _media_tokens(self, ids: torch.Tensor) -> Counter[int]:
+        media_ids = self.family.media_token_ids(self.processor)
+        return Counter(token for token in ids.tolist() if token in media_ids)
+
+    def _per_token(self, name: str, value: Any, length: int) -> bool:
+        """Whether a tensor has one entry per token, along its last axis."""
+        return name not in self.family.layout and getattr(value, "shape", ())[-1:] == (length,)
+
+    def _check_end(self, sample: Mapping[str, torch.Tensor], key: str) -> None:
+        """Refuse a sample that ends in a medium: shifting labels by one cuts the last token."""
+        if int(sample["input_ids"][-1]) in self.family.media_token_ids(self.processor):
+            what = "its last token is a medium's, and is cut when labels are shifted"
+            raise BadSample(what, reason="media_mismatch", key=key, stage="encode")
+
     def _shortened(
-        self, conversation: Conversation, fake: bool, length: int, limit: int
-    ) -> dict[str, torch.Tensor]:
+        self, example: Mapping[str, Any], key: str, length: int, limit: int
+    ) -> tuple[dict[str, torch.Tensor], str]:
+        """The sample without what does not fit, and the words that say so."""
         too_long = f"{length} tokens are more than max_length={limit}"
         if not self.truncate:
             what = f"{too_long}; truncate=True cuts it"
-            raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
-        messages = conversation.messages
-        answers = [n for n, message in enumerate(messages, 1) if message.role == "assistant"]
-        for turns in reversed(answers):
-            shorter = replace(conversation, messages=messages[:turns])
-            if turns == len(messages) or not self._may_fit(shorter, limit):
+            raise BadSample(what, reason="too_long", key=key, stage="encode")
+        turns = example["conversation"]
+        answers = [number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"]
+        for number in reversed(answers):
+            if number == len(turns):
                 continue
-            sample = self._labelled(shorter, fake)
+            shown, fake = self._shown({**example, "conversation": turns[:number]}, key)
+            if not self._may_fit(shown, limit):
+                continue
+            sample = self._labelled(shown, fake)
             if len(sample["input_ids"]) <= limit:
-                cut = f"{too_long}: turns {turns} to {len(messages) - 1} were cut"
-                self._remark(conversation.key, "truncated", cut, "cut")
-                return sample
-        first = answers[0] if answers else len(messages)
-        return self._with_cut_answer(replace(conversation, messages=messages[:first]), fake, limit, too_long)
+                return sample, f"{too_long}: turns {number} to {len(turns) - 1} were cut"
+        first = answers[0] if answers else len(turns)
+        shown, fake = self._shown({**example, "conversation": turns[:first]}, key)
+        return self._with_cut_answer(shown, fake, limit, too_long), f"{too_long}: the first answer was cut"
 
     def _may_fit(self, conversation: Conversation, limit: int) -> bool:
         """Whether it could fit, judged by its text alone, which costs no media."""
-        text = self.family.render(self.processor, self.family.turns(conversation))
+        text = self.family.rendered(self.processor, conversation)
         return len(tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"]) <= limit
 
     def _with_cut_answer(
         self, conversation: Conversation, fake: bool, limit: int, too_long: str
     ) -> dict[str, torch.Tensor]:
         sample = self._labelled(conversation, fake)
-        media_ids = self.family.media_token_ids(self.processor)
-        cuts_media = any(token in media_ids for token in sample["input_ids"][limit:].tolist())
-        if cuts_media or not (sample["labels"][:limit] != IGNORE_INDEX).any():
-            what = f"{too_long}, and nothing to learn would be left"
+        # The shift of labels cuts one token more, so a medium has to end before the last one.
+        cuts_media = self._media_tokens(sample["input_ids"][limit - 1 :])
+        learns = bool((sample["labels"][:limit] != IGNORE_INDEX).any())
+        if cuts_media or not learns:
+            left = "a medium would be cut in two" if learns else "nothing to learn would be left"
+            what = f"{too_long}, and {left}"
             raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
-        self._remark(conversation.key, "truncated", f"{too_long}: the first answer was cut", "cut")
-        per_token = (*TOKEN_KEYS, "labels")
-        return {name: value[:limit] if name in per_token else value for name, value in sample.items()}
+        length = len(sample["input_ids"])
+        return {
+            name: value[..., :limit] if self._per_token(name, value, length) else value
+            for name, value in sample.items()
+        }
 
     def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
         dataset = key.rpartition("/")[0]
         self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
-
-
-def fake_tokens(
-    family: Family, processor: Any, encoded: Encoded, conversation: Conversation
-) -> tuple[int, int]:
-    """First and behind-last token that the fake image brought into a sample, brackets and newlines included.
-
-    They are what lies between the tokens that the conversation with the image and that without it have in
-    common at their beginning and at their end. (A blank that the template writes only before a text, or that
-    melts with the image's own newlines into one token, goes with them.)
-    """
-    text = family.render(processor, family.turns(_without_first_image(conversation)))
-    arguments = family.text_arguments(processor, text)
-    options = arguments.get("text_kwargs", arguments)  # some processors take them flat
-    plain = list(tokenizer_of(processor)(text, **options)["input_ids"])
-    ids = encoded.tokens["input_ids"].tolist()
-    first = _common(ids, plain)
-    behind = _common(ids[::-1], plain[first:][::-1])
-    return first, len(ids) - behind
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many items two sequences have in common at their beginning."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-def _without_first_image(conversation: Conversation) -> Conversation:
-    messages = list(conversation.messages)
-    for number, message in enumerate(messages):
-        images = [p for p in message.parts if isinstance(p, MediaRef) and p.kind == "image"]
-        if images:
-            rest = tuple(part for part in message.parts if part is not images[0])
-            messages[number : number + 1] = [replace(message, parts=rest)] if rest else []
-            break
-    return replace(conversation, messages=tuple(messages))

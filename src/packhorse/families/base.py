@@ -19,20 +19,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from packhorse.chat import (
     TOKEN_KEYS,
     answer_spans,
+    is_transformers,
     label_tokens,
     renderer,
     template_errors,
     tokenizer_of,
 )
-from packhorse.errors import BadSample, ConfigError, PackhorseError
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error
+from packhorse.families.blank import blanked
+from packhorse.families.counting import REFUSALS, Counting, Sizes
 from packhorse.families.media import LoadedMedia, MediaSize, size_of
 from packhorse.media import VideoSampling, describe, load_media
+from packhorse.tokens.expand import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, MediaRef, Reason, TextPart
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TOKEN_KEYS", "Encoded", "Family", "LoadedMedia", "MediaSize", "token_named"]
+__all__ = ["TOKEN_KEYS", "Encoded", "Family", "LoadedMedia", "MediaSize", "Pieces", "Sizes", "token_named"]
+
+_ALL_FRAMES = VideoSampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,8 @@ class Encoded:
     sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
 
 
-class Family:
-    """A model family; subclasses declare what differs.
+class Family(Counting):
+    """A model family; subclasses declare what differs. What it can count is in :class:`Counting`.
 
     Attributes:
         name: for messages and tests.
@@ -63,10 +69,12 @@ class Family:
         layout: every media tensor the processor may return.
         fill: what ragged tensors are padded with, where that is not 0.
         kinds: the media it takes.
-        exact: whether :meth:`media_tokens` equals what the processor does.
         caveats: what it cannot promise, in words.
         sampling_rate: of sound, as the model wants it.
         least_samples: shorter sound has no token, or breaks the feature extractor.
+        chats: whether conversations are written by a chat template.
+        mrope: the model's positions are three rows (time, height, width), not one.
+        both_ways: the tensor per token that marks media whose tokens see each other in both directions.
     """
 
     name: ClassVar[str]
@@ -74,10 +82,12 @@ class Family:
     layout: ClassVar[MediaLayout] = MappingProxyType({})
     fill: ClassVar[Mapping[str, float]] = MappingProxyType({})
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image",)
-    exact: ClassVar[bool] = True
     caveats: ClassVar[tuple[str, ...]] = ()
     sampling_rate: ClassVar[int] = 16_000
     least_samples: ClassVar[int] = 1
+    chats: ClassVar[bool] = True
+    mrope: ClassVar[bool] = False
+    both_ways: ClassVar[str | None] = None
 
     # --- facts; subclasses override what differs ---------------------------------------------------------
 
@@ -92,23 +102,14 @@ class Family:
             tokenizer.convert_tokens_to_ids(token_named(processor, f"{kind}_token")) for kind in self.kinds
         )
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """How many content tokens a medium of this size has, without a pixel of it.
-
-        Args:
-            processor: the family's processor.
-            kind: image, video or audio.
-            size: see :data:`MediaSize`; :meth:`size_of` reads it from a header.
-            images_in_sample: how many images the sample has, where that matters.
-        """
-        raise NotImplementedError(f"{self.name} has no {kind} tokens")
-
     def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
         """How many rows a medium has in a tensor whose layout is ``"rows"`` without ``rows_from``."""
         raise NotImplementedError(f"{self.name} does not say how many rows of '{key}' a medium has")
 
     def check(self, conversation: Conversation) -> None:
         """Refuse what the family cannot take, before anything is loaded."""
+        if not conversation.messages:
+            raise self.bad("a conversation without turns", conversation, "empty_conversation")
         for ref in conversation.media:
             if ref.kind not in self.kinds:
                 known = ", ".join(self.kinds)
@@ -150,21 +151,23 @@ class Family:
             ConfigError: the processor returns a tensor that the layout does not declare, or of another shape.
         """
         self.check(conversation)
-        turns = self.turns(conversation)
-        try:
-            text = self.render(processor, turns)
-        except template_errors() as error:
-            raise self.bad(f"the chat template refuses it: {error}", conversation, "wrong_format") from error
-        self._check_placeholders(processor, text, conversation)
+        text = self.rendered(processor, conversation)
+        self.check_placeholders(processor, text, conversation)
         media = self.load(conversation.media, processor)
         try:
             output = self.call(processor, text, media)
         except PackhorseError:
             raise
-        except ValueError as error:
+        except REFUSALS as error:
             raise self.bad(f"the processor refuses it: {error}", conversation, "sample_failed") from error
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            what = f"the processor fails on it: {type(error).__name__}: {error}"
+            raise self.bad(what, conversation, "sample_failed") from error
         sizes = media.sizes(ref.kind for ref in conversation.media)
-        encoded = self._sorted_out(Encoded(text, turns, {}, {}, tuple(sizes)), output)
+        made = Encoded(text, self.turns(conversation), {}, {}, tuple(sizes))
+        encoded = self._sorted_out(made, output)
         self._check_media_tokens(processor, encoded, conversation)
         self._check_layout(processor, encoded)
         return encoded
@@ -192,6 +195,7 @@ class Family:
         """The messages as the chat template takes them: media parts hold their type alone."""
         return [
             {
+                **message.extras,
                 "role": message.role,
                 "content": [
                     {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind}
@@ -205,14 +209,66 @@ class Family:
         """The conversation as one text, placeholders not expanded."""
         return renderer(processor)(turns)
 
+    def rendered(self, processor: Any, conversation: Conversation) -> str:
+        """:meth:`render` of a conversation.
+
+        Raises:
+            BadSample: the chat template refuses it.
+        """
+        try:
+            return self.render(processor, self.turns(conversation))
+        except template_errors() as error:
+            raise self.bad(f"the chat template refuses it: {error}", conversation, "wrong_format") from error
+
+    def check_template(self, processor: Any) -> None:
+        """Refuse a processor that is made for chat templates and was given none.
+
+        Raises:
+            ConfigError: it has none, so that no sample could be rendered.
+        """
+        if not self.chats or not hasattr(processor, "chat_template"):
+            return  # one without the attribute has its own way of rendering
+        # Those of transformers do not ask their tokenizer for one.
+        owners = (processor,) if is_transformers(processor) else (processor, tokenizer_of(processor))
+        if all(getattr(owner, "chat_template", None) is None for owner in owners):
+            raise ConfigError(
+                f"{type(processor).__name__} has no chat template: set processor.chat_template (released "
+                "models bring theirs along with AutoProcessor.from_pretrained)"
+            )
+
     def video_sampling(self, processor: Any) -> VideoSampling:
         """How the processor samples frames; all frames where it does not say."""
         owner = getattr(processor, "video_processor", None)
         return VideoSampling() if owner is None else VideoSampling.from_processor(processor)
 
     def size_of(self, ref: MediaRef, processor: Any) -> MediaSize:
-        """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded."""
-        return size_of(ref, self.video_sampling(processor), self.sampling_rate)
+        """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded.
+
+        Raises:
+            BadSample: what the header shows already of what :meth:`load` would refuse.
+        """
+        sampling = self.video_sampling(processor) if ref.kind == "video" else _ALL_FRAMES
+        size = size_of(ref, sampling, self.sampling_rate)
+        if ref.kind == "audio":
+            self._check_sound(ref, size)
+        return size
+
+    def _check_sound(self, ref: MediaRef, samples: Any) -> None:
+        if samples < self.least_samples:
+            raise BadSample(
+                f"{describe(ref.source)}: {samples} samples at {self.sampling_rate:,} Hz, "
+                f"{self.name} needs at least {self.least_samples}",
+                reason="broken_media",
+                stage="encode",
+            )
+
+    def blanked(self, conversation: Conversation, sizes: Sizes) -> Conversation:
+        """The conversation with a blank medium of the same size for each of its own.
+
+        Where a family is not :attr:`exact`, encoding this tells how long the sample gets without decoding its
+        media; the processor still does all its work.
+        """
+        return blanked(self, conversation, sizes)
 
     def load(self, refs: Iterable[MediaRef], processor: Any) -> LoadedMedia:
         """Decode the media of one conversation.
@@ -229,13 +285,8 @@ class Family:
         sampling = self.video_sampling(processor) if "video" in self.kinds else None
         for ref in refs:
             medium: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
-            if ref.kind == "audio" and len(medium[0]) < self.least_samples:
-                raise BadSample(
-                    f"{describe(ref.source)}: {len(medium[0])} samples at {self.sampling_rate:,} Hz, "
-                    f"{self.name} needs at least {self.least_samples}",
-                    reason="broken_media",
-                    stage="encode",
-                )
+            if ref.kind == "audio":
+                self._check_sound(ref, len(medium[0]))
             homes[ref.kind].append(medium)
         return loaded
 
@@ -299,7 +350,8 @@ class Family:
                     f"'{self.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
 
-    def _check_placeholders(self, processor: Any, text: str, conversation: Conversation) -> None:
+    def check_placeholders(self, processor: Any, text: str, conversation: Conversation) -> None:
+        """Refuse a rendered text that has not one placeholder for each medium, or has one typed out."""
         wanted = Counter(ref.kind for ref in conversation.media)
         expected: Counter[str] = Counter()
         for kind, placeholder in self.placeholders(processor).items():

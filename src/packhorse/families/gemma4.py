@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
+from packhorse.families.base import Family, Pieces
+from packhorse.families.media import frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # The feature extractor's call cuts longer clips.
@@ -33,6 +35,7 @@ class Gemma4(Family):
     }
     caveats: ClassVar[tuple[str, ...]] = ("the processor cuts sound at 30 seconds and does not say so",)
     least_samples: ClassVar[int] = 161
+    both_ways: ClassVar[str | None] = "mm_token_type_ids"
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Squares of pooled patches in the resized picture; a token per four frames of sound."""
@@ -46,16 +49,43 @@ class Gemma4(Family):
         frames: int = max(0, samples // ears.hop_length + 1)
         return math.ceil(frames / _FRAMES_PER_TOKEN)
 
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Without those that fill up the budget, which are masked; none for sound."""
+        if kind == "audio":
+            return 0
+        owner = processor.image_processor if kind == "image" else processor.video_processor
+        return int(self.media_tokens(processor, kind, size) * owner.pooling_kernel_size**2)
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Brackets; frames have their minute and second in front and a blank between them."""
+        tokens = self.media_tokens(processor, kind, size)
+        if kind == "image":
+            return [(processor.boi_token, 1), (processor.image_token, tokens), (processor.eoi_token, 1)]
+        if kind == "audio":
+            return [(processor.boa_token, 1), (processor.audio_token, tokens), (processor.eoa_token, 1)]
+        opening, pad, closing = processor.boi_token, processor.video_token, processor.eoi_token
+        written: list[tuple[str, int]] = []
+        for at, seconds in enumerate(frame_times(size)):
+            clock = f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
+            blank = " " if at else ""
+            frame = tokens // size.total_frames
+            written += ((f"{blank}{clock} {opening}", 1), (pad, frame), (closing, 1))
+        return written
+
 
 def _tokens(owner: Any, height: int, width: int) -> int:
+    return _squares(height, width, owner.patch_size, owner.pooling_kernel_size, owner.max_soft_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _squares(height: int, width: int, patch: int, pooled: int, most: int) -> int:
     """The largest picture of nearly this shape within the budget, in squares of pooled patches."""
-    square = owner.patch_size * owner.pooling_kernel_size
-    pixels = owner.max_soft_tokens * owner.pooling_kernel_size**2 * owner.patch_size**2
-    scale = math.sqrt(pixels / (height * width))
+    square = patch * pooled
+    scale = math.sqrt(most * square**2 / (height * width))
     rows, columns = math.floor(scale * height / square), math.floor(scale * width / square)
     # A very long picture is one square wide, and as long as its shape and the budget allow.
     if rows == 0:
-        rows, columns = 1, min(width // height, owner.max_soft_tokens)
+        rows, columns = 1, min(width // height, most)
     elif columns == 0:
-        rows, columns = min(height // width, owner.max_soft_tokens), 1
-    return int(rows * columns)
+        rows, columns = min(height // width, most), 1
+    return rows * columns

@@ -12,10 +12,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from packhorse.chat import answer_spans, chat_template, renderer, template_errors, tokenizer_of
+from packhorse.chat import (
+    answer_spans,
+    chat_template,
+    is_transformers,
+    renderer,
+    template_errors,
+    tokenizer_of,
+)
 from packhorse.errors import ConfigError
-from packhorse.families.base import TOKEN_KEYS, Encoded, Family, LoadedMedia
-from packhorse.families.blank import tokens_of_a_blank
+from packhorse.families.base import TOKEN_KEYS, Encoded, Family, LoadedMedia, Pieces
+from packhorse.families.blank import blank
 from packhorse.types import MEDIA_KINDS, MediaKind, TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -36,6 +43,7 @@ class Generic(Family):
     name = "generic"
     kinds: ClassVar[tuple[MediaKind, ...]] = MEDIA_KINDS
     exact: ClassVar[bool] = False
+    off_by: ClassVar[int | None] = None
     caveats: ClassVar[tuple[str, ...]] = (
         "media tokens are counted by running the processor on a blank medium of the same size",
         "a media tensor is kept only if it has one entry per medium of one kind (or patches with a grid); "
@@ -70,7 +78,15 @@ class Generic(Family):
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """What a blank medium of this size gets."""
-        return tokens_of_a_blank(self, processor, kind, size)
+        return blank(self, processor, kind, size).tokens
+
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """As many as a blank medium of this size has; 0 where the processor returns no grid that tells it."""
+        return 0 if kind == "audio" else blank(self, processor, kind, size).patches
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """What the processor writes for a blank medium of this size, read back from the ids."""
+        return blank(self, processor, kind, size).pieces
 
     def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
         """The conversation as one text, with contents in the form that the template takes."""
@@ -82,7 +98,7 @@ class Generic(Family):
 
     def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
         """As transformers' processors take them; flat lists for any other object."""
-        if _is_transformers(processor):
+        if is_transformers(processor):
             return super().call_arguments(processor, media)
         given = {
             "images": media.images,
@@ -94,7 +110,7 @@ class Generic(Family):
     def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
         """As transformers' processors take them; a plain option for any other object."""
         arguments = super().text_arguments(processor, text)
-        return arguments if _is_transformers(processor) else dict(arguments.get("text_kwargs", {}))
+        return arguments if is_transformers(processor) else dict(arguments.get("text_kwargs", {}))
 
     def _in_form(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Turns of text alone become plain strings for a template that would print a list of parts."""
@@ -153,10 +169,6 @@ def _joined(content: Any) -> Any:
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return "".join(part["text"] for part in content)
-
-
-def _is_transformers(processor: Any) -> bool:
-    return any(kind.__name__ == "ProcessorMixin" for kind in type(processor).__mro__)
 
 
 _served: dict[type, Generic] = {}

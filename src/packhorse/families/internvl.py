@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family
+from packhorse.families.base import Family, Pieces, Sizes
+from packhorse.tokens.expand import same_number_of_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
+
+_PATCHES_PER_TOKEN = 4  # pixel shuffle halves both sides; the processor does not know it
 
 
 class InternVL(Family):
@@ -28,30 +32,56 @@ class InternVL(Family):
         """The same number for each tile and each frame."""
         return int(processor.image_seq_length) * self.item_rows(processor, "pixel_values", kind, size)
 
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Four for each token."""
+        return _PATCHES_PER_TOKEN * self.media_tokens(processor, kind, size)
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Brackets around an image; frames are numbered lines."""
+        start, pad, end = processor.start_image_token, processor.image_token, processor.end_image_token
+        if kind == "image":
+            return [(start, 1), (pad, self.media_tokens(processor, kind, size)), (end, 1)]
+        written: list[tuple[str, int]] = []
+        for number in range(1, size.total_frames + 1):
+            line = "\n" if number > 1 else ""
+            written += (
+                (f"{line}Frame{number}: {start}", 1),
+                (pad, int(processor.image_seq_length)),
+                (end, 1),
+            )
+        return written
+
+    def pieces_together(self, processor: Any, sizes: Sizes) -> list[Pieces]:
+        """All films must have the same number of frames."""
+        same_number_of_frames(sizes)
+        return super().pieces_together(processor, sizes)
+
     def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
         """Tiles with the thumbnail, or frames."""
         if kind == "video":
             return int(size.total_frames)
         owner = processor.image_processor
         height, width = size
-        columns, rows = _canvas(owner, height, width)
+        tile = owner.size["height"] * owner.size["width"]
+        columns, rows = _canvas(height, width, tile, owner.min_patches, owner.max_patches)
         return columns * rows + (columns * rows > 1)
 
 
-def _canvas(owner: Any, height: int, width: int) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def _canvas(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
     """The arrangement of tiles whose shape is nearest; of equals the larger, while it is not half empty."""
-    tile = owner.size["height"] * owner.size["width"]
-    sides = range(1, owner.max_patches + 1)
-    arrangements = [
-        (across, down)
-        for across in sides
-        for down in sides
-        if owner.min_patches <= across * down <= owner.max_patches
-    ]
     best, nearest = (1, 1), float("inf")
-    for across, down in sorted(arrangements, key=lambda pair: pair[0] * pair[1]):
+    for across, down in _arrangements(least, most):
         distance = abs(width / height - across / down)
         enough = distance == nearest and height * width > 0.5 * tile * across * down
         if distance < nearest or enough:
             best, nearest = (across, down), distance
     return best
+
+
+@lru_cache
+def _arrangements(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Tiles across and down, small arrangements first."""
+    sides = range(1, most + 1)
+    pairs = [(across, down) for across in sides for down in sides if least <= across * down <= most]
+    return tuple(sorted(pairs, key=lambda pair: pair[0] * pair[1]))

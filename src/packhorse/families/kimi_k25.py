@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
 from packhorse.errors import ConfigError
-from packhorse.families.base import Family, LoadedMedia
-from packhorse.families.blank import tokens_of_a_blank
+from packhorse.families.base import Family, LoadedMedia, Pieces
+from packhorse.families.blank import blank
 from packhorse.families.kimi_vl import merged
+from packhorse.families.media import frame_times
 from packhorse.media import VideoSampling
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
@@ -41,6 +43,29 @@ class KimiK25(Family):
         frames = _tokens(processor.video_processor, size.height, size.width)
         return frames * self.item_rows(processor, "video_grid_thw", kind, size)
 
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """The grid multiplied out; frames are one token together, but each has its patches."""
+        if kind == "image":
+            owner = processor.image_processor
+            return int(_tokens(owner, *size) * owner.merge_size**2)
+        owner = processor.video_processor
+        return int(size.total_frames * _tokens(owner, size.height, size.width) * owner.merge_size**2)
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Each chunk of a video has the time of its first frame in front, and brackets."""
+        if kind != "video":
+            return super().pieces(processor, kind, size, images_in_sample)
+        owner = processor.video_processor
+        tokens = _tokens(owner, size.height, size.width)
+        written: list[tuple[str, int]] = []
+        for seconds in frame_times(size)[:: owner.temporal_patch_size]:
+            written += (
+                (f"{_clock(seconds)}<|media_begin|>video<|media_content|>", 1),
+                (processor.video_token, tokens),
+                ("<|media_end|>", 1),
+            )
+        return written
+
     def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
         """A video's chunks."""
         chunk = processor.video_processor.temporal_patch_size
@@ -52,12 +77,31 @@ class KimiK25(Family):
         return replace(super().video_sampling(processor), temporal_patch_size=1)
 
 
+def _clock(seconds: float) -> str:
+    """Hours, minutes, seconds and thousandths; begins anew after a day."""
+    return time.strftime("%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}"
+
+
 def _tokens(owner: Any, height: int, width: int) -> int:
     patch, longest = owner.patch_size, owner.size["max_height"] * owner.patch_size
     patches = max(1, height // patch) * max(1, width // patch)
     scale = min(1.0, math.sqrt(owner.max_patches / patches), longest / height, longest / width)
     factor = patch * owner.merge_size
     return merged(height, scale, factor) * merged(width, scale, factor)
+
+
+def media_pad_id(processor: Any) -> int:
+    """The id of ``<|media_pad|>``: what the processor or its tokenizer says, else the released model's."""
+    tokenizer = tokenizer_of(processor)
+    convert = getattr(tokenizer, "convert_tokens_to_ids", None)
+    found = convert(_MEDIA_PAD) if callable(convert) else None
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    told = (
+        getattr(processor, "media_placeholder_token_id", None),
+        getattr(processor, "image_token_id", None),
+        None if found == unknown else found,
+    )
+    return next((number for number in told if isinstance(number, int)), _MEDIA_PAD_ID)
 
 
 class KimiK25Remote(Family):
@@ -74,6 +118,7 @@ class KimiK25Remote(Family):
         "grid_thws": TensorLayout(("image",), "item"),
     }
     exact: ClassVar[bool] = False
+    off_by: ClassVar[int | None] = None
     caveats: ClassVar[tuple[str, ...]] = (
         "media tokens are counted by running the processor on a blank image of the same size",
     )
@@ -83,13 +128,16 @@ class KimiK25Remote(Family):
         return {"image": _MEDIA_PAD}
 
     def media_token_ids(self, processor: Any) -> frozenset[int]:
-        """The tokenizer's id of ``<|media_pad|>``, or the model's where it does not know it."""
-        found = tokenizer_of(processor).convert_tokens_to_ids(_MEDIA_PAD)
-        return frozenset({_MEDIA_PAD_ID if found is None else int(found)})
+        """The id of ``<|media_pad|>``."""
+        return frozenset({media_pad_id(processor)})
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """What a blank image of this size gets: the processor does not say it otherwise."""
-        return tokens_of_a_blank(self, processor, kind, size)
+        return blank(self, processor, kind, size).tokens
+
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """As many as a blank image of this size has."""
+        return blank(self, processor, kind, size).patches
 
     def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
         """The template writes all special tokens there are."""

@@ -30,6 +30,11 @@ class KimiVL(Family):
             width, scale, owner.patch_size * columns
         )
 
+    def media_patches(self, processor: Any, kind: Any, size: Any, images_in_sample: int = 1) -> int:
+        """The grid multiplied out."""
+        rows, columns = processor.image_processor.merge_kernel_size
+        return int(self.media_tokens(processor, kind, size) * rows * columns)
+
     def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
         """All images in one list."""
         return {"images": media.images} if media.images else {}

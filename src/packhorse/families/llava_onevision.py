@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
+from packhorse.families.base import Family, Pieces, Sizes
+from packhorse.tokens.expand import same_number_of_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 
@@ -38,12 +40,28 @@ class LlavaOnevision(Family):
             tokens = processor.num_image_tokens + _tile_tokens(processor, side, *size)
         return int(tokens - (processor.vision_feature_select_strategy == "default"))
 
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Those of a tile, for each tile and each frame; an image alone is tiled and also seen whole."""
+        tiles = 1
+        if kind == "video":
+            tiles = size.total_frames
+        elif images_in_sample == 1:
+            owner = processor.image_processor
+            height, width = _best_canvas(*size, _canvases(owner))
+            tiles += (height // owner.size["height"]) * (width // owner.size["width"])
+        return int(tiles * processor.num_image_tokens)
+
+    def pieces_together(self, processor: Any, sizes: Sizes) -> list[Pieces]:
+        """All films must have the same number of frames."""
+        same_number_of_frames(sizes)
+        return super().pieces_together(processor, sizes)
+
 
 def _tile_tokens(processor: Any, side: int, height: int, width: int) -> int:
     """Tokens of the tiles without their padding, and one for the end of each row."""
     owner = processor.image_processor
     tile_height, tile_width = owner.size["height"], owner.size["width"]
-    best_height, best_width = _best_canvas(height, width, owner.image_grid_pinpoints)
+    best_height, best_width = _best_canvas(height, width, _canvases(owner))
     rows, columns = side * (best_height // tile_height), side * (best_width // tile_width)
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
@@ -56,13 +74,17 @@ def _tile_tokens(processor: Any, side: int, height: int, width: int) -> int:
     return int(rows * columns + rows)
 
 
-def _best_canvas(height: int, width: int, canvases: list[list[int]]) -> tuple[int, int]:
+def _canvases(owner: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((height, width) for height, width in owner.image_grid_pinpoints)
+
+
+@lru_cache(maxsize=4096)
+def _best_canvas(height: int, width: int, canvases: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """The canvas that keeps most of the picture's pixels, the smallest of those; the first of equals."""
 
-    def kept_and_wasted(canvas: list[int]) -> tuple[int, int]:
+    def kept_and_wasted(canvas: tuple[int, int]) -> tuple[int, int]:
         scale = min(canvas[1] / width, canvas[0] / height)
         kept = min(int(width * scale) * int(height * scale), width * height)
         return kept, kept - canvas[0] * canvas[1]
 
-    best = max(canvases, key=kept_and_wasted)
-    return best[0], best[1]
+    return max(canvases, key=kept_and_wasted)

@@ -6,7 +6,9 @@ import math
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family, LoadedMedia
+from packhorse.families.base import Family, LoadedMedia, Pieces
+from packhorse.families.media import frame_numbers
+from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 
@@ -55,6 +57,29 @@ class NemotronOmni(Family):
             frames = math.ceil(frames / 2)
         return max(1, frames)
 
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """The grid multiplied out; two frames are embedded together. None for sound."""
+        if kind == "audio":
+            return 0
+        owner = processor.image_processor if kind == "image" else processor.video_processor
+        return self.media_tokens(processor, kind, size, images_in_sample) * _group(owner) ** 2
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Brackets; frames are lines of two, with their numbers and times in words."""
+        tokens = self.media_tokens(processor, kind, size, images_in_sample)
+        start, pad, end = processor.image_start_token, processor.image_token, processor.image_end_token
+        if kind == "image":
+            return [(start, 1), (pad, tokens), (end, 1)]
+        if kind == "audio":
+            sound = (processor.audio_start_token, processor.audio_token, processor.audio_end_token)
+            return [(sound[0], 1), (sound[1], tokens), (sound[2], 1)]
+        labels = _frame_labels(size, processor.video_temporal_patch_dim)
+        written: list[tuple[str, int]] = []
+        for at, label in enumerate(labels):
+            line = "\n" if at else ""
+            written += ((f"{line}{label}: {start}", 1), (pad, tokens // len(labels)), (end, 1))
+        return written
+
     def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
         """A video's frames."""
         return int(size.total_frames)
@@ -77,6 +102,20 @@ class NemotronOmni(Family):
         return arguments
 
 
+def _frame_labels(info: VideoInfo, together: int) -> list[str]:
+    """What is said of each group of frames; nothing of their times where the rate is not known."""
+    # The processor counts in whole milliseconds per frame.
+    each = int(1000.0 / info.fps) if info.fps else None
+    labels: list[str] = []
+    for at, number in enumerate(frame_numbers(info)):
+        time = "" if each is None else f" sampled at {number * each / 1000.0:.2f} seconds"
+        if at % together == 0:
+            labels.append(f"Frame {at + 1}{time}")
+        else:
+            labels[-1] += f" and frame {at + 1}{time}"
+    return labels
+
+
 def _group(owner: Any) -> int:
     """Patches along each side of a token."""
     ratio: float = owner.downsample_ratio
@@ -91,6 +130,9 @@ def _image_grid(owner: Any, height: int, width: int, images: int) -> tuple[int, 
     rows, columns = (round(side / owner.patch_size + 0.5) for side in (height, width))
     shrink = min(math.sqrt(most / (rows * columns)), 1.0)
     rows, columns = math.floor(shrink * rows), math.floor(shrink * columns)
+    if not rows * columns:
+        # The processor divides by zero.
+        raise ValueError(f"{height} x {width}: too long for {most} patches, one side would have none")
     if most > least > rows * columns:
         grow = math.sqrt(least / (rows * columns))
         rows, columns = math.ceil(grow * rows), math.ceil(grow * columns)

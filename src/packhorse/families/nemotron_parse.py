@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from packhorse.families.base import Encoded, Family, LoadedMedia
+from packhorse.families.base import Encoded, Family, LoadedMedia, Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 TASK_PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
 """What the released model is asked for a page: boxes, classes and markdown."""
+
+
+_PATCH = 16  # of the vision encoder; the processor does not know it
 
 
 class NemotronParse(Family):
@@ -25,6 +28,7 @@ class NemotronParse(Family):
     name = "nemotron_parse"
     processor_classes: ClassVar[tuple[str, ...]] = ("NemotronParseProcessor",)
     layout: ClassVar[MediaLayout] = {"pixel_values": TensorLayout(("image",), "sample")}
+    chats: ClassVar[bool] = False
     caveats: ClassVar[tuple[str, ...]] = (
         "the text is prompt and answer alone: end answers in </s> for the model to learn where to stop",
         "a second image in a sample is refused: the encoder takes one page",
@@ -44,6 +48,17 @@ class NemotronParse(Family):
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """None."""
         return 0
+
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Those of a page, which has one size; 0 where the processor does not tell it."""
+        owner = getattr(processor, "image_processor", processor)
+        page = getattr(owner, "final_size", None) or getattr(owner, "image_size", None) or (0, 0)
+        height, width = page
+        return int(height // _PATCH) * int(width // _PATCH)
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Nothing."""
+        return []
 
     def check(self, conversation: Conversation) -> None:
         """Refuse a second image."""

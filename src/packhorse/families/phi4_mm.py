@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.families.base import Family, LoadedMedia
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _GLOBAL_TOKENS = 256 + 16 + 1  # the whole picture with its row ends, and one between it and the crops
+_LEAST_SIDE = 10
 
 
 class Phi4MM(Family):
@@ -33,12 +35,23 @@ class Phi4MM(Family):
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Every second patch each way of what is not padding, and the end of each row."""
         if kind == "image":
-            rows, columns = _half_patches(processor.image_processor, *size)
+            owner = processor.image_processor
+            rows, columns = _half_patches(*size, owner.size["height"], owner.patch_size, owner.dynamic_hd)
             return _GLOBAL_TOKENS + rows * columns + rows
         ears = processor.audio_processor
         frames = ((size - ears.win_length) // ears.hop_length + 1) * ears.audio_feat_stride
         tokens: int = math.ceil(math.ceil(frames / ears.audio_compression_rate) / ears.audio_downsample_rate)
         return tokens
+
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Those of a crop, for each crop and for the whole picture; none for sound."""
+        if kind == "audio":
+            return 0
+        owner = processor.image_processor
+        self.media_tokens(processor, kind, size)  # refuses what the processor refuses
+        height, width = size
+        across, down = _crops(height, width, owner.size["height"], owner.dynamic_hd)
+        return int((1 + across * down) * (owner.size["height"] // owner.patch_size) ** 2)
 
     def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, with a mask for sound also where a single clip needs none.
@@ -54,35 +67,53 @@ class Phi4MM(Family):
         return output
 
 
-def _half_patches(owner: Any, height: int, width: int) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def _half_patches(height: int, width: int, side: int, patch: int, most: int) -> tuple[int, int]:
     """Rows and columns of tokens of the crops, without the patches that are all padding."""
-    side, patch = owner.size["height"], owner.patch_size
-    across, down = math.ceil(width / side), math.ceil(height / side)
-    if across * down > owner.dynamic_hd:
-        across, down = _nearest(height, width, side, owner.dynamic_hd)
+    across, down = _crops(height, width, side, most)
     by_width, by_height = side * across / width, side * down / height
-    below = side * down - int(height * by_width) if by_width < by_height else 0
-    beside = 0 if by_width < by_height else side * across - int(width * by_height)
-    rows = side // patch * down - below // patch
-    columns = side // patch * across - beside // patch
+    scaled = (
+        (int(height * by_width), side * across)
+        if by_width < by_height
+        else (side * down, int(width * by_height))
+    )
+    if min(scaled) < _LEAST_SIDE:
+        raise ValueError(
+            f"{height} x {width}: the aspect ratio is very extreme, it would be scaled to "
+            f"{scaled[0]} x {scaled[1]}, expected at least {_LEAST_SIDE} pixels a side"
+        )
+    rows = side // patch * down - (side * down - scaled[0]) // patch
+    columns = side // patch * across - (side * across - scaled[1]) // patch
     return math.ceil(rows / 2), math.ceil(columns / 2)
 
 
+def _crops(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """Crops across and down: as many as the picture has, or as its shape needs where those are too many."""
+    across, down = math.ceil(width / side), math.ceil(height / side)
+    return (across, down) if across * down <= most else _nearest(height, width, side, most)
+
+
+@lru_cache(maxsize=4096)
 def _nearest(height: int, width: int, side: int, most: int) -> tuple[int, int]:
     """Crops across and down whose shape is nearest to the picture's; of equals see below."""
+    best, nearest = (1, 1), float("inf")
+    for across, down in _arrangements(most):
+        distance = abs(width / height - across / down)
+        enough = distance == nearest and height * width > 0.5 * side * side * across * down
+        if distance < nearest or enough:
+            best, nearest = (across, down), distance
+    return best
+
+
+@lru_cache
+def _arrangements(most: int) -> tuple[tuple[int, int], ...]:
     # Which of two equally large arrangements comes first is decided by the order of a set of pairs: it must
     # be the same set, filled in the same order, as in the processor.
-    arrangements = {
+    pairs = {
         (across, down)
         for larger in range(1, most + 1)
         for across in range(1, larger + 1)
         for down in range(1, larger + 1)
         if across * down <= most
     }
-    best, nearest = (1, 1), float("inf")
-    for across, down in sorted(arrangements, key=lambda pair: pair[0] * pair[1]):
-        distance = abs(width / height - across / down)
-        enough = distance == nearest and height * width > 0.5 * side * side * across * down
-        if distance < nearest or enough:
-            best, nearest = (across, down), distance
-    return best
+    return tuple(sorted(pairs, key=lambda pair: pair[0] * pair[1]))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from packhorse.families.base import Family, LoadedMedia
-from packhorse.families.qwen_vl import VISION, film_tokens, image_tokens
+from packhorse.families.qwen_vl import VISION, film_tokens, image_tokens, patches_of
 from packhorse.media import VideoFrames
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
 
@@ -31,6 +31,7 @@ class Qwen3Omni(Family):
         "input_features": TensorLayout(("audio",), "item", ragged=True),
         "feature_attention_mask": TensorLayout(("audio",), "item", ragged=True),
     }
+    mrope: ClassVar[bool] = True
     least_samples: ClassVar[int] = 320  # the window's half must fit into the clip after it is cut
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
@@ -43,6 +44,10 @@ class Qwen3Omni(Family):
         for _ in range(3):
             rest = -(-rest // 2)
         return int(chunks * _CHUNK_TOKENS + rest)
+
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """The grid multiplied out; none for sound."""
+        return patches_of(processor, kind, self.media_tokens(processor, kind, size))
 
     def load(self, refs: Iterable[MediaRef], processor: Any) -> LoadedMedia:
         """Decode the media; sound ends at a whole hop."""

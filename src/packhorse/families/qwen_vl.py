@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
+from packhorse.families.base import Family, Pieces, token_named
+from packhorse.families.media import frame_times
 from packhorse.media import VideoInfo
 from packhorse.tokens.resize import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
@@ -26,12 +27,17 @@ class Qwen2VL(Family):
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
     layout: ClassVar[MediaLayout] = {**VISION, "second_per_grid_ts": TensorLayout(("video",), "item")}
+    mrope: ClassVar[bool] = True
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
             return image_tokens(processor.image_processor, size)
         return self.video_tokens(processor.video_processor, size)
+
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """The grid multiplied out: a token is a square of ``merge_size`` patches a side."""
+        return patches_of(processor, kind, self.media_tokens(processor, kind, size))
 
     def video_tokens(self, video_processor: Any, info: VideoInfo) -> int:
         """Each frame has the budget of ``size``, whatever their number."""
@@ -52,6 +58,19 @@ class Qwen3VL(Qwen2VL):
     name = "qwen3_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen3VLProcessor",)
     layout: ClassVar[MediaLayout] = VISION
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Each temporal patch of a video has its time and brackets of its own, inside the template's."""
+        if kind != "video":
+            return super().pieces(processor, kind, size, images_in_sample)
+        pad = token_named(processor, "video_token")
+        start, end = processor.vision_start_token, processor.vision_end_token
+        times = middle_times(size, processor.video_processor.temporal_patch_size)
+        tokens = self.media_tokens(processor, kind, size) // len(times)
+        written: list[tuple[str, int]] = []
+        for seconds in times:
+            written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
+        return written
 
     def video_tokens(self, video_processor: Any, info: VideoInfo) -> int:
         """All frames together have the budget of ``size``."""
@@ -76,6 +95,21 @@ def film_tokens(video_processor: Any, info: VideoInfo, low: int, high: int) -> i
     temporal = video_processor.temporal_patch_size
     height, width = resize_video(info.total_frames, info.height, info.width, temporal, factor, low, high)
     return int(math.ceil(info.total_frames / temporal) * height * width // factor**2)
+
+
+def patches_of(processor: Any, kind: MediaKind, tokens: int) -> int:
+    """Patches under so many content tokens; sound has none."""
+    if kind == "audio":
+        return 0
+    owner = processor.image_processor if kind == "image" else processor.video_processor
+    return int(tokens * owner.merge_size**2)
+
+
+def middle_times(info: VideoInfo, patch: int) -> list[float]:
+    """The time of each temporal patch, half-way between its first frame and its last."""
+    times = frame_times(info)
+    times += times[-1:] * (-len(times) % patch)
+    return [(times[at] + times[at + patch - 1]) / 2 for at in range(0, len(times), patch)]
 
 
 def pixel_budget(owner: Any) -> tuple[int, int]:

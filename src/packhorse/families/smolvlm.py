@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.chat import chat_template, tokenizer_of
-from packhorse.families.base import Family, LoadedMedia
-from packhorse.media import VideoSampling
+from packhorse.families.base import Family, LoadedMedia, Pieces, Sizes
+from packhorse.families.media import frame_times
+from packhorse.media import VideoInfo, VideoSampling
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 _LONGEST_SIDE = 4096
@@ -42,6 +46,34 @@ class SmolVLM(Family):
         rows, columns = _tiles(processor.image_processor, *size)
         return int((rows * columns + 1) * processor.image_seq_len)
 
+    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """Those of a tile, for each tile, for the whole picture, and for each frame."""
+        tokens = int(processor.image_seq_len)
+        side = processor.image_processor.max_image_size["longest_edge"]
+        return self.media_tokens(processor, kind, size) // tokens * _patches(side, tokens)
+
+    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """Tiles by row and column, and the whole picture; frames with their times, and words around them."""
+        if kind == "video":
+            return _film(processor, size, size.total_frames)
+        rows, columns = _tiles(processor.image_processor, *size)
+        fake, pad = processor.fake_image_token, (processor.image_token, int(processor.image_seq_len))
+        written: list[tuple[str, int]] = []
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                line = "\n" if row > 1 and column == 1 else ""
+                written += ((f"{line}{fake}<row_{row}_col_{column}>", 1), pad)
+        gap = "\n\n" if rows else ""
+        return [*written, (f"{gap}{fake}{processor.global_image_token}", 1), pad, (fake, 1)]
+
+    def pieces_together(self, processor: Any, sizes: Sizes) -> list[Pieces]:
+        """Every video is said to have as many frames as the longest one."""
+        films: list[Any] = [size for kind, size in sizes if kind == "video"]
+        if not films:
+            return super().pieces_together(processor, sizes)
+        most = max(film.total_frames for film in films)
+        return [_film(processor, film, most) for film in films]
+
     def check(self, conversation: Conversation) -> None:
         """Refuse images beside videos."""
         super().check(conversation)
@@ -74,6 +106,41 @@ class SmolVLM(Family):
                 films = zip(output[key], media.videos, strict=True)
                 output[key] = torch.cat([film[: len(video.frames)] for film, video in films])[None]
         return output
+
+
+def _film(processor: Any, info: VideoInfo, frames: int) -> Pieces:
+    """A video: how many frames are said to come, their times, and each as a whole picture."""
+    fake, pad = processor.fake_image_token, (processor.image_token, int(processor.image_seq_len))
+    times = frame_times(info)
+    seconds = int(times[-1] if info.duration is None else info.duration)
+    opening = (
+        f"You are provided the following series of {_in_words(frames)} frames from a "
+        f"{timedelta(seconds=seconds)} [H:MM:SS] video.\n"
+    )
+    written: list[tuple[str, int]] = [(opening, 1)]
+    for time in times:
+        clock = f"{int(time // 60):02d}:{int(time % 60):02d}"
+        written += ((f"\nFrame from {clock}:{fake}{processor.global_image_token}", 1), pad, (fake, 1))
+    return [*written, ("\n\n", 1)]
+
+
+@lru_cache
+def _in_words(number: int) -> str:
+    # The processor cannot be built without that package.
+    return str(importlib.import_module("num2words").num2words(number))
+
+
+@lru_cache
+def _patches(side: int, tokens: int) -> int:
+    """Patches of a tile: the vision encoders have patches of 14 or 16 pixels, and whole squares to a token.
+
+    The processor does not know which.
+    """
+    for patch in (14, 16):
+        squares = (side // patch) ** 2 / tokens
+        if math.sqrt(squares).is_integer():
+            return (side // patch) ** 2
+    return tokens
 
 
 def _tiles(owner: Any, height: int, width: int) -> tuple[int, int]:

@@ -1,42 +1,100 @@
-"""The size of an image from its first bytes: a seekable file goes in, (width, height) comes out, or None.
+"""The size of an image from its first bytes: a file or a path goes in, (width, height) comes out, or None.
 
-PNG, JPEG, GIF, WebP and BMP are read here in about 10 microseconds, seven times faster than PIL's lazy open,
-because nothing but the size is looked at. The answer is PIL's ``Image.size``. Whatever is not plainly one of
-these formats, or has something unusual about it, gives None: the caller then asks PIL.
+PNG, JPEG, GIF, WebP and BMP are read here in 5 to 10 microseconds; PIL's lazy open takes 25 to 150. The
+answer is PIL's ``Image.size``. What PIL would refuse to open has no size here either: the headers are
+followed as far as PIL follows them, up to the pixels. Whatever is not plainly one of these formats, is cut
+off, or has something unusual about it gives None. The caller then asks PIL. (A size that PIL finds too large
+is given: limits are the caller's.)
 """
 
 from __future__ import annotations
 
+import os
+import stat
 import zlib
+from collections.abc import Callable
+from struct import Struct, iter_unpack, unpack_from
 from struct import error as StructError
-from struct import unpack_from
 from typing import BinaryIO
 
 Size = tuple[int, int]
+Read = Callable[[int, int], bytes]
+"""At most so many bytes (second) from a position in the file (first)."""
 
 _WINDOW = 1024
-_GIF_EXTENSION, _GIF_IMAGE = 0x21, 0x2C
-_JPEG_END_OF_HEADERS = (0xD8, 0xD9, 0xDA)
-_JPEG_NOT_A_FRAME = (0xC4, 0xC8, 0xCC)  # Huffman tables, a reserved code, arithmetic conditioning
+_QUIETLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL, _GIF_COMMENT, _GIF_APPLICATION = 0x21, 0x2C, 0xF9, 0xFE, 0xFF
+_JPEG_DQT, _JPEG_SOS, _JPEG_FILL = 0xFFDB, 0xFFDA, 0xFFFF
+_JPEG_FRAMES = frozenset(range(0xFFC0, 0xFFD0)) - {0xFFC4, 0xFFC8, 0xFFCC}
+# Segments with contents that PIL reads: EXIF, colour profile or several pictures, Photoshop's resources.
+_JPEG_EXIF, _JPEG_PROFILE, _JPEG_PHOTOSHOP = _JPEG_METADATA = (0xFFE1, 0xFFE2, 0xFFED)
+# Segments to step over, and how long they must be at least for PIL to like them: tables, restart interval,
+# comment, and the other application segments.
+_JPEG_SKIPPED = {0xFFC4: 2, 0xFFCC: 2, 0xFFDD: 2, 0xFFFE: 2}
+_JPEG_SKIPPED |= {mark: 2 for mark in range(0xFFE0, 0xFFF0) if mark not in _JPEG_METADATA}
+_JPEG_SKIPPED |= {0xFFE0: 16, 0xFFEE: 14}
+_jpeg_segment, _jpeg_frame = Struct(">HH").unpack_from, Struct(">BHHB").unpack_from
+_EXIF_RESOLUTION, _EXIF_FRACTION = 0x011A, (5, 1)  # the tag; the type and number of its values
+_PNG_KINDS = frozenset(
+    (bits, colour)
+    for colour, depths in {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}.items()
+    for bits in depths
+)
+# Chunks to step over and their least length.
+_PNG_SKIPPED = {
+    **{b"PLTE": 0, b"tRNS": 6, b"gAMA": 4, b"cHRM": 32, b"sRGB": 1, b"pHYs": 9, b"tEXt": 0},
+    **{b"bKGD": 0, b"sBIT": 0, b"tIME": 0, b"hIST": 0, b"eXIf": 0},
+}
+_WEBP_STILL = 0x3C  # flags of colour profile, transparency, EXIF and XMP
+_WEBP_BESIDE = (b"ICCP", b"ALPH", b"EXIF", b"XMP ")
 _BMP_INFO_HEADERS = (40, 52, 56, 64, 108, 124)
 
 
 def header_size(file: BinaryIO) -> Size | None:
-    """(width, height) from the header, or None where PIL should be asked.
+    """(width, height) from the header of a seekable file, or None where PIL should be asked.
 
-    Reads 1 KiB from the start, and for a JPEG with large metadata a few bytes behind each skipped segment.
+    Reads 1 KiB from the start, and as much again behind large metadata, which are skipped.
     """
-    file.seek(0)
-    head = file.read(_WINDOW)
+
+    def read(at: int, size: int) -> bytes:
+        file.seek(at)
+        return file.read(size)
+
+    return _size(read(0, _WINDOW), read, lambda: file.seek(0, os.SEEK_END))
+
+
+def path_header_size(path: str) -> Size | None:
+    """As :func:`header_size`, for a local file that is not open: half the time of opening it with ``open``.
+
+    None also where there is no such file, or reading it fails: opening it the usual way tells why.
+    """
+    try:
+        # Without O_NONBLOCK, opening a FIFO could wait for ever.
+        handle = os.open(path, _QUIETLY)
+    except (OSError, ValueError):
+        return None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        head = os.read(handle, _WINDOW)
+        return _size(head, lambda at, size: os.pread(handle, size, at), lambda: status.st_size)
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+
+
+def _size(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
     try:
         if head.startswith(b"\xff\xd8\xff"):
-            size = _jpeg(file, head)
+            size = _jpeg(head, read, total)
         elif head.startswith(b"\x89PNG\r\n\x1a\n"):
-            size = _png(head)
+            size = _png(head, read)
         elif head.startswith(b"RIFF"):
-            size = _webp(head)
+            size = _webp(head, read, total)
         elif head.startswith((b"GIF87a", b"GIF89a")):
-            size = _gif(head)
+            size = _gif(head, read)
         elif head.startswith(b"BM"):
             size = _bmp(head)
         else:
@@ -47,80 +105,203 @@ def header_size(file: BinaryIO) -> Size | None:
     return size if size and size[0] > 0 and size[1] > 0 else None
 
 
-def _png(head: bytes) -> Size | None:
-    length, name, width, height, _, _, _, filters, _, checksum = unpack_from(">I4sIIBBBBBI", head, 8)
-    # PIL refuses a header with a wrong checksum, so its numbers are not to be trusted here either.
-    if name != b"IHDR" or length != 13 or filters != 0 or zlib.crc32(head[12:29]) != checksum:
+def _png(head: bytes, read: Read) -> Size | None:
+    length, name, width, height, bits, colour, _, filters, _, checksum = unpack_from(">I4sIIBBBBBI", head, 8)
+    if name != b"IHDR" or length != 13 or filters != 0 or (bits, colour) not in _PNG_KINDS:
         return None
-    return width, height
-
-
-def _jpeg(file: BinaryIO, head: bytes) -> Size | None:
-    # ``start`` is where ``head`` lies in the file; ``at`` is the position in ``head`` of the next marker.
-    start, at = 0, 2
+    # PIL refuses a chunk with a wrong checksum, in front of the pixels.
+    if zlib.crc32(head[12:29]) != checksum:
+        return None
+    at = 33
     while True:
-        if at + 10 > len(head):
-            start, at = start + at, 0
-            file.seek(start)
-            head = file.read(64)
-        mark, code, length = unpack_from(">BBH", head, at)
-        if mark != 0xFF:
+        length, name = unpack_from(">I4s", head, at)
+        if name == b"IDAT":
+            return width, height
+        if length < _PNG_SKIPPED.get(name, 1 << 32) and not (name == b"tRNS" and colour == 3):
             return None
-        if code == 0xFF:
+        if at + length + 20 > len(head):
+            if length > 4 * _WINDOW:
+                return None
+            head, at = read(at, length + _WINDOW), 0
+        (checksum,) = unpack_from(">I", head, at + 8 + length)
+        if zlib.crc32(head[at + 4 : at + 8 + length]) != checksum:
+            return None
+        at += 12 + length
+
+
+def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
+    # ``start`` is where ``head`` lies in the file; ``at`` is the position in ``head`` of the next marker.
+    start, at, size = 0, 2, None
+    while True:
+        if at + 20 > len(head):
+            start, at, head = start + at, 0, read(start + at, _WINDOW)
+        mark, length = _jpeg_segment(head, at)
+        if mark in _JPEG_SKIPPED:
+            if length < _JPEG_SKIPPED[mark]:
+                return None
+        elif mark == _JPEG_DQT:
+            plain = length == 67 and head[at + 4] < 16
+            if not plain and not _whole_tables(head, at + 4, at + 2 + length):
+                return None
+        elif mark in _JPEG_FRAMES:
+            bits, height, width, layers = _jpeg_frame(head, at + 4)
+            if size or bits != 8 or layers not in (1, 3, 4) or length != 8 + 3 * layers:
+                return None
+            size = width, height
+        elif mark == _JPEG_SOS:
+            end = at + 2 + length
+            return size if length >= 2 and (end <= len(head) or start + end <= total()) else None
+        elif mark in _JPEG_METADATA:
+            if not _plain_metadata(mark, length, head[at + 4 : at + 2 + length], read, start + at + 4):
+                return None
+        elif mark == _JPEG_FILL:
             at += 1  # a fill byte
             continue
-        if not 0xC0 <= code <= 0xFE or code in _JPEG_END_OF_HEADERS or 0xD0 <= code <= 0xD7:
-            return None
-        if code <= 0xCF and code not in _JPEG_NOT_A_FRAME:
-            bits, height, width, layers = unpack_from(">BHHB", head, at + 4)
-            return (width, height) if bits == 8 and layers in (1, 3, 4) else None
-        if length < 2:
+        else:
             return None
         at += 2 + length
 
 
-def _gif(head: bytes) -> Size | None:
+def _plain_metadata(mark: int, length: int, begin: bytes, read: Read, at: int) -> bool:
+    """Whether PIL gets through a segment, of which ``begin`` is what the window holds."""
+    if mark == _JPEG_EXIF:
+        return length >= 2 and (not begin.startswith(b"Exif\0\0") or _plain_resolution(begin[6:]))
+    if mark == _JPEG_PROFILE:
+        return length >= 16 and not begin.startswith(b"MPF\0")
+    return length >= 2 and _resources_end_well(read(at, length - 2))
+
+
+def _whole_tables(head: bytes, at: int, end: int) -> bool:
+    """Whether quantization tables fill their segment."""
+    while at < end:
+        at += 129 if head[at] >= 16 else 65
+    return at == end
+
+
+def _plain_resolution(exif: bytes) -> bool:
+    """Whether PIL gets through the EXIF data, asked for the resolution: it falls over an empty one."""
+    order = ">" if exif.startswith(b"MM\0*") else "<"
+    if order == "<" and not exif.startswith(b"II*\0"):
+        return False
+    (at,) = unpack_from(f"{order}I", exif, 4)
+    (entries,) = unpack_from(f"{order}H", exif, at)
+    table = exif[at + 2 : at + 2 + 12 * entries]
+    if len(table) < 12 * entries:
+        return False
+    return all(
+        (kind, count) == _EXIF_FRACTION
+        for tag, kind, count in iter_unpack(f"{order}HHI4x", table)
+        if tag == _EXIF_RESOLUTION
+    )
+
+
+def _resources_end_well(segment: bytes) -> bool:
+    """Whether PIL gets through the resources of Photoshop: it falls over a list cut off before a name."""
+    at = 14
+    while segment.startswith(b"8BIM", at):
+        if at + 12 > len(segment):
+            return False
+        at += 7 + segment[at + 6]
+        at += at & 1
+        (length,) = unpack_from(">I", segment, at)
+        at += 4 + length
+        at += at & 1
+    return True
+
+
+def _gif(head: bytes, read: Read) -> Size | None:
     width, height, flags = unpack_from("<HHB", head, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     while head[at] == _GIF_EXTENSION:
-        at += 2
+        kind, first = head[at + 1], head[at + 2]
+        # PIL reads a control block without looking at its length, and beyond the end of an empty extension.
+        if first == 0 or (kind == _GIF_CONTROL and first != 4):
+            return None
+        at += 3 + first
+        if kind == _GIF_APPLICATION and head[at] == 0:
+            return None
         while head[at]:
             at += 1 + head[at]
         at += 1
     if head[at] != _GIF_IMAGE:
         return None
     # A first frame that sticks out of the declared screen makes the screen larger.
-    left, top, frame_width, frame_height = unpack_from("<HHHH", head, at + 1)
+    left, top, frame_width, frame_height, flags = unpack_from("<HHHHB", head, at + 1)
+    at += 10 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    if at >= len(head) and not read(at, 1):
+        return None
     return max(width, left + frame_width), max(height, top + frame_height)
 
 
-def _webp(head: bytes) -> Size | None:
-    if head[8:12] != b"WEBP":
+def _webp(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
+    # libwebp opens no file that is cut off, wherever that is.
+    riff, form, kind, length = unpack_from("<I4s4sI", head, 4)
+    if form != b"WEBP" or riff + 8 > total():
         return None
-    kind = head[12:16]
     if kind == b"VP8X":
-        low_width, high_width, low_height, high_height = unpack_from("<HBHB", head, 24)
-        return (high_width << 16 | low_width) + 1, (high_height << 16 | low_height) + 1
-    if kind == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
-        width, height = unpack_from("<HH", head, 26)
-        return width & 0x3FFF, height & 0x3FFF  # the two bits above hold a scale
-    if kind == b"VP8L" and head[20] == 0x2F:
-        (bits,) = unpack_from("<I", head, 21)
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    return None
+        return _webp_extended(head, read, riff + 8) if length == 10 else None
+    size = _webp_frame(kind, head, 20, length)
+    return size if 12 + length + (length & 1) == riff else None
+
+
+def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
+    flags, low_width, high_width, low_height, high_height = unpack_from("<IHBHB", head, 20)
+    if flags & ~_WEBP_STILL:
+        return None  # an animation, or something new
+    size = (high_width << 16 | low_width) + 1, (high_height << 16 | low_height) + 1
+    at, before = 30, b""
+    frame = None
+    while at < end:
+        chunk = head[at : at + 18] if at + 18 <= len(head) else read(at, 18)
+        kind, length = unpack_from("<4sI", chunk)
+        if kind in (b"VP8 ", b"VP8L"):
+            if frame or (kind == b"VP8L" and before == b"ALPH"):
+                return None
+            frame = _webp_frame(kind, chunk, 8, length)
+            if frame != size:
+                return None
+        elif kind not in _WEBP_BESIDE or before == b"ALPH" or (kind == b"ALPH" and (frame or not length)):
+            return None
+        before = kind
+        at += 8 + length + (length & 1)
+    return frame if at == end else None
+
+
+def _webp_frame(kind: bytes, head: bytes, at: int, length: int) -> Size | None:
+    if kind == b"VP8 ":
+        return _vp8(head, at, length)
+    return _vp8l(head, at, length) if kind == b"VP8L" else None
+
+
+def _vp8(head: bytes, at: int, length: int) -> Size | None:
+    low, high, mark, width, height = unpack_from("<HB3sHH", head, at)
+    frame = high << 16 | low
+    # A key frame that is shown, of a known profile, its first partition inside of the chunk.
+    if mark != b"\x9d\x01\x2a" or frame & 0x11 != 0x10 or frame >> 1 & 7 > 3 or frame >> 5 >= length:
+        return None
+    return (width & 0x3FFF, height & 0x3FFF) if length >= 10 else None  # the two bits above hold a scale
+
+
+def _vp8l(head: bytes, at: int, length: int) -> Size | None:
+    mark, bits = unpack_from("<BI", head, at)
+    if mark != 0x2F or bits >> 29 or length < 5:
+        return None
+    return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
 
 
 def _bmp(head: bytes) -> Size | None:
     (header,) = unpack_from("<I", head, 14)
     if header == 12:
         width, height, _, bits = unpack_from("<HHHH", head, 18)
-        compression = 0
+        compression = colours = 0
     elif header in _BMP_INFO_HEADERS:
-        width, height, _, bits, compression = unpack_from("<iiHHI", head, 18)
+        width, height, _, bits, compression, _, _, _, colours = unpack_from("<iiHHIIIII", head, 18)
         if width < 0 or height < -(1 << 24):
             return None
         height = abs(height)  # negative: the rows are stored from the top
     else:
         return None
     # Bit fields and the rarer compressions are for PIL to accept or refuse.
-    return (width, height) if bits in (1, 4, 8, 16, 24, 32) and compression in (0, 1, 2) else None
+    if bits not in (1, 4, 8, 16, 24, 32) or compression not in (0, 1, 2) or (bits <= 8 and colours > 65536):
+        return None
+    return (width, height) if len(head) >= 14 + header else None

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from packhorse.media.failure import bad, machine_fault, unreadable
-from packhorse.media.headers import header_size
+from packhorse.media.headers import header_size, path_header_size
 from packhorse.media.source import describe, open_source
 
 DEFAULT_MAX_PIXELS = 2 * 89_478_485
@@ -79,14 +79,18 @@ def image_size(
     The limits are those of :func:`load_image`, so that no size is given for what loading would refuse to
     open. A file whose body is damaged still has a size.
     """
-    if isinstance(source, np.ndarray):
+    # The common case, a local path, needs no file object; what it does not settle goes the general way.
+    plain = not exif and type(source) is str and "::" not in source and "://" not in source
+    if plain and (known := path_header_size(source)) is not None:
+        size = known
+    elif isinstance(source, np.ndarray):
         height, width = _checked_array(source).shape[:2]
         size = (width, height)
     elif isinstance(source, Image.Image):
         size = _size_of(source, exif, source)
     else:
         with open_source(source, buffering=0, block_size=1 << 16) as file:
-            found = None if exif else _own_header_size(file, source)
+            found = None if exif or plain else _own_header_size(file, source)
             if found is None:
                 file.seek(0)
                 with _pil_open(file, source) as image:

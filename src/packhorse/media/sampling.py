@@ -23,7 +23,9 @@ _SETTINGS = ("fps", "min_frames", "max_frames", "num_frames", "temporal_patch_si
 class VideoInfo:
     """What the header of a video tells.
 
-    ``fps`` is None where nobody knows it: a folder or list of frames without a rate.
+    ``fps`` is None where nobody knows it: a folder or list of frames without a rate. Where this describes
+    frames that were taken, ``total_frames`` is their number and ``indices`` says which they are, counted in
+    the original video; None stands for all of them.
     """
 
     total_frames: int
@@ -31,6 +33,7 @@ class VideoInfo:
     width: int
     fps: float | None
     duration: float | None
+    indices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-_MOST_UNEVEN = 200
+MOST_UNEVEN = 200
 
 
 def resize_image(
@@ -82,5 +82,5 @@ def _within(
 
 def _check_shape(height: int, width: int) -> None:
     uneven = max(height, width) / min(height, width)
-    if uneven > _MOST_UNEVEN:
-        raise ValueError(f"{height} x {width}: sides of 1 to {uneven:.0f}, expected at most {_MOST_UNEVEN}")
+    if uneven > MOST_UNEVEN:
+        raise ValueError(f"{height} x {width}: sides of 1 to {uneven:.0f}, expected at most {MOST_UNEVEN}")

@@ -6,11 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from packhorse.conversation import parse_conversation
-from packhorse.types import MediaRef
-
-# Without better knowledge a token is three characters and a medium 500 tokens.
-CHARS_PER_TOKEN = 3
-TOKENS_PER_MEDIUM = 500
+from packhorse.tokens.estimate import CHARS_PER_TOKEN, Outline, media_tokens
 
 STAT_KEYS = (
     "n_images",
@@ -36,20 +32,23 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
     """
     stats = dict.fromkeys(STAT_KEYS, 0)
     for example in examples:
+        # Parsed, not merely outlined: whoever loads examples wants to hear of one that is none.
         conversation = parse_conversation(example)
         kinds = [ref.kind for ref in conversation.media]
         stats["n_images"] += kinds.count("image")
         stats["n_videos"] += kinds.count("video")
         stats["n_text_only"] += not kinds
+        characters = sum(len(message.text) for message in conversation.messages)
         tokens = example.get("_text_tokens")
         if tokens is None:
             stats["n_missing_text_tokens"] += 1
-            tokens = sum(len(message.text) for message in conversation.messages) // CHARS_PER_TOKEN
+            tokens = characters // CHARS_PER_TOKEN
         stats["n_text_tokens"] += tokens
         if kinds:
+            seen = Outline(characters, kinds.count("image"), kinds.count("video"), kinds.count("audio"))
             meta = example.get("mm_inputs_meta")
             stats["n_missing_mm_inputs_meta"] += meta is None
-            stats["n_media_tokens"] += _media_tokens(conversation.media, meta or {})
+            stats["n_media_tokens"] += media_tokens(seen, meta)[0]
     return stats
 
 
@@ -60,20 +59,3 @@ def add_stats(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name in STAT_KEYS:
             total[name] += part[name]
     return total
-
-
-def _media_tokens(media: Iterable[MediaRef], meta: Mapping[str, Any]) -> int:
-    entries = {
-        "image": iter(meta.get("images_meta") or ()),
-        "video": iter(meta.get("videos_meta") or ()),
-        "audio": iter(()),
-    }
-    return sum(_tokens_of(next(entries[ref.kind], {})) for ref in media)
-
-
-def _tokens_of(entry: Any) -> int:
-    if entry is None:
-        return 0
-    if isinstance(entry, Mapping) and "n_tokens" in entry:
-        return int(entry["n_tokens"])
-    return TOKENS_PER_MEDIUM

@@ -11,6 +11,7 @@ from contract.processors import processor
 from contract.samples import picture, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import default_collate_fn, make_robust_collate
+from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.media import inject_fake_image
@@ -172,7 +173,7 @@ def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, 
     from contract.samples import clip
 
     ledger = Ledger()
-    monkeypatch.setattr("packhorse.collate_fns.media.default_ledger", lambda: ledger)
+    monkeypatch.setattr("packhorse.collate_fns.records.default_ledger", lambda: ledger)
     frames, metadata = clip(6)
     video = {"type": "video", "video": frames, "video_metadata": metadata}
     film = {"conversation": said(("user", [video]), ("assistant", "A cat."))}
@@ -183,6 +184,70 @@ def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, 
     assert len(batch["input_ids"]) == 1
     assert "n_videos_per_sample" not in batch
     assert [entry.detail for entry in ledger] == [f"{length} tokens are more than max_length={length - 1}"]
+
+
+def test_samples_that_collating_leaves_out_or_remarks_on_are_named_in_the_datasets_ledger():
+    silent = {"conversation": said(("user", text("Hello?")))}
+    long = {"conversation": said(("user", text("Why?")), ("assistant", text("So. " * 99)))}
+    dataset = RobustDatasetWrapper([HELLO, long, silent], ledger=Ledger())
+    collate = dataset.robust_collate(
+        functools.partial(default_collate_fn, processor=processor("qwen2_vl"), max_length=90)
+    )
+    assert len(collate(dataset.__getitems__([0, 1, 2]))["input_ids"]) == 2
+    assert [(drop.key, drop.reason, drop.action) for drop in dataset.ledger] == [
+        ("1", "too_long", "left_out"),
+        ("2", "nothing_supervised", "kept"),
+    ]
+
+
+def test_a_missing_picture_costs_its_sample_and_not_the_batch():
+    gone = {"conversation": turns("image")}
+    gone["conversation"][0]["content"][0]["image"] = "/nowhere.png"
+    dataset = RobustDatasetWrapper([HELLO, gone, SEEN], on_bad="skip", ledger=Ledger())
+    collate = dataset.robust_collate(functools.partial(default_collate_fn, processor=processor("qwen2_vl")))
+    assert len(collate(dataset.__getitems__([0, 1, 2]))["input_ids"]) == 2
+    assert [(drop.key, drop.reason, drop.stage) for drop in dataset.ledger] == [
+        ("1", "missing_media", "media")
+    ]
+
+
+def test_what_a_template_refuses_is_named_also_for_a_processor_nobody_listed():
+    from contract.test_generic import llava
+
+    made = llava()
+    made.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+        + (made.chat_template)
+    )
+    alone = {"conversation": said(("assistant", text("Me.")))}
+    dataset = RobustDatasetWrapper([HELLO, alone], on_bad="skip", ledger=Ledger())
+    collate = dataset.robust_collate(functools.partial(default_collate_fn, processor=made))
+    assert len(collate(dataset.__getitems__([0, 1]))["input_ids"]) == 1
+    assert [(drop.key, drop.reason) for drop in dataset.ledger] == [("1", "wrong_format")]
+
+
+def test_a_hidden_image_at_the_front_counts_towards_the_length():
+    from contract.test_generic import llava
+
+    made = llava()
+    made.chat_template = (
+        "{% for m in messages %}"
+        "{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' }}{% endfor %}"
+        "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ m['role'] }}: {{ p['text'] }}<|im_end|>\n"
+        "{% endif %}{% endfor %}{% endfor %}"
+    )
+    fake = inject_fake_image(HELLO)
+    batch = default_collate_fn([fake], made)
+    assert batch["attention_mask"][0, 0] == 0
+    length = batch["input_ids"].shape[1] + 1
+    assert default_collate_fn([fake], made, length)["input_ids"].shape == (1, length - 1)
+    with pytest.raises(BadSample, match="more than max_length"):
+        default_collate_fn([fake], made, length - 1)
+
+
+def test_a_sample_that_was_skipped_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"sample 1 of the batch is None.*dataset\.robust_collate"):
+        default_collate_fn([HELLO, None], processor("qwen2_vl"))
 
 
 def test_a_message_keeps_what_else_it_holds():

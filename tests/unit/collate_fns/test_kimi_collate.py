@@ -1,5 +1,7 @@
 """Kimi-VL and Kimi K2.5: the model's own processors, and transformers'."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from collate_stubs import GREETING, CallProcessor, CharTokenizer, chatml, said, text
@@ -8,6 +10,7 @@ from contract.processors import processor
 from contract.samples import clip, picture, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
+from packhorse.families.kimi_k25 import KimiK25Remote
 from packhorse.ledger import Ledger
 
 MEDIA = 3
@@ -25,8 +28,7 @@ def seen(*sizes: tuple[int, int], answer: str = "A cat.") -> dict:
 @pytest.fixture
 def ledger(monkeypatch):
     made = Ledger()
-    for place in ("kimi", "media", "labels"):
-        monkeypatch.setattr(f"packhorse.collate_fns.{place}.default_ledger", lambda: made)
+    monkeypatch.setattr("packhorse.collate_fns.records.default_ledger", lambda: made)
     return made
 
 
@@ -139,6 +141,30 @@ def test_an_answer_that_is_cut_is_learned_as_far_as_it_goes(ledger):
     batch = kimi_k25_vl_collate_fn([seen((28, 28), answer="A very long cat.")], stub, max_length=length - 7)
     assert learned(stub.tokenizer, batch["labels"]) == ["A very long"]
     assert batch["n_images_per_sample"].tolist() == [1]
+
+
+def test_the_shift_cuts_no_image_that_ends_at_the_limit(ledger):
+    stub = K25()
+    ids = kimi_k25_vl_collate_fn([seen((56, 56))], stub)["input_ids"][0]
+    behind = int((ids == MEDIA).nonzero()[-1]) + 1
+    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=behind)
+    assert "grid_thws" not in batch
+    assert (batch["input_ids"] == MEDIA).sum() == 0
+    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=behind + 1)
+    assert (batch["input_ids"] == MEDIA).sum() == 4
+    assert batch["n_images_per_sample"].tolist() == [1]
+
+
+def test_an_unknown_token_is_not_taken_for_the_placeholder():
+    class Unknowing(CharTokenizer):
+        unk_token_id = 7
+
+        def convert_tokens_to_ids(self, token):
+            return 7
+
+    stub = SimpleNamespace(tokenizer=Unknowing())
+    assert KimiK25Remote().media_token_ids(stub) == {163605}
+    assert KimiK25Remote().media_token_ids(SimpleNamespace(tokenizer=CharTokenizer())) == {MEDIA}
 
 
 def test_a_processor_that_does_not_take_text_alone_is_not_asked_to():

@@ -1,5 +1,6 @@
 """Encoded samples become one rectangular batch; nothing is lost, and nothing is mixed up."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from contract.processors import processor
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import pad_collate_fn
+from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
 
 STUB = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=9))
 
@@ -181,12 +184,26 @@ def test_a_tensor_of_another_length_is_named():
 def test_missing_ids_or_labels_are_named():
     with pytest.raises(ConfigError, match="sample 0 of the batch has no labels"):
         pad_collate_fn([{"input_ids": torch.ones(3)}], STUB)
+    with pytest.raises(ConfigError, match="no input_ids, only conversation: examples go through"):
+        pad_collate_fn([{"conversation": []}], STUB)
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(pad_token_id=None), SimpleNamespace()])
 def test_a_tokenizer_without_a_pad_token_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no pad token"):
         pad_collate_fn([sample(3)], SimpleNamespace(tokenizer=tokenizer))
+
+
+def test_a_sample_that_was_skipped_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"sample 1 of the batch is None.*dataset\.robust_collate"):
+        pad_collate_fn([sample(3), None], STUB)
+
+
+def test_a_sample_that_is_too_long_is_named_and_left_out_alone():
+    dataset = RobustDatasetWrapper([sample(3), sample(9), sample(4)], on_bad="skip", ledger=Ledger())
+    collate = dataset.robust_collate(partial(pad_collate_fn, processor=STUB, max_length=8))
+    assert collate(dataset.__getitems__([0, 1, 2]))["input_ids"].shape == (2, 7)
+    assert [(drop.key, drop.reason) for drop in dataset.ledger] == [("1", "too_long")]
 
 
 def test_an_empty_batch_is_refused():

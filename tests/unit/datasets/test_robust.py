@@ -142,10 +142,66 @@ def test_a_batch_that_cannot_be_collated_is_drawn_anew_and_recorded() -> None:
     assert len(batch) == 2
     assert 3 not in batch
     assert entries == [
-        f"{i} collate_failed replaced ValueError: token mismatch; {other} instead"
+        f"{i} collate_failed replaced ValueError: token mismatch (which sample of the batch is at fault is "
+        f"not known); {other} instead"
         for i, other in zip((2, 3), batch, strict=True)
     ]
     assert run() == (batch, entries), "the same on every run"
+
+
+def naming(bad: set[int]) -> Callable[[Any], list[int]]:
+    """A collate function that names the sample which it cannot take."""
+
+    def collate(samples: Any) -> list[int]:
+        for sample, key in zip(samples, samples.keys, strict=True):
+            if sample["id"] in bad:
+                raise BadSample("no picture", reason="missing_media", key=key, stage="media")
+        return ids(samples)
+
+    return collate
+
+
+def test_only_the_sample_that_an_error_names_is_left_out() -> None:
+    wrapper = RobustDatasetWrapper(Numbers(9), on_bad="skip", ledger=Ledger())
+    assert wrapper.robust_collate(naming({3, 5}))(wrapper.__getitems__([2, 3, 4, 5])) == [2, 4]
+    entries = [(drop.key, drop.reason, drop.stage, drop.action) for drop in wrapper.ledger]
+    assert entries == [(key, "missing_media", "media", "left_out") for key in ("3", "5")]
+    assert wrapper.robust_collate(naming({3}))(wrapper.__getitems__([3])) is None
+
+
+def test_only_the_sample_that_an_error_names_is_replaced() -> None:
+    def run(bad: set[int]) -> tuple[list[int], list[str]]:
+        wrapper = RobustDatasetWrapper(Numbers(9), ledger=Ledger())
+        batch = wrapper.robust_collate(naming(bad))(wrapper.__getitems__([2, 3, 4]))
+        return batch, [f"{d.key} {d.action} {d.detail}" for d in wrapper.ledger]
+
+    (two, other, four), entries = run({3})
+    assert (two, four) == (2, 4)
+    assert entries == [f"3 replaced no picture; {other} instead"]
+    # A stand-in that cannot be taken either is passed over, and not recorded: nobody asked for it.
+    (_, another, _), entries = run({3, other})
+    assert another not in (3, other)
+    assert entries == [f"3 replaced no picture; {another} instead"]
+    assert run({3, other}) == run({3, other})
+    with pytest.raises(RuntimeError, match=r"no picture.* replacements too"):
+        run(set(range(9)))
+
+
+def test_an_error_that_names_no_sample_of_a_named_batch_is_about_all_of_them() -> None:
+    wrapper = RobustDatasetWrapper(Numbers(9), on_bad="skip", ledger=Ledger())
+    too_long = BadSample("all are too long", reason="too_long", stage="collate")
+    assert wrapper.robust_collate(picky({3}, too_long))(wrapper.__getitems__([2, 3])) is None
+    assert [(drop.key, drop.reason) for drop in wrapper.ledger] == [("2", "too_long"), ("3", "too_long")]
+    assert wrapper.robust_collate(picky({3}, too_long))([{"id": 3}]) is None
+    assert wrapper.ledger.counts()["collate_failed"] == 1, "nobody knows who these are"
+
+
+@pytest.mark.parametrize("policy", ["replace", "skip"])
+def test_a_wrong_set_up_is_not_counted_as_bad_samples(policy: Any) -> None:
+    wrapper = RobustDatasetWrapper(Numbers(9), on_bad=policy, ledger=Ledger())
+    with pytest.raises(ConfigError, match="use another"):
+        wrapper.robust_collate(picky({3}, ConfigError("use another")))(wrapper.__getitems__([2, 3]))
+    assert len(wrapper.ledger) == 0
 
 
 def test_a_batch_that_never_collates_stops_with_its_cause() -> None:

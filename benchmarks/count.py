@@ -1,0 +1,198 @@
+"""Counting tokens: our pass against a pool of processes that encode sample by sample and rewrite the file.
+
+    python benchmarks/count.py --processor PATH [--rows 100000] [--workers 2] [--repeat 2]
+
+The baseline is how token counts are commonly added to a JSONL file, written out below: worker processes parse
+each line, call ``tokenizer.encode`` on the text of the conversation, add the count as ``_text_tokens`` and
+write the line anew. It knows nothing of the chat template, of media or of what is supervised. Ours counts all
+of these exactly and writes a sidecar. Both run in fresh processes with the same number of workers, in the same
+run; start-up and loading the tokenizer are part of both. Exit code 1 if a promise is missed.
+
+``--processor`` is a folder with a processor, or with a tokenizer (a Qwen2-VL processor is built around it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from count_samples import python_path
+
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
+def main() -> None:
+    """Write the file, measure both ways, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processor", required=True)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--run", choices=("ours", "baseline"), help=argparse.SUPPRESS)
+    parser.add_argument("--data", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        (run_ours if options.run == "ours" else run_baseline)(
+            options.data, options.processor, options.workers
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTHONPATH"] = python_path(Path(folder))
+        processor = prepare_processor(options.processor, Path(folder) / "processor")
+        data, tenth = Path(folder) / "rows.jsonl", Path(folder) / "tenth.jsonl"
+        write_conversations(data, options.rows)
+        write_conversations(tenth, options.rows // 10)
+        sys.exit(not report(data, tenth, processor, options))
+
+
+def prepare_processor(given: str, home: Path) -> str:
+    """A processor's folder as it is; a tokenizer's gets a Qwen2-VL processor and a plain template."""
+    if any((Path(given) / name).exists() for name in ("preprocessor_config.json", "processor_config.json")):
+        return given
+    from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(given)
+    made = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE
+    )
+    made.save_pretrained(home)
+    return str(home)
+
+
+def write_conversations(path: Path, rows: int) -> None:
+    """Questions and answers of words that come as often as words do (a few all the time, most seldom)."""
+    rng = random.Random(0)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(2, 10))) for _ in range(40_000)]
+    weights = [1 / (rank + 3) for rank in range(len(words))]
+    pool = rng.choices(words, weights, k=2_000_000)
+    ends = [".", ",", "?", ".\n", ".\n\n-", " (", ")", ': "', " 42"]
+
+    def text(number: int) -> str:
+        at = rng.randrange(len(pool) - number)
+        said = pool[at : at + number]
+        for place in range(7, number, 9):
+            said[place] += rng.choice(ends)
+        return " ".join(said).replace("\n ", "\n").capitalize() + "."
+
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(rows):
+            turns = []
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                turns.append({"role": "user", "content": text(rng.randint(5, 60))})
+                turns.append({"role": "assistant", "content": text(rng.randint(10, 200))})
+            file.write(json.dumps({"id": number, "messages": turns}, ensure_ascii=False) + "\n")
+
+
+# --- the baseline ----------------------------------------------------------------------------------------
+
+_tokenizer: Any = None
+
+
+def _start(processor: str) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from transformers import AutoTokenizer
+
+    _tokenizer = AutoTokenizer.from_pretrained(processor)
+
+
+def _rewrite(line: str) -> str:
+    row = json.loads(line)
+    text = "\n".join(turn["content"] for turn in row["messages"])
+    row["_text_tokens"] = len(_tokenizer.encode(text))
+    return json.dumps(row, ensure_ascii=False)
+
+
+def run_baseline(data: str, processor: str, workers: int) -> None:
+    """Encode every sample and write every line anew."""
+    with (
+        open(data, encoding="utf-8") as file,
+        open(f"{data}.counted", "w", encoding="utf-8") as out,
+        get_context("spawn").Pool(workers, _start, (processor,)) as pool,
+    ):
+        for line in pool.imap(_rewrite, file, chunksize=256):
+            out.write(line + "\n")
+
+
+# --- ours ------------------------------------------------------------------------------------------------
+
+
+def run_ours(data: str, processor: str, workers: int) -> None:
+    """Count every sample exactly, into a sidecar."""
+    from packhorse.datasets.counting import count_meta
+    from packhorse.engines import LocalEngine
+
+    result = count_meta({"rows": {"file_name": data}}, processor, engine=LocalEngine(workers), fresh=True)
+    print(result.counted_rows)
+
+
+# --- measuring -------------------------------------------------------------------------------------------
+
+
+def measured(what: str, data: Path, processor: str, options: argparse.Namespace) -> tuple[float, float]:
+    """Best seconds of ``--repeat``, and most megabytes that the largest of its processes held."""
+    command = [sys.executable, __file__, "--run", what, "--data", str(data), "--processor", processor]
+    seconds, peaks = [], []
+    for _ in range(options.repeat):
+        started = time.perf_counter()
+        child = subprocess.Popen([*command, "--workers", str(options.workers)], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        seconds.append(time.perf_counter() - started)
+        if status:
+            sys.exit(f"{what} failed")
+        peaks.append(usage.ru_maxrss / 1024)
+    return min(seconds), max(peaks)
+
+
+def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace) -> bool:
+    """Print the table and the promises; whether all are kept."""
+    print(f"{options.rows:,} rows, {data.stat().st_size / 1e6:.0f} MB, {options.workers} workers\n")
+    print(f"{'way':34}{'seconds':>10}{'rows/s':>10}{'MB':>8}")
+    results = {}
+    for label, what, file, rows in (
+        ("encode each, rewrite JSONL", "baseline", data, options.rows),
+        ("packhorse count", "ours", data, options.rows),
+        ("packhorse count, a tenth", "ours", tenth, options.rows // 10),
+    ):
+        seconds, peak = results[label] = measured(what, file, processor, options)
+        print(f"{label:34}{seconds:10.2f}{rows / seconds:10,.0f}{peak:8.0f}")
+    plain, ours, small = results.values()
+    print()
+    kept = [
+        judged("throughput against encoding each sample", plain[0] / ours[0], 1.5, "x", least=True),
+        judged("throughput, stretch goal", plain[0] / ours[0], 2.5, "x", least=True, must=False),
+        judged("peak memory over that of a tenth of the rows", ours[1] - small[1], 60, " MB", least=False),
+    ]
+    return all(kept)
+
+
+def judged(what: str, value: float, limit: float, unit: str, *, least: bool, must: bool = True) -> bool:
+    """Print whether a promise is kept."""
+    good = value >= limit if least else value <= limit
+    word = "ok  " if good else ("MISS" if must else "not ")
+    print(f"{word} {what}: {value:.2f}{unit} (to reach: {'>=' if least else '<='} {limit}{unit})")
+    return good or not must
+
+
+if __name__ == "__main__":
+    main()

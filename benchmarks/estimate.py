@@ -1,0 +1,125 @@
+"""Estimating the lengths of many rows: the documented function row by row, and over columns.
+
+    python benchmarks/estimate.py [--rows 1000000] [--repeat 3]
+
+Generates rows as a counted data set has them (text tokens told; two in three with pictures of known size, one
+in twenty with a video), as dicts in memory and as columns, as a sidecar holds them: neither reading nor
+building them is measured. Prints the best time of ``--repeat`` runs of each, checks that both give the same
+number for every row, and prints the ratio that is promised. Exit code 1 if it is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from packhorse.tokens.columns import LengthColumns, columns_of, estimate_lengths
+from packhorse.tokens.estimate import estimate_sample_length
+
+T = TypeVar("T")
+
+IMAGES = {
+    "patch_size": 14,
+    "merge_size": 2,
+    "factor": 28,
+    "min_pixels": 56 * 56,
+    "max_pixels": 14 * 14 * 4 * 1280,
+}
+VIDEOS = {
+    "patch_size": 16,
+    "merge_size": 2,
+    "factor": 32,
+    "min_pixels": 128 * 128,
+    "max_pixels": 16 * 16 * 2 * 2 * 2 * 6144,
+    "temporal_patch_size": 2,
+    "fps": 2.0,
+    "min_frames": 4,
+    "max_frames": 768,
+}
+TO_REACH = 50
+
+
+def main() -> None:
+    """Generate, measure, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    examples = rows(options.rows)
+    columns = columns_of(examples)
+    gc.freeze()  # nobody's time is spent on looking through millions of dicts
+    sys.exit(not report(examples, columns, options.repeat))
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Examples in the documented format."""
+    rng = random.Random(0)
+    return [_row(rng) for _ in range(count)]
+
+
+def _row(rng: random.Random) -> dict[str, Any]:
+    images = rng.choice((0, 1, 1, 1, 2, 0))
+    videos = int(rng.random() < 0.05)
+    sizes = [[rng.randint(64, 2400), rng.randint(64, 2400)] for _ in range(images)]
+    clips = [
+        [rng.randint(10, 9000), rng.choice((240, 480, 720, 1080)), 1280, rng.choice((24.0, 29.97, 30.0)), 0.0]
+        for _ in range(videos)
+    ]
+    media = [{"type": "image", "image": "a.jpg"}] * images + [{"type": "video", "video": "a.mp4"}] * videos
+    return {
+        "conversation": [
+            {"role": "user", "content": [*media, {"type": "text", "text": "What is it?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]},
+        ],
+        "_text_tokens": rng.randint(20, 2000),
+        "mm_inputs_meta": {"images_meta": sizes, "videos_meta": clips},
+    }
+
+
+def best(work: Callable[[], T], repeat: int) -> tuple[float, T]:
+    """The shortest time in seconds, and what came out."""
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        result = work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), result
+
+
+def report(examples: list[dict[str, Any]], columns: LengthColumns, repeat: int) -> bool:
+    """Print times and the promise; whether it is kept."""
+    count = len(examples)
+    media = sum(len(part.height) for part in (columns.images, columns.videos) if part is not None)
+    print(f"{count:,} rows with {media:,} media, {os.cpu_count()} cores, one used\n")
+    loop, plain = best(lambda: [estimate_sample_length(e, IMAGES, VIDEOS) for e in examples], repeat)
+    line("row by row", loop, count)
+    at_once, (total, _) = best(lambda: estimate_lengths(columns, IMAGES, VIDEOS), repeat)
+    line("over columns", at_once, count)
+    if not np.array_equal(total, np.array(plain)):
+        print("\nMISS the numbers differ")
+        return False
+    print(f"\nok   the same number for each of {count:,} rows")
+    ratio = loop / at_once
+    kept = ratio >= TO_REACH
+    judged = f"{'ok  ' if kept else 'MISS'} over columns against row by row: {ratio:.0f}x"
+    print(f"{judged} (to reach: >= {TO_REACH}x)")
+    return kept
+
+
+def line(what: str, seconds: float, count: int) -> None:
+    """Print one row of the table."""
+    print(f"{what:<16}{seconds * 1000:>10,.0f} ms{count / seconds / 1e6:>10.2f} M rows/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Are the counts exact, and how far off would the usual estimate be?
+
+    python benchmarks/exact.py [--sizes 400] [--videos 60] [--conversations 1000] [--family NAME]
+
+For every family: image sizes from 1 x 1 to 8000 x 200, videos of 1 to 300 frames at several rates, and (over
+all families together) conversations of all shapes, each run through the real processor. Printed: how many
+were compared, how many counts differ (there must be none), how many were refused by both sides, and the
+relative error of the estimate (mean, 95th percentile) for the same samples. Exit code 1 if a count differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from contract.torchvision_ops import make_torchvision_importable
+
+make_torchvision_importable()
+
+from contract.exact import conversations, film, image_sizes
+from contract.media_files import write_media
+from contract.processors import FAMILIES, processor
+from packhorse.errors import BadSample
+from packhorse.families import family_of
+from packhorse.media import media_size
+from packhorse.tokens.count import TokenCounter
+from packhorse.tokens.estimate import estimate_sample_length, image_config, video_config
+from packhorse.types import Conversation, MediaRef, Message, TextPart
+
+RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
+FRAMES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 47, 64, 100, 128, 199, 256, 300)
+
+
+def main() -> None:
+    """Compare, family by family; print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, default=400)
+    parser.add_argument("--videos", type=int, default=60)
+    parser.add_argument("--conversations", type=int, default=1000)
+    parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
+    options = parser.parse_args()
+    print(
+        f"{'family':18}{'what':16}{'compared':>9}{'differ':>8}{'refused':>9}{'estimate off by':>20}{'p95':>8}"
+    )
+    names = options.family or tuple(FAMILIES)
+    share = -(-options.conversations // len(FAMILIES))
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        files = write_media(Path(folder))
+        for name in names:
+            sizes = image_sizes(every=max(1, 2800 // options.sizes))
+            wrong += compare(name, "image sizes", images(sizes))
+            if "video" in FAMILIES[name].modalities:
+                wrong += compare(name, "videos", videos(options.videos))
+            wrong += compare(name, "conversations", conversations(name, share, files))
+    sys.exit(bool(wrong))
+
+
+def asked(*parts: Any) -> Conversation:
+    """A question about media, and an answer."""
+    question = (*parts, TextPart("What is it?"))
+    return Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
+
+
+def images(sizes: list[tuple[int, int]]) -> Iterator[Conversation]:
+    """One image of each size."""
+    for height, width in sizes:
+        yield asked(MediaRef("image", Image.new("RGB", (width, height))))
+
+
+def videos(number: int) -> Iterator[Conversation]:
+    """Decoded films of many lengths and rates."""
+    cases = [(frames, fps) for frames in FRAMES for fps in RATES]
+    for at, (frames, fps) in enumerate(cases[:: max(1, len(cases) // number)]):
+        made = film(frames, fps, (1, 2, 13)[at % 3], 20 + at % 40, 30 + at % 7)
+        yield asked(MediaRef("video", made.frames, {"video_metadata": made.metadata.as_dict()}))
+
+
+def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> int:
+    """Count and encode each; print one line, return how many counts differ."""
+    made = processor(name)
+    family, counter = family_of(made), TokenCounter(family_of(made), made)
+    configs = image_config(made), video_config(made)
+    compared = differ = refused = 0
+    errors = []
+    for conversation in asked_for:
+        compared += 1
+        (counted,) = counter.count_many([conversation])
+        try:
+            real = len(family.encode(conversation, made).tokens["input_ids"])
+        except BadSample as error:
+            refused += 1
+            differ += not isinstance(counted, BadSample) or counted.reason != error.reason
+            continue
+        differ += isinstance(counted, BadSample) or counted.count.total != real
+        errors.append(
+            abs(estimate_sample_length(example(family, made, conversation), *configs) - real) / real
+        )
+    mean, p95 = (np.mean(errors), np.percentile(errors, 95)) if errors else (0, 0)
+    print(f"{name:18}{what:16}{compared:9,}{differ:8,}{refused:9,}{mean:20.0%}{p95:8.0%}", flush=True)
+    return differ
+
+
+def example(family: Any, made: Any, conversation: Conversation) -> dict[str, Any]:
+    """The conversation as a row whose media sizes are known, as the estimate takes it."""
+    sizes: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
+    for ref in conversation.media:
+        video = ref.kind == "video"
+        size: Any = media_size(ref) if video else family.size_of(ref, made)
+        sizes[ref.kind].append(
+            [size.total_frames, size.height, size.width, size.fps, size.duration] if video else size
+        )
+    return {
+        "conversation": family.turns(conversation),
+        "mm_inputs_meta": {
+            "images_meta": [list(size) for size in sizes["image"]],
+            "videos_meta": sizes["video"],
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The size of an image without decoding it: PIL's lazy open against packhorse.media.image_size.
+
+    python benchmarks/headers.py [--images 400] [--folder DIR] [--repeat 15]
+
+Writes its pictures to a temporary folder, then asks both for the size of every file, from its path, in the
+same process and in turns. Prints the best time of ``--repeat`` a file, the ratio for each format and over a
+mixture as data sets have it, and whether every size is the same. Exit code 1 if the promise is missed.
+Formats that PIL reads for us (TIFF) are shown and not part of the promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+from packhorse.media import image_size
+
+# Name: (PIL format, mode, save options, share of the mixture in percent).
+KINDS: dict[str, tuple[str, str, dict[str, object], int]] = {
+    "JPEG": ("JPEG", "RGB", {}, 50),
+    "JPEG, progressive": ("JPEG", "RGB", {"progressive": True}, 10),
+    "JPEG, EXIF and ICC": ("JPEG", "RGB", {"exif": "camera", "icc_profile": b"p" * 3144}, 10),
+    "PNG": ("PNG", "RGB", {}, 12),
+    "PNG, palette": ("PNG", "P", {}, 3),
+    "WebP, lossy": ("WEBP", "RGB", {}, 6),
+    "WebP, lossless": ("WEBP", "RGBA", {"lossless": True}, 2),
+    "WebP, animated": ("WEBP", "RGB", {"frames": 3}, 1),
+    "GIF": ("GIF", "P", {}, 2),
+    "GIF, animated": ("GIF", "P", {"frames": 3}, 1),
+    "BMP": ("BMP", "RGB", {}, 3),
+    "TIFF (PIL reads it)": ("TIFF", "RGB", {}, 0),
+}
+TARGET = 5
+SLICE = 20
+
+
+def main() -> None:
+    """Write the pictures, measure, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=400, help="files of each kind")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
+    parser.add_argument("--repeat", type=int, default=15)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        files = {name: write_images(Path(folder), name, options.images) for name in KINDS}
+        sys.exit(not report(files, options.repeat))
+
+
+def write_images(folder: Path, name: str, count: int) -> list[str]:
+    """``count`` pictures of a kind, each of its own size; returns their paths."""
+    form, mode, options, _ = KINDS[name]
+    rng = random.Random(name)
+    paths = []
+    for number in range(count):
+        size = rng.randint(64, 320), rng.randint(64, 320)
+        saved = dict(options)
+        image = picture(size, mode, rng)
+        if saved.get("exif") == "camera":
+            saved["exif"] = camera_exif()
+        if frames := saved.pop("frames", 0):
+            saved |= {
+                "save_all": True,
+                "append_images": [picture(size, mode, rng) for _ in range(int(frames))],
+            }
+        path = folder / f"{name.replace(' ', '-')}-{number:05}.{form.lower()}"
+        image.save(path, form, **saved)
+        paths.append(str(path))
+    return paths
+
+
+def picture(size: tuple[int, int], mode: str, rng: random.Random) -> Image.Image:
+    """A smooth random picture: small files that are still real ones."""
+    seed = Image.frombytes("RGB", (4, 4), rng.randbytes(48))
+    return seed.resize(size, Image.Resampling.BICUBIC).convert(mode)
+
+
+def camera_exif() -> bytes:
+    """EXIF data of a turned photograph with a thumbnail's weight."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F], exif[0x010E] = 6, "Mule", "x" * 6000
+    return exif.tobytes()
+
+
+def pil_size(path: str) -> tuple[int, int]:
+    """The plain way: (height, width) by PIL's lazy open."""
+    with Image.open(path) as image:
+        return image.height, image.width
+
+
+def report(files: dict[str, list[str]], repeat: int) -> bool:
+    """Print the table and the promise; whether it is kept."""
+    different = 0
+    print(f"{'':<22}{'PIL µs':>10}{'ours µs':>10}{'ratio':>8}")
+    for name, paths in files.items():
+        different += sum(pil_size(path) != image_size(path) for path in paths)
+        table_line(name, *both(paths, repeat))
+    mixture = mixed(files)
+    theirs, ours = both(mixture, repeat)
+    table_line("mixture", theirs, ours)
+    total = sum(map(len, files.values()))
+    print(f"\n{os.cpu_count()} cores; {total:,} files, {len(mixture):,} of them in the mixture\n")
+    fast, equal = theirs / ours >= TARGET, different == 0
+    print(f"{mark(fast)} sizes against PIL's lazy open: {theirs / ours:.2f}x (to reach: >= {TARGET}x)")
+    print(f"{mark(equal)} sizes that differ from PIL's: {different} (to reach: <= 0)")
+    return fast and equal
+
+
+def mixed(files: dict[str, list[str]]) -> list[str]:
+    """As many of each kind as its share says, shuffled, so that no branch is foreseen."""
+    rng = random.Random(0)
+    weight = min(len(paths) for paths in files.values()) / max(share for *_, share in KINDS.values())
+    chosen = [path for name, paths in files.items() for path in paths[: round(KINDS[name][3] * weight)]]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def both(paths: list[str], repeat: int) -> tuple[float, float]:
+    """Best microseconds a file of PIL and of ours, measured in turns.
+
+    The best of each slice of the files is taken: on a busy machine a whole round is hardly ever undisturbed.
+    """
+    slices = [paths[at : at + SLICE] for at in range(0, len(paths), SLICE)]
+    total = [0.0, 0.0]
+    for some in slices:
+        rounds = [(seconds(pil_size, some), seconds(image_size, some)) for _ in range(repeat)]
+        for which, column in enumerate(zip(*rounds, strict=True)):
+            total[which] += min(column)
+    return total[0] * 1e6 / len(paths), total[1] * 1e6 / len(paths)
+
+
+def seconds(size: Callable[[str], tuple[int, int]], paths: list[str]) -> float:
+    """How long ``size`` takes for all paths."""
+    start = time.perf_counter()
+    for path in paths:
+        size(path)
+    return time.perf_counter() - start
+
+
+def table_line(name: str, theirs: float, ours: float) -> None:
+    """Print one row of the table."""
+    print(f"{name:<22}{theirs:>10.1f}{ours:>10.1f}{theirs / ours:>7.1f}x", flush=True)
+
+
+def mark(kept: bool) -> str:
+    """How a promise is marked."""
+    return "ok  " if kept else "MISS"
+
+
+if __name__ == "__main__":
+    main()

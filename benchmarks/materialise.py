@@ -1,0 +1,180 @@
+"""Building and collating one full pack: the plain way and ours.
+
+    python benchmarks/materialise.py [--tokens 8192] [--images 16] [--repeat 7]
+
+Encoded samples (one image each, as Qwen2-VL's processor makes them) are in memory; measured is what turns
+them into a batch with pixels in bfloat16. The plain way, written here: token lists are extended and made
+tensors, pixels are joined in the pack, joined again in the batch and then converted, and the mask compares
+every token with every other. Prints the best time of ``--repeat`` runs of each, checks that both make the
+same batch, and prints the ratios that are promised. Exit code 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from packhorse.collate_fns import neat_packed_vlm_collater
+from packhorse.families.qwen_vl import Qwen2VL
+from packhorse.neat_packing_vlm import _build_packed_vlm_sample
+
+Sample = dict[str, Any]
+WITH_MASK, WITHOUT_MASK = 6, 4
+
+
+def main() -> None:
+    """Make samples, measure, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--repeat", type=int, default=7)
+    options = parser.parse_args()
+    samples = [sample(options.tokens // options.images, number) for number in range(options.images)]
+    pixels = sum(one["pixel_values"].nbytes for one in samples)
+    print(f"{options.tokens:,} tokens, {options.images} images of {pixels / 1e6 / options.images:.1f} MB\n")
+    same_batch(samples, options.tokens)
+    sys.exit(not report(samples, options.tokens, options.repeat))
+
+
+def sample(length: int, seed: int) -> Sample:
+    """A shifted sample whose image takes up seven eighths of its tokens."""
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 150_000, (length,))
+    rows = length * 7 // 8 // 16
+    patches = rows * 16 * 4
+    return {
+        "input_ids": ids,
+        "labels": ids + 1,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": torch.zeros_like(ids),
+        "position_ids": torch.arange(length).expand(3, -1),
+        "pixel_values": torch.randn(patches, 1176),
+        "image_grid_thw": torch.tensor([[1, rows * 2, 32]]),
+        "n_images": torch.tensor(1),
+    }
+
+
+# --- the plain way ------------------------------------------------------------------------------------------
+
+
+def plain_pack(samples: list[Sample]) -> Sample:
+    """Join by extending lists."""
+    ids: list[int] = []
+    labels: list[int] = []
+    types: list[int] = []
+    numbers: list[int] = []
+    for number, one in enumerate(samples, 1):
+        ids.extend(one["input_ids"].tolist())
+        labels.extend(one["labels"].tolist())
+        types.extend(one["mm_token_type_ids"].tolist())
+        numbers.extend([number] * len(one["input_ids"]))
+    return {
+        "input_ids": torch.tensor(ids),
+        "labels": torch.tensor(labels),
+        "mm_token_type_ids": torch.tensor(types),
+        "attention_mask": torch.tensor(numbers),
+        "position_ids": torch.cat([one["position_ids"] for one in samples], dim=-1),
+        "pixel_values": torch.cat([one["pixel_values"] for one in samples]),
+        "image_grid_thw": torch.cat([one["image_grid_thw"] for one in samples]),
+    }
+
+
+def plain_batch(packs: list[Sample], length: int, dense: bool) -> Sample:
+    """Pad, stack, join pixels and convert them; compare every token with every other."""
+
+    def stacked(key: str, fill: int) -> torch.Tensor:
+        rows = [torch.nn.functional.pad(p[key], (0, length - p[key].shape[-1]), value=fill) for p in packs]
+        return torch.stack(rows, dim=-2)
+
+    numbers = stacked("attention_mask", 0)
+    batch = {
+        "input_ids": stacked("input_ids", 0),
+        "labels": stacked("labels", -100),
+        "mm_token_type_ids": stacked("mm_token_type_ids", 0),
+        "position_ids": stacked("position_ids", 0),
+        "pixel_values": torch.cat([pack["pixel_values"] for pack in packs]).to(torch.bfloat16),
+        "image_grid_thw": torch.cat([pack["image_grid_thw"] for pack in packs]),
+        "attention_mask": numbers,
+    }
+    if dense:
+        same = numbers[:, :, None] == numbers[:, None, :]
+        visible = (numbers != 0)[:, :, None] & (numbers != 0)[:, None, :]
+        causal = torch.tril(torch.ones(length, length, dtype=torch.bool))
+        batch["attention_mask"] = (same & visible & causal[None])[:, None]
+    return batch
+
+
+def plain(samples: list[Sample], length: int, dense: bool) -> Sample:
+    """Build and collate one pack."""
+    return plain_batch([plain_pack(samples)], length, dense)
+
+
+# --- ours ---------------------------------------------------------------------------------------------------
+
+
+def ours(samples: list[Sample], length: int, attention: str) -> Sample:
+    """Build and collate one pack."""
+    pack = _build_packed_vlm_sample(samples, length, 0, True, family=Qwen2VL(), keep_parts=True)
+    return neat_packed_vlm_collater([pack], 0, length, attention, pixel_dtype=torch.bfloat16)
+
+
+def same_batch(samples: list[Sample], length: int) -> None:
+    """Refuse to compare times of different things."""
+    left, right = plain(samples, length, dense=True), ours(samples, length, "sdpa")
+    different = [key for key, value in left.items() if not torch.equal(value, right[key])]
+    if different:
+        sys.exit(f"the batches differ in {', '.join(different)}")
+
+
+def report(samples: list[Sample], length: int, repeat: int) -> bool:
+    """Print the table and the promises; whether all are kept."""
+
+    def best(label: str, make: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            made = make()
+            seconds.append(time.perf_counter() - start)
+            del made
+        print(f"{label:<34}{min(seconds) * 1000:>10.1f} ms", flush=True)
+        return min(seconds)
+
+    dense = best("plain, mask by comparing", lambda: plain(samples, length, dense=True))
+    flat = best("plain, document numbers", lambda: plain(samples, length, dense=False))
+    sdpa = best("ours, sdpa", lambda: ours(samples, length, "sdpa"))
+    numbers = best("ours, flash_attention_2", lambda: ours(samples, length, "flash_attention_2"))
+    best("ours, varlen", lambda: ours(samples, length, "varlen"))
+    best("ours, flex_attention", lambda: ours(samples, length, "flex_attention"))
+    floor = torch.empty(sum(len(one["pixel_values"]) for one in samples), 1176, dtype=torch.bfloat16)
+
+    def copied() -> None:
+        first = 0
+        for one in samples:
+            floor[first : first + len(one["pixel_values"])].copy_(one["pixel_values"])
+            first += len(one["pixel_values"])
+
+    best("floor: the copy into bfloat16", copied)
+    print(f"\n{os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
+    checks = [
+        promise("build + collate with sdpa, against plain", dense / sdpa, WITH_MASK),
+        promise("build + collate without a dense mask, against plain", flat / numbers, WITHOUT_MASK),
+    ]
+    return all(checks)
+
+
+def promise(what: str, value: float, target: float) -> bool:
+    """Print one promise and whether it is kept."""
+    print(f"{'ok  ' if value >= target else 'MISS'} {what}: {value:.2f}x (to reach: >= {target}x)")
+    return value >= target
+
+
+if __name__ == "__main__":
+    main()

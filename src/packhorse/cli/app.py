@@ -1,0 +1,36 @@
+"""The command ``packhorse``: its parts are one file each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from packhorse.cli.count import count
+from packhorse.cli.parity import parity
+
+app = typer.Typer(
+    name="packhorse",
+    help="Carries every sample of a vision-language fine-tuning set to the model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(count)
+app.command()(parity)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("demo-data"),
+) -> None:
+    """Write a small mixed data set, load it, and show where every row went."""
+    from packhorse.cli.demo import main as run_demo
+
+    run_demo(["--out", str(out)])
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app(prog_name="packhorse")

@@ -1,0 +1,227 @@
+"""``packhorse count``: exact token counts of every row, kept beside the data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packhorse.types import MEDIA_KINDS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from packhorse.datasets.count_report import CountReport, DatasetReport
+    from packhorse.datasets.counting import OnProgress
+
+_WIDTH = 140  # of a table that goes to a file
+_SHOWN_FAILURES = 20
+
+
+def count(
+    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
+    processor: Annotated[str, typer.Option(help="Folder (or hub name) of the model's processor.")],
+    engine: Annotated[str, typer.Option(help="Where to count: local or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="An existing Ray cluster; one is started here without it.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes; one per core without it.")
+    ] = None,
+    datasets: Annotated[
+        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
+    ] = None,
+    write_jsonl: Annotated[
+        Path | None, typer.Option(help="Also write copies of the rows with their counts to this folder.")
+    ] = None,
+    verify: Annotated[
+        int,
+        typer.Option(min=0, help="Compare so many random rows with the real processor; fail if one differs."),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Which rows are verified.")] = 0,
+    retry_bad: Annotated[
+        bool, typer.Option("--retry-bad", help="Count parts with bad rows again (media have arrived).")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Count everything again (media have changed).")
+    ] = False,
+    part_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows that are counted, kept and taken over together.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the processor.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Count the tokens of every row exactly, without decoding a pixel, and keep the result beside the data.
+
+    A second run takes over what has not changed; an interrupted one continues where it stopped.
+    """
+    from rich.console import Console
+
+    from packhorse.errors import PackhorseError
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        from packhorse.datasets.count_jsonl import write_counted_jsonl
+        from packhorse.datasets.counting import PART_ROWS, count_meta
+        from packhorse.engines import engine_named
+
+        with _bar(errors) as progress:
+            report = count_meta(
+                meta,
+                processor,
+                dataset_names=datasets or None,
+                engine=engine_named(engine, workers, ray_address),
+                part_rows=PART_ROWS if part_rows is None else part_rows,
+                verify=verify,
+                seed=seed,
+                retry_bad=retry_bad,
+                fresh=fresh,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+            )
+        written = [] if write_jsonl is None else write_counted_jsonl(report.files, write_jsonl)
+    except (PackhorseError, OSError) as error:
+        errors.print(f"packhorse count: {error}", markup=False)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        errors.print("stopped; the next run continues with what is finished")
+        raise typer.Exit(130) from error
+    if as_json:
+        typer.echo(json.dumps(report.as_dict() | {"written": [str(path) for path in written]}, indent=2))
+    else:
+        _print(report, written)
+    if report.verified is not None and report.verified.failed:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[OnProgress]:
+    """A bar with rows a second and the time left, on a terminal; nothing elsewhere."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class RowsPerSecond(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text("" if rate is None else f"{rate:,.0f} rows/s")
+
+    bar = Progress(
+        TextColumn("counting"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        RowsPerSecond(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=60,
+    )
+    with bar:
+        rows = bar.add_task("rows", total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            bar.update(rows, completed=done, total=total, visible=True)
+
+        yield show
+
+
+def _print(report: CountReport, written: list[Path]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False)
+    console.print(_table(report))
+    for dataset in report.datasets:
+        if dataset.off_by:
+            bound = (
+                f"off by at most {dataset.off_by:,} tokens a row"
+                if dataset.off_by > 0
+                else "by an unknown number"
+            )
+            text = f"{dataset.name}: not exact, {bound}"
+            console.print(text, markup=False, soft_wrap=True)
+        for reason, number in dataset.bad.items():
+            console.print(f"{dataset.name}: {number:,} {reason}, as", markup=False, soft_wrap=True)
+            for row in (one for one in dataset.examples if one.reason == reason):
+                console.print(f"  {row.key}: {row.detail}", markup=False, soft_wrap=True)
+    taken_over = sum(dataset.rows for dataset in report.datasets) - report.counted_rows
+    rate = report.counted_rows / report.counting_seconds if report.counting_seconds else 0
+    console.print(
+        f"{report.counted_rows:,} rows counted ({rate:,.0f} rows/s), {taken_over:,} taken over, "
+        f"in {report.seconds:.1f} s."
+    )
+    for path in dict.fromkeys(dataset.sidecar for dataset in report.datasets):
+        console.print(f"counts in {path}", markup=False, soft_wrap=True)
+    for copy in written:
+        console.print(f"wrote {copy}", markup=False, soft_wrap=True)
+    _print_verified(report, console)
+
+
+def _table(report: CountReport) -> Table:
+    """A row for each data set; kinds of tokens that nobody has are left out, to fit on a terminal."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    kinds = [kind for kind in MEDIA_KINDS if any(one.tokens[kind] for one in report.datasets)]
+    names = ["rows", "tokens", *(["text", *kinds] if kinds else []), "learned", "media", "longest", "bad"]
+    table = Table(title="Tokens by data set", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("data set", overflow="fold", min_width=8)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in report.datasets:
+        table.add_row(escape(one.name), *_cells([one], names))
+    if len(report.datasets) > 1:
+        table.add_section()
+        table.add_row("all", *_cells(report.datasets, names))
+    return table
+
+
+def _cells(datasets: Sequence[DatasetReport], names: list[str]) -> list[str]:
+    total = sum(one.total for one in datasets)
+    values = {
+        "rows": sum(one.rows for one in datasets),
+        "tokens": total,
+        **{kind: sum(one.tokens[kind] for one in datasets) for kind in ("text", *MEDIA_KINDS)},
+        "media": sum(sum(one.media.values()) for one in datasets),
+        "longest": max(one.longest for one in datasets),
+        "bad": sum(sum(one.bad.values()) for one in datasets),
+    }
+    cells = {name: f"{value:,}" for name, value in values.items()}
+    cells["learned"] = f"{sum(one.supervised for one in datasets) / total:.1%}" if total else "-"
+    return [cells[name] for name in names]
+
+
+def _print_verified(report: CountReport, console: Console) -> None:
+    verified = report.verified
+    if verified is None:
+        return
+    for line in verified.not_encoded[:_SHOWN_FAILURES]:
+        console.print(f"cannot be decoded, so not compared: {line}", markup=False, soft_wrap=True)
+    for line in verified.failed[:_SHOWN_FAILURES]:
+        console.print(f"differs: {line}", markup=False, soft_wrap=True)
+    compared = verified.checked - len(verified.not_encoded)
+    if verified.failed:
+        console.print(f"verified {compared:,} rows: {len(verified.failed):,} differ from the real processor")
+    else:
+        console.print(f"verified {compared:,} rows: all as the real processor makes them")

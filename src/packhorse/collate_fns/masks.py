@@ -1,0 +1,152 @@
+"""What keeps documents of a packed batch apart, for each attention backend.
+
+Document numbers [B, S] go in (1, 2, … along each row, 0 for tokens that nobody may see: a fake image's, and
+padding). Dense masks are filled document by document; no S x S comparison is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from packhorse.errors import ConfigError
+
+
+class Span(NamedTuple):
+    """Where a document lies: its row, its first token and the one behind its last."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def spans(documents: torch.Tensor) -> Iterator[Span]:
+    """The documents of a batch. Hidden tokens may lie inside one.
+
+    Raises:
+        ConfigError: numbers of a row do not rise.
+    """
+    for row, numbers in enumerate(documents):
+        seen = torch.nonzero(numbers).flatten()
+        visible = numbers[seen]
+        steps = visible.diff()
+        if bool((steps < 0).any()):
+            raise ConfigError(f"document numbers of row {row} go down: expected 1, 2, … from left to right")
+        starts = torch.nonzero(steps).flatten() + 1
+        edges = [0, *starts.tolist(), len(seen)]
+        for first, behind in pairwise(edges):
+            if behind > first:
+                yield Span(row, int(seen[first]), int(seen[behind - 1]) + 1)
+
+
+def block_causal_mask(
+    documents: torch.Tensor, both_ways: torch.Tensor | None = None, window: int | None = None
+) -> torch.Tensor:
+    """Which token sees which: bool [B, 1, S, S], True where the column is seen by the row.
+
+    Args:
+        documents: [B, S].
+        both_ways: bool [B, S]: tokens that see all of their own run of such tokens, not only those before.
+        window: a token sees so many of its document, itself included; None for all.
+    """
+    rows, length = documents.shape
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    found = list(spans(documents))
+    longest = max((span.stop - span.start for span in found), default=0)
+    triangle = torch.ones(longest, longest, dtype=torch.bool).tril_()
+    for row, start, stop in found:
+        size = stop - start
+        block = mask[row, 0, start:stop, start:stop]
+        block.copy_(triangle[:size, :size])
+        if both_ways is not None:
+            for first, behind in _runs(both_ways[row, start:stop]):
+                block[first:behind, first:behind] = True
+        if window is not None and size > window:
+            block.copy_(block.triu(1 - window))
+        hidden = torch.nonzero(documents[row, start:stop] == 0).flatten()
+        if len(hidden):
+            block[hidden] = False
+            block[:, hidden] = False
+    return mask
+
+
+def _runs(marked: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """First and behind-last place of each run of True."""
+    edges = torch.nn.functional.pad(marked.to(torch.int8), (1, 1)).diff()
+    starts, ends = torch.nonzero(edges == 1).flatten(), torch.nonzero(edges == -1).flatten()
+    yield from zip(starts.tolist(), ends.tolist(), strict=True)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same mask as numbers to add to attention scores: 0 where seen, the lowest number elsewhere."""
+    return torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype).masked_fill_(mask, 0)
+
+
+def positions_tell(documents: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether positions [B, S] alone tell documents apart and hide what is hidden.
+
+    transformers takes every place where positions do not rise by one for the beginning of a document.
+    """
+    derived = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    for numbers, runs in zip(documents, derived, strict=True):
+        visible = torch.nonzero(numbers).flatten()
+        same_number, same_run = numbers[visible].diff() == 0, runs[visible].diff() == 0
+        if not torch.equal(same_number, same_run):
+            return False
+        hidden = torch.nonzero(numbers == 0).flatten()
+        following = torch.searchsorted(visible, hidden)
+        before = following < len(visible)
+        if bool((runs[hidden[before]] == runs[visible[following[before]]]).any()):
+            return False
+    return True
+
+
+class Segments(NamedTuple):
+    """A batch as kernels for sequences of different lengths take it.
+
+    Attributes:
+        order: [B, S]: where each token comes from, so that hidden ones stand behind their document.
+        moved: whether any token does move.
+        cumulative: int32 [N + 1]: where segments begin in the flattened batch, and its end.
+        longest: tokens of the longest.
+        lengths: for each row the visible tokens of its documents.
+        padded: for each row what its documents take up, hidden tokens and padding included.
+    """
+
+    order: torch.Tensor
+    moved: bool
+    cumulative: torch.Tensor
+    longest: int
+    lengths: list[list[int]]
+    padded: list[list[int]]
+
+
+def segments(documents: torch.Tensor) -> Segments:
+    """Make every document one run of tokens: what is hidden inside it goes behind it.
+
+    Behind its document and in a segment of its own, a hidden token sees nobody and is seen by nobody. Its
+    position goes with it, and positions, not places, are what attention turns by.
+    """
+    list(spans(documents))  # numbers must rise
+    hidden = (documents == 0).to(torch.int64)
+    owner = documents.cummax(-1).values.clamp(min=1)
+    keys = owner * 2 + hidden
+    order = keys.argsort(dim=-1, stable=True)
+    sorted_keys = keys.gather(-1, order)
+    rows, length = documents.shape
+    starts = torch.ones_like(sorted_keys, dtype=torch.bool)
+    starts[:, 1:] = sorted_keys.diff() != 0
+    ends = torch.tensor([rows * length])
+    cumulative = torch.cat([torch.nonzero(starts.flatten()).flatten(), ends]).to(torch.int32)
+    lengths, padded = [], []
+    for row in range(rows):
+        total = torch.bincount(owner[row])[1:]
+        visible = torch.bincount(documents[row], minlength=len(total) + 1)[1:]
+        present = visible > 0
+        lengths.append(visible[present].tolist())
+        padded.append(total[present].tolist())
+    moved = bool((order != torch.arange(length)).any())
+    return Segments(order, moved, cumulative, int(cumulative.diff().max()), lengths, padded)

@@ -1,0 +1,280 @@
+"""Packs become a batch: padded to one length, with what the attention backend needs to keep documents apart.
+
+Labels were shifted when the packs were built. Costs one copy of every tensor (pixels are converted on the
+way) and, for ``sdpa`` and ``eager`` only, a dense mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
+from packhorse.collate_fns.contract import logger
+from packhorse.collate_fns.finish import counted
+from packhorse.collate_fns.masks import Segments, additive, block_causal_mask, positions_tell, segments
+from packhorse.collate_fns.records import check_present
+from packhorse.errors import ConfigError
+from packhorse.families import Family
+from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join
+
+Pack = Mapping[str, Any]
+
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
+"""The attention backends that packed batches are made for."""
+
+_OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos"})
+_NOT_FOR_THE_MODEL = frozenset({"labels", "_packed_seq_ids", "n_images_per_sample", "n_videos_per_sample"})
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_CONTIGUOUS = ("flash_attention_2", "varlen")
+
+
+def neat_packed_vlm_collater(
+    batch: Sequence[Pack],
+    padding_idx: int = 0,
+    max_length: int | None = None,
+    attn_implementation: str = "sdpa",
+    *,
+    pixel_dtype: torch.dtype | None = None,
+    mask_dtype: torch.dtype = torch.float32,
+    config: Any = None,
+) -> dict[str, Any]:
+    """Make a batch of packs from :class:`packhorse.neat_packing_vlm.PackedDatasetWrapper`.
+
+    Args:
+        batch: the packs.
+        padding_idx: the id that fills up short packs.
+        max_length: pad every batch to so many tokens; None pads to the longest pack. Nothing is ever cut.
+        attn_implementation: what the model's decoder runs with: ``"sdpa"``, ``"eager"``,
+            ``"flash_attention_2"``, ``"flex_attention"`` or ``"varlen"``
+            (:func:`packhorse.integrations.attention.use_attention`).
+        pixel_dtype: what pixels are converted to while they are copied; None leaves them.
+        mask_dtype: of the mask for ``"eager"``: the model's.
+        config: the model's; only needed for Gemma 3 and 4 where packs hold fake images.
+
+    Returns:
+        ``input_ids``, ``labels`` [B, S] (already shifted) and other tensors per token; ``position_ids``
+        [B, S], or [3, B, S] with mRoPE; media tensors joined along axis 0; ``n_images_per_sample`` and
+        ``n_videos_per_sample`` [B] where there are any; ``_packed_seq_ids`` [B, S], the document numbers,
+        where a row has more than one. And by backend:
+
+        - ``sdpa``: ``attention_mask``, bool [B, 1, S, S], True where a token is seen; ``eager``: the same
+          as numbers to add.
+        - ``flash_attention_2``: ``attention_mask`` = the document numbers [B, S], and ``cu_seq_lens_q``,
+          ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``, from which transformers' own flash
+          attention tells documents apart if it gets no mask: pass it :func:`model_inputs`.
+        - ``varlen``: these four alone.
+        - ``flex_attention``: ``attention_mask``, a BlockMask.
+        - Gemma 3 and 4, whose images see themselves both ways: no mask, but ``use_cache=False``: from the
+          positions, which restart, transformers makes the right one.
+
+    Raises:
+        ConfigError: no packs, an unknown backend, packs longer than ``max_length``, or a backend that cannot
+            do what the family needs.
+    """
+    if attn_implementation not in ATTENTION:
+        raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}")
+    rows = PackedRows(batch, padding_idx, max_length)
+    made = rows.tokens()
+    documents = made["attention_mask"]
+    marked = rows.both_ways(made)
+    if attn_implementation in _CONTIGUOUS:
+        made, found = rows.contiguous(made, marked is not None, attn_implementation)
+        documents = made["attention_mask"]
+        made |= _varlen_arguments(found)
+        if attn_implementation == "varlen":
+            del made["attention_mask"]
+        elif bool((documents == 0).any()):
+            _warn_of_padding()
+    elif marked is not None:
+        _mask_both_ways(made, marked, attn_implementation, mask_dtype, config, rows.family)
+    elif attn_implementation == "flex_attention":
+        from packhorse.collate_fns.flex import document_block_mask
+
+        made["attention_mask"] = document_block_mask(documents)
+    else:
+        mask = block_causal_mask(documents)
+        made["attention_mask"] = mask if attn_implementation == "sdpa" else additive(mask, mask_dtype)
+    if int(documents.max()) > 1:
+        made["_packed_seq_ids"] = documents
+    made |= rows.media(pixel_dtype)
+    return counted(made, *rows.counts())
+
+
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a packed batch a model of transformers is called with.
+
+    Labels stay out (the model would shift them a second time), and so do counts and document numbers. With
+    ``cu_seq_lens_q`` the mask stays out too: where there is one, transformers' flash attention goes by it,
+    and takes each row for one document.
+    """
+    left_out = _NOT_FOR_THE_MODEL | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
+    return {key: value for key, value in batch.items() if key not in left_out}
+
+
+class PackedRows:
+    """The packs of a batch, and how their tensors are put together."""
+
+    def __init__(self, batch: Sequence[Pack], padding_idx: int, max_length: int | None) -> None:
+        check_present(batch, "pack")
+        self.packs, self.padding_idx = batch, padding_idx
+        longest = max(pack["input_ids"].shape[-1] for pack in batch)
+        if max_length is not None and longest > max_length:
+            raise ConfigError(
+                f"a pack of {longest:,} tokens in a batch of max_length={max_length:,}: make max_length at "
+                "least the pack_size of the dataset"
+            )
+        self.length = longest if max_length is None else max_length
+        self.family: Family | None = next((p["_family"] for p in batch if p.get("_family") is not None), None)
+
+    def tokens(self) -> dict[str, Any]:
+        """Tensors per token, padded on the right."""
+        keys = dict.fromkeys(key for pack in self.packs for key in pack if self._is_per_token(key, pack))
+        made = {}
+        for key in keys:
+            given = [pack.get(key) for pack in self.packs]
+            axes = {tuple(value.shape[:-1]) for value in given if value is not None}
+            if len(axes) > 1 or (key == "position_ids" and any(value is None for value in given)):
+                raise ConfigError(
+                    f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
+                )
+            (lead,) = axes
+            dtype = next(value.dtype for value in given if value is not None)
+            fill = {"input_ids": self.padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
+            whole = torch.full((*lead, len(given), self.length), fill, dtype=dtype)
+            for row, value in enumerate(given):
+                if value is not None:
+                    whole[..., row, : value.shape[-1]] = value
+            made[key] = whole
+        return made
+
+    def _is_per_token(self, key: str, pack: Pack) -> bool:
+        if key in ("labels", "position_ids", *TOKEN_KEYS):
+            return pack[key] is not None
+        passed_over = key in _OF_THE_PACK or key in MEDIA_KEYS or key.startswith("_")
+        value = pack[key]
+        return not passed_over and isinstance(value, torch.Tensor) and value.shape == pack["input_ids"].shape
+
+    def both_ways(self, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Tokens that see each other in both directions, bool [B, S]; None where the family has none."""
+        if self.family is not None:
+            key = self.family.both_ways
+            if key is None:
+                return None
+            return made.get(key, torch.zeros_like(made["input_ids"])) > 0
+        types = made.get("token_type_ids")
+        return types == 1 if types is not None and bool((types == 1).any()) else None
+
+    def contiguous(
+        self, made: Mapping[str, torch.Tensor], both_ways: bool, backend: str
+    ) -> tuple[dict[str, Any], Segments]:
+        """Every document in one run of tokens, what it hides behind it; and where documents are."""
+        if both_ways:
+            raise ConfigError(
+                f"images of this family see themselves both ways, which {backend} cannot do: use sdpa, eager "
+                "or flex_attention"
+            )
+        found = segments(made["attention_mask"])
+        if not found.moved:
+            return dict(made), found
+        self._check_hidden(made["attention_mask"], backend)
+        index = found.order
+        return {key: value.gather(-1, index.expand_as(value)) for key, value in made.items()}, found
+
+    def _check_hidden(self, documents: torch.Tensor, backend: str) -> None:
+        """Media come in the order of their tokens, so hidden ones may only move past text."""
+        owner = documents.cummax(-1).values
+        none = torch.iinfo(documents.dtype).max
+        following = torch.where(documents > 0, documents, none).flip(-1).cummin(-1).values.flip(-1)
+        for row, pack in enumerate(self.packs):
+            media: Any = pack.get("_media_per_document")
+            hiding = set(owner[row][(documents[row] == 0) & (owner[row] == following[row])].tolist())
+            for number in sorted(hiding) if media is not None else ():
+                if media[number - 1] > 1:
+                    raise ConfigError(
+                        f"document {number} of row {row} hides tokens beside {media[number - 1]} media, "
+                        f"which {backend} cannot do: use sdpa, eager or flex_attention"
+                    )
+
+    def media(self, pixel_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """Media tensors of all packs, joined in one copy."""
+        joined: dict[str, Parts] = {}
+        for pack in self.packs:
+            for key, value in pack.items():
+                if (
+                    key in _OF_THE_PACK
+                    or key.startswith("_")
+                    or value is None
+                    or self._is_per_token(key, pack)
+                ):
+                    continue
+                joined.setdefault(key, Parts()).extend(value if isinstance(value, list) else [value])
+        return {
+            key: join(key, parts, self.family, pixel_dtype if _are_pixels(key, parts) else None)
+            for key, parts in joined.items()
+        }
+
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Images and videos of each pack."""
+        images, videos = (
+            [int(pack.get(name, 0)) for pack in self.packs] for name in ("n_images", "n_videos")
+        )
+        return images, videos
+
+
+def _are_pixels(key: str, parts: Parts) -> bool:
+    return "pixel_values" in key and parts.dtype.is_floating_point
+
+
+def _varlen_arguments(found: Segments) -> dict[str, Any]:
+    return dict(zip(_VARLEN, (found.cumulative, found.cumulative, found.longest, found.longest), strict=True))
+
+
+def _mask_both_ways(
+    made: dict[str, Any],
+    marked: torch.Tensor,
+    backend: str,
+    mask_dtype: torch.dtype,
+    config: Any,
+    family: Family | None,
+) -> None:
+    """Masks of Gemma 3 and 4, which differ by the kind of layer."""
+    documents = made["attention_mask"]
+    made["use_cache"] = False
+    if positions_tell(documents, made["position_ids"]):
+        del made["attention_mask"]
+        return
+    if config is None or backend == "flex_attention":
+        raise ConfigError(
+            "a pack of this family holds a fake image, which can only be hidden in a mask for each kind of "
+            "layer: pass config=model.config and use sdpa or eager, or give the dataset "
+            "inject_fake_images=False"
+        )
+    text = config.get_text_config()
+    sees = marked & (documents > 0)
+    full, sliding = sees, sees
+    if family is not None and family.name == "gemma4":
+        full = torch.zeros_like(sees)  # Gemma 4 looks both ways in its sliding layers only
+        sliding = sees if text.use_bidirectional_attention == "vision" else full
+    masks = {
+        "full_attention": block_causal_mask(documents, full),
+        "sliding_attention": block_causal_mask(documents, sliding, text.sliding_window),
+    }
+    if backend == "eager":
+        masks = {name: additive(mask, mask_dtype) for name, mask in masks.items()}
+    made["attention_mask"] = masks
+
+
+_warned: list[bool] = []
+
+
+def _warn_of_padding() -> None:
+    """Once: a mask with padding makes transformers' flash attention take each row for one document."""
+    if not _warned:
+        _warned.append(True)
+        logger.warning(
+            "flash_attention_2: call the model with packhorse.collate_fns.model_inputs(batch): given the "
+            "attention_mask itself, transformers would take each row for one document"
+        )

@@ -1,0 +1,52 @@
+"""Packs become a batch for Transformer Engine, which tells documents apart by their lengths ("thd")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from packhorse.collate_fns.finish import counted
+from packhorse.collate_fns.packed import Pack, PackedRows
+
+
+def packed_sequence_thd_vlm_collater(
+    batch: Sequence[Pack],
+    padding_idx: int = 0,
+    max_length: int | None = None,
+    seq_lens_padding_value: int = -1000,
+    *,
+    pixel_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Make a batch of packs for attention in Transformer Engine's "thd" format.
+
+    Args:
+        batch: packs of :class:`packhorse.neat_packing_vlm.PackedDatasetWrapper`.
+        padding_idx: the id that fills up short packs.
+        max_length: pad every batch to so many tokens; None pads to the longest pack.
+        seq_lens_padding_value: fills up the lengths of rows with fewer documents.
+        pixel_dtype: what pixels are converted to while they are copied; None leaves them.
+
+    Returns:
+        Tensors per token [B, S] without a mask; ``position_ids`` [B, S] or [3, B, S]; ``seq_lens``
+        [B, documents], the tokens of each document that count, and ``seq_lens_padded``, what each takes up:
+        alignment, the tokens of a fake image (which stand behind their document) and, for the last one, the
+        end of the row; ``qkv_format="thd"``; media tensors and counts.
+
+    Raises:
+        ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` for a kernel of this kind.
+    """
+    rows = PackedRows(batch, padding_idx, max_length)
+    made = rows.tokens()
+    made, found = rows.contiguous(made, rows.both_ways(made) is not None, "Transformer Engine")
+    del made["attention_mask"]
+    made["seq_lens"] = _rectangular(found.lengths, seq_lens_padding_value)
+    made["seq_lens_padded"] = _rectangular(found.padded, seq_lens_padding_value)
+    made["qkv_format"] = "thd"
+    return counted(made | rows.media(pixel_dtype), *rows.counts())
+
+
+def _rectangular(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    most = max(len(row) for row in lengths)
+    return torch.tensor([[*row, *[fill] * (most - len(row))] for row in lengths])

@@ -1,0 +1,376 @@
+"""The counting pass: the data sets of a meta file go in, one sidecar for each data file comes out.
+
+A file is cut into parts of a fixed number of rows. A part is known by the digest of its bytes: parts that an
+interrupted run has finished, and parts that an older state of the file has in common with this one, are taken
+over, and only the rest is counted, in this process or on an engine. The sidecar appears when all its parts
+are there, whole and under its own name; its bytes are the same whatever was taken over and whoever counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+
+from packhorse.datasets.cache import Fingerprint, cache_lock, write_whole
+from packhorse.datasets.count_columns import OK, count_schema
+from packhorse.datasets.count_part import (
+    PartCounter,
+    PartResult,
+    PartTask,
+    check_media_dir,
+    part_digest,
+    with_absolute_paths,
+)
+from packhorse.datasets.count_report import CountedFile, CountReport, dataset_report
+from packhorse.datasets.count_verify import verify_counts
+from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
+from packhorse.datasets.progress import Progress
+from packhorse.datasets.rows import RowFile, open_rows
+from packhorse.datasets.sidecar import (
+    Place,
+    Settings,
+    Sidecar,
+    data_source,
+    sidecar_metadata,
+)
+from packhorse.errors import ConfigError, SystemFault
+
+logger = getLogger("packhorse.datasets")
+
+PART_ROWS = 4096
+"""Rows of a part: a second or two of work, which is what an interruption costs a worker."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file may not grow so large",
+}
+
+
+class Runner(Protocol):
+    """Where tasks run; :mod:`packhorse.engines` has them."""
+
+    def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
+        """(position of the task, result) as they get ready."""
+        ...
+
+
+class OnProgress(Protocol):
+    """Told how far the pass is."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many rows of those that have to be counted are done."""
+        ...
+
+
+def count_meta(
+    meta: Meta,
+    processor: Any,
+    *,
+    dataset_names: Sequence[str] | None = None,
+    engine: Runner | None = None,
+    part_rows: int = PART_ROWS,
+    verify: int = 0,
+    seed: int = 0,
+    retry_bad: bool = False,
+    fresh: bool = False,
+    trust_remote_code: bool = False,
+    index_dir: str | None = None,
+    progress: OnProgress | None = None,
+) -> CountReport:
+    """Count the tokens of every row, and keep the result beside the data.
+
+    What has been counted before, in the same state and with the same settings, is not counted again. Media
+    are looked at once: if they have changed under the same names, ask for a ``fresh`` count.
+
+    Args:
+        meta: the meta file, or a dict with its content. All rows of a file are counted, whatever share of
+            them a data set takes.
+        processor: a processor, or the path of one.
+        dataset_names: only these data sets.
+        engine: where to count (see :mod:`packhorse.engines`); None counts in this process.
+        part_rows: how many rows are counted, kept and taken over together.
+        verify: run the real processor on so many random rows and compare.
+        seed: which rows those are.
+        retry_bad: count parts with bad rows again (after missing media have arrived).
+        fresh: count everything again.
+        trust_remote_code: run code that comes with the processor.
+        index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
+        progress: told how far it is; None writes to the log every few seconds.
+
+    Raises:
+        ConfigError: the meta file, the processor, its chat template or a media folder is not in order.
+        SystemFault: the disk is full. What was finished is kept, and no sidecar is incomplete.
+    """
+    if part_rows < 1 or verify < 0:
+        raise ConfigError(f"part_rows={part_rows}, verify={verify}: expected at least 1 and 0")
+    started = time.monotonic()
+    # Settings come from the paths as they are named; the work gets absolute ones.
+    named = read_meta(meta, dataset_names)
+    for config in named:
+        check_media_dir(config)
+    configs = [with_absolute_paths(config) for config in named]
+    work = PartCounter.of(processor, trust_remote_code)
+    files = [open_rows(config.file_name, index_dir) for config in configs]
+    places = [
+        Place.of(file, Settings.with_counter(work.settings, config))
+        for file, config in zip(files, named, strict=True)
+    ]
+    jobs: dict[Path, _Job] = {}  # one for each sidecar: data sets may share a file
+    for config, file, place in zip(configs, files, places, strict=True):
+        jobs.setdefault(place.targets()[0], _Job(config, file, place, part_rows, index_dir))
+    with contextlib.ExitStack() as stack:
+        for target in sorted(jobs):
+            stack.enter_context(cache_lock(f"count {target}"))
+        for job in jobs.values():
+            stack.callback(job.tidy_up)
+        for job in jobs.values():
+            job.prepare(retry_bad=retry_bad, fresh=fresh)
+        before = time.monotonic()
+        _count_all(list(jobs.values()), work, engine, progress or _log_progress())
+        counting = time.monotonic() - before
+    counted = [
+        CountedFile(config, file, jobs[place.targets()[0]].result())
+        for config, file, place in zip(configs, files, places, strict=True)
+    ]
+    return CountReport(
+        tuple(map(dataset_report, counted)),
+        seconds=time.monotonic() - started,
+        counting_seconds=counting,
+        counted_rows=sum(job.counted_rows for job in jobs.values()),
+        verified=verify_counts(counted, work.counter().processor, verify, seed) if verify else None,
+        files=tuple(counted),
+    )
+
+
+def _log_progress() -> OnProgress:
+    said: list[Progress] = []
+
+    def say(done: int, total: int) -> None:
+        if not said:
+            said.append(Progress("counting", total))
+        said[0](done)
+
+    return say
+
+
+def _count_all(jobs: list[_Job], work: PartCounter, engine: Runner | None, progress: OnProgress) -> None:
+    """Count the parts that are missing; finish each file as soon as its last part is there."""
+    owners = [(job, number) for job in jobs for number in job.missing]
+    tasks = [job.task(number) for job, number in owners]
+    total, done = sum(task.stop - task.first for task in tasks), 0
+    for job in jobs:
+        job.finish_if_complete()
+    if not tasks:
+        return
+    progress(0, total)
+    results = engine.run(work, tasks) if engine is not None else ((n, work(t)) for n, t in enumerate(tasks))
+    with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
+        for position, result in results:
+            job, number = owners[position]
+            job.keep(number, result)
+            job.finish_if_complete()
+            done += tasks[position].stop - tasks[position].first
+            progress(done, total)
+
+
+@dataclass
+class _Job:
+    """One data file on its way to a sidecar."""
+
+    config: DatasetConfig
+    file: RowFile
+    place: Place
+    part_rows: int
+    index_dir: str | None
+    counted_rows: int = 0
+    home: int = 0
+    missing: set[int] = field(default_factory=set)
+    _done: Sidecar | None = None
+    _target: Path | None = None
+    # Where each part is: its digest, and a function that gives its record batch.
+    _parts: dict[int, tuple[str, Callable[[], Any]]] = field(default_factory=dict)
+
+    def prepare(self, *, retry_bad: bool, fresh: bool) -> None:
+        """Find out what there is already; choose where to keep what will be made."""
+        found = None if fresh else self.place.find()
+        if found is not None and len(found) == len(self.file) and not (retry_bad and _has_bad(found)):
+            self._done = found
+            return
+        self._choose_home()
+        self.missing = set(range(-(-len(self.file) // self.part_rows)))
+        if fresh:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return
+        known = self._known_parts(found, retry_bad)
+        if not known:
+            return
+        for number in sorted(self.missing):
+            name = part_digest(self.file, *self._span(number))
+            if name in known:
+                self._parts[number] = (name, known[name])
+        self.missing -= set(self._parts)
+
+    def task(self, number: int) -> PartTask:
+        first, stop = self._span(number)
+        return PartTask(
+            self.config, first, stop, self.place.state.size, self.place.state.edges, self.index_dir
+        )
+
+    def keep(self, number: int, result: PartResult) -> None:
+        """Take in a counted part, and keep it for a later run until the sidecar is finished."""
+        path = self._folder / f"{result.digest}.arrow"
+        with _told_if_full(path):
+            write_whole(path, lambda file: _write(file, result.data))
+        self._parts[number] = (result.digest, lambda: _part_file(path))
+        self.missing.discard(number)
+        first, stop = self._span(number)
+        self.counted_rows += stop - first
+
+    def finish_if_complete(self) -> None:
+        """Write the sidecar if all its parts are there."""
+        if self._done is not None or self.missing:
+            return
+        if Fingerprint.of(data_source(self.file)) != self.place.state:
+            raise ConfigError(
+                f"{self.file.name} was changed while it was being counted; count again (parts that did not "
+                "change are kept)"
+            )
+        target = self.place.targets()[self.home]
+        with _told_if_full(target):
+            write_whole(target, self._write_sidecar, to_disk=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for other in [*self.place.others()]:
+            with contextlib.suppress(OSError):
+                other.path.unlink()  # of a state that the file is no longer in
+        self._parts.clear()
+        self._done = Sidecar(target)
+
+    def tidy_up(self) -> None:
+        """Leave no empty folder behind, whatever happened."""
+        for folder in self.place.parts_folders():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def result(self) -> Sidecar:
+        assert self._done is not None, "every file is finished when the pass is"
+        return self._done
+
+    @property
+    def _folder(self) -> Path:
+        return self.place.parts_folders()[self.home]
+
+    def _choose_home(self) -> None:
+        """The folder of the data, or the cache where that may not be written."""
+        folders = self.place.parts_folders()
+        writable = (number for number, folder in enumerate(folders) if _may_write(folder))
+        home = next(writable, None)
+        if home is None:
+            where = " nor ".join(str(folder.parent) for folder in folders)
+            raise ConfigError(
+                f"neither {where} can be written: set PACKHORSE_CACHE to a folder for the counts"
+            )
+        self.home = home
+
+    def _known_parts(self, found: Sidecar | None, retry_bad: bool) -> dict[str, Callable[[], Any]]:
+        """Parts that were counted before with these settings, by digest."""
+        known: dict[str, Callable[[], Any]] = {}
+        for sidecar in [*self.place.others(), *([found] if found is not None else [])]:
+            for number, name in enumerate(sidecar.parts):
+                known[name] = lambda sidecar=sidecar, number=number: sidecar.part(number)  # type: ignore[misc]
+        for folder in self.place.parts_folders():
+            for path in folder.glob("*.arrow"):
+                if _open_part(path) is not None:
+                    known[path.stem] = lambda path=path: _part_file(path)  # type: ignore[misc]
+        if retry_bad:
+            return {name: part for name, part in known.items() if not _is_bad(part())}
+        return known
+
+    def _span(self, number: int) -> tuple[int, int]:
+        return number * self.part_rows, min(len(self.file), (number + 1) * self.part_rows)
+
+    def _write_sidecar(self, file: IO[bytes]) -> None:
+        import pyarrow as pa
+
+        order = [self._parts[number] for number in range(len(self._parts))]
+        metadata = sidecar_metadata(
+            self.place.settings, self.place.state, len(self.file), self.part_rows, [name for name, _ in order]
+        )
+        schema = count_schema(metadata)
+        with pa.ipc.new_file(file, schema) as writer:
+            for number, (_, batch) in enumerate(order):
+                part = batch()
+                first, stop = self._span(number)
+                if part.num_rows != stop - first:
+                    raise ConfigError(
+                        f"part {number} of {self.file.name} has {part.num_rows} rows; count fresh"
+                    )
+                writer.write_batch(pa.RecordBatch.from_arrays(part.columns, schema=schema))
+
+
+def _may_write(folder: Path) -> bool:
+    """Make a folder for parts; False where that is not allowed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NOT_OURS_TO_WRITE:
+            raise _fault(error, folder) from error
+        logger.info("%s cannot be written (%s)", folder.parent, error.strerror)
+        return False
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    file.write(data)
+
+
+def _open_part(path: Path) -> Any | None:
+    """The record batch of a part that an earlier run kept, or None if it is damaged."""
+    try:
+        return _part_file(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _part_file(path: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+
+
+def _is_bad(batch: Any) -> bool:
+    """Whether any row of a part could not be counted."""
+    return any(status != OK for status in batch.column("status").unique().to_pylist())
+
+
+def _has_bad(sidecar: Sidecar) -> bool:
+    return any(map(_is_bad, sidecar.batches()))
+
+
+@contextlib.contextmanager
+def _told_if_full(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _fault(error, path) from error
+
+
+def _fault(error: OSError, path: Path) -> SystemFault:
+    why = _FULL.get(error.errno or 0, error.strerror or str(error))
+    return SystemFault(
+        f"{path} cannot be written: {why}. No count file is incomplete; make room and count again (what is "
+        "finished is kept)"
+    )

@@ -1,0 +1,288 @@
+"""Count files: how long each row of a data file is, counted once and memory-mapped ever after.
+
+A sidecar is an Arrow IPC file, not compressed: one row for each row of its data file, one record batch for
+each part of it. It lies beside the data file (``train.jsonl.<key>.phcount``) or, where that folder cannot be
+written, in the cache. Its name says what it holds for: the key is made of the state of the data file, the
+tokenizer, the chat template, the settings of the processor, the rules of the data set and the version of the
+counter. So a file under the right name is right, and one of another state is simply not found. Its bytes
+depend on the content of the data and on these settings alone, not on when, where or by how many processes it
+was made.
+
+Opening one costs about a millisecond; the columns of a million rows a few hundred.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from glob import escape
+from logging import getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packhorse.datasets.cache import Fingerprint, cache_folder, digest
+from packhorse.datasets.count_columns import CountColumns, MediaColumns
+from packhorse.datasets.meta_file import DatasetConfig
+from packhorse.datasets.rows import RowFile
+from packhorse.media.source import is_address, local_path
+from packhorse.types import MEDIA_KINDS
+
+if TYPE_CHECKING:
+    from packhorse.datasets.meta import MetaDataset
+
+logger = getLogger("packhorse.datasets")
+
+SUFFIX = ".phcount"
+
+_FORMAT = "packhorse-count-1"
+_NAME_DIGITS = 12
+
+
+class Sidecar:
+    """An open count file.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        ValueError: it is no count file, or a damaged one.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import pyarrow as pa
+
+        self.path = Path(path)
+        self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        try:
+            self.about: dict[str, Any] = json.loads(self._reader.schema.metadata[b"packhorse"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no count file of packhorse") from error
+        if self.about["format"] != _FORMAT or len(self.parts) != self._reader.num_record_batches:
+            raise ValueError(f"{path} is a count file of another format, or damaged")
+
+    def __len__(self) -> int:
+        return int(self.about["rows"])
+
+    @property
+    def settings_key(self) -> str:
+        """What it was counted with."""
+        return str(self.about["settings_key"])
+
+    @property
+    def parts(self) -> list[str]:
+        """The digest of each part's bytes in the data file."""
+        found: list[str] = self.about["parts"]
+        return found
+
+    @property
+    def part_rows(self) -> int:
+        """How many rows a part has (the last one may have fewer)."""
+        return int(self.about["part_rows"])
+
+    def part(self, number: int) -> Any:
+        """One part, as an Arrow record batch."""
+        return self._reader.get_batch(number)
+
+    def batches(self) -> Iterator[Any]:
+        """All parts in order."""
+        return map(self.part, range(len(self.parts)))
+
+    @cached_property
+    def table(self) -> Any:
+        """Everything, as an Arrow table; memory-mapped, so nothing is read yet."""
+        return self._reader.read_all()
+
+    def columns(self) -> CountColumns:
+        """The counts of all rows: about 110 bytes a row."""
+        return CountColumns.of(self.table)
+
+    def media(self) -> MediaColumns:
+        """The sizes and tokens of all media, as flat arrays."""
+        return MediaColumns.of(list(self.batches()))
+
+    def row(self, number: int) -> dict[str, Any]:
+        """One row as a dict of plain values."""
+        part, place = divmod(number, self.part_rows)
+        values: dict[str, Any] = self.part(part).slice(place, 1).to_pylist()[0]
+        return values
+
+
+def sidecar_metadata(
+    settings: Settings, state: Fingerprint, rows: int, part_rows: int, parts: Sequence[str]
+) -> dict[str, str]:
+    """What a sidecar says about itself. No time and no path: the same data give the same bytes."""
+    about = {
+        "format": _FORMAT,
+        "rows": rows,
+        "part_rows": part_rows,
+        "parts": list(parts),
+        "size": state.size,
+        "edges": state.edges,
+        "kinds": MEDIA_KINDS,
+        "settings_key": settings.key,
+        "settings": settings.values,
+    }
+    return {"packhorse": json.dumps(about, sort_keys=True)}
+
+
+# --- what a sidecar holds for, and where it lies ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything but the data that decides the counts of a data set's rows.
+
+    Attributes:
+        values: what JSON can hold.
+        key: a digest of it.
+    """
+
+    values: dict[str, Any]
+    key: str
+
+    @classmethod
+    def of(cls, counter: Any, config: DatasetConfig) -> Settings:
+        """For one data set.
+
+        Args:
+            counter: a :class:`packhorse.tokens.count.TokenCounter`.
+            config: the data set; its rules count, its name and share do not.
+        """
+        return cls.with_counter(counter_settings(counter), config)
+
+    @classmethod
+    def with_counter(cls, counter: Mapping[str, Any], config: DatasetConfig) -> Settings:
+        """As :meth:`of`, with :func:`counter_settings` made once for many data sets."""
+        rules = asdict(config.rules) | {"media_dir": _portable(config)}
+        values = {"counter": dict(counter), "rules": rules}
+        return cls(values, digest(_FORMAT, json.dumps(values, sort_keys=True)))
+
+
+def counter_settings(counter: Any) -> dict[str, Any]:
+    """What a counter counts with: its version, and all of the processor and tokenizer that matters."""
+    from packhorse.tokens.count import COUNTER_VERSION
+
+    return {"version": COUNTER_VERSION, "settings": counter.settings()}
+
+
+def _portable(config: DatasetConfig) -> str | None:
+    """The media folder as seen from the data file, so that both may move together, and be named anyhow."""
+    media_dir, origin = config.rules.media_dir, _origin(config.file_name)
+    if media_dir is None or is_address(media_dir):
+        return media_dir
+    folder = os.path.realpath(media_dir)
+    return folder if origin is None else os.path.relpath(folder, os.path.dirname(os.path.realpath(origin)))
+
+
+def _origin(address: str) -> str | None:
+    """The local file that an address is, or None for one that has to be fetched."""
+    return local_path(address) if is_address(address) else os.path.abspath(address)
+
+
+def data_source(file: RowFile) -> Path:
+    """The file whose state counts: the one that was named (packed, perhaps), or the copy of a fetched one."""
+    return Path(os.path.realpath(_origin(file.name) or file.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the sidecar of one data file lies, for these settings and the state the file is in now.
+
+    Attributes:
+        names: beginnings of file names, the preferred one first: folder and name of the data file, then those
+            of the cache.
+        state: of the data file.
+        settings: what it is counted with.
+        key: state and settings together.
+    """
+
+    names: tuple[Path, ...]
+    state: Fingerprint
+    settings: Settings
+    key: str
+
+    @classmethod
+    def of(cls, file: RowFile, settings: Settings) -> Place:
+        """Looks at the data file, under a millisecond."""
+        source = data_source(file)
+        state = Fingerprint.of(source)
+        # The time of a fetched copy is the time of fetching; it lies in a folder named after its state.
+        time = "" if _origin(file.name) is None else str(state.mtime_ns)
+        key = digest(settings.key, str(state.size), time, state.edges)
+        in_cache = cache_folder() / "counts" / f"{source.name}.{digest(str(source))[:_NAME_DIGITS]}"
+        return cls((source, in_cache), state, settings, key)
+
+    def targets(self) -> list[Path]:
+        """Where it may be, the preferred place first."""
+        return [_with(name, f".{self.key[:_NAME_DIGITS]}{SUFFIX}") for name in self.names]
+
+    def parts_folders(self) -> list[Path]:
+        """Where parts are kept until the whole is finished: the same for every state of the data file."""
+        ending = f".{self.settings.key[:_NAME_DIGITS]}{SUFFIX}.parts"
+        return [_with(name, ending) for name in self.names]
+
+    def find(self) -> Sidecar | None:
+        """The sidecar, if it is there and whole."""
+        for target in self.targets():
+            sidecar = open_sidecar(target)
+            if sidecar is not None and sidecar.settings_key == self.settings.key:
+                return sidecar
+        return None
+
+    def others(self) -> Iterator[Sidecar]:
+        """Sidecars of other states of the same file, counted with the same settings."""
+        for name, target in zip(self.names, self.targets(), strict=True):
+            for path in sorted(name.parent.glob(f"{escape(name.name)}.*{SUFFIX}")):
+                other = open_sidecar(path) if path != target else None
+                if other is not None and other.settings_key == self.settings.key:
+                    yield other
+
+
+def open_sidecar(path: Path) -> Sidecar | None:
+    """The sidecar at ``path``, or None if there is none, or no whole one."""
+    try:
+        return Sidecar(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # Arrow's own errors are ValueErrors
+        logger.warning("%s cannot be used (%s): counting anew", path, error)
+        return None
+
+
+def _with(name: Path, ending: str) -> Path:
+    return name.with_name(name.name + ending)
+
+
+# --- for a data set --------------------------------------------------------------------------------------
+
+
+def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
+    """The counts of a data set's examples, from the sidecars that ``packhorse count`` has written.
+
+    Position ``i`` is ``dataset[i]``: a share, copies and this rank's rows are taken into account.
+
+    Returns:
+        None if the sidecar of any of the files is missing, or was made with another processor, other rules or
+        from another state of the file; the log says which.
+    """
+    from packhorse.families import family_of
+    from packhorse.tokens.count import TokenCounter
+
+    counter = counter_settings(TokenCounter(family_of(processor), processor))
+    found = []
+    for source in dataset._sources:
+        place = Place.of(source.file, Settings.with_counter(counter, source.config))
+        sidecar = place.find()
+        if sidecar is None or len(sidecar) != len(source.file):
+            logger.info(
+                "%s: no counts for %s as it is now with this processor (`packhorse count` makes them)",
+                source.config.name,
+                source.file.name,
+            )
+            return None
+        found.append(sidecar.columns().take(source.selection.rows()))
+    return CountColumns.joined(found)

@@ -1,0 +1,198 @@
+"""Processes on this machine: each is sent tasks through its own pipe and sends the results back.
+
+The processes are spawned, never forked: a tokenizer or torch in this process may hold threads and locks that
+a fork would copy half. So the script that starts them must be importable (``if __name__ == "__main__":``),
+and starting costs each the import of what the work needs, once for all tasks of a run. Nothing is shared
+between them: no queue, and no lock that a killed process could take along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from packhorse.engines.answer import PICKLE_ERRORS, READY, understood, unsendable, unsendable_task
+from packhorse.engines.base import MAX_RETRIES, EngineError, R, T, named_task
+from packhorse.engines.worker import serve
+from packhorse.errors import ConfigError
+
+_PATIENCE = 5.0  # seconds that a process gets to end before it is killed
+
+
+class LocalEngine:
+    """Tasks on processes of this machine.
+
+    With one worker, or one task, everything runs in this process: nothing is pickled and nothing is started.
+    Otherwise a worker holds the task it runs and the next one, so at most ``2 * workers`` tasks are under
+    way, and results that nobody has asked for yet wait in the workers, not in memory here. Each worker runs
+    with one thread (tokenizers, torch): the processes are the parallelism.
+
+    Args:
+        workers: how many processes; None for one per core this process may use.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self.workers = _cores() if workers is None else workers
+        if self.workers < 1:
+            raise ConfigError(f"workers={workers} is too few: expected at least 1")
+
+    def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
+        """See :meth:`packhorse.engines.Engine.run`. Closing the iterator early ends the processes."""
+        workers = min(self.workers, len(tasks))
+        if workers <= 1:
+            for position, task in enumerate(tasks):
+                yield position, work(task)
+            return
+        crew = _Crew(_pickled_work(work), tasks, workers)
+        try:
+            yield from crew.results()
+        finally:
+            crew.end()
+
+
+class _Worker:
+    """One process, its pipe, and the positions of the tasks it was sent, oldest first."""
+
+    def __init__(self, work: bytes) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        # Daemonic: ended by multiprocessing where this process exits without closing the iterator.
+        self.process: SpawnProcess = context.Process(target=serve, args=(theirs, work), daemon=True)
+        try:
+            self.process.start()
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            theirs.close()  # so that the pipe ends when the worker does
+        self.held: deque[int] = deque()
+        self.ready = False
+
+
+class _Crew:
+    """The workers of one run and what each task has come to."""
+
+    def __init__(self, work: bytes, tasks: Sequence[Any], size: int) -> None:
+        self.work, self.tasks, self.size = work, tasks, size
+        self.waiting = deque(range(len(tasks)))
+        self.deaths = dict.fromkeys(self.waiting, 0)
+        self.deaths_at_start = 0
+        self.workers: list[_Worker] = []
+
+    def results(self) -> Iterator[tuple[int, Any]]:
+        for _ in range(self.size):
+            self.workers.append(_Worker(self.work))
+        missing = len(self.tasks)
+        while missing:
+            self._hand_out()
+            for position, result in self._collect():
+                missing -= 1
+                yield position, result
+                self._hand_out()
+
+    def _hand_out(self) -> None:
+        # The last tasks are not queued behind another one: whoever is free first takes them.
+        room = 2 if len(self.waiting) > 2 * self.size else 1
+        for share in range(1, room + 1):
+            for worker in self.workers:
+                if not self.waiting:
+                    return
+                if len(worker.held) < share:
+                    self._send(worker)
+
+    def _send(self, worker: _Worker) -> None:
+        position = self.waiting.popleft()
+        task = self.tasks[position]
+        try:
+            message = pickle.dumps((position, task), pickle.HIGHEST_PROTOCOL)
+        except PICKLE_ERRORS as error:
+            raise unsendable_task(position, task, error) from error
+        worker.held.append(position)
+        # A worker that has died takes nothing; its pipe tells so to _collect, which takes the task back.
+        with contextlib.suppress(OSError):
+            worker.pipe.send_bytes(message)
+
+    def _collect(self) -> Iterator[tuple[int, Any]]:
+        """One message of each worker that has something to say, and the burial of those that died."""
+        sources: list[Any] = [worker.pipe for worker in self.workers]
+        sources += [worker.process.sentinel for worker in self.workers]
+        said = set(wait(sources))
+        for worker in list(self.workers):
+            if worker.pipe in said:
+                try:
+                    received = worker.pipe.recv_bytes()
+                except (EOFError, OSError):
+                    self._replace(worker)
+                    continue
+                kind, position, result = understood(received)
+                if kind == READY:
+                    worker.ready, self.deaths_at_start = True, 0
+                else:
+                    worker.held.remove(position)
+                    yield position, result
+            elif worker.process.sentinel in said and not worker.pipe.poll():
+                # Dead, and its end of the pipe is still open: a child of its own holds it.
+                self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Take the tasks of a dead worker back, and start another in its place."""
+        self.workers.remove(worker)
+        _end(worker)
+        code = worker.process.exitcode
+        if worker.held and worker.ready:
+            running = worker.held[0]
+            self.deaths[running] += 1
+            if self.deaths[running] > MAX_RETRIES:
+                raise EngineError(
+                    f"{named_task(running, self.tasks[running])} was given up: the process that ran it died "
+                    f"{self.deaths[running]} times, at last with {_named_exit(code)}. If memory was short, "
+                    f"use fewer workers (now {self.size}) or smaller tasks"
+                )
+        elif not worker.ready:
+            self.deaths_at_start += 1
+            if self.deaths_at_start > MAX_RETRIES:
+                raise EngineError(
+                    f"the worker processes die while they start, at last with {_named_exit(code)}: what they "
+                    'wrote is above. A script that starts them needs `if __name__ == "__main__":` around its '
+                    "own work; workers=1 needs no other process"
+                )
+        self.waiting.extendleft(reversed(worker.held))
+        self.workers.append(_Worker(self.work))
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.pipe.close()
+            worker.process.terminate()
+        for worker in self.workers:
+            _end(worker)
+
+
+def _end(worker: _Worker) -> None:
+    worker.pipe.close()
+    worker.process.terminate()
+    worker.process.join(_PATIENCE)
+    if worker.process.exitcode is None:
+        worker.process.kill()
+        worker.process.join()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pickled_work(work: Callable[[Any], Any]) -> bytes:
+    try:
+        return pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
+    except PICKLE_ERRORS as error:
+        raise unsendable(error) from error
+
+
+def _named_exit(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,170 @@
+"""Ray: the same tasks on a cluster, or on a Ray of its own on this machine.
+
+Each task is a Ray task of one CPU; Ray runs it again where its process or node dies. Packhorse and the data
+must be there on every node, under the same paths. The work is sent once and rebuilt once in each process, so
+what it has loaded (a tokenizer) serves all tasks that follow there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from packhorse.engines.answer import (
+    PICKLE_ERRORS,
+    answer,
+    understood,
+    unsendable,
+    unsendable_task,
+    use_one_thread,
+)
+from packhorse.engines.base import MAX_RETRIES, EngineError, R, T, named_task
+from packhorse.errors import ConfigError, require
+
+# A handle of the work, and where the process that sent it finds its modules.
+_Parcel = tuple[Any, list[str]]
+
+# What tasks and results in flight may take on a Ray of our own; more goes to disk.
+_OBJECT_STORE = 256 << 20
+_PATIENCE = 10.0  # seconds for a cluster to answer
+
+
+class RayEngine:
+    """Tasks on Ray.
+
+    A Ray that this process has already joined is used as it is, and stays. Otherwise one is joined (or
+    started) for the run and left (or stopped) behind it.
+
+    Args:
+        address: an existing cluster (``host:6379``, ``ray://host:10001``, ``auto``). None: what the variable
+            ``RAY_ADDRESS`` says, else a Ray on this machine for as long as the run takes.
+        workers: how many tasks may run at once; None for as many as the cluster has CPUs, those that join
+            during the run included.
+    """
+
+    def __init__(self, address: str | None = None, workers: int | None = None) -> None:
+        if workers is not None and workers < 1:
+            raise ConfigError(f"workers={workers} is too few: expected at least 1")
+        self.address = address if address is not None else os.environ.get("RAY_ADDRESS") or "local"
+        self.workers = workers
+
+    def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
+        """See :meth:`packhorse.engines.Engine.run`. Closing the iterator early cancels what is under way."""
+        if not tasks:
+            return
+        ray = require("ray", "ray")
+        _membership.enter(ray, self.address, self.workers)
+        flying: dict[Any, int] = {}
+        try:
+            try:
+                handle = ray.put(work)
+            except PICKLE_ERRORS as error:
+                raise unsendable(error) from error
+            do = ray.remote(_do).options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=False)
+            # In a tuple, a handle is passed on as it is; alone, Ray would rebuild the work for each task.
+            parcel = handle, sys.path
+            waiting = iter(range(len(tasks)))
+            limit = 0
+            while True:
+                limit = self.workers or max(limit, 2 * int(ray.cluster_resources().get("CPU", 1)))
+                while len(flying) < limit and (position := next(waiting, None)) is not None:
+                    flying[_started(do, parcel, position, tasks[position])] = position
+                if not flying:
+                    return
+                ready, _ = ray.wait(list(flying), num_returns=1)
+                position = flying[ready[0]]
+                received = _received(ray, ready[0], position, tasks)
+                del flying[ready[0]]
+                yield position, understood(received)[2]
+        finally:
+            for reference in flying:
+                ray.cancel(reference, force=True)
+            _membership.leave(ray)
+
+
+def _started(do: Any, parcel: _Parcel, position: int, task: Any) -> Any:
+    try:
+        return do.remote(parcel, position, task)
+    except PICKLE_ERRORS as error:
+        raise unsendable_task(position, task, error) from error
+
+
+def _received(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> bytes:
+    try:
+        received: bytes = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        # The work's own errors come as messages: this one is from before the work.
+        problem = str(error.cause).partition("\n")[0]
+        raise EngineError(
+            f"{named_task(position, tasks[position])} could not be started on a node of the Ray cluster "
+            f"({problem}): is packhorse, with what the work needs, installed there?"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise EngineError(
+            f"{named_task(position, tasks[position])} was given up after {MAX_RETRIES} retries: the process "
+            f"or the node that ran it died ({error})"
+        ) from error
+    return received
+
+
+_rebuilt: dict[Any, Callable[[Any], Any]] = {}
+
+
+def _do(parcel: _Parcel, position: int, task: Any) -> bytes:
+    """One task, in a process of the cluster."""
+    import ray
+
+    handle, path = parcel
+    if handle not in _rebuilt:
+        sys.path += [folder for folder in path if folder not in sys.path]
+        use_one_thread()
+        _rebuilt.clear()  # the work of an earlier run
+        _rebuilt[handle] = ray.get(handle)
+        use_one_thread()  # torch may have come with the work
+    return answer(_rebuilt[handle], position, task)
+
+
+class _Membership:
+    """Joins Ray for the first run of this process that needs it, leaves after the last: runs may overlap."""
+
+    def __init__(self) -> None:
+        self.lock, self.runs, self.ours = threading.Lock(), 0, False
+
+    def enter(self, ray: Any, address: str, workers: int | None) -> None:
+        with self.lock:
+            if not ray.is_initialized():
+                _join(ray, address, workers)
+                self.ours = True
+            self.runs += 1
+
+    def leave(self, ray: Any) -> None:
+        with self.lock:
+            self.runs -= 1
+            if self.runs == 0 and self.ours:
+                self.ours = False
+                ray.shutdown()
+
+
+_membership = _Membership()
+
+
+def _join(ray: Any, address: str, workers: int | None) -> None:
+    settings: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
+    if address == "local":
+        settings |= {"include_dashboard": False, "num_cpus": workers, "object_store_memory": _OBJECT_STORE}
+    try:
+        _knock(address)
+        ray.init(**settings)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise EngineError(f"cannot join the Ray cluster at {address!r} ({error})") from error
+
+
+def _knock(address: str) -> None:
+    """Raise an OSError if nobody answers at ``host:port``; Ray itself would go on trying for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()

@@ -1,0 +1,1 @@
+"""Where Packhorse meets training libraries. Each module imports its library when it is used."""

@@ -1,0 +1,181 @@
+"""Attention backends for packed batches in models of transformers.
+
+``use_attention(model, "varlen")`` sets the decoder to PyTorch's own kernel for sequences of different
+lengths; batches of ``neat_packed_vlm_collater(…, attn_implementation="varlen")`` bring what it needs. No
+other package is built, nothing of transformers is replaced: the function is registered under a name of its
+own, through transformers' own registers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from packhorse.errors import ConfigError, require
+
+VARLEN = "varlen"
+
+
+def register_varlen() -> None:
+    """Make ``"varlen"`` known to transformers; may be called again."""
+    transformers = require("transformers", "train")
+    require("transformers.masking_utils", "train").AttentionMaskInterface.register(VARLEN, varlen_mask)
+    transformers.AttentionInterface.register(VARLEN, varlen_attention)
+
+
+def use_attention(model: Any, attn_implementation: str) -> None:
+    """Set the attention of a model's decoder, and leave its vision tower as it is.
+
+    Some classes refuse a backend for the model as a whole that their decoder runs well (Qwen-VL and
+    ``flex_attention``), so the decoder's own config is set.
+    """
+    if attn_implementation == VARLEN:
+        register_varlen()
+    model.config.get_text_config()._attn_implementation = attn_implementation
+
+
+def attention_of(model: Any) -> str:
+    """The attention that a model's decoder runs with."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def varlen_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+    """The mask of ordinary batches: none without padding, otherwise as for sdpa."""
+    if attention_mask is None:
+        return None
+    utilities = require("transformers.masking_utils", "train")
+    return utilities.sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each document of a packed batch.
+
+    Args:
+        module: the attention layer.
+        query: [B, heads, S, width]; ``key`` and ``value`` may have fewer heads.
+        key: as the query.
+        value: as the query.
+        attention_mask: only in batches that are not packed.
+        dropout: must be 0 in packed batches.
+        scaling: of the scores; 1 / sqrt(width) without it.
+        is_causal: None asks the module.
+        sliding_window: a token sees so many tokens, itself included.
+        cu_seq_lens_q: where documents begin in the flattened batch [B * S]. Without it the batch is not
+            packed, and sdpa does the work.
+        max_length_q: tokens of the longest document.
+        options: passed on to sdpa.
+
+    Returns:
+        [B, S, heads, width], and None for the weights.
+    """
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if cu_seq_lens_q is None or not causal or attention_mask is not None:
+        sdpa = require("transformers.integrations.sdpa_attention", "train").sdpa_attention_forward
+        passed = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
+        output: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **passed)
+        return output
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ConfigError(f"varlen attention has no {name}, which this model uses: take flex_attention")
+    if dropout:
+        raise ConfigError(f"varlen attention has no dropout: set attention_dropout=0 (it is {dropout})")
+    rows, _, length, _ = query.shape
+    if max_length_q is None:
+        raise ConfigError("cu_seq_lens_q without max_length_q: use the batch as the collater made it")
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    run = _kernel if query.is_cuda else _document_by_document
+    made = run(q, k, v, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
+    return made.view(rows, length, *made.shape[1:]), None
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cumulative: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """PyTorch's kernel on [B * S, heads, width]; its arguments have changed between releases."""
+    function, takes = _varlen_attn()
+    if scaling is not None and "scale" not in takes:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    options: dict[str, Any] = {"scale": scaling} if "scale" in takes else {}
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and "enable_gqa" in takes:
+        options["enable_gqa"] = True
+    elif grouped:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    if "window_size" in takes:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise ConfigError(
+            "this PyTorch's varlen kernel has no sliding window: update it, or use flex_attention"
+        )
+    made: torch.Tensor = function(query, key, value, cumulative, cumulative, longest, longest, **options)
+    return made
+
+
+@cache
+def _varlen_attn() -> tuple[Any, frozenset[str]]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise ConfigError(
+            f"PyTorch {torch.__version__} has no torch.nn.attention.varlen: update it (2.10 or later), or "
+            "use flex_attention"
+        ) from error
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _document_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cumulative: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """The same without the kernel: sdpa on each document."""
+    bounds = cumulative.tolist()
+    made = []
+    for start, stop in pairwise(bounds):
+        q, k, v = (states[start:stop].transpose(0, 1)[None] for states in (query, key, value))
+        mask = None
+        if window is not None and stop - start > window:
+            size = stop - start
+            mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        seen = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        made.append(seen[0].transpose(0, 1))
+    return torch.cat(made)

@@ -1,0 +1,171 @@
+"""Dealing samples to packs: who of the samples of one length goes where.
+
+A fill says how many samples of a length each pack takes. Here the samples are put in order of length, those
+of one length as they come, or shuffled by seed and epoch, or spread by data set, and then handed out in that
+order. All of it is numpy: one sort of the samples, and one copy in runs or a second sort.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.neat_packing_vlm.fill import Fill, Integers
+
+# From so many samples on copying runs is quicker than a second sort, provided that the runs are this long.
+_MANY, _LONG_RUN = 1 << 20, 24
+_PIECE = 1 << 14  # numbers that stay in the processor's cache while several operations pass over them
+_LEAST_BITS = 16  # a shuffle of two samples draws its order from this many bits
+
+
+def longest_first(
+    lengths: npt.NDArray[np.integer],
+    capacity: int,
+    *,
+    seed: int | None = None,
+    epoch: int = 0,
+    strata: Integers | None = None,
+) -> Integers:
+    """Positions in order of falling length.
+
+    Sorting one integer made of length and position is several times faster than numpy's ``argsort``, and for
+    a shuffle within each length only the position in it has to be scrambled.
+
+    Args:
+        lengths: up to ``capacity``.
+        capacity: an upper bound, below 2^31.
+        seed: None keeps samples of one length in the order in which they come.
+        epoch: another one shuffles anew.
+        strata: a number for each sample; those of one length are then spread so that every number appears as
+            evenly as it can.
+    """
+    bits = max(_LEAST_BITS, len(lengths).bit_length())
+    shuffle = None if seed is None else Shuffle(bits, seed, epoch)
+    keys = np.empty(len(lengths), np.int64)
+    for at in range(0, len(keys), _PIECE):
+        piece = keys[at : at + _PIECE]
+        np.subtract(capacity, lengths[at : at + _PIECE], out=piece)
+        piece <<= bits
+        positions = np.arange(at, at + len(piece), dtype=np.int64)
+        piece |= positions if shuffle is None else shuffle.scrambled(positions)
+    keys.sort()
+    for at in range(0, len(keys), _PIECE):
+        piece = keys[at : at + _PIECE]
+        piece &= (1 << bits) - 1
+        if shuffle is not None:
+            shuffle.restored(piece)
+    order = keys
+    if strata is not None:
+        order = order[_spread(np.asarray(lengths)[order], strata[order], 0 if seed is None else seed, epoch)]
+    return order
+
+
+class Shuffle:
+    """A reversible scrambling of the numbers of ``bits`` bits, another for each seed and epoch.
+
+    It needs no table and no random generator, whose streams may change from one numpy to the next: three
+    rounds of multiplying by an odd number and folding the upper half onto the lower.
+    """
+
+    def __init__(self, bits: int, seed: int, epoch: int) -> None:
+        self._mask = (1 << bits) - 1
+        self._fold = np.uint64((bits + 1) // 2)
+        drawn = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=48).digest()
+        words = [int.from_bytes(drawn[at : at + 8], "little") & self._mask for at in range(0, 48, 8)]
+        self._rounds = [(words[i] | 1, words[i + 1]) for i in (0, 2, 4)]
+        self._undo = [(pow(factor, -1, 1 << bits), add) for factor, add in reversed(self._rounds)]
+
+    def scrambled(self, numbers: Integers) -> Integers:
+        """Where each number goes; the array is overwritten."""
+        x = numbers.view(np.uint64)
+        for factor, add in self._rounds:
+            x *= np.uint64(factor)
+            x += np.uint64(add)
+            x &= np.uint64(self._mask)
+            x ^= x >> self._fold
+        return numbers
+
+    def restored(self, numbers: Integers) -> Integers:
+        """The inverse of :meth:`scrambled`; the array is overwritten."""
+        x = numbers.view(np.uint64)
+        for factor, add in self._undo:
+            x ^= x >> self._fold
+            x -= np.uint64(add)
+            x *= np.uint64(factor)
+            x &= np.uint64(self._mask)
+        return numbers
+
+
+def _spread(lengths: npt.NDArray[np.integer], strata: Integers, seed: int, epoch: int) -> Integers:
+    """An order within each run of equal lengths in which the strata come evenly."""
+    groups = np.lexsort((strata, -lengths.astype(np.int64)))  # stable: it keeps the shuffle
+    run, kind = lengths[groups], strata[groups]
+    starts = np.flatnonzero(np.concatenate([[True], (np.diff(run) != 0) | (np.diff(kind) != 0)]))
+    counts = np.diff(np.append(starts, len(groups)))
+    rank = np.arange(len(groups)) - np.repeat(starts, counts)
+    # Each stratum starts at a point of its own, so that not all of them begin with their first.
+    begin = np.random.default_rng([seed & (2**63 - 1), epoch]).random(len(starts))
+    share = (rank + np.repeat(begin, counts)) / np.repeat(counts, counts)
+    return groups[np.lexsort((share, -run.astype(np.int64)))]
+
+
+def deal(fill: Fill, order: Integers) -> tuple[Integers, npt.NDArray[np.integer]]:
+    """Hand out the samples in ``order`` (the longest first) as the fill says.
+
+    Returns:
+        Offsets and positions: pack ``k`` holds ``positions[offsets[k]:offsets[k + 1]]``.
+    """
+    runs = int(np.minimum(fill.each, fill.width).sum())
+    if len(order) < _MANY or len(order) < _LONG_RUN * runs:
+        return gather(fill.pack_of(), fill.packs, order)
+    sizes = fill.sizes()
+    offsets = _ends(sizes)
+    positions = np.empty(len(order), _position_type(len(order)))
+    changes = np.flatnonzero(np.diff(sizes)) + 1
+    even = np.searchsorted(changes, fill.first, "right") == np.searchsorted(
+        changes, fill.first + fill.width, "left"
+    )
+    at = 0
+    begins = offsets[fill.first] + fill.depth
+    columns = (fill.first, fill.width, fill.each, fill.depth, begins, sizes[fill.first], even)
+    for first, count, each, depth, begin, size, steady in zip(*(c.tolist() for c in columns), strict=True):
+        if not steady:  # the packs go different ways later on
+            begin_of_each = offsets[first : first + count] + depth
+            for more in range(each):
+                positions[begin_of_each + more] = order[at : at + count]
+                at += count
+        elif each >= count:
+            for to in range(begin, begin + count * size, size):
+                positions[to : to + each] = order[at : at + each]
+                at += each
+        else:
+            for to in range(begin, begin + each):
+                positions[to : to + count * size : size] = order[at : at + count]
+                at += count
+    return offsets, positions
+
+
+def gather(
+    pack_of: npt.NDArray[np.integer], packs: int, order: Integers
+) -> tuple[Integers, npt.NDArray[np.integer]]:
+    """As :func:`deal`, where the pack of each sample in ``order`` is known; packs keep the order."""
+    offsets = _ends(np.bincount(pack_of, minlength=packs))
+    bits = len(order).bit_length()
+    keys = pack_of.astype(np.int64)
+    keys <<= bits
+    keys |= np.arange(len(order))
+    keys.sort()
+    keys &= (1 << bits) - 1
+    return offsets, order[keys].astype(_position_type(len(order)))
+
+
+def _ends(sizes: Integers) -> Integers:
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def _position_type(samples: int) -> type[np.integer]:
+    return np.int32 if samples < 2**31 else np.int64

@@ -1,0 +1,127 @@
+"""Media tensors of several samples, joined along axis 0 as the families declare them.
+
+Small tensors (grids, sizes) are joined when a pack is built. Large ones (pixels, sound) stay a list of the
+samples' own tensors until the batch is made: :func:`join` then copies each once, into the type that the
+model wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from packhorse.errors import ConfigError
+from packhorse.families import FAMILIES, Family, Generic
+from packhorse.types import MediaLayout, TensorLayout
+
+# A key that several families declare is joined alike in all of them, but for what one of them calls ragged.
+_DECLARED: MediaLayout = {
+    key: layout for family in reversed(FAMILIES) for key, layout in family.layout.items()
+}
+_RAGGED = frozenset(key for family in FAMILIES for key, layout in family.layout.items() if layout.ragged)
+_FILL: Mapping[str, float] = {key: value for family in FAMILIES for key, value in family.fill.items()}
+
+MEDIA_KEYS: tuple[str, ...] = tuple(dict.fromkeys(key for family in FAMILIES for key in family.layout))
+"""Every media tensor of every family, from their layouts."""
+
+
+class Parts(list[torch.Tensor]):
+    """Tensors that are to be joined along axis 0, not yet copied; ``torch.cat`` takes it as it is."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the joined tensor: axes that differ are filled up to the largest."""
+        sizes = [max(sides) for sides in zip(*(part.shape[1:] for part in self), strict=True)]
+        return torch.Size([sum(len(part) for part in self), *sizes])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parts."""
+        return self[0].dtype
+
+
+def is_ragged(key: str, family: Family | None) -> bool:
+    """Whether axes but the first may differ."""
+    return key in _RAGGED if family is None else layout_of(key, family).ragged
+
+
+def layout_of(key: str, family: Family | None) -> TensorLayout:
+    """The declared layout of a media tensor.
+
+    Args:
+        key: of the tensor.
+        family: None where it is not known: then what any family declares under this key counts.
+
+    Raises:
+        ConfigError: nobody declares it.
+    """
+    table = _DECLARED if family is None else family.layout
+    if key in table:
+        return table[key]
+    if isinstance(family, Generic) and key in _DECLARED:
+        return _DECLARED[key]
+    who = "no family declares" if family is None else f"family '{family.name}' does not declare"
+    raise ConfigError(f"the samples hold '{key}', which {who}: take it out, or it would be lost")
+
+
+def fill_of(key: str, family: Family | None) -> float:
+    """What a ragged tensor is filled up with."""
+    return (_FILL if family is None else family.fill).get(key, 0.0)
+
+
+def join(
+    key: str, parts: Sequence[torch.Tensor], family: Family | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """One tensor of all parts, each copied once.
+
+    Args:
+        key: for messages, and to know whether other axes may differ.
+        parts: at least one.
+        family: None where it is not known.
+        dtype: the type to convert to on the way; None leaves it.
+
+    Raises:
+        ConfigError: the parts do not fit together.
+    """
+    dtype = parts[0].dtype if dtype is None else dtype
+    shapes = {part.shape[1:] for part in parts}
+    if len(shapes) > 1 and (not is_ragged(key, family) or len({len(shape) for shape in shapes}) > 1):
+        found = [tuple(part.shape) for part in parts]
+        raise ConfigError(
+            f"'{key}' has shapes {found} in one batch: all but the first axis must be the same (the family "
+            "does not declare it ragged)"
+        )
+    if len(shapes) == 1 and all(part.dtype == dtype for part in parts):
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    whole = Parts(parts).shape
+    joined = torch.empty(whole, dtype=dtype)
+    if len(shapes) > 1:
+        joined.fill_(fill_of(key, family))
+    first = 0
+    for part in parts:
+        places = (slice(first, first + len(part)), *(slice(0, side) for side in part.shape[1:]))
+        joined[places].copy_(part)
+        first += len(part)
+    return joined
+
+
+def count_items(sample: Mapping[str, Any], kind: str, family: Family | None) -> int:
+    """How many media of a kind a sample has: its own ``n_images``/``n_videos``, else by its tensors."""
+    own = sample.get(f"n_{kind}s")
+    if own is not None:
+        return int(own)
+    table = _DECLARED if family is None else family.layout
+    given = {key: table[key] for key in table if sample.get(key) is not None and table[key].kinds[0] == kind}
+    for owner in ("item", "rows", "sample"):
+        for key, layout in given.items():
+            if layout.owner == owner and (owner != "rows" or layout.rows_from not in sample):
+                return len(sample[key])
+    return 0
+
+
+def pad_end(tensor: torch.Tensor, number: int, value: float) -> torch.Tensor:
+    """``number`` more entries of ``value`` at the end of the last axis."""
+    return F.pad(tensor, (0, number), value=value) if number else tensor

@@ -1,0 +1,136 @@
+"""The plan: which samples make up each pack, as flat arrays, and which samples are in none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.datasets.rows import gc_paused
+from packhorse.neat_packing_vlm.fill import Integers
+from packhorse.types import Reason
+
+DROP_REASONS: tuple[Reason, ...] = ("too_long", "over_limit", "empty_sample")
+
+PlanKey = Mapping[str, Any]
+"""What a plan was made from: a digest of the counts, and every setting. See ``plan_key``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackPlan:
+    """Which samples make up each pack.
+
+    >>> plan = plan_packs([5, 3, 4, 20], capacity=8)
+    >>> plan.bins()
+    [[0, 1], [2]]
+    >>> plan.dropped_by_reason()
+    {'too_long': array([3])}
+
+    Attributes:
+        offsets: pack ``k`` holds ``indices[offsets[k]:offsets[k + 1]]``.
+        indices: positions of samples, the longest of a pack first.
+        tokens: how many tokens the samples of each pack have together, padding of alignment not counted.
+        dropped: positions of the samples that are in no pack, rising.
+        drop_codes: why: a place in ``DROP_REASONS`` for each of them.
+        capacity: what a pack may hold.
+        bound: no plan of these lengths has fewer packs.
+        costs: what each pack costs to train, if that was asked for (``with_costs``).
+        kinds: the media of each pack, one bit for each kind (image 1, video 2, audio 4), likewise.
+    """
+
+    offsets: Integers
+    indices: npt.NDArray[np.integer]
+    tokens: Integers
+    dropped: Integers
+    drop_codes: npt.NDArray[np.uint8]
+    capacity: int
+    bound: int
+    costs: npt.NDArray[np.float64] | None = None
+    kinds: npt.NDArray[np.uint8] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> npt.NDArray[np.integer]:
+        if not -len(self) <= pack < len(self):
+            raise IndexError(f"pack {pack} of {len(self)}")
+        pack %= len(self)
+        return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
+
+    @property
+    def samples(self) -> int:
+        """How many samples the plan was made from, dropped ones included."""
+        return len(self.indices) + len(self.dropped)
+
+    @property
+    def fill(self) -> float:
+        """The share of the capacity of all packs that samples take; 0 if there is no pack."""
+        return float(self.tokens.sum()) / (self.capacity * len(self)) if len(self) else 0.0
+
+    def bins(self) -> list[list[int]]:
+        """All packs as lists: a second for some ten million samples, and 40 bytes each."""
+        with gc_paused():
+            flat, ends = self.indices.tolist(), self.offsets.tolist()
+            return [flat[begin:end] for begin, end in pairwise(ends)]
+
+    def pack_of(self) -> Integers:
+        """The pack of each sample; -1 for those in none."""
+        packs = np.full(self.samples, -1, np.int64)
+        packs[self.indices] = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        return packs
+
+    def dropped_by_reason(self) -> dict[Reason, Integers]:
+        """The positions of the samples in no pack, by reason; reasons without samples are left out."""
+        found = {reason: self.dropped[self.drop_codes == code] for code, reason in enumerate(DROP_REASONS)}
+        return {reason: positions for reason, positions in found.items() if len(positions)}
+
+    def sums(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
+        """For each pack the sum of its samples' values; ``values[i]`` is that of sample ``i``."""
+        return sums_by_pack(np.asarray(values)[self.indices], self.offsets)
+
+    def with_costs(self, costs: npt.ArrayLike, kinds: npt.ArrayLike | None = None) -> PackPlan:
+        """The same plan, knowing what its packs cost and which media they hold (see ``balance``)."""
+        kinds = None if kinds is None else np.asarray(kinds, np.uint8)
+        return replace(self, costs=np.asarray(costs, np.float64), kinds=kinds)
+
+    def describe(self, world_sizes: Iterable[int] = (8, 64, 512)) -> str:
+        """Fill, packs, documents per pack, drops and straggler ratios, for reading."""
+        from packhorse.neat_packing_vlm.describe import describe
+
+        return describe(self, world_sizes)
+
+    def diff(self, other: PackPlan) -> str:
+        """What is different in another plan of the same samples, for reading."""
+        from packhorse.neat_packing_vlm.describe import diff
+
+        return diff(self, other)
+
+    def save(self, path: str | os.PathLike[str], key: PlanKey | None = None) -> None:
+        """Write the plan to an Arrow file; it appears when it is whole."""
+        from packhorse.neat_packing_vlm.plan_file import save
+
+        save(self, path, key or {})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], key: PlanKey | None = None) -> PackPlan:
+        """Open a plan, memory-mapped; with a key, only if it was saved under the same one.
+
+        Raises:
+            ConfigError: the file is not a whole plan, or one made from other counts or settings.
+            OSError: it cannot be read.
+        """
+        from packhorse.neat_packing_vlm.plan_file import load
+
+        return load(path, key)
+
+
+def sums_by_pack(values: npt.NDArray[Any], offsets: Integers) -> npt.NDArray[Any]:
+    """Sums of the stretches between offsets, none of which is empty."""
+    if len(offsets) < 2:
+        return values[:0]
+    return np.add.reduceat(values, offsets[:-1])

@@ -1,0 +1,217 @@
+"""How long the rows of a dataset are: by the best source there is for each, without encoding anything.
+
+A dataset may be wrapped (in ``RobustDatasetWrapper``, ``PreTokenizedDatasetWrapper``, torch's ``Subset`` and
+``ConcatDataset``): the rows under the wrappers are looked at, so that no picture is decoded for its length.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import ConcatDataset, Subset
+
+from packhorse.datasets.count_columns import CountColumns
+from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.progress import Progress
+from packhorse.datasets.sidecar import counts_of
+from packhorse.datasets.summary import MetaExamples
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.ledger import Ledger, default_ledger
+from packhorse.tokens.columns import LengthColumns, estimate_lengths
+from packhorse.tokens.estimate import Geometry, estimate
+
+Ints = npt.NDArray[np.int64]
+Counts = CountColumns | LengthColumns | npt.ArrayLike
+
+GIVEN, SIDECAR, FIELDS, ESTIMATE, UNKNOWN = "given", "sidecar", "row fields", "estimate", "unknown"
+"""Where a length comes from, the best first. An unknown one (the row cannot be read) counts 0."""
+
+_ROWS_COMPARED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What lengths are measured with."""
+
+    processor: Any = None
+    image_cfg: Geometry | None = None
+    video_cfg: Geometry | None = None
+
+
+def lengths_of(dataset: Any, measure: Measure, rows: Ints | None = None) -> tuple[Ints, Counter[str]]:
+    """Tokens of each row, and how many rows have theirs from which source.
+
+    Args:
+        dataset: what is sampled from.
+        measure: the processor and its geometry.
+        rows: only these rows, in this order; all if None.
+    """
+    rows = np.arange(len(dataset), dtype=np.int64) if rows is None else rows
+    if isinstance(dataset, Subset):
+        return lengths_of(dataset.dataset, measure, np.asarray(dataset.indices, np.int64)[rows])
+    if isinstance(dataset, ConcatDataset):
+        return _lengths_of_parts(dataset, measure, rows)
+    inner = _wrapped(dataset)
+    if inner is not None:
+        return lengths_of(inner, measure, rows)
+    counts = _sidecar_counts(dataset, measure.processor)
+    if counts is None:
+        return _lengths_by_rows(dataset, measure, rows)
+    counted = Counter({SIDECAR: int(counts.ok[rows].sum())})
+    counted[UNKNOWN] = len(rows) - counted[SIDECAR]
+    return counts.total[rows], counted
+
+
+def given_lengths(counts: Counts, rows: int, measure: Measure) -> tuple[Ints, Counter[str]]:
+    """Tokens of each row by counts that the caller has.
+
+    Raises:
+        ConfigError: they are not as many as there are rows.
+    """
+    source = GIVEN
+    if isinstance(counts, CountColumns):
+        lengths = counts.total
+    elif isinstance(counts, LengthColumns):
+        lengths, source = estimate_lengths(counts, measure.image_cfg, measure.video_cfg)[0], ESTIMATE
+    else:
+        lengths = np.asarray(counts)
+    if lengths.shape != (rows,) or lengths.dtype.kind not in "iu":
+        raise ConfigError(
+            f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one whole number for "
+            f"each of the dataset's {rows} rows"
+        )
+    return lengths.astype(np.int64), Counter({source: rows})
+
+
+def raw_samples(dataset: Any) -> Any:
+    """What lies under the wrappers of a dataset, as long as they keep its rows and their order."""
+    inner = None if isinstance(dataset, Subset | ConcatDataset) else _wrapped(dataset)
+    return dataset if inner is None else raw_samples(inner)
+
+
+def key_of(dataset: Any, index: int) -> str:
+    """The name of a row in the ledger: the dataset's own (``coco/812``), else its number."""
+    if isinstance(dataset, Subset):
+        return key_of(dataset.dataset, int(dataset.indices[index]))
+    own = getattr(dataset, "key", None)
+    if callable(own):
+        return str(own(index))
+    inner = _wrapped(dataset)
+    return str(index) if inner is None else key_of(inner, index)
+
+
+def ledger_of(dataset: Any) -> Ledger:
+    """The dataset's own ledger, or that of what it wraps, or that of this process."""
+    own = getattr(dataset, "ledger", None)
+    if isinstance(own, Ledger):
+        return own
+    inner = dataset.dataset if isinstance(dataset, Subset) else _wrapped(dataset)
+    return default_ledger() if inner is None else ledger_of(inner)
+
+
+def _wrapped(dataset: Any) -> Any:
+    """What a wrapper wraps, if its rows are the wrapper's, one for one."""
+    inner = getattr(dataset, "dataset", None)
+    if inner is None or not hasattr(inner, "__getitem__") or not hasattr(inner, "__len__"):
+        return None
+    return inner if len(inner) == len(dataset) else None
+
+
+def _lengths_of_parts(dataset: ConcatDataset[Any], measure: Measure, rows: Ints) -> tuple[Ints, Counter[str]]:
+    lengths = np.zeros(len(rows), np.int64)
+    sources: Counter[str] = Counter()
+    first = 0
+    for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
+        places = np.flatnonzero((rows >= first) & (rows < end))
+        lengths[places], found = lengths_of(part, measure, rows[places] - first)
+        sources += found
+        first = end
+    return lengths, sources
+
+
+def _lengths_by_rows(dataset: Any, measure: Measure, rows: Ints) -> tuple[Ints, Counter[str]]:
+    lengths = np.zeros(len(rows), np.int64)
+    sources: Counter[str] = Counter()
+    report = Progress("estimating lengths", len(rows))
+    examples = _of_mixture(dataset, rows) if isinstance(dataset, MetaDataset) else _one_by_one(dataset, rows)
+    for done, (place, example) in enumerate(examples):
+        if done % 4096 == 0:
+            report(done)
+        if example is None:
+            sources[UNKNOWN] += 1  # whoever loads it decides what becomes of it, and records that
+            continue
+        found = estimate(example, measure.image_cfg, measure.video_cfg)
+        lengths[place] = found.text + found.media
+        sources[FIELDS if found.told else ESTIMATE] += 1
+    return lengths, sources
+
+
+Examples = Iterator[tuple[int, Any]]
+"""Places in a list of rows with the examples there; None for one that cannot be read."""
+
+
+def _one_by_one(dataset: Any, rows: Ints) -> Examples:
+    for place, row in enumerate(rows):
+        try:
+            example = dataset[int(row)]
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            example = None
+        yield place, example
+
+
+def _of_mixture(dataset: MetaDataset, rows: Ints) -> Examples:
+    """File by file, as they are read several times faster."""
+    first = 0
+    for source in dataset._sources:
+        places = np.flatnonzero((rows >= first) & (rows < first + len(source)))
+        positions = rows[places] - first
+        first += len(source)
+        read = source.file.read(source.selection.row(int(position)) for position in positions)
+        for place, position, row in zip(places, positions, read, strict=True):
+            try:
+                example = source.convert(row, int(position), dataset.ledger)
+            except BadSample:
+                example = None
+            yield int(place), example
+
+
+def _sidecar_counts(dataset: Any, processor: Any) -> CountColumns | None:
+    """Exact counts of a mixture's rows, if all its files have been counted for this processor."""
+    if not any(hasattr(processor, name) for name in ("tokenizer", "convert_tokens_to_ids")):
+        return None  # none, or one that only tells a geometry: nothing was ever counted with it
+    if isinstance(dataset, MetaDataset):
+        return counts_of(dataset, processor)
+    found = _mixture_of(dataset) if isinstance(dataset, MetaExamples) else None
+    if found is None:
+        return None
+    mixture, places = found
+    counts = counts_of(mixture, processor)
+    return None if counts is None else counts.take(places)
+
+
+def _mixture_of(examples: MetaExamples) -> tuple[MetaDataset, Ints] | None:
+    """The mixture that a list was loaded from, and where each of its examples stands there.
+
+    None if the list no longer is what was loaded: a list can be shuffled or filtered, so some of its examples
+    are compared with the files.
+    """
+    keys = getattr(examples, "key", None)
+    mixture: MetaDataset | None = getattr(keys, "_lazy", None)
+    if mixture is None:
+        return None
+    gone_before = np.asarray(keys._before, np.int64)  # type: ignore[union-attr]
+    if len(examples) != len(mixture) - len(gone_before):
+        return None
+    numbers = np.arange(len(examples), dtype=np.int64)
+    places = numbers + np.searchsorted(gone_before, numbers, side="right")
+    for number in np.linspace(0, len(examples) - 1, min(len(examples), _ROWS_COMPARED)).astype(int).tolist():
+        if examples[number].get("conversation") != mixture[int(places[number])]["conversation"]:
+            return None
+    return mixture, places

@@ -1,0 +1,151 @@
+"""Sizes and conversations for the proof that counting is exact, and the two sides that are compared.
+
+One side is the processor's own call; the other is the text that Packhorse predicts from sizes alone,
+tokenised with the processor's tokenizer. A refusal is compared like any other result.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from contract.processors import FAMILIES
+from contract.samples import tone
+from packhorse.chat import tokenizer_of
+from packhorse.errors import BadSample
+from packhorse.families import Family, LoadedMedia
+from packhorse.media import VideoFrames, VideoMetadata
+from packhorse.types import Conversation, MediaRef, Message, TextPart
+
+Ids = list[int] | str
+"""The tokens of a sample, or why it has none."""
+
+_SIDES = (
+    *(1, 2, 3, 5, 7, 9, 10, 13, 14, 15, 20, 27, 28, 29, 31, 32, 33, 40, 55, 56, 57, 70, 84, 100, 112, 113),
+    *(150, 199, 200, 201, 223, 224, 225, 280, 336, 400, 447, 448, 449, 512, 600, 640, 768, 800, 896, 1000),
+    *(1024, 1280, 1600, 2000, 3000, 4096, 5000, 6000, 8000),
+)
+_MOST_PIXELS = 8000 * 200
+_ALL_SIZES = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MOST_PIXELS]
+_EDGES = ((1, 1), (8000, 200), (200, 8000), (1, 200), (1, 201), (200, 1), (201, 1), (1, 8000), (8000, 1))
+
+
+def image_sizes(every: int) -> list[tuple[int, int]]:
+    """Heights and widths from 1 x 1 to 8000 x 200, all shapes; every how manieth of nearly 3,000."""
+    return sorted({*_ALL_SIZES[::every], *_EDGES})
+
+
+def tokenised(family: Family, processor: Any, rendered: str, text: str) -> list[int]:
+    """The ids of a text that was made of the rendered one."""
+    options = family.text_arguments(processor, rendered)
+    made = tokenizer_of(processor)(text, **options.get("text_kwargs", options))
+    return list(made["input_ids"])
+
+
+def predicted(family: Family, processor: Any, text: str, sizes: Any) -> Ids:
+    """The ids of a rendered text, from the sizes of its media; "refused" where the family refuses them."""
+    try:
+        whole = family.expanded(processor, text, sizes)
+    except BadSample as error:
+        return "refused" if error.reason == "sample_failed" else error.reason
+    ids = tokenised(family, processor, text, whole)
+    outline, left_out = family.outline(processor, text, sizes)
+    assert len(tokenised(family, processor, text, outline)) + left_out == len(ids)
+    return ids
+
+
+def really(family: Family, processor: Any, text: str, media: LoadedMedia) -> Ids:
+    """The ids that the processor's own call gives; "refused" where it raises."""
+    try:
+        return family.call(processor, text, media)["input_ids"][0].tolist()
+    except (ValueError, ZeroDivisionError):
+        return "refused"
+
+
+def rendered(family: Family, processor: Any, *kinds: str) -> str:
+    """A question with media, whose neighbours melt into them where they can, and an answer."""
+    parts = [part for kind in kinds for part in ({"type": kind}, {"type": "text", "text": "\n5: the"})]
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
+    ]
+    return family.render(processor, turns)
+
+
+def film(frames: int, fps: float | None, step: int, height: int = 20, width: int = 30) -> VideoFrames:
+    """Frames that are every ``step``-th one of a film."""
+    total = frames * step
+    metadata = VideoMetadata(
+        total_num_frames=total,
+        fps=fps,
+        width=width,
+        height=height,
+        duration=None if fps is None else total / fps,
+        video_backend=None,
+        frames_indices=tuple(range(0, total, step)),
+    )
+    return VideoFrames(np.zeros((frames, height, width, 3), np.uint8), metadata)
+
+
+_TEXTS = (
+    "What is it?",
+    "\n",
+    "\n\nAnd this?",
+    " the cat",
+    "5",
+    ": 12 seconds>",
+    " ",
+    "这是什么\n",
+    "\U0001f914 a",
+    "Look:\n\n\n",
+    "<0.5",
+)
+
+
+def conversations(name: str, number: int, files: dict[str, Path]) -> Iterator[Conversation]:
+    """Conversations of all shapes that the family's kinds of media allow, a few of which it refuses."""
+    draw = random.Random(name)
+    for at in range(number):
+        system = [Message("system", (TextPart("Be brief."),))] if draw.random() < 0.3 else []
+        turns: list[Message] = []
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            turns += (Message("user", _said(name, draw, files)), Message("assistant", (_words(draw),)))
+        yield Conversation((*system, *turns), f"{name}/{at}")
+
+
+def _said(name: str, draw: random.Random, files: dict[str, Path]) -> tuple[Any, ...]:
+    kinds = sorted(FAMILIES[name].modalities)
+    parts: list[Any] = [_words(draw)]
+    for _ in range(draw.choice((0, 0, 1, 1, 1, 2))):
+        if name == "nemotron_parse" and draw.random() < 0.7:
+            continue  # it takes one page
+        parts.append(_medium(draw.choice(kinds), draw, files))
+        if draw.random() < 0.6:
+            parts.append(_words(draw))
+    return tuple(parts)
+
+
+def _words(draw: random.Random) -> TextPart:
+    return TextPart("".join(draw.choices(_TEXTS, k=draw.randint(1, 3))))
+
+
+def _medium(kind: str, draw: random.Random, files: dict[str, Path]) -> MediaRef:
+    if kind == "image":
+        if draw.random() < 0.3:
+            return MediaRef("image", str(files[draw.choice(("wide.png", "tall.png", "rgba.png"))]))
+        most = draw.choice((30, 300, 900))
+        return MediaRef("image", Image.new("RGB", (draw.randint(1, most), draw.randint(1, most))))
+    if kind == "audio":
+        if draw.random() < 0.4:
+            return MediaRef("audio", str(files[draw.choice(("second.wav", "studio.wav"))]))
+        return MediaRef("audio", (tone(draw.choice((100, 400, 5_000, 16_001, 40_000))), 16_000))
+    if draw.random() < 0.7:
+        options = draw.choice(({}, {}, {"fps": 3}, {"num_frames": 4}, {"frame_indices": [0, 2, 4]}))
+        return MediaRef("video", str(files[draw.choice(("film.mp4", "slow.mp4"))]), options)
+    frames = np.zeros((draw.randint(2, 5), draw.randint(20, 60), draw.randint(20, 60), 3), np.uint8)
+    return MediaRef("video", frames, draw.choice(({}, {"fps": 2}, {"fps": 29.97})))

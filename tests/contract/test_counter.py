@@ -1,0 +1,218 @@
+"""The counter's numbers are the processor's: every family, every case, on the short and the long way."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+from tokenizers import Regex
+from tokenizers.normalizers import NFC
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+from contract.cases import CASES, conversation, takes
+from contract.processors import FAMILIES, build, processor
+from packhorse.chat import IGNORE_INDEX
+from packhorse.conversation import parse_conversation
+from packhorse.errors import BadSample
+from packhorse.families import family_of
+from packhorse.tokens.count import Counted, TokenCounter
+from packhorse.tokens.lengths import QWEN2_PATTERN
+from packhorse.types import Conversation, Message, TextPart
+
+EVERY = tuple(FAMILIES)
+# Families whose real tokenizers cut texts by the pattern of Qwen2; the small ones of the tests are made to.
+BY_WORD = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni", "llava_onevision", "internvl", "nemotron_omni")
+WORDS = (
+    *("the mule carries a heavy bale over", "the pass", "don't", "it's 12:45", "naïve", "漢字", "\U0001f63a"),
+    *(
+        "\n",
+        "\n\n",
+        " \n",
+        "\t",
+        "  ",
+        "...",
+        "x = [1, 2]",
+        "'LL",
+        "e\u0301",
+        "\u3000",
+        "\r\n",
+        "-",
+        "1234567",
+    ),
+    *("</s>", ""),
+)
+
+
+def counter_of(name: str) -> TokenCounter:
+    made = processor(name)
+    return TokenCounter(family_of(made), made)
+
+
+@cache
+def cutting_by_pattern(name: str) -> Any:
+    """The family's processor with a tokenizer that cuts as the real one does."""
+    made = build(name)
+    engine = made.tokenizer._tokenizer
+    cut = Split(Regex(QWEN2_PATTERN), "isolated")
+    engine.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=False)])
+    engine.normalizer = NFC()
+    return made
+
+
+def real(name: str, asked: Conversation, made: Any = None) -> tuple[int, int, Counter[str]] | str:
+    """Length, supervised tokens and number of media of the real encoding, or the reason why there is none."""
+    made = made or processor(name)
+    family = family_of(made)
+    try:
+        encoded = family.encode(asked, made)
+    except BadSample as error:
+        return error.reason
+    labels = family.labels(made, encoded)
+    media = Counter(kind for kind, _ in encoded.sizes)
+    return len(encoded.tokens["input_ids"]), int((labels != IGNORE_INDEX).sum()), media
+
+
+def counted(result: Counted | BadSample) -> tuple[int, int, Counter[str]] | str:
+    if isinstance(result, BadSample):
+        return result.reason
+    count = result.count
+    numbers = {"image": count.images, "video": count.videos, "audio": count.audios}
+    return count.total, count.supervised, +Counter(numbers)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_case_is_counted_as_it_is_encoded(name, case, files):
+    asked = parse_conversation({"conversation": conversation(name, case, files)}, "row/7")
+    (result,) = counter_of(name).count_many([asked])
+    if not takes(name, case):
+        assert isinstance(result, BadSample)
+        assert (result.reason, result.key) == ("media_mismatch", "row/7")
+        return
+    assert counted(result) == real(name, asked)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_media_tokens_are_told_apart_by_kind(name, files):
+    kinds = sorted(FAMILIES[name].modalities)
+    for kind, case in (("image", "one image"), ("video", "video"), ("audio", "audio")):
+        if kind not in kinds:
+            continue
+        asked = parse_conversation({"conversation": conversation(name, case, files)})
+        one = counter_of(name).count(asked)
+        made = processor(name)
+        ids = family_of(made).encode(asked, made).tokens["input_ids"].tolist()
+        content = sum(token in family_of(made).media_token_ids(made) for token in ids)
+        assert {k: getattr(one.count, k) for k in ("image", "video", "audio")} == {
+            **dict.fromkeys(("image", "video", "audio"), 0),
+            kind: content,
+        }
+        assert one.count.text == len(ids) - content
+        assert one.count.exact
+        assert one.count.patches == sum(medium.patches for medium in one.media)
+        assert (one.count.patches > 0) == (kind != "audio")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", BY_WORD)
+def test_every_case_is_counted_as_it_is_encoded_by_a_tokenizer_with_a_known_pattern(name, case, files):
+    if not takes(name, case):
+        return
+    made = cutting_by_pattern(name)
+    asked = parse_conversation({"conversation": conversation(name, case, files)}, "row/7")
+    (result,) = TokenCounter(family_of(made), made).count_many([asked])
+    assert counted(result) == real(name, asked, made)
+
+
+@pytest.mark.parametrize("name", BY_WORD)
+def test_random_texts_are_counted_as_they_are_encoded_by_a_tokenizer_with_a_known_pattern(name):
+    made = cutting_by_pattern(name)
+    counter = TokenCounter(family_of(made), made)
+    asked = random_texts(name)
+    with mock.patch.object(TokenCounter, "_count_whole", return_value="long") as long_way:
+        results = counter.count_many(asked)
+    short = [(one, result) for one, result in zip(asked, results, strict=True) if result != "long"]
+    assert len(short) + long_way.call_count == len(asked)
+    assert len(short) > 20  # the others have an answer that begins with white space
+    for one, result in short:
+        assert counted(result) == real(name, one, made), one
+
+
+def random_texts(seed: str) -> list[Conversation]:
+    draw = random.Random(seed)
+    asked = []
+    for _ in range(60):
+        roles = ["system"] * draw.randint(0, 1) + ["user", "assistant"] * draw.randint(1, 3)
+        texts = ["".join(draw.choice(WORDS) + draw.choice(["", " "]) for _ in range(8)) for _ in roles]
+        messages = (Message(role, (TextPart(text),)) for role, text in zip(roles, texts, strict=True))
+        asked.append(Conversation(tuple(messages)))
+    return asked
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_random_texts_are_counted_as_they_are_encoded(name):
+    made = processor(name)
+    family, counter = family_of(made), counter_of(name)
+    asked = random_texts(name)
+    for one, result in zip(asked, counter.count_many(asked), strict=True):
+        expected = real(name, one)
+        assert counted(result) == expected, one
+    # The same, each on the long way.
+    with mock.patch.object(TokenCounter, "_assembled", return_value=None):
+        again = TokenCounter(family, made).count_many(asked)
+    assert list(map(counted, again)) == list(map(counted, counter.count_many(asked)))
+
+
+def test_most_conversations_go_the_short_way_with_a_tokenizer_that_cuts_by_a_known_pattern():
+    made = cutting_by_pattern("qwen2_vl")
+    counter = TokenCounter(family_of(made), made)
+    said = [Message("user", (TextPart("What is it?"),)), Message("assistant", (TextPart("A cat."),))]
+    with mock.patch.object(TokenCounter, "_count_whole", side_effect=AssertionError):
+        assert counter.count(Conversation(tuple(said))).count.supervised == 4
+
+
+def test_what_a_turn_holds_beside_its_content_is_counted_too():
+    made = build("qwen2_vl")
+    made.chat_template = made.chat_template.replace(
+        "{{ message['role'] }}",
+        "{{ message['role'] }}{{ message.get('mood', '') }}",
+    )
+    counter = TokenCounter(family_of(made), made)
+    plain = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
+    moody = [{**plain[0], "mood": "angry, very angry"}, plain[1]]
+    asked = [parse_conversation({"conversation": turns}) for turns in (plain, moody, plain)]
+    results = counter.count_many(asked)
+    assert list(map(counted, results)) == [real("qwen2_vl", one, made) for one in asked]
+    assert counted(results[0]) != counted(results[1])
+
+
+def test_no_conversations_and_an_empty_one():
+    counter = counter_of("qwen2_vl")
+    assert counter.count_many([]) == []
+    (result,) = counter.count_many([Conversation((), "row/0")])
+    assert isinstance(result, BadSample)
+    assert (result.reason, result.key) == ("empty_conversation", "row/0")
+
+
+def test_settings_know_the_tokenizer_the_template_and_the_budget_of_pixels_but_no_folder(tmp_path):
+    from transformers import AutoProcessor
+
+    made = build("qwen2_vl")
+    settings = TokenCounter(family_of(made), made).settings()
+    made.save_pretrained(tmp_path)
+    assert str(tmp_path) not in str(settings)
+    again = AutoProcessor.from_pretrained(tmp_path)
+    assert TokenCounter(family_of(again), again).settings() == settings
+    for change in (
+        lambda: setattr(made.image_processor, "size", {"shortest_edge": 56 * 56, "longest_edge": 12345}),
+        lambda: setattr(made, "chat_template", made.chat_template + " "),
+        lambda: made.tokenizer.add_tokens(["<a new one>"]),
+    ):
+        change()
+        changed = TokenCounter(family_of(made), made).settings()
+        assert changed != settings
+        settings = changed

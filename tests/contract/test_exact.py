@@ -1,0 +1,282 @@
+"""Counting is exact: the text predicted from sizes alone gives the very ids of the processor's own call."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from contract.exact import conversations, film, image_sizes, predicted, really, rendered, tokenised
+from contract.media_files import write_film
+from contract.processors import FAMILIES, build, processor
+from packhorse.errors import BadSample
+from packhorse.families import FAMILIES as KNOWN
+from packhorse.families import Generic, LoadedMedia, family_of
+from packhorse.media import VideoInfo
+from packhorse.tokens.expand import put_in, shortened, written_out
+from packhorse.types import Conversation, MediaRef, Message, TextPart
+
+EVERY = tuple(FAMILIES)
+SEEING = tuple(name for name in EVERY if "video" in FAMILIES[name].modalities)
+RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
+slow = pytest.mark.slow
+
+
+def check_images(family, made, sizes):
+    """Compare them all; how many there were, and how many of them were refused."""
+    text, refused = rendered(family, made, "image"), 0
+    for height, width in sizes:
+        image = Image.new("RGB", (width, height))
+        real = really(family, made, text, LoadedMedia([image], [], []))
+        assert predicted(family, made, text, [("image", (height, width))]) == real, (height, width)
+        refused += real == "refused"
+    print(f"{family.name}: {len(sizes)} image sizes, all equal, {refused} of them refused by both")
+    return refused
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_images_of_every_shape(name):
+    refused = check_images(family_of(processor(name)), processor(name), image_sizes(every=47))
+    assert refused < 20
+
+
+@slow
+@pytest.mark.parametrize("name", EVERY)
+def test_images_on_a_fine_grid_of_sizes(name):
+    sizes = image_sizes(every=6)
+    assert len(sizes) >= 400
+    assert check_images(family_of(processor(name)), processor(name), sizes) < 0.25 * len(sizes)
+
+
+def as_released(name):
+    """The processor with the budgets that its class has by default, which released models come near."""
+    made = build(name)
+    made.image_processor = type(made.image_processor)()
+    if name == "gemma3":  # writes its text when it is made
+        options = {"chat_template": made.chat_template, "image_seq_length": 256}
+        return type(made)(made.image_processor, made.tokenizer, **options)
+    tokens = {"internvl": ("image_seq_length", 256), "llava_onevision": ("num_image_tokens", 729)}
+    if name in tokens:
+        setattr(made, *tokens[name])
+    return made
+
+
+@slow
+@pytest.mark.parametrize("name", [name for name in EVERY if FAMILIES[name].bundled])
+def test_images_of_every_shape_with_the_budgets_of_released_models(name):
+    made = as_released(name)
+    assert check_images(family_of(made), made, image_sizes(every=60)) < 20
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "nemotron_parse"])
+def test_several_images_in_one_sample(name):
+    family, made = family_of(processor(name)), processor(name)
+    text = rendered(family, made, "image", "image", "image")
+    sizes = image_sizes(every=211)
+    for three in zip(sizes[::3], sizes[1::3], sizes[2::3], strict=False):
+        media = LoadedMedia([Image.new("RGB", (width, height)) for height, width in three], [], [])
+        real = really(family, made, text, media)
+        assert predicted(family, made, text, [("image", size) for size in three]) == real, three
+
+
+def check_films(name, numbers, rates):
+    family, made = family_of(processor(name)), processor(name)
+    text, refused = rendered(family, made, "video"), 0
+    cases = [(frames, fps) for frames in numbers for fps in rates]
+    for at, (frames, fps) in enumerate(cases):
+        step = (1, 2, 13, 400)[at % 4]
+        media = LoadedMedia([], [film(frames, fps, step, 20 + at % 40, 30 + at % 7)], [])
+        real = really(family, made, text, media)
+        assert predicted(family, made, text, media.sizes()) == real, (frames, fps, step)
+        refused += real == "refused"
+    print(f"{name}: {len(cases)} videos, all equal, {refused} of them refused by both")
+    return refused
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_videos_with_their_times(name):
+    refused = check_films(name, (1, 2, 5, 19), RATES[::2])
+    assert refused == (4 if name in ("qwen3_vl", "qwen3_omni") else 0)  # these need two frames
+
+
+@slow
+@pytest.mark.parametrize("name", SEEING)
+def test_videos_of_up_to_300_frames(name):
+    numbers = (*range(1, 34), 47, 64, 99, 100, 128, 150, 199, 200, 255, 256, 299, 300)
+    check_films(name, numbers, RATES)
+
+
+def user_asks(*parts):
+    return Conversation((Message("user", parts), Message("assistant", (TextPart("A cat."),))))
+
+
+def compared(family, made, conversation):
+    """Ids or the reason of a refusal: as predicted from headers, and as encoded."""
+    try:
+        family.check(conversation)
+        text = family.render(made, family.turns(conversation))
+        family.check_placeholders(made, text, conversation)
+        sizes = [(ref.kind, family.size_of(ref, made)) for ref in conversation.media]
+        ours = tokenised(family, made, text, family.expanded(made, text, sizes))
+        images = sum(kind == "image" for kind, _ in sizes)
+        content = sum(family.media_tokens(made, kind, size, images) for kind, size in sizes)
+        assert content == sum(token in family.media_token_ids(made) for token in ours)
+        outline, left_out = family.outline(made, text, sizes)
+        assert len(tokenised(family, made, text, outline)) + left_out == len(ours)
+    except BadSample as error:
+        ours = error.reason
+    try:
+        theirs = family.encode(conversation, made).tokens["input_ids"].tolist()
+    except BadSample as error:
+        theirs = error.reason
+    return ours, theirs
+
+
+@pytest.fixture(scope="session")
+def films(tmp_path_factory):
+    """Video files, short and long, slow and fast."""
+    folder = tmp_path_factory.mktemp("films")
+    shapes = [(1, 1), (2, 24), (7, 10), (30, Fraction(30000, 1001)), (75, 25), (300, 60), (299, 1)]
+    paths = []
+    for frames, fps in shapes:
+        paths.append(folder / f"{frames}-{float(fps):.2f}.mp4")
+        write_film(paths[-1], frames=frames, fps=fps, width=48, height=32)
+    return paths
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_video_files_by_their_headers(name, films):
+    family, made = family_of(processor(name)), processor(name)
+    wishes = ({}, {"fps": 0.7}, {"fps": 4}, {"num_frames": 5}, {"frame_indices": [0]}, {"max_frames": 9})
+    for at, path in enumerate(films):
+        for options in (wishes[0], wishes[1 + at % 5], {"frame_indices": [0, 10_000]}):
+            ours, theirs = compared(family, made, user_asks(MediaRef("video", str(path), options)))
+            assert ours == theirs, (path.name, options)
+    assert ours == "broken_media"  # there is no frame 10,000
+
+
+def check_conversations(name, number, files):
+    family, made = family_of(processor(name)), processor(name)
+    refused = 0
+    for conversation in conversations(name, number, files):
+        ours, theirs = compared(family, made, conversation)
+        assert ours == theirs, conversation
+        refused += isinstance(ours, str)
+    print(f"{name}: {number} conversations, all equal, {refused} of them refused by both")
+    assert refused < 0.6 * number
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_conversations_of_all_shapes(name, files):
+    check_conversations(name, 12, files)
+
+
+@slow
+@pytest.mark.parametrize("name", EVERY)
+def test_a_thousand_conversations_over_the_families(name, files):
+    check_conversations(name, -(-1000 // len(EVERY)), files)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_patches_are_the_positions_of_the_vision_encoder(name):
+    family, made = family_of(processor(name)), processor(name)
+    for height, width in ((60, 100), (300, 200), (90, 500)):
+        media = LoadedMedia([Image.new("RGB", (width, height))], [], [])
+        output = family.call(made, rendered(family, made, "image"), media)
+        counted = family.media_patches(made, "image", (height, width))
+        assert counted == positions(name, output, "image") > 0
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_patches_of_a_video(name):
+    family, made = family_of(processor(name)), processor(name)
+    for frames, height, width in ((4, 60, 100), (6, 100, 40)):
+        media = LoadedMedia([], [film(frames, 24.0, 2, height, width)], [])
+        output = family.call(made, rendered(family, made, "video"), media)
+        ((_, size),) = media.sizes()
+        assert family.media_patches(made, "video", size) == positions(name, output, "video") > 0
+
+
+def positions(name, output, kind):
+    """How many patches the tensors hold."""
+    if name == "gemma4":
+        return int((output[f"{kind}_position_ids"][..., 0] >= 0).sum())
+    names = ("image_pixel_values", "pixel_values_videos" if kind == "video" else "", "pixel_values")
+    pixels = next(output[key] for key in names if key in output)
+    if pixels.ndim == 2 or pixels.shape[-1] == 14:
+        return pixels.shape[0]  # they are patches
+    side = 16 if name.startswith("nemotron") else 14
+    together = 2 if name == "nemotron_omni" else 1  # frames that are embedded as one
+    return pixels.numel() // 3 // side**2 // together
+
+
+def test_sound_has_no_patches():
+    for name in EVERY:
+        if "audio" in FAMILIES[name].modalities:
+            assert family_of(processor(name)).media_patches(processor(name), "audio", 16_000) == 0
+
+
+def test_every_family_says_how_far_its_counts_can_be_off():
+    for family in (*KNOWN, Generic()):
+        assert family.off_by == 0 if family.exact else family.off_by is None
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "kimi_k25", "gemma4", "phi4_mm"])
+def test_an_unlisted_processor_is_counted_on_blank_media(name):
+    generic, family, made = Generic(), family_of(processor(name)), processor(name)
+    size = (90, 130)
+    assert generic.expansion(made, "image", size) == family.expansion(made, "image", size)
+    assert generic.media_tokens(made, "image", size) == family.media_tokens(made, "image", size)
+    if name in ("qwen2_vl", "qwen3_vl"):  # of the others it does not know whose the frames are
+        film_size = VideoInfo(4, 40, 60, 10.0, 9.0, (0, 30, 61, 90))
+        assert generic.expansion(made, "video", film_size) == family.expansion(made, "video", film_size)
+    if name not in ("gemma4", "phi4_mm"):
+        assert generic.media_patches(made, "image", size) == family.media_patches(made, "image", size)
+
+
+def test_a_conversation_with_blank_media_is_as_long_as_the_real_one(files):
+    family, made = Generic(), processor("qwen3_vl")
+    for kind, names in (("image", ("wide.png", "large.png")), ("video", ("film.mp4", "slow.mp4"))):
+        refs = [MediaRef(kind, str(files[name])) for name in names]
+        real = user_asks(refs[0], TextPart("And then?"), refs[1])
+        sizes = [(ref.kind, family.size_of(ref, made)) for ref in refs]
+        blank = family.encode(family.blanked(real, sizes), made).tokens["input_ids"]
+        assert blank.tolist() == family.encode(real, made).tokens["input_ids"].tolist()
+
+
+def test_preloaded_frames_count_as_they_are():
+    family, made = family_of(processor("qwen3_vl")), processor("qwen3_vl")
+    frames = np.zeros((3, 40, 60, 3), np.uint8)
+    metadata = {
+        "total_num_frames": 90,
+        "fps": 30.0,
+        "height": 480,
+        "width": 640,
+        "frames_indices": [0, 44, 89],
+    }
+    ours, theirs = compared(family, made, user_asks(MediaRef("video", frames, {"video_metadata": metadata})))
+    assert ours == theirs
+
+
+def test_a_typed_content_token_is_counted_as_encoding_counts_it():
+    """Gemma 3's soft token is no placeholder: it stays one token, and encoding then refuses the sample."""
+    family, made = family_of(processor("gemma3")), processor("gemma3")
+    conversation = user_asks(TextPart(f"What is {made.tokenizer.image_token}?"))
+    text = family.render(made, family.turns(conversation))
+    ids = tokenised(family, made, text, family.expanded(made, text, []))
+    assert sum(token in family.media_token_ids(made) for token in ids) == 1
+    with pytest.raises(BadSample, match="1 media tokens where its media need 0"):
+        family.encode(conversation, made)
+
+
+def test_each_kind_is_written_in_its_own_order_wherever_the_template_puts_it():
+    marks = {"image": "<i>", "video": "<v>"}
+    text = put_in("<v> a <i> b <i>", marks, ("image", "image", "video"), ("1", "2", "<i>"))
+    assert text == "<i> a 1 b 2"
+    assert put_in("a <i>", {}, ("image",), ("1",)) == "a <i>"
+
+
+def test_only_tokens_that_nothing_can_split_are_shortened():
+    pieces = [("<img>", 1), ("<pad>", 3), ("word ", 2), ("<pad>", 0)]
+    assert written_out(pieces) == "<img><pad><pad><pad>word word "
+    assert shortened(pieces, {"<img>", "<pad>"}) == ("<img><pad>word word ", 2)

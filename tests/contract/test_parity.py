@@ -1,0 +1,156 @@
+"""The check itself: it passes what is right, and says what is wrong with what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from contract.cases import conversation
+from contract.processors import build, processor
+from contract.tiny_models import tiny_model
+from packhorse.cli.app import app
+from packhorse.cli.demo_data import write_demo_data
+from packhorse.collate_fns import neat_packed_vlm_collater
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import ConfigError
+from packhorse.integrations.attention import attention_of
+from packhorse.parity import ParityReport, check_parity
+
+CASES = ("text", "one image", "two images", "many turns")
+
+
+@pytest.fixture(scope="module")
+def examples(files: dict[str, Path]) -> list[dict[str, Any]]:
+    return [{"conversation": conversation("qwen2_vl", case, files)} for case in CASES]
+
+
+def check(examples: Any, name: str = "qwen2_vl", **options: Any) -> ParityReport:
+    return check_parity(tiny_model(name), processor(name), examples, **options)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_a_right_batch_passes_and_the_model_comes_back_as_it_was(examples: Any, backend: str) -> None:
+    model = tiny_model("qwen2_vl")
+    before = attention_of(model)
+    report = check(examples, attn_implementation=backend)
+    assert report.ok, report.describe()
+    assert report.causes == ()
+    assert [document.document for document in report.documents] == [1, 2, 1, 2]
+    assert report.gradients is not None
+    assert "packed is unpacked" in report.describe()
+    assert attention_of(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_encoded_samples_are_taken_too(examples: Any) -> None:
+    encoded = PreTokenizedDatasetWrapper(examples, processor("qwen2_vl"))
+    assert check([encoded[index] for index in range(len(examples))], gradients=False).ok
+
+
+def test_positions_in_one_row_on_a_model_with_mrope_are_named(examples: Any) -> None:
+    report = check(examples, get_rope_index=None)
+    assert not report.ok
+    (cause,) = report.causes
+    assert "position_ids are one row" in cause
+    assert "Qwen2VLForConditionalGeneration has mRoPE" in cause
+    assert "PACKED IS NOT UNPACKED" in report.describe()
+
+
+def test_a_mask_that_leaks_is_named(examples: Any) -> None:
+    def leaking(packs: Any) -> dict[str, Any]:
+        batch = neat_packed_vlm_collater(packs)
+        length = batch["input_ids"].shape[1]
+        batch["attention_mask"] = torch.ones(len(packs), 1, length, length, dtype=torch.bool).tril()
+        return batch
+
+    report = check(examples, collate=leaking)
+    assert not report.ok
+    (cause,) = report.causes
+    assert cause.startswith("attention leaks: document 2 of row 0 changes with the tokens of document 1")
+
+
+def test_a_bool_mask_on_eager_attention_is_named(examples: Any) -> None:
+    report = check(examples, attn_implementation="eager", collate=neat_packed_vlm_collater)
+    assert not report.ok
+    assert any(cause.startswith("attention leaks") for cause in report.causes)
+
+
+@pytest.mark.parametrize(("by", "words"), [(-1, "once too often"), (1, "are not shifted")])
+def test_labels_shifted_wrongly_are_named(examples: Any, by: int, words: str) -> None:
+    def shifted(packs: Any) -> dict[str, Any]:
+        batch = neat_packed_vlm_collater(packs)
+        for pack in range(len(packs)):
+            for document in range(1, int(batch["_packed_seq_ids"].max()) + 1):
+                places = torch.nonzero(batch["_packed_seq_ids"][pack] == document).flatten()
+                labels = batch["labels"][pack, places].roll(by)
+                labels[-1 if by < 0 else 0] = -100
+                batch["labels"][pack, places] = labels
+        return batch
+
+    report = check(examples, collate=shifted)
+    assert not report.ok
+    (cause,) = report.causes
+    assert words in cause
+
+
+def test_positions_that_run_on_are_named(files: dict[str, Path]) -> None:
+    rows = [{"conversation": conversation("llava_onevision", case, files)} for case in CASES]
+
+    def running_on(packs: Any) -> dict[str, Any]:
+        batch = neat_packed_vlm_collater(packs)
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand(len(packs), -1) * 2
+        return batch
+
+    report = check(rows, "llava_onevision", collate=running_on)
+    assert any("must restart with each document" in cause for cause in report.causes)
+
+
+def test_too_few_samples_are_refused(examples: Any) -> None:
+    with pytest.raises(ConfigError, match="2 samples for 2 packs"):
+        check(examples[:2])
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("qwen2_vl").save_pretrained(folder)
+    build("qwen2_vl").save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["parity", *map(str, arguments)])
+
+
+def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> None:
+    meta = write_demo_data(tmp_path)
+    result = run(meta, "--model", saved, "--samples", 4, "--dataset", "chats")
+    assert result.exit_code == 0, result.output
+    for backend in ("sdpa", "eager", "varlen"):
+        assert f"{backend}: packed is unpacked. 4 documents" in result.stdout
+    result = run(
+        meta, "--model", saved, "--samples", 2, "--random-weights", "--attention", "sdpa", "--json",
+        "--dataset", "chats",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout)
+    assert report["ok"]
+    assert len(report["documents"]) == 2
+
+
+def test_the_command_says_what_it_cannot_do(tmp_path: Path, saved: Path) -> None:
+    meta = write_demo_data(tmp_path)
+    result = run(meta, "--model", tmp_path / "none")
+    assert result.exit_code == 1
+    assert "no such folder" in result.stderr
+    result = run(meta, "--model", saved, "--dtype", "float99")
+    assert result.exit_code == 1
+    assert "--dtype float99" in result.stderr

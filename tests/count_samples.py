@@ -1,0 +1,84 @@
+"""Data sets and saved processors for the tests of counting."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from contract.processors import build
+from contract.torchvision_ops import make_torchvision_importable
+
+TESTS = Path(__file__).parent
+
+# Where torchvision needs help to import (see contract.torchvision_ops), so it does in processes we start.
+_SITE = """
+import sys
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+            sys.modules["torchvision_schemas"] = library = torch.library.Library("torchvision", "FRAGMENT")
+            for operator in ("nms", "qnms"):
+                library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+sys.meta_path.insert(0, Hook())
+"""
+
+
+def python_path(folder: Path) -> str:
+    """A PYTHONPATH with which other processes can open real processors."""
+    paths = [str(TESTS)]
+    if make_torchvision_importable() is not None:
+        site = folder / "site"
+        site.mkdir(parents=True, exist_ok=True)
+        (site / "sitecustomize.py").write_text(_SITE)
+        paths.insert(0, str(site))
+    return os.pathsep.join(paths)
+
+
+def save_processor(folder: Path, name: str = "qwen2_vl", change: Callable[[Any], None] | None = None) -> str:
+    """Save a real processor where ``AutoProcessor`` finds it."""
+    processor = build(name)
+    if change is not None:
+        change(processor)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def chat(number: int, words: int = 5) -> dict[str, Any]:
+    answer = " ".join(f"word{number}-{n}" for n in range(number % (words + 1)))
+    return {
+        "messages": [
+            {"role": "user", "content": f"Question {number}?"},
+            {"role": "assistant", "content": f"Answer {answer}."},
+        ]
+    }
+
+
+def write_chats(folder: Path, rows: int, name: str = "chats") -> Path:
+    """A mixture of one text-only data set; returns the meta file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / f"{name}.jsonl", [chat(n) for n in range(rows)])
+    return write_meta(folder, {name: {"file_name": f"{name}.jsonl"}})
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> Path:
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder / "meta.json"
+
+
+def sidecars(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.phcount"))
+
+
+def leavings(folder: Path) -> list[str]:
+    """What a finished or failed run must not leave: half files, and folders of parts without parts."""
+    return sorted(
+        path.name for path in folder.iterdir() if path.name.startswith(".") or path.suffix == ".parts"
+    )

@@ -1,0 +1,87 @@
+"""A template's frame is used again only if the template does nothing with texts but write them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from packhorse.chat.frames import find_frame, stand_in
+
+TURNS = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": stand_in(0)}]},
+    {"role": "assistant", "content": [{"type": "text", "text": stand_in(1)}]},
+]
+LOOP = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
+    "{% if p.type == 'image' %}<i>{% else %}BODY{% endif %}{% endfor %}</>{% endfor %}"
+)
+
+
+def frame(template: str, turns=TURNS):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(asked):
+        return render_jinja_template([list(asked)], chat_template=template, add_generation_prompt=False)[0][0]
+
+    processor = SimpleNamespace(chat_template=template, tokenizer=SimpleNamespace(special_tokens_map={}))
+    return find_frame(processor, turns, 2, render)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ p.text }}",
+        "{{ p['text'] }}",
+        "{{ '[' + p.text + ']' }}",
+        "{% if p.text %}{{ p.text }}{% endif %}",
+        "{% if p.text is string %}{{ p.text }}{% endif %}",
+        "{% set t = p.text %}{{ t }}",
+        "{% set t = '>' + p.text %}{{ t + '<' }}",
+        "{% macro w(t) %}({{ t }}){% endmacro %}{{ w(p.text) }}",
+    ],
+)
+def test_a_template_that_writes_texts_has_a_frame(body):
+    found = frame(LOOP.replace("BODY", body))
+    assert found is not None
+    assert found.holes == (0, 1)
+    assert stand_in(0).join([found.pieces[0], found.pieces[1]]) in found.text
+    assert found.pieces[0].startswith("<user><i>")
+    assert found.pieces[2].endswith("</>")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ p.text | trim }}",
+        "{{ p.text.strip() }}",
+        "{{ p.text | upper }}",
+        "{{ p.text | tojson }}",
+        "{{ p.text | e }}",
+        "{{ p.text | wordcount }}{{ p.text }}",
+        "{{ p.text | length }}{{ p.text }}",
+        "{{ p.text[:5] }}{{ p.text }}",
+        "{% if '</think>' in p.text %}T{% endif %}{{ p.text }}",
+        "{% if p.text in 'yes no' %}T{% endif %}{{ p.text }}",
+        "{% if p.text == 'yes' %}T{% endif %}{{ p.text }}",
+        "{% if 'yes' == p.text %}T{% endif %}{{ p.text }}",
+        "{% if p.text in ['yes', 'no'] %}T{% endif %}{{ p.text }}",
+        "{% if p.text.startswith('x') %}T{% endif %}{{ p.text }}",
+        "{% if p.text.split('</think>') | length > 1 %}T{% endif %}{{ p.text }}",
+        "{% for c in p.text %}{{ c }}{% endfor %}",
+        "{{ '%s' % p.text }}",
+        "{{ '{}'.format(p.text) }}",
+        "{% if '</think>' in (p.text ~ '') %}T{% endif %}{{ p.text }}",
+        "{% if '</think>' in ['a', p.text] | join %}T{% endif %}{{ p.text }}",
+        "{% set t = 'a' + p.text %}{% if '</think>' in t %}T{% endif %}{{ p.text }}",
+        "{% macro w(t) %}({{ t }}){% endmacro %}{% if '</think>' in w(p.text) %}T{% endif %}{{ p.text }}",
+        "{% set t %}{{ p.text }}{% endset %}{% if '</think>' in t %}T{% endif %}{{ p.text }}",
+        "{{ p.text }}{{ p.text }}",
+        "{% if m.role == 'user' %}{{ p.text }}{% endif %}",
+    ],
+)
+def test_a_template_that_looks_into_texts_or_changes_them_has_none(body):
+    assert frame(LOOP.replace("BODY", body)) is None
+
+
+def test_a_processor_without_a_single_template_has_none():
+    processor = SimpleNamespace(chat_template=None, tokenizer=SimpleNamespace(chat_template=None))
+    assert find_frame(processor, TURNS, 2, str) is None

@@ -1,0 +1,181 @@
+"""Samples joined into a pack: documents are told apart, nothing hidden comes to light, no pixel is copied."""
+
+import pickle
+
+import pytest
+import torch
+
+from packhorse.errors import ConfigError
+from packhorse.families import FAMILIES
+from packhorse.families.llava_onevision import LlavaOnevision
+from packhorse.neat_packing_vlm import (
+    MEDIA_KEYS,
+    _build_packed_vlm_sample,
+    _compute_mrope_position_ids,
+    _shift_sample,
+)
+from packhorse.neat_packing_vlm.media import Parts, join
+from packhorse.positions import mrope_position_ids
+
+
+def sample(*ids, **more):
+    tokens = torch.tensor(ids)
+    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens), **more}
+
+
+def image(patches, grid, value=1.0):
+    return {"pixel_values": torch.full((patches, 6), value), "image_grid_thw": torch.tensor([grid])}
+
+
+def test_a_shift_cuts_every_tensor_per_token_and_no_media() -> None:
+    pixels = torch.ones(4, 4)  # as many rows as there are tokens
+    types = torch.tensor([[0, 1, 1, 0]])
+    shifted = _shift_sample(sample(1, 2, 3, 4, pixel_values=pixels, mm_token_type_ids=types))
+    assert shifted["input_ids"].tolist() == [1, 2, 3]
+    assert shifted["labels"].tolist() == [2, 3, 4]
+    assert shifted["attention_mask"].tolist() == [1, 1, 1]
+    assert shifted["mm_token_type_ids"].tolist() == [[0, 1, 1]]
+    assert shifted["pixel_values"] is pixels
+
+
+def test_a_shift_cuts_positions_only_with_mrope() -> None:
+    given = sample(1, 2, 3, position_ids=torch.arange(9).view(3, 3))
+    assert _shift_sample(given, has_mrope=True)["position_ids"].tolist() == [[0, 1], [3, 4], [6, 7]]
+    assert _shift_sample(given)["position_ids"].shape == (3, 3)
+
+
+def test_what_a_hook_adds_per_token_is_shifted_and_joined() -> None:
+    weights = torch.tensor([0.1, 0.2, 0.3])
+    shifted = _shift_sample(sample(1, 2, 3, token_weights=weights))
+    assert shifted["token_weights"].tolist() == pytest.approx([0.1, 0.2])
+    pack = _build_packed_vlm_sample([shifted, _shift_sample(sample(4, 5))], 10, 0)
+    assert pack["token_weights"].tolist() == pytest.approx([0.1, 0.2, 0.0])
+
+
+def test_documents_get_numbers_and_positions_of_their_own() -> None:
+    pack = _build_packed_vlm_sample([sample(1, 2, 3), sample(4, 5)], 8, 0)
+    assert pack["input_ids"].tolist() == [1, 2, 3, 4, 5]
+    assert pack["attention_mask"].tolist() == [1, 1, 1, 2, 2]
+    assert pack["position_ids"].tolist() == [0, 1, 2, 0, 1]
+    assert pack["seq_lens"] == [3, 2]
+    assert (pack["n_images"], pack["n_videos"]) == (0, 0)
+
+
+def test_hidden_tokens_stay_hidden() -> None:
+    hiding = sample(1, 9, 9, 2)
+    hiding["attention_mask"] = torch.tensor([1, 0, 0, 1])
+    pack = _build_packed_vlm_sample([sample(7), hiding], 8, 0)
+    assert pack["attention_mask"].tolist() == [1, 2, 0, 0, 2]
+
+
+def test_media_are_joined_and_counted() -> None:
+    samples = [sample(1, 2, **image(4, [1, 2, 2])), sample(3), sample(4, 5, **image(8, [1, 2, 4], 2.0))]
+    pack = _build_packed_vlm_sample(samples, 8, 0)
+    assert pack["pixel_values"].shape == (12, 6)
+    assert pack["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+    assert pack["n_images"] == 2
+
+
+def test_alignment_fills_each_document_up_with_mrope_too() -> None:
+    positions = torch.arange(3).expand(3, 3)
+    samples = [sample(1, 2, 3, position_ids=positions), sample(4, 5, 6, position_ids=positions + 1)]
+    pack = _build_packed_vlm_sample(samples, 8, 99, has_mrope=True, alignment=4)
+    assert pack["input_ids"].tolist() == [1, 2, 3, 99, 4, 5, 6, 99]
+    assert pack["labels"].tolist() == [1, 2, 3, -100, 4, 5, 6, -100]
+    assert pack["attention_mask"].tolist() == [1, 1, 1, 0, 2, 2, 2, 0]
+    assert pack["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]] * 3
+    assert (pack["seq_lens"], pack["seq_lens_padded"]) == ([3, 3], [4, 4])
+
+
+def test_pixels_stay_the_samples_own_until_the_batch_is_made() -> None:
+    samples = [sample(1, 2, **image(4, [1, 2, 2])), sample(4, 5, **image(8, [1, 2, 4], 2.0))]
+    pack = _build_packed_vlm_sample(samples, 8, 0, keep_parts=True)
+    parts = pack["pixel_values"]
+    assert isinstance(parts, Parts)
+    assert parts[0] is samples[0]["pixel_values"]
+    assert (parts.shape, parts.dtype) == ((12, 6), torch.float32)
+    assert torch.cat(parts).shape == (12, 6)
+    assert isinstance(pack["image_grid_thw"], torch.Tensor)
+    assert pickle.loads(pickle.dumps(pack))["pixel_values"].shape == (12, 6)
+
+
+def test_images_of_different_shape_are_filled_up_where_the_family_says_so() -> None:
+    two, three = torch.ones(1, 2, 3, 4, 4), torch.ones(2, 3, 3, 4, 4)
+    joined = join("pixel_values", [two, three], LlavaOnevision(), torch.bfloat16)
+    assert (joined.shape, joined.dtype) == ((3, 3, 3, 4, 4), torch.bfloat16)
+    assert joined[0, 2].sum() == 0
+    qwen = next(family for family in FAMILIES if family.name == "qwen2_vl")
+    with pytest.raises(ConfigError, match="does not declare it ragged"):
+        join("pixel_values", [torch.ones(2, 6), torch.ones(2, 5)], qwen)
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "words"),
+    [
+        ([], 8, "without samples"),
+        ([sample(1, 2, 3)], 2, "in a pack of 2"),
+        ([sample(1, 2, mystery=torch.ones(1, 3))], 8, "'mystery', which no family declares"),
+        ([{"input_ids": torch.tensor([1])}], 8, "no labels"),
+        ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 ids"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(samples, size, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _build_packed_vlm_sample(samples, size, 0)
+
+
+def test_mrope_without_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no position_ids"):
+        _build_packed_vlm_sample([sample(1, 2)], 8, 0, has_mrope=True)
+
+
+def test_media_keys_are_those_of_the_families() -> None:
+    assert set(MEDIA_KEYS) == {key for family in FAMILIES for key in family.layout}
+    assert {"pixel_values", "image_grid_thw", "image_position_ids", "pixel_values_videos"} <= set(MEDIA_KEYS)
+
+
+# --- positions ----------------------------------------------------------------------------------------------
+
+
+def test_rope_index_is_asked_with_what_it_takes() -> None:
+    asked = {}
+
+    def get_rope_index(input_ids, image_grid_thw=None, attention_mask=None):
+        asked.update(image_grid_thw=image_grid_thw, attention_mask=attention_mask)
+        return torch.arange(input_ids.shape[1]).expand(3, 1, -1), None
+
+    positions = _compute_mrope_position_ids(sample(1, 2, 3, **image(4, [1, 2, 2])), get_rope_index)
+    assert positions.tolist() == [[0, 1, 2]] * 3
+    assert asked["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert asked["attention_mask"].tolist() == [[1, 1, 1]]
+
+
+def test_a_callable_that_takes_no_ids_gives_no_positions() -> None:
+    assert _compute_mrope_position_ids(sample(1, 2), lambda tokens: None) is None
+
+
+class _Model:
+    class config:
+        image_token_id = 7
+        video_token_id = 8
+
+    def get_rope_index(self, input_ids, mm_token_type_ids, image_grid_thw=None):
+        return mm_token_type_ids.expand(3, 1, -1), None
+
+
+def test_token_types_come_from_the_models_config_where_the_sample_has_none() -> None:
+    positions = mrope_position_ids(sample(1, 7, 8, 2, **image(4, [1, 2, 2])), _Model().get_rope_index)
+    assert positions[0].tolist() == [0, 1, 2, 0]
+
+
+def test_token_types_that_nobody_tells_are_an_error() -> None:
+    def get_rope_index(input_ids, mm_token_type_ids, image_grid_thw=None):
+        raise AssertionError("not called")
+
+    with pytest.raises(ConfigError, match="mm_token_type_ids"):
+        mrope_position_ids(sample(1, 7, **image(4, [1, 2, 2])), get_rope_index)
+
+
+def test_positions_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected \(3, 1, 2\)"):
+        mrope_position_ids(sample(1, 2), lambda input_ids: (torch.zeros(1, 2), None))
