@@ -3,9 +3,10 @@
     python benchmarks/balance.py [--samples 1000000] [--seed 0]
 
 Packs image chats (capacity 8,192), prices the packs with the cost model for a language model of 7 B
-parameters and a vision encoder of 0.6 B (sizes of Qwen2.5-VL 7B), deals them to simulated ranks and prints the predicted
-straggler ratio: the most expensive rank of a step over the mean of the step, mean over all steps. The visual
-token sort is what the component that Packhorse re-implements does. Exit code 1 if a promise is missed.
+parameters and a vision encoder of 0.6 B (sizes of Qwen2.5-VL 7B), deals them to simulated ranks and prints
+the predicted straggler ratio: the most expensive rank of a step over the mean of the step, mean over all
+steps. The visual token sort is what the component that Packhorse re-implements does. Exit code 1 if a promise
+is missed.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 The baseline is how token counts are commonly added to a JSONL file, written out below: worker processes parse
 each line, call ``tokenizer.encode`` on the text of the conversation, add the count as ``_text_tokens`` and
-write the line anew. It knows nothing of the chat template, of media or of what is supervised. Ours counts all
-of these exactly and writes a sidecar. Both run in fresh processes with the same number of workers, in the same
-run; start-up and loading the tokenizer are part of both. Exit code 1 if a promise is missed.
+write the line anew. It knows nothing of the chat template, of media or of what is supervised. Ours counts
+all of these exactly and writes a sidecar. Both run in fresh processes with the same number of workers, in
+the same run; start-up and loading the tokenizer are part of both. Exit code 1 if a promise is missed.
 
 ``--processor`` is a folder with a processor, or with a tokenizer (a Qwen2-VL processor is built around it).
 """
@@ -140,9 +140,10 @@ def run_baseline(data: str, processor: str, workers: int) -> None:
 def run_ours(data: str, processor: str, workers: int) -> None:
     """Count every sample exactly, into a sidecar."""
     from packhorse.datasets.counting import count_meta
-    from packhorse.engines import LocalEngine
+    from packhorse.engines import engine_named
 
-    result = count_meta({"rows": {"file_name": data}}, processor, engine=LocalEngine(workers), fresh=True)
+    engine = engine_named("local", workers)  # as the command `packhorse count` has it
+    result = count_meta({"rows": {"file_name": data}}, processor, engine=engine, fresh=True)
     print(result.counted_rows)
 
 

@@ -141,16 +141,10 @@ def check_parity(
         raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more, to have some together")
     gradients = gradients and not (attn_implementation == "flex_attention" and model.device.type == "cpu")
     encoded = _encoded(samples, processor)
-    found = rope_index(model) if get_rope_index == "model" else get_rope_index
-    bins = [list(range(len(encoded)))[row::rows] for row in range(rows)]
-    total = sum(len(sample["input_ids"]) for sample in encoded)
     pad = pad_token_id(processor)
-    packs = PackedDatasetWrapper(
-        encoded, bins, total, pad, found, exact=True, on_bad="raise", ledger=Ledger()
-    )
-    if collate is None:
-        collate = _collater(model, pad, attn_implementation)
-    batch = collate([packs[row] for row in range(rows)])
+    bins = [list(range(len(encoded)))[row::rows] for row in range(rows)]
+    found = rope_index(model) if get_rope_index == "model" else get_rope_index
+    batch = (collate or _collater(model, pad, attn_implementation))(_packs(encoded, bins, pad, found))
     allowed = _TOLERANCES.get(model.dtype, _TOLERANCES[torch.float32])
     with _training_as_before(model):
         use_attention(model, _REFERENCE)
@@ -200,6 +194,16 @@ class EncodedSamples:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.samples[index]
+
+
+def _packs(
+    encoded: Any, bins: list[list[int]], pad: int, get_rope_index: RopeIndex | None
+) -> list[dict[str, Any]]:
+    tokens = sum(len(sample["input_ids"]) for sample in encoded)
+    packs = PackedDatasetWrapper(
+        encoded, bins, tokens, pad, get_rope_index, exact=True, on_bad="raise", ledger=Ledger()
+    )
+    return [packs[row] for row in range(len(bins))]
 
 
 def _collater(model: Any, pad: int, attention: str) -> Collate:

@@ -6,6 +6,7 @@ the shorter one. Logits and gradients are those of separate forward passes of th
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from packhorse.errors import ConfigError
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
-from packhorse.positions import rope_index
+from packhorse.positions import mrope_position_ids, rope_index
 
 ROWS = (
     ("text", "one image", "two images", "video", "many turns", "one image"),
@@ -176,6 +177,16 @@ def test_compiled_flex_attention_is_what_separate_forwards_are(name: str, unpack
     with torch.no_grad():
         logits = tiny_model(name)(**model_inputs(batch)).logits
     assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_without_the_models_weights_are_the_models(name: str, unpacked: Any) -> None:
+    model = tiny_model(name)
+    light = pickle.loads(pickle.dumps(rope_index(model)))
+    for sample in unpacked(name).samples:
+        expected = mrope_position_ids(sample, model.model.get_rope_index)
+        assert torch.equal(mrope_position_ids(sample, light), expected)
+    assert rope_index(tiny_model("gemma3")) is None
 
 
 def test_gemma_refuses_kernels_that_cannot_look_both_ways(unpacked: Any) -> None:

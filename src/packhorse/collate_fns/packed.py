@@ -77,30 +77,36 @@ def neat_packed_vlm_collater(
     if attn_implementation not in ATTENTION:
         raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}")
     rows = PackedRows(batch, padding_idx, max_length)
+    made = _with_attention(rows, attn_implementation, mask_dtype, config)
+    made |= rows.media(pixel_dtype)
+    return counted(made, *rows.counts())
+
+
+def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, config: Any) -> dict[str, Any]:
+    """Tensors per token, and what the backend needs to keep documents apart."""
     made = rows.tokens()
     documents = made["attention_mask"]
     marked = rows.both_ways(made)
-    if attn_implementation in _CONTIGUOUS:
-        made, found = rows.contiguous(made, marked is not None, attn_implementation)
+    if backend in _CONTIGUOUS:
+        made, found = rows.contiguous(made, marked is not None, backend)
         documents = made["attention_mask"]
         made |= _varlen_arguments(found)
-        if attn_implementation == "varlen":
+        if backend == "varlen":
             del made["attention_mask"]
         elif bool((documents == 0).any()):
             _warn_of_padding()
     elif marked is not None:
-        _mask_both_ways(made, marked, attn_implementation, mask_dtype, config, rows.family)
-    elif attn_implementation == "flex_attention":
+        _mask_both_ways(made, marked, backend, mask_dtype, config, rows.family)
+    elif backend == "flex_attention":
         from packhorse.collate_fns.flex import document_block_mask
 
         made["attention_mask"] = document_block_mask(documents)
     else:
         mask = block_causal_mask(documents)
-        made["attention_mask"] = mask if attn_implementation == "sdpa" else additive(mask, mask_dtype)
+        made["attention_mask"] = mask if backend == "sdpa" else additive(mask, mask_dtype)
     if int(documents.max()) > 1:
         made["_packed_seq_ids"] = documents
-    made |= rows.media(pixel_dtype)
-    return counted(made, *rows.counts())
+    return made
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Texts = npt.NDArray[np.object_]
 
 OK = "ok"
 COUNTS = ("text", "image", "video", "audio", "supervised", "images", "videos", "audios", "patches")
@@ -48,7 +49,7 @@ class CountColumns:
     """The counts of many rows, one array each; see :class:`packhorse.types.TokenCount` for their meaning.
 
     A row whose ``status`` is not ``"ok"`` could not be counted: ``status`` is then the reason as the ledger
-    has it, and its counts are 0.
+    has it, ``detail`` what was found (empty for good rows), and its counts are 0.
     """
 
     text: Integers
@@ -60,10 +61,15 @@ class CountColumns:
     videos: Integers
     audios: Integers
     patches: Integers
-    status: npt.NDArray[np.object_]
+    status: Texts
     ok: Flags
     exact: Flags
     off_by: Integers
+    detail: Texts = field(default_factory=lambda: np.empty(0, object))
+
+    def __post_init__(self) -> None:
+        if len(self.detail) != len(self.text):
+            object.__setattr__(self, "detail", np.full(len(self.text), "", object))
 
     def __len__(self) -> int:
         return len(self.text)
@@ -76,7 +82,7 @@ class CountColumns:
     def take(self, positions: npt.ArrayLike) -> CountColumns:
         """The counts of these rows, in this order; a row may come more than once."""
         at = np.asarray(positions, np.int64)
-        return CountColumns(*(getattr(self, field.name)[at] for field in fields(self)))
+        return CountColumns(*(getattr(self, column.name)[at] for column in fields(self)))
 
     @classmethod
     def joined(cls, parts: Sequence[CountColumns]) -> CountColumns:
@@ -91,7 +97,10 @@ class CountColumns:
         integers = {name: _numbers(table.column(name)) for name in (*COUNTS, "off_by")}
         status = _shared_texts(table.column("status"))
         exact, ok = _array(table.column("exact"), np.bool_), np.asarray(status == OK, np.bool_)
-        return cls(**integers, status=status, ok=ok, exact=exact)
+        # Good rows have none, and most rows are good: only the others' are read.
+        detail, bad = np.full(len(status), "", object), np.flatnonzero(~ok)
+        detail[bad] = table.column("detail").take(_arrow_integers(bad)).to_pylist()
+        return cls(**integers, status=status, ok=ok, exact=exact, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,12 @@ class MediaColumns:
         return cls(offsets=ends, kind=joined("kind", np.int8), **integers, **numbers)
 
 
+def _arrow_integers(numbers: npt.NDArray[Any]) -> Any:
+    import pyarrow as pa
+
+    return pa.array(numbers, pa.int64())
+
+
 def _numbers(column: Any) -> Integers:
     return _array(column, np.int64)
 
@@ -140,7 +155,7 @@ def _array(column: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.asarray(plain, dtype)
 
 
-def _shared_texts(column: Any) -> npt.NDArray[np.object_]:
+def _shared_texts(column: Any) -> Texts:
     """Texts of which there are few different ones, each once in memory."""
     encoded = column.dictionary_encode()
     chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from glob import escape
-from logging import getLogger
+from logging import INFO, WARNING, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +188,18 @@ def data_source(file: RowFile) -> Path:
     return Path(os.path.realpath(_origin(file.name) or file.path))
 
 
+def names_of(source: Path) -> tuple[Path, ...]:
+    """Beginnings of the names of a data file's count files: beside it, then in the cache."""
+    in_cache = cache_folder() / "counts" / f"{source.name}.{digest(str(source))[:_NAME_DIGITS]}"
+    return source, in_cache
+
+
+def neighbours(names: Sequence[Path]) -> Iterator[Path]:
+    """All count files whose names begin so."""
+    for name in names:
+        yield from sorted(name.parent.glob(f"{escape(name.name)}.*{SUFFIX}"))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the sidecar of one data file lies, for these settings and the state the file is in now.
@@ -213,8 +225,7 @@ class Place:
         # The time of a fetched copy is the time of fetching; it lies in a folder named after its state.
         time = "" if _origin(file.name) is None else str(state.mtime_ns)
         key = digest(settings.key, str(state.size), time, state.edges)
-        in_cache = cache_folder() / "counts" / f"{source.name}.{digest(str(source))[:_NAME_DIGITS]}"
-        return cls((source, in_cache), state, settings, key)
+        return cls(names_of(source), state, settings, key)
 
     def targets(self) -> list[Path]:
         """Where it may be, the preferred place first."""
@@ -233,13 +244,17 @@ class Place:
                 return sidecar
         return None
 
+    def neighbours(self) -> Iterator[Path]:
+        """All count files of the same data file, for any state and any settings, but for the one itself."""
+        own = self.targets()
+        return (path for path in neighbours(self.names) if path not in own)
+
     def others(self) -> Iterator[Sidecar]:
         """Sidecars of other states of the same file, counted with the same settings."""
-        for name, target in zip(self.names, self.targets(), strict=True):
-            for path in sorted(name.parent.glob(f"{escape(name.name)}.*{SUFFIX}")):
-                other = open_sidecar(path) if path != target else None
-                if other is not None and other.settings_key == self.settings.key:
-                    yield other
+        for path in self.neighbours():
+            other = open_sidecar(path)
+            if other is not None and other.settings_key == self.settings.key:
+                yield other
 
 
 def open_sidecar(path: Path) -> Sidecar | None:
@@ -265,24 +280,71 @@ def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
 
     Position ``i`` is ``dataset[i]``: a share, copies and this rank's rows are taken into account.
 
+    Args:
+        dataset: as :func:`~packhorse.datasets.open_meta_dataset` gives it.
+        processor: what the rows were counted with: a processor, or the path or hub name of one.
+
     Returns:
         None if the sidecar of any of the files is missing, or was made with another processor, other rules or
-        from another state of the file; the log says which.
-    """
-    from packhorse.families import family_of
-    from packhorse.tokens.count import TokenCounter
+        from another state of the file; the log says which, with a warning if anything was counted at all.
 
-    counter = counter_settings(TokenCounter(family_of(processor), processor))
-    found = []
-    for source in dataset._sources:
-        place = Place.of(source.file, Settings.with_counter(counter, source.config))
-        sidecar = place.find()
+    Raises:
+        ConfigError: there is no processor under that path, or it cannot write a conversation.
+    """
+    from packhorse.datasets.count_part import make_counter, open_processor
+
+    if isinstance(processor, str | os.PathLike):
+        processor = open_processor(os.fspath(processor))
+    counter = counter_settings(make_counter(processor))
+    places = [
+        Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset._sources
+    ]
+    sidecars = [place.find() for place in places]
+    usable: list[CountColumns] = []
+    missing: list[str] = []
+    for source, place, sidecar in zip(dataset._sources, places, sidecars, strict=True):
         if sidecar is None or len(sidecar) != len(source.file):
-            logger.info(
-                "%s: no counts for %s as it is now with this processor (`packhorse count` makes them)",
-                source.config.name,
-                source.file.name,
-            )
-            return None
-        found.append(sidecar.columns().take(source.selection.rows()))
-    return CountColumns.joined(found)
+            missing.append(f"{source.config.name}: {_why_missing(place)}")
+        elif not missing:
+            usable.append(sidecar.columns().take(source.selection.rows()))
+    if not missing:
+        return CountColumns.joined(usable)
+    counted_once = any(sidecars) or any(True for place in places for _ in place.neighbours())
+    logger.log(
+        WARNING if counted_once else INFO,
+        "no count files are used (%s); `packhorse count` makes them",
+        "; ".join(missing),
+    )
+    return None
+
+
+def is_counted(dataset: MetaDataset) -> bool:
+    """Whether any file of a data set has a count file, whatever it was counted with."""
+    return any(
+        any(True for _ in neighbours(names_of(data_source(source.file)))) for source in dataset._sources
+    )
+
+
+def _why_missing(place: Place) -> str:
+    """Why there are no counts for a file, in a few words."""
+    others = [other for path in place.neighbours() if (other := open_sidecar(path)) is not None]
+    if not others:
+        return f"{place.names[0]} was never counted"
+    if any(other.settings_key == place.settings.key for other in others):
+        return f"{place.names[0]} has changed since it was counted"
+    differ = min((_differing(other.about["settings"], place.settings.values) for other in others), key=len)
+    return f"{place.names[0]} was counted with another {', '.join(differ) or 'format'}"
+
+
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two settings differ in, as a person calls it."""
+    old, new = then.get("counter", {}), now["counter"]
+    found = ["set of rules (columns, tags, media folder)"] if then.get("rules") != now["rules"] else []
+    if old.get("version") != new["version"]:
+        found.append("version of packhorse")
+    before, after = old.get("settings", {}), new["settings"]
+    words = {"family": "model family", "tokenizer": "tokenizer", "template": "chat template"}
+    found += [word for name, word in words.items() if before.get(name) != after.get(name)]
+    if before.get("processor") != after.get("processor"):
+        found.append("setting of the processor")
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from packhorse.engines.base import Engine
 from packhorse.engines.local import LocalEngine
 from packhorse.errors import ConfigError
@@ -21,7 +23,8 @@ def engine_named(name: str, workers: int | None = None, ray_address: str | None 
     if name == "local":
         if ray_address is not None:
             raise ConfigError(f"ray_address={ray_address!r} goes with the engine 'ray', not with 'local'")
-        return LocalEngine(workers)
+        # The process of a command is our own: it has used no GPU, and forks start at once with all it loaded.
+        return LocalEngine(workers, start="fork" if sys.platform == "linux" else "spawn")
     if name == "ray":
         from packhorse.engines.ray_engine import RayEngine
 

@@ -1,9 +1,9 @@
 """Processes on this machine: each is sent tasks through its own pipe and sends the results back.
 
-The processes are spawned, never forked: a tokenizer or torch in this process may hold threads and locks that
-a fork would copy half. So the script that starts them must be importable (``if __name__ == "__main__":``),
-and starting costs each the import of what the work needs, once for all tasks of a run. Nothing is shared
-between them: no queue, and no lock that a killed process could take along.
+The processes are spawned unless the caller asks for a fork: a tokenizer or torch in this process may hold
+threads and locks that a fork would copy half. So the script that starts them must be importable
+(``if __name__ == "__main__":``), and starting costs each the import of what the work needs, once for all
+tasks of a run. Nothing is shared between them: no queue, and no lock that a killed process could take along.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
 
 from packhorse.engines.answer import PICKLE_ERRORS, READY, understood, unsendable, unsendable_task
 from packhorse.engines.base import MAX_RETRIES, EngineError, R, T, named_task
 from packhorse.engines.worker import serve
 from packhorse.errors import ConfigError
+
+Start = Literal["spawn", "fork"]
 
 _PATIENCE = 5.0  # seconds that a process gets to end before it is killed
 
@@ -36,12 +38,18 @@ class LocalEngine:
 
     Args:
         workers: how many processes; None for one per core this process may use.
+        start: ``"fork"`` starts them at once, with all that this process has loaded. Only for a process that
+            has used no GPU and keeps no threads at work, such as a command of its own.
     """
 
-    def __init__(self, workers: int | None = None) -> None:
+    def __init__(self, workers: int | None = None, start: Start = "spawn") -> None:
         self.workers = _cores() if workers is None else workers
         if self.workers < 1:
             raise ConfigError(f"workers={workers} is too few: expected at least 1")
+        if start not in multiprocessing.get_all_start_methods():
+            known = ", ".join(multiprocessing.get_all_start_methods())
+            raise ConfigError(f"start={start!r} is not to be had here: expected one of {known}")
+        self.start: Start = start
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """See :meth:`packhorse.engines.Engine.run`. Closing the iterator early ends the processes."""
@@ -50,7 +58,7 @@ class LocalEngine:
             for position, task in enumerate(tasks):
                 yield position, work(task)
             return
-        crew = _Crew(_pickled_work(work), tasks, workers)
+        crew = _Crew(_pickled_work(work), tasks, workers, self.start)
         try:
             yield from crew.results()
         finally:
@@ -60,11 +68,14 @@ class LocalEngine:
 class _Worker:
     """One process, its pipe, and the positions of the tasks it was sent, oldest first."""
 
-    def __init__(self, work: bytes) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, work: bytes, start: Start, others: Sequence[_Worker]) -> None:
+        context: Any = multiprocessing.get_context(start)
         self.pipe, theirs = context.Pipe()
+        # A forked process holds our ends of all pipes too. While it does, no other worker sees us go.
+        not_theirs = [self.pipe, *(other.pipe for other in others)] if start == "fork" else []
         # Daemonic: ended by multiprocessing where this process exits without closing the iterator.
-        self.process: SpawnProcess = context.Process(target=serve, args=(theirs, work), daemon=True)
+        arguments = (theirs, work, not_theirs)
+        self.process: BaseProcess = context.Process(target=serve, args=arguments, daemon=True)
         try:
             self.process.start()
         except BaseException:
@@ -79,8 +90,8 @@ class _Worker:
 class _Crew:
     """The workers of one run and what each task has come to."""
 
-    def __init__(self, work: bytes, tasks: Sequence[Any], size: int) -> None:
-        self.work, self.tasks, self.size = work, tasks, size
+    def __init__(self, work: bytes, tasks: Sequence[Any], size: int, start: Start) -> None:
+        self.work, self.tasks, self.size, self.start = work, tasks, size, start
         self.waiting = deque(range(len(tasks)))
         self.deaths = dict.fromkeys(self.waiting, 0)
         self.deaths_at_start = 0
@@ -88,7 +99,7 @@ class _Crew:
 
     def results(self) -> Iterator[tuple[int, Any]]:
         for _ in range(self.size):
-            self.workers.append(_Worker(self.work))
+            self._add_worker()
         missing = len(self.tasks)
         while missing:
             self._hand_out()
@@ -164,7 +175,10 @@ class _Crew:
                     "own work; workers=1 needs no other process"
                 )
         self.waiting.extendleft(reversed(worker.held))
-        self.workers.append(_Worker(self.work))
+        self._add_worker()
+
+    def _add_worker(self) -> None:
+        self.workers.append(_Worker(self.work, self.start, self.workers))
 
     def end(self) -> None:
         for worker in self.workers:

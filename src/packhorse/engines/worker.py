@@ -11,13 +11,23 @@ import queue
 import signal
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from packhorse.engines.answer import READY, UNSENDABLE_WORK, answer, failure, message, use_one_thread
 
 
-def serve(pipe: Connection, pickled_work: bytes) -> None:
-    """Do the tasks that come through ``pipe`` until it closes. The life of a worker process."""
+def serve(pipe: Connection, pickled_work: bytes, not_ours: Sequence[Connection] = ()) -> None:
+    """Do the tasks that come through ``pipe`` until it closes. The life of a worker process.
+
+    Args:
+        pipe: where tasks come from and results go.
+        pickled_work: what to do with a task.
+        not_ours: ends of pipes that a fork has copied.
+    """
+    for other in not_ours:
+        other.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has copied what the parent makes of it
     # Ctrl-C goes to all processes of a terminal; the one in front decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     use_one_thread()

@@ -57,14 +57,14 @@ def within_limits(plan: Assignment, tokens: Resource, others: list[Resource], bo
     if not over.any():
         return plan
     again = np.flatnonzero(over[pack_of])
-    packs, places = _one_by_one([one.take(again) for one in (tokens, *others)])
+    packs, places = _anew([one.take(again) for one in (tokens, *others)])
     kept = plan.packs - int(over.sum())
     renumbered = np.cumsum(~over) - 1
     mended = renumbered[pack_of]
     mended[again] = kept + places
     best = Assignment(kept + packs, mended)
     bound = max(bound, *(other.fewest_packs for other in others))
-    if best.packs > (1 + _NEAR_ENOUGH) * bound:
+    if len(again) < len(pack_of) and best.packs > (1 + _NEAR_ENOUGH) * bound:
         best = min(best, _anew([tokens, *others]), key=lambda plan: plan.packs)
     return best
 

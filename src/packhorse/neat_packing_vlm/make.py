@@ -88,16 +88,12 @@ def neat_pack_dataset_vlm(
     """
     if not 0 < packing_ratio <= 1:
         raise ConfigError(f"{packing_ratio=}: expected more than 0 and at most 1")
-    capacity = max(1, int(pack_size * packing_ratio))
     found = lengths_of(dataset, ds_raw, processor, counts)
     # Labels are shifted before documents are joined, so each takes up one token less.
     lengths = np.maximum(found.tokens - 1, 0)
-    most, room = (size - size % sequence_alignment for size in (pack_size, capacity))
-    if room < 1:
-        raise ConfigError(f"{pack_size=} with {packing_ratio=} holds no document of {sequence_alignment=}")
-    too_long = lengths > most
-    planned = np.where(too_long & drop_long_samples, pack_size + 1, np.minimum(lengths, room))
-    plan = plan_packs(planned, capacity, alignment=sequence_alignment, seed=seed, empty="keep")
+    too_long = lengths > pack_size - pack_size % sequence_alignment
+    dropped = too_long & drop_long_samples
+    plan = _planned(lengths, dropped, pack_size, int(pack_size * packing_ratio), sequence_alignment, seed)
     order = _order(plan, found, balance_media_tokens)
     packs = OrderedPacks(plan, order[:max_packs])
     made = PackedDatasetWrapper(
@@ -108,7 +104,7 @@ def neat_pack_dataset_vlm(
         get_rope_index,
         sequence_alignment=sequence_alignment,
         on_overflow=on_overflow,
-        exact=found.exact and not bool((too_long & ~np.bool_(drop_long_samples)).any()),
+        exact=found.exact and not bool((too_long & ~dropped).any()),
         on_bad=on_bad,
         seed=seed or 0,
         ledger=ledger,
@@ -121,6 +117,24 @@ def neat_pack_dataset_vlm(
     _record(made, beyond, "left_over", [f"beyond max_packs={max_packs}"] * len(beyond))
     logger.info("%s", plan.describe(()))
     return made
+
+
+def _planned(
+    lengths: npt.NDArray[np.int64],
+    dropped: npt.NDArray[np.bool_],
+    pack_size: int,
+    capacity: int,
+    alignment: int,
+    seed: int | None,
+) -> PackPlan:
+    """The plan: what is longer than the planned capacity, but not dropped, has a pack of its own."""
+    room = capacity - capacity % alignment
+    if room < 1:
+        raise ConfigError(
+            f"packs planned with {capacity} of {pack_size} tokens hold no document of {alignment}"
+        )
+    planned = np.where(dropped, pack_size + 1, np.minimum(lengths, room))
+    return plan_packs(planned, capacity, alignment=alignment, seed=seed, empty="keep")
 
 
 def _order(plan: PackPlan, found: Lengths, balance: bool) -> npt.NDArray[np.integer]:

@@ -84,8 +84,8 @@ def save(plan: PackPlan, path: str | os.PathLike[str], key: PlanKey) -> None:
         "capacity": plan.capacity,
         "bound": plan.bound,
         "reasons": DROP_REASONS,
-        "digest": _digest(present),
     }
+    about["digest"] = _digest(about, present)
     columns = [
         pa.LargeListArray.from_arrays(np.array([0, len(array)], np.int64), pa.array(array))
         for array in present.values()
@@ -143,19 +143,18 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
             arrays = {name: batch.column(name)[0].values.to_numpy() for name in batch.schema.names}
         if unknown := set(arrays) - set(_ARRAYS):
             raise ValueError(f"unknown columns {sorted(unknown)}")
-        if tuple(about["reasons"]) != DROP_REASONS or about["digest"] != _digest(arrays):
+        if tuple(about["reasons"]) != DROP_REASONS or about.pop("digest") != _digest(about, arrays):
             raise ValueError("its content does not match its digest")
         about["key"].items(), int(about["capacity"]), int(about["bound"])
     except ConfigError:
         raise
-    # Arrow's own errors are ValueErrors, OSErrors and, for an index out of range, IndexErrors.
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+    except (pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         raise _damaged(path, str(error)) from error
     return about, arrays
 
 
-def _digest(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
-    hashed = hashlib.blake2b(digest_size=16)
+def _digest(about: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    hashed = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
     for name, array in arrays.items():
         hashed.update(f"{name} {array.dtype.str} {len(array)} ".encode())
         hashed.update(array.data)

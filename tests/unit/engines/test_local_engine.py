@@ -36,15 +36,20 @@ def results(engine: LocalEngine, work: object, tasks: object) -> dict[int, objec
     return dict(pairs)
 
 
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    # The resource tracker of multiprocessing stays for the life of a process.
+    return [p for p in process.children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+
+
 def children() -> list[psutil.Process]:
-    # The resource tracker of multiprocessing stays for the life of this process.
-    return [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+    return workers_of(psutil.Process())
 
 
+@pytest.mark.parametrize("start", ["spawn", "fork"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("tasks", [0, 1, 2, 11])
-def test_every_task_gives_its_result_once(workers: int, tasks: int) -> None:
-    assert results(LocalEngine(workers), square, range(tasks)) == {i: i * i for i in range(tasks)}
+def test_every_task_gives_its_result_once(workers: int, tasks: int, start: str) -> None:
+    assert results(LocalEngine(workers, start), square, range(tasks)) == {i: i * i for i in range(tasks)}
     assert not children()
 
 
@@ -78,9 +83,10 @@ def test_no_more_than_twice_the_workers_are_under_way(tmp_path: Path) -> None:
     run.close()
 
 
-def test_a_killed_worker_is_replaced_and_its_task_done_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_a_killed_worker_is_replaced_and_its_task_done_again(tmp_path: Path, start: str) -> None:
     work = DieOnce(tmp_path, on=(1, 4, 5))
-    assert results(LocalEngine(2), work, range(7)) == {i: i * i for i in range(7)}
+    assert results(LocalEngine(2, start), work, range(7)) == {i: i * i for i in range(7)}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4", "5"]
 
 
@@ -165,16 +171,18 @@ SCRIPT = """
     from engine_work import square, sleep
     from packhorse.engines import LocalEngine
     def main():
-        for pair in LocalEngine(2).run({work}, range(4)):
+        for pair in LocalEngine(2, {start!r}).run({work}, range(4)):
             print(pair, flush=True)
     {call}
 """
 
 
-def script(tmp_path: Path, work: str, *, guarded: bool = True) -> list[str]:
+def script(tmp_path: Path, work: str, *, guarded: bool = True, start: str = "spawn") -> list[str]:
     call = 'if __name__ == "__main__":\n        main()' if guarded else "main()"
     path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT.format(folder=str(Path(__file__).parent), work=work, call=call)))
+    path.write_text(
+        textwrap.dedent(SCRIPT.format(folder=str(Path(__file__).parent), work=work, call=call, start=start))
+    )
     return [sys.executable, str(path)]
 
 
@@ -186,16 +194,19 @@ def test_a_script_without_a_guard_gets_a_helpful_error(tmp_path: Path) -> None:
     assert 'needs `if __name__ == "__main__":`' in done.stderr
 
 
+@pytest.mark.parametrize("start", ["spawn", "fork"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_workers_end_with_the_process_that_started_them(tmp_path: Path, how: signal.Signals) -> None:
+def test_workers_end_with_the_process_that_started_them(
+    tmp_path: Path, how: signal.Signals, start: str
+) -> None:
     with subprocess.Popen(
-        script(tmp_path, "sleep"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        script(tmp_path, "sleep", start=start), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
         parent = psutil.Process(run.pid)
         until = time.monotonic() + 30
         workers: list[psutil.Process] = []
         while len(workers) < 2 and time.monotonic() < until:
-            workers = [p for p in parent.children() if "spawn_main" in " ".join(p.cmdline())]
+            workers = workers_of(parent)
             time.sleep(0.05)
         assert len(workers) == 2
         time.sleep(1)  # into the first tasks
@@ -216,6 +227,8 @@ def test_an_engine_is_had_by_its_name() -> None:
         engine_named("local", ray_address="here:1")
     with pytest.raises(ConfigError, match="workers=0"):
         LocalEngine(0)
+    with pytest.raises(ConfigError, match="start='thread'"):
+        LocalEngine(2, "thread")
 
 
 def test_importing_the_engines_brings_in_nothing_heavy() -> None:

@@ -2,11 +2,13 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from packhorse.collate_fns import neat_packed_vlm_collater
+from packhorse.datasets.count_columns import CountColumns
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
@@ -253,6 +255,20 @@ def test_neighbouring_packs_carry_similar_media() -> None:
         Encoded([90] * 6), 100, ds_raw=raw, balance_media_tokens=False, ledger=Ledger()
     )
     assert [members(plain[pack])[0] for pack in range(6)] != [2, 0, 4, 5, 3, 1]
+
+
+def counted(*lengths):
+    zeros = np.zeros(len(lengths), np.int64)
+    ones = np.ones(len(lengths), bool)
+    status = np.array(["ok"] * len(lengths), object)
+    return CountColumns(np.array(lengths), *[zeros] * 8, status, ones, ones, zeros)
+
+
+def test_exact_counts_are_believed_and_nothing_is_counted_again() -> None:
+    lengths = [31, 71, 11]
+    dataset = neat_pack_dataset_vlm(Encoded(lengths), 100, counts=counted(*lengths), ledger=Ledger())
+    assert dataset.exact
+    assert sorted(members(dataset[pack]) for pack in range(len(dataset))) == [[0, 1], [2]]
 
 
 def test_rows_and_samples_must_be_equally_many() -> None:

@@ -1,0 +1,316 @@
+"""Training speed on a GPU: padded at random, padded by length, and packed with three attention backends.
+
+    PYTHONPATH=src python benchmarks/gpu_packing.py [--out result.json] [--tiny]
+
+A decoder of 1.5 billion parameters in the shape of Qwen3-VL's (random weights, bfloat16) runs forward and
+backward over the same samples (mean about 700 tokens) in each way; packs have 8,192 tokens. Prints real
+tokens a second, and how far losses of packed tokens are from those of the samples alone, beside two measures
+for it: how far two right ways are apart (rounding), and a control in which documents see each other. Exit
+code 1 if a promise is missed. Under eight minutes on an H200, of which compiling flex attention is about one;
+``--tiny`` tries the script out on a CPU.
+
+Needs torch 2.10 or later and transformers 5; of what Packhorse imports beside them, numpy, pillow, orjson and
+filelock. No network, no flash-attn build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
+from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
+
+Batch = dict[str, Any]
+VARLEN_OVER_PADDED, VARLEN_OVER_SDPA = 2.5, 1.5
+TIMES_ROUNDING = 2.0
+CONTROL_TIMES_ROUNDING = 3.0
+FIRST_TOKENS = 64  # of each document: what others leak into it shows there most
+PACKED = ("sdpa", "flex_attention", "varlen")
+
+
+def main() -> None:
+    """Build the model and the samples, measure, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=320)
+    parser.add_argument("--pack", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=8, help="samples of a padded batch")
+    parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--mean", type=float, default=700.0)
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU, promises not judged")
+    parser.add_argument("--out", type=Path, default=None, help="write the figures here, as JSON")
+    options = parser.parse_args()
+    if options.tiny:
+        make_transformers_importable()
+        options.samples, options.pack, options.longest, options.mean = 24, 512, 256, 60.0
+    device = "cpu" if options.tiny else "cuda"
+    model = decoder(options.tiny, device)
+    samples = make_samples(options)
+    result = measure(model, samples, options, device)
+    result["parity"] = parity(model, samples, options, device)
+    print(json.dumps(result, indent=2))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(not options.tiny and not judge(result))
+
+
+def make_transformers_importable() -> None:
+    """Beside a CPU build of torch, torchvision needs help (see the module in tests)."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from contract.torchvision_ops import make_torchvision_importable
+
+    make_torchvision_importable()
+
+
+def decoder(tiny: bool, device: str) -> Any:
+    """Qwen3's decoder with random weights, drawn wide enough that what a token sees moves its logits."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 32_768}
+    if tiny:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    config = transformers.Qwen3Config(
+        **sizes,
+        num_attention_heads=4 if tiny else 16,
+        num_key_value_heads=2 if tiny else 8,
+        head_dim=16 if tiny else 128,
+        initializer_range=0.1 if tiny else 0.04,
+        tie_word_embeddings=False,
+        use_cache=False,
+        dtype=torch.float32 if tiny else torch.bfloat16,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.Qwen3ForCausalLM(config).to(config.dtype)
+    return model.train()
+
+
+def make_samples(options: argparse.Namespace) -> list[Batch]:
+    """Shifted samples of random tokens; lengths as chats and documents have them, many short and few long."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(options.samples, generator=generator).mul(0.85).exp()
+    lengths = (drawn / drawn.mean() * options.mean).clamp(24, options.longest).long().tolist()
+    vocabulary = 512 if options.tiny else 32_768
+    made = []
+    for length in lengths:
+        ids = torch.randint(0, vocabulary, (length + 1,), generator=generator)
+        sample = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        made.append(_shift_sample(sample))
+    return made
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def padded(samples: list[Batch]) -> Batch:
+    """Samples side by side, filled up to the longest."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        key: torch.stack(
+            [F.pad(sample[key], (0, width - len(sample[key])), value=fill) for sample in samples]
+        )
+        for key, fill in fills.items()
+    }
+
+
+def padded_batches(samples: list[Batch], size: int, *, by_length: bool) -> list[Batch]:
+    """All samples in batches of so many, in random order or grouped by length."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
+    if by_length:
+        order.sort(key=lambda index: len(samples[index]["input_ids"]))
+    return [padded([samples[i] for i in order[first : first + size]]) for first in range(0, len(order), size)]
+
+
+def bins_of(samples: list[Batch], pack: int) -> list[list[int]]:
+    """Which samples share a pack."""
+    return greedy_knapsack([len(sample["input_ids"]) for sample in samples], pack)
+
+
+def packed_batches(samples: list[Batch], bins: list[list[int]], pack: int, attention: str) -> list[Batch]:
+    """One pack a batch, all of the same length, so that nothing is compiled twice."""
+    packs = [_build_packed_vlm_sample([samples[i] for i in one], pack, 0) for one in bins]
+    return [neat_packed_vlm_collater([one], 0, pack, attention) for one in packs]
+
+
+def on(device: str, batch: Batch) -> Batch:
+    """The batch on a device."""
+    return {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
+
+
+# --- speed --------------------------------------------------------------------------------------------------
+
+
+def token_losses(model: Any, batch: Batch) -> torch.Tensor:
+    """The loss of each token [B, S]; labels are shifted already."""
+    logits = model(**model_inputs(batch), use_cache=False).logits
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none")
+    return losses.view(batch["labels"].shape)
+
+
+def step(model: Any, batch: Batch) -> None:
+    """Forward and backward (flex attention has no backward pass on a CPU)."""
+    if model.device.type == "cpu" and attention_of(model) == "flex_attention":
+        with torch.no_grad():
+            token_losses(model, batch)
+        return
+    token_losses(model, batch).sum().div(batch["labels"].numel()).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def seconds_of(model: Any, batches: list[Batch], device: str) -> float:
+    """The time of one pass over all batches; the first ones are run before, to warm up."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    largest = max(batches, key=lambda batch: batch["input_ids"].numel())
+    for batch in [largest, *batches[:3]]:
+        step(model, batch)
+    wait()
+    start = time.perf_counter()
+    for batch in batches:
+        step(model, batch)
+    wait()
+    return time.perf_counter() - start
+
+
+def measure(model: Any, samples: list[Batch], options: argparse.Namespace, device: str) -> Batch:
+    """Real tokens a second of every way."""
+    real = sum(len(sample["input_ids"]) for sample in samples)
+    bins = bins_of(samples, options.pack)
+    ways: dict[str, tuple[str, Callable[[], list[Batch]]]] = {
+        "padded at random": ("sdpa", lambda: padded_batches(samples, options.batch, by_length=False)),
+        "padded by length": ("sdpa", lambda: padded_batches(samples, options.batch, by_length=True)),
+    }
+    for attention in PACKED:
+        ways[f"packed, {attention}"] = (
+            attention,
+            lambda attention=attention: packed_batches(samples, bins, options.pack, attention),
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{machine(device)}; {parameters / 1e9:.2f} B parameters, {model.dtype}")
+    mean = real / len(samples)
+    print(f"{len(samples)} samples, {real:,} tokens, mean {mean:.0f}; packs of {options.pack:,}\n")
+    print(f"{'':<26}{'batches':>9}{'filled':>9}{'seconds':>10}{'tokens/s':>12}{'ratio':>8}", flush=True)
+    speeds: dict[str, float] = {}
+    for way, (attention, make) in ways.items():
+        use_attention(model, attention)
+        batches = [on(device, batch) for batch in make()]
+        seconds = seconds_of(model, batches, device)
+        speeds[way] = real / seconds
+        filled = real / sum(batch["input_ids"].numel() for batch in batches)
+        ratio = speeds[way] / speeds["padded at random"]
+        print(
+            f"{way:<26}{len(batches):>9}{filled:>9.1%}{seconds:>10.2f}{speeds[way]:>12,.0f}{ratio:>8.2f}",
+            flush=True,
+        )
+        del batches
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return {"machine": machine(device), "parameters": parameters, "tokens": real, "tokens_per_second": speeds}
+
+
+def machine(device: str) -> str:
+    """What this ran on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{name}, {versions}, Python {platform.python_version()}"
+
+
+# --- parity -------------------------------------------------------------------------------------------------
+
+
+def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device: str) -> dict[str, float]:
+    """Mean difference of a token's loss, packed and alone.
+
+    Beside it ``rounding`` (alone with one kernel, and with another) and ``control`` (documents see each
+    other).
+    """
+    model.eval()
+    bins = bins_of(samples, options.pack)[:4]
+    chosen = [index for one in bins for index in one]
+
+    def alone_with(attention: str) -> dict[int, torch.Tensor]:
+        use_attention(model, attention)
+        batches = ((index, on(device, padded([samples[index]]))) for index in chosen)
+        return {index: token_losses(model, batch)[0, :FIRST_TOKENS] for index, batch in batches}
+
+    with torch.no_grad():
+        alone, other = alone_with("sdpa"), alone_with("eager")
+        off = torch.cat([other[index] - alone[index] for index in chosen])
+        found = {"rounding": float(off.abs().mean())}
+        for name in (*PACKED, "control"):
+            attention = "sdpa" if name == "control" else name
+            use_attention(model, attention)
+            batches = packed_batches(samples, bins, options.pack, attention)
+            if name == "control":
+                for batch in batches:
+                    width = batch["input_ids"].shape[1]
+                    batch["attention_mask"] = torch.ones(1, 1, width, width, dtype=torch.bool).tril()
+            found[name] = _difference(model, batches, bins, alone, device)
+    model.train()
+    return found
+
+
+def _difference(
+    model: Any, batches: list[Batch], bins: list[list[int]], alone: dict[int, torch.Tensor], device: str
+) -> float:
+    off, tokens = 0.0, 0
+    for batch, one in zip(batches, bins, strict=True):
+        moved = on(device, batch)
+        losses = token_losses(model, moved)[0]
+        numbers = moved.get("_packed_seq_ids", torch.ones_like(moved["input_ids"]))[0]
+        for number, index in enumerate(one, 1):
+            mine = losses[numbers == number][:FIRST_TOKENS]
+            off += float((mine - alone[index]).abs().sum())
+            tokens += len(mine)
+    return off / tokens
+
+
+def judge(result: Batch) -> bool:
+    """Print the promises; whether all are kept."""
+    speed, apart = result["tokens_per_second"], result["parity"]
+    print()
+    checks = [
+        promise(
+            "packed varlen against padded at random",
+            speed["packed, varlen"] / speed["padded at random"],
+            VARLEN_OVER_PADDED,
+        ),
+        promise(
+            "packed varlen against packed sdpa",
+            speed["packed, varlen"] / speed["packed, sdpa"],
+            VARLEN_OVER_SDPA,
+        ),
+    ]
+    rounding = max(apart["rounding"], 1e-12)
+    checks += [
+        promise(
+            f"a token's loss, {backend} and alone, in roundings", apart[backend] / rounding, -TIMES_ROUNDING
+        )
+        for backend in ("varlen", "flex_attention")
+    ]
+    checks.append(
+        promise("… and with a leaking mask (control)", apart["control"] / rounding, CONTROL_TIMES_ROUNDING)
+    )
+    return all(checks)
+
+
+def promise(what: str, value: float, target: float) -> bool:
+    """Print one promise and whether it is kept; a target below 0 is one not to exceed."""
+    kept, sign = (value >= target, ">=") if target >= 0 else (value <= -target, "<=")
+    print(f"{'ok  ' if kept else 'MISS'} {what}: {value:.2f}x (to reach: {sign} {abs(target)}x)")
+    return kept
+
+
+if __name__ == "__main__":
+    main()
