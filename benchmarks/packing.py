@@ -6,8 +6,8 @@ Seven mixes of lengths (``mixes.py``), capacity 8,192, 10,000 to 10 million samp
 that other work on the machine disturbs little; everything here is single-threaded), the best of ``--repeat``,
 and what part of the packs is filled. "flat" takes an array and returns flat arrays; "lists" returns a list of
 lists, as both peers do, which take lists. Both peers are plain Python, written here. "flat" and "lists" are
-best fit alone (``effort=0``); "default" may spend some seconds more where best fit is more than 0.1 % over the
-bound. Ten million samples are compared with numpy's sort (``np.sort`` of the same int64 array, vectorised
+best fit alone (``effort=0``); "default" may spend some seconds more where best fit is more than 0.1 % over
+the bound. Ten million samples are compared with numpy's sort (``np.sort`` of the same int64 array, vectorised
 where the processor can) and with its ``np.argsort``. Exit code 1 if a promise is missed.
 """
 

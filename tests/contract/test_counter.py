@@ -124,8 +124,9 @@ def test_every_case_is_counted_as_it_is_encoded_by_a_tokenizer_with_a_known_patt
         return
     made = cutting_by_pattern(name)
     asked = parse_conversation({"conversation": conversation(name, case, files)}, "row/7")
-    (result,) = TokenCounter(family_of(made), made).count_many([asked])
-    assert counted(result) == real(name, asked, made)
+    expected = real(name, asked, made)
+    # The second and third go the short way, if there is one.
+    assert list(map(counted, TokenCounter(family_of(made), made).count_many([asked] * 3))) == [expected] * 3
 
 
 @pytest.mark.parametrize("name", BY_WORD)
@@ -133,6 +134,7 @@ def test_random_texts_are_counted_as_they_are_encoded_by_a_tokenizer_with_a_know
     made = cutting_by_pattern(name)
     counter = TokenCounter(family_of(made), made)
     asked = random_texts(name)
+    counter.count_many(asked)  # a shape must come again to be worth a program
     with mock.patch.object(TokenCounter, "_count_whole", return_value="long") as long_way:
         results = counter.count_many(asked)
     short = [(one, result) for one, result in zip(asked, results, strict=True) if result != "long"]
@@ -171,8 +173,34 @@ def test_most_conversations_go_the_short_way_with_a_tokenizer_that_cuts_by_a_kno
     made = cutting_by_pattern("qwen2_vl")
     counter = TokenCounter(family_of(made), made)
     said = [Message("user", (TextPart("What is it?"),)), Message("assistant", (TextPart("A cat."),))]
+    counter.count(Conversation(tuple(said)))  # a shape must come again to be worth a program
     with mock.patch.object(TokenCounter, "_count_whole", side_effect=AssertionError):
         assert counter.count(Conversation(tuple(said))).count.supervised == 4
+
+
+@pytest.mark.parametrize("texts", [("<|image_", "pad|> hi"), ("<|im_", "end|>"), ("a <|image_pad|>",)])
+def test_a_special_token_spread_over_parts_is_seen(texts):
+    made = cutting_by_pattern("qwen2_vl")
+    counter = TokenCounter(family_of(made), made)
+    asked = Message("user", tuple(map(TextPart, texts)))
+    plain = Message("user", tuple(TextPart("hi there") for _ in texts))
+    answer = Message("assistant", (TextPart("A cat."),))
+    rows = [Conversation((one, answer)) for one in (plain, plain, plain, asked)]
+    assert list(map(counted, counter.count_many(rows))) == [real("qwen2_vl", row, made) for row in rows]
+
+
+def test_settings_do_not_depend_on_the_last_call_of_the_tokenizer():
+    made = build("qwen2_vl")
+    settings = TokenCounter(family_of(made), made).settings()
+    made.tokenizer(["a", "a cat sleeps"], padding=True, truncation=True, max_length=3)
+    assert TokenCounter(family_of(made), made).settings() == settings
+
+
+def test_settings_of_a_processor_that_cannot_describe_itself_are_those_of_its_parts():
+    made = build("kimi_vl")
+    settings = TokenCounter(family_of(made), made).settings()
+    made.image_processor.in_token_limit = 7
+    assert TokenCounter(family_of(made), made).settings() != settings
 
 
 def test_what_a_turn_holds_beside_its_content_is_counted_too():

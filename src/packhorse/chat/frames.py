@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any
 
 from packhorse.chat.template import PRIVATE_USE, chat_template, template_errors, tokenizer_of
 
 _OPEN, _CLOSE = chr(PRIVATE_USE[-1]), chr(PRIVATE_USE[-2])
 
-# Filters that leave a text as it is, work on other things, or go through the text's own methods.
-_WATCHED_FILTERS = frozenset(
-    (
-        *("capitalize", "count", "d", "default", "first", "items", "last", "length", "list", "lower"),
-        *("replace", "reverse", "selectattr", "string", "tojson", "trim", "upper"),
-    )
+# Filters and tests that hand a text on as it is, or look at what holds it and not at the text itself.
+_PASSING = frozenset(("d", "default", "string"))
+_ON_CONTAINERS = frozenset(
+    ("count", "first", "items", "last", "length", "list", "rejectattr", "reverse", "selectattr")
 )
+_BLIND_TESTS = frozenset(("boolean", "defined", "mapping", "none", "number", "string", "undefined"))
 
 
 def stand_in(number: int) -> str:
@@ -75,21 +75,14 @@ def find_frame(
 
 def _only_writes(processor: Any, turns: Sequence[Mapping[str, Any]], text: str) -> bool:
     template = chat_template(processor)
-    if template is None:
-        return False
-    try:
-        from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
-    except ImportError:  # a private name of transformers: without it every conversation is rendered
-        return False
-    environment = compiled(template).environment.overlay()
-    if not _watchable(environment.parse(template)):
+    watching = None if template is None else _watching(template)
+    if watching is None:
         return False
     touched: list[str] = []
-    environment.concat = lambda parts: _joined(list(parts), touched)
     special = getattr(tokenizer_of(processor), "special_tokens_map", {})
     watched = [_watch(turn, touched) for turn in turns]
     try:
-        again = environment.from_string(template).render(
+        again = watching.render(
             messages=watched, tools=None, documents=None, add_generation_prompt=False, **special
         )
     except template_errors(_Touched):
@@ -97,19 +90,80 @@ def _only_writes(processor: Any, turns: Sequence[Mapping[str, Any]], text: str) 
     return not touched and str.__eq__(str.__str__(again), text)
 
 
+@lru_cache(maxsize=16)
+def _watching(template: str) -> Any:
+    """The template with filters and tests that notice texts; None if it does what cannot be watched."""
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
+    except ImportError:  # a private name of transformers: without it every conversation is rendered
+        return None
+    environment = compiled(template).environment.overlay()
+    if not _watchable(environment.parse(template)):
+        return None
+    environment.concat = _concat
+    environment.filters = {name: _filter(name, one) for name, one in environment.filters.items()}
+    environment.tests = {name: _test(name, one) for name, one in environment.tests.items()}
+    return environment.from_string(template)
+
+
 def _watchable(tree: Any) -> bool:
-    """Whether all that the template does with texts goes through methods that a watched text has."""
+    """Whether all that the template does with texts goes through what notices them."""
     from jinja2 import nodes
 
-    if any(one.name not in _WATCHED_FILTERS for one in tree.find_all(nodes.Filter)):
-        return False
     if any(tree.find_all(nodes.Concat)):
         return False
-    calls = (call.node for call in tree.find_all(nodes.Call))
-    if any(isinstance(node, nodes.Getattr) and node.attr in ("join", "format") for node in calls):
-        return False
-    operands = (one for one in tree.find_all(nodes.Operand) if one.op in ("in", "notin"))
-    return not any(isinstance(one.expr, nodes.Const) for one in operands)
+    for call in tree.find_all(nodes.Call):
+        # A plain string may be asked about a text: `'yes, no'.find(text)`.
+        given = [*call.args, *(one.value for one in call.kwargs)]
+        by_name = isinstance(call.node, nodes.Name)
+        if not by_name and not all(isinstance(one, nodes.Const) for one in given):
+            return False
+    for compared in tree.find_all(nodes.Compare):
+        left = compared.expr
+        for operand in compared.ops:
+            # `text in 'yes, no'` asks the plain string; members of a list are compared with the text itself.
+            listed = isinstance(operand.expr, nodes.List | nodes.Tuple | nodes.Dict)
+            if operand.op in ("in", "notin") and not (isinstance(left, nodes.Const) or listed):
+                return False
+            left = operand.expr
+    return True
+
+
+def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def noticing(*arguments: Any, **options: Any) -> Any:
+        given = (*arguments, *options.values())
+        if name in _ON_CONTAINERS:
+            _notice(name, (one for one in given if isinstance(one, _Watched)))
+        elif name not in _PASSING or not any(isinstance(one, _Watched) for one in given):
+            _notice(name, given)
+        return function(*arguments, **options)
+
+    return noticing
+
+
+def _test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    if name in _BLIND_TESTS:
+        return function
+
+    @wraps(function)
+    def noticing(*arguments: Any, **options: Any) -> Any:
+        _notice(name, (*arguments, *options.values()))
+        return function(*arguments, **options)
+
+    return noticing
+
+
+def _notice(name: str, values: Iterable[Any]) -> None:
+    """Tell the texts among the values, and in what they hold, that they are looked at."""
+    for value in values:
+        if isinstance(value, _Watched):
+            value.touched.append(name)
+            raise _Touched(name)
+        if isinstance(value, Mapping):
+            _notice(name, value.values())
+        elif isinstance(value, list | tuple):
+            _notice(name, value)
 
 
 class _Touched(Exception):
@@ -147,11 +201,18 @@ _KEPT = frozenset(
     (
         *("__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__"),
         *("__setattr__", "__delattr__", "__dir__", "__doc__", "__reduce__", "__reduce_ex__", "__sizeof__"),
-        *("__getstate__", "__getnewargs__", "__repr__"),
+        *("__getstate__", "__getnewargs__"),
     )
 )
 for _name in {*dir(str), "__rmod__", "__rmul__"} - _KEPT - vars(_Watched).keys():
     setattr(_Watched, _name, _noticing(_name))
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """What a template puts together: watched if a part of it is."""
+    pieces = list(parts)
+    watched = next((piece for piece in pieces if isinstance(piece, _Watched)), None)
+    return "".join(pieces) if watched is None else _joined(pieces, watched.touched)
 
 
 def _joined(parts: Iterable[str], touched: list[str]) -> _Watched:

@@ -46,18 +46,25 @@ def count(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Which rows are verified.")] = 0,
     retry_bad: Annotated[
-        bool, typer.Option("--retry-bad", help="Count parts with bad rows again (media have arrived).")
+        bool,
+        typer.Option("--retry-bad", metavar="", help="Count parts with bad rows again (media have arrived)."),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Count everything again (media have changed).")
+        bool, typer.Option("--fresh", metavar="", help="Count everything again (media have changed).")
     ] = False,
     part_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows that are counted, kept and taken over together.")
+        int | None,
+        typer.Option(
+            min=1, help="Rows that are counted, kept and taken over together; as before without it."
+        ),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the processor.")
+        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    bad: Annotated[
+        int, typer.Option(min=0, help="List so many bad rows of each reason and data set (also in --json).")
+    ] = 3,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the report as JSON.")] = False,
 ) -> None:
     """Count the tokens of every row exactly, without decoding a pixel, and keep the result beside the data.
 
@@ -71,7 +78,7 @@ def count(
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         from packhorse.datasets.count_jsonl import write_counted_jsonl
-        from packhorse.datasets.counting import PART_ROWS, count_meta
+        from packhorse.datasets.counting import count_meta
         from packhorse.engines import engine_named
 
         with _bar(errors) as progress:
@@ -80,17 +87,18 @@ def count(
                 processor,
                 dataset_names=datasets or None,
                 engine=engine_named(engine, workers, ray_address),
-                part_rows=PART_ROWS if part_rows is None else part_rows,
+                part_rows=part_rows,
                 verify=verify,
                 seed=seed,
                 retry_bad=retry_bad,
                 fresh=fresh,
                 trust_remote_code=trust_remote_code,
+                bad_rows=bad,
                 progress=progress,
             )
         written = [] if write_jsonl is None else write_counted_jsonl(report.files, write_jsonl)
     except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse count: {error}", markup=False)
+        errors.print(f"packhorse count: {_plain(error)}", markup=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         errors.print("stopped; the next run continues with what is finished")
@@ -101,6 +109,13 @@ def count(
         _print(report, written)
     if report.verified is not None and report.verified.failed:
         raise typer.Exit(1)
+
+
+def _plain(error: Exception) -> str:
+    """An error without the number that the system gives it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return str(error)
 
 
 @contextlib.contextmanager
@@ -151,30 +166,41 @@ def _print(report: CountReport, written: list[Path]) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False)
     console.print(_table(report))
+    longest = ", ".join(f"{one.longest_row} ({one.longest:,})" for one in report.datasets if one.longest_row)
+    if longest:
+        console.print(f"longest rows: {longest}", markup=False, soft_wrap=True)
     for dataset in report.datasets:
-        if dataset.off_by:
-            bound = (
-                f"off by at most {dataset.off_by:,} tokens a row"
-                if dataset.off_by > 0
-                else "by an unknown number"
-            )
-            text = f"{dataset.name}: not exact, {bound}"
-            console.print(text, markup=False, soft_wrap=True)
-        for reason, number in dataset.bad.items():
-            console.print(f"{dataset.name}: {number:,} {reason}, as", markup=False, soft_wrap=True)
-            for row in (one for one in dataset.examples if one.reason == reason):
-                console.print(f"  {row.key}: {row.detail}", markup=False, soft_wrap=True)
-    taken_over = sum(dataset.rows for dataset in report.datasets) - report.counted_rows
-    rate = report.counted_rows / report.counting_seconds if report.counting_seconds else 0
+        for line in _remarks(dataset):
+            console.print(line, markup=False, soft_wrap=True)
+    taken_over, rate = sum(dataset.taken_over for dataset in report.datasets), ""
+    if report.counted_rows and report.counting_seconds:
+        rate = f" ({report.counted_rows / report.counting_seconds:,.0f} rows/s)"
     console.print(
-        f"{report.counted_rows:,} rows counted ({rate:,.0f} rows/s), {taken_over:,} taken over, "
-        f"in {report.seconds:.1f} s."
+        f"{report.counted_rows:,} rows counted{rate}, {taken_over:,} taken over, in {report.seconds:.1f} s."
     )
     for path in dict.fromkeys(dataset.sidecar for dataset in report.datasets):
         console.print(f"counts in {path}", markup=False, soft_wrap=True)
     for copy in written:
         console.print(f"wrote {copy}", markup=False, soft_wrap=True)
     _print_verified(report, console)
+
+
+def _remarks(dataset: DatasetReport) -> Iterator[str]:
+    """What the table does not tell of a data set: rows that are not exact, not learned, or bad."""
+    if dataset.off_by:
+        bound = f"at most {dataset.off_by:,} tokens a row" if dataset.off_by > 0 else "an unknown number"
+        yield f"{dataset.name}: not exact, off by {bound}"
+    if dataset.unsupervised:
+        rows = ", ".join(dataset.unsupervised_rows)
+        number = f"{dataset.unsupervised:,} of {dataset.rows:,} rows"
+        yield f"{dataset.name}: nothing is learned of {number}, as {rows}"
+    for reason, number in dataset.bad.items():
+        shown = [row for row in dataset.examples if row.reason == reason]
+        yield f"{dataset.name}: {number:,} {reason}{', as' if 0 < len(shown) < number else ''}"
+        for row in shown:
+            yield f"  {row.key}, {row.location}: {row.detail}"
+        if reason == "missing_media" and dataset.taken_over:
+            yield "  (as an earlier run found it; if the media are there now, count with --retry-bad)"
 
 
 def _table(report: CountReport) -> Table:
@@ -184,7 +210,16 @@ def _table(report: CountReport) -> Table:
     from rich.table import Table
 
     kinds = [kind for kind in MEDIA_KINDS if any(one.tokens[kind] for one in report.datasets)]
-    names = ["rows", "tokens", *(["text", *kinds] if kinds else []), "learned", "media", "longest", "bad"]
+    names = [
+        "rows",
+        "tokens",
+        *(["text", *kinds] if kinds else []),
+        "learned",
+        "%",
+        "media",
+        "longest",
+        "bad",
+    ]
     table = Table(title="Tokens by data set", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("data set", overflow="fold", min_width=8)
     for name in names:
@@ -198,17 +233,18 @@ def _table(report: CountReport) -> Table:
 
 
 def _cells(datasets: Sequence[DatasetReport], names: list[str]) -> list[str]:
-    total = sum(one.total for one in datasets)
+    total, supervised = sum(one.total for one in datasets), sum(one.supervised for one in datasets)
     values = {
         "rows": sum(one.rows for one in datasets),
         "tokens": total,
+        "learned": supervised,
         **{kind: sum(one.tokens[kind] for one in datasets) for kind in ("text", *MEDIA_KINDS)},
         "media": sum(sum(one.media.values()) for one in datasets),
         "longest": max(one.longest for one in datasets),
         "bad": sum(sum(one.bad.values()) for one in datasets),
     }
     cells = {name: f"{value:,}" for name, value in values.items()}
-    cells["learned"] = f"{sum(one.supervised for one in datasets) / total:.1%}" if total else "-"
+    cells["%"] = f"{supervised / total:.1%}" if total else "-"
     return [cells[name] for name in names]
 
 

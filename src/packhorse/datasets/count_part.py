@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import metadata
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _BLOCK = 512  # rows in memory at a time: enough for the tokenizer to work in bulk
 _PIECE = 1 << 22
 _LONGEST_DETAIL = 500
+_IN_ROW = re.compile(r"line (\d+) column (\d+) \(char \d+\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,16 @@ class PartCounter:
         return self.__dict__ | {"_own": []}
 
 
+def as_processor(processor: Any) -> Any:
+    """The processor itself, opened if its path or hub name was given.
+
+    Raises:
+        ConfigError: there is none, or it cannot be opened.
+    """
+    is_path = isinstance(processor, str | os.PathLike)
+    return open_processor(os.fspath(processor)) if is_path else processor
+
+
 def open_processor(path: str, trust_remote_code: bool = False) -> Any:
     """Open a processor by its path or hub name.
 
@@ -135,14 +148,30 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
         raise ConfigError(f"processor {path}: no such folder")
     try:
         opened = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error.__cause__ or error).split())[:300]
-        what = "cannot be opened" if here else "no such folder, and not to be had from the hub"
-        raise ConfigError(f"processor {path}: {what} ({why})") from error
+        broken = "torchvision" in f"{error} {why}"
+        if isinstance(error, RuntimeError) and not broken:
+            raise
+        what = "cannot be opened" if here or broken else "no such folder, and not to be had from the hub"
+        hint = f"; {_torchvision_hint()}" if broken else ""
+        raise ConfigError(f"processor {path}: {what} ({why}){hint}") from error
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)
     return opened
+
+
+def _torchvision_hint() -> str:
+    """What to do where torchvision cannot be imported: mostly it was built for another torch."""
+    try:
+        torch, torchvision = map(metadata.version, ("torch", "torchvision"))
+    except metadata.PackageNotFoundError as error:
+        return f"{error.name} is not installed: pip install {error.name}"
+    return (
+        f"torchvision {torchvision} may not match torch {torch}: install the torchvision that was built for "
+        "this torch, from the same index"
+    )
 
 
 def make_counter(processor: Any) -> TokenCounter:
@@ -272,8 +301,14 @@ def _placeless(error: BadSample, rows: RowFile, number: int, config: DatasetConf
     detail = error.detail
     if error.reason == "malformed_row":
         detail = detail.removeprefix(f"{rows.location(number)}: ")
-    detail = detail.replace(f"{config.rules.media_dir}{os.sep}", "")
+    detail = _IN_ROW.sub(_in_row, detail.replace(f"{config.rules.media_dir}{os.sep}", ""))
     return BadSample(detail[:_LONGEST_DETAIL], reason=error.reason, stage=error.stage)
+
+
+def _in_row(found: re.Match[str]) -> str:
+    """A place that the JSON parser tells is one in the row, not in the file."""
+    line, column = found.groups()
+    return f"{'' if line == '1' else f'line {line}, '}column {column} of the row"
 
 
 _FIELDS = (*COUNTS, "off_by", "exact")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from packhorse.datasets.count_columns import COUNTS, OK, CountColumns
+from packhorse.datasets.count_columns import COUNTS, CountColumns
 from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import RowFile
 from packhorse.datasets.select import row_key
@@ -19,20 +20,22 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class CountedFile:
-    """A data set, its open file and the counts of it."""
+    """A data set, its open file, the counts of it, and how many of them an earlier run has made."""
 
     config: DatasetConfig
     file: RowFile
     sidecar: Sidecar
+    taken_over: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that could not be counted."""
+    """A row that could not be counted, and where it stands now: ``train.jsonl:812 (byte 40213)``."""
 
     key: str
     reason: str
     detail: str
+    location: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class DatasetReport:
         media: by kind: ``images``, ``videos``, ``audios``.
         longest: the most tokens of a row, ``longest_row`` its key (empty if there is none).
         bad: rows that could not be counted, by reason; some of them in ``examples``.
+        unsupervised: rows without a token that is learned; the keys of some in ``unsupervised_rows``.
+        taken_over: rows that an earlier run has counted.
         off_by: 0 where all counts are exact; else by how many tokens the worst may be off, -1 if nobody can
             tell.
     """
@@ -60,6 +65,9 @@ class DatasetReport:
     longest_row: str
     bad: dict[str, int]
     examples: tuple[BadRow, ...]
+    unsupervised: int
+    unsupervised_rows: tuple[str, ...]
+    taken_over: int
     off_by: int
 
     @property
@@ -110,16 +118,54 @@ class CountReport:
             "counting_seconds": round(self.counting_seconds, 3),
             "counted_rows": self.counted_rows,
             "datasets": [asdict(dataset) | {"total": dataset.total} for dataset in self.datasets],
+            "all": self.totals(),
             "verified": None if self.verified is None else asdict(self.verified),
         }
 
+    def totals(self) -> dict[str, Any]:
+        """Sums over the data sets, under the names they have there."""
+        every = self.datasets
+        longest = max(every, key=lambda one: one.longest, default=None)
+        sums = {
+            name: sum(getattr(one, name) for one in every)
+            for name in ("rows", "total", "supervised", "unsupervised", "patches", "taken_over")
+        }
+        by_kind = {
+            name: _added_up([getattr(one, name) for one in every]) for name in ("tokens", "media", "bad")
+        }
+        return (
+            sums
+            | by_kind
+            | {
+                "longest": 0 if longest is None else longest.longest,
+                "longest_row": "" if longest is None else longest.longest_row,
+                "off_by": -1
+                if any(one.off_by < 0 for one in every)
+                else max((one.off_by for one in every), default=0),
+            }
+        )
 
-def dataset_report(counted: CountedFile) -> DatasetReport:
-    """Sum up one sidecar; memory does not grow with its rows."""
+
+def _added_up(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Sums by name; a name whose sum is 0 is there too."""
+    sums: Counter[str] = Counter()
+    for one in counts:
+        sums.update(one)
+    return dict(sums)
+
+
+def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetReport:
+    """Sum up one sidecar; memory does not grow with its rows.
+
+    Args:
+        counted: the data set.
+        bad_rows: so many bad rows of each reason are named.
+    """
     name, sidecar = counted.config.name, counted.sidecar
     sums: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     examples: list[BadRow] = []
+    silent: list[str] = []
     longest, longest_row, off_by = 0, "", 0
     for number, batch in enumerate(sidecar.batches()):
         first, columns = number * sidecar.part_rows, CountColumns.of(batch)
@@ -130,9 +176,17 @@ def dataset_report(counted: CountedFile) -> DatasetReport:
         if total.max(initial=0) > longest:
             place = int(total.argmax())
             longest, longest_row = int(total[place]), row_key(name, first + place)
-        if not columns.ok.all():
-            bad.update(columns.status[~columns.ok].tolist())
-            _add_examples(examples, batch, name, first)
+        nothing_learned = np.flatnonzero(columns.ok & (columns.supervised == 0))
+        sums["unsupervised"] += len(nothing_learned)
+        silent += [
+            row_key(name, first + place) for place in nothing_learned[: _EXAMPLES - len(silent)].tolist()
+        ]
+        for place in np.flatnonzero(~columns.ok).tolist():
+            reason = columns.status[place]
+            bad[reason] += 1
+            if bad[reason] <= bad_rows:
+                where = counted.file.location(first + place)
+                examples.append(BadRow(row_key(name, first + place), reason, columns.detail[place], where))
     return DatasetReport(
         name,
         counted.config.file_name,
@@ -146,15 +200,8 @@ def dataset_report(counted: CountedFile) -> DatasetReport:
         longest_row,
         dict(bad.most_common()),
         tuple(examples),
+        sums["unsupervised"],
+        tuple(silent),
+        counted.taken_over,
         off_by,
     )
-
-
-def _add_examples(examples: list[BadRow], batch: Any, dataset: str, first: int) -> None:
-    """The first few bad rows of each reason."""
-    statuses = batch.column("status").to_pylist()
-    for place in np.flatnonzero([status != OK for status in statuses]).tolist():
-        reason = statuses[place]
-        if sum(known.reason == reason for known in examples) < _EXAMPLES:
-            detail = batch.column("detail")[place].as_py()
-            examples.append(BadRow(row_key(dataset, first + place), reason, detail))

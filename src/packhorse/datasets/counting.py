@@ -13,6 +13,7 @@ import errno
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -81,12 +82,13 @@ def count_meta(
     *,
     dataset_names: Sequence[str] | None = None,
     engine: Runner | None = None,
-    part_rows: int = PART_ROWS,
+    part_rows: int | None = None,
     verify: int = 0,
     seed: int = 0,
     retry_bad: bool = False,
     fresh: bool = False,
     trust_remote_code: bool = False,
+    bad_rows: int = 3,
     index_dir: str | None = None,
     progress: OnProgress | None = None,
 ) -> CountReport:
@@ -101,12 +103,14 @@ def count_meta(
         processor: a processor, or the path of one.
         dataset_names: only these data sets.
         engine: where to count (see :mod:`packhorse.engines`); None counts in this process.
-        part_rows: how many rows are counted, kept and taken over together.
+        part_rows: how many rows are counted, kept and taken over together. None for the size that a file's
+            earlier counts with the same settings have, so that they can be taken over, else 4,096.
         verify: run the real processor on so many random rows and compare.
         seed: which rows those are.
         retry_bad: count parts with bad rows again (after missing media have arrived).
         fresh: count everything again.
         trust_remote_code: run code that comes with the processor.
+        bad_rows: so many rows of each reason are named in the report, with their places in the file.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
         progress: told how far it is; None writes to the log every few seconds.
 
@@ -114,7 +118,7 @@ def count_meta(
         ConfigError: the meta file, the processor, its chat template or a media folder is not in order.
         SystemFault: the disk is full. What was finished is kept, and no sidecar is incomplete.
     """
-    if part_rows < 1 or verify < 0:
+    if (part_rows is not None and part_rows < 1) or verify < 0:
         raise ConfigError(f"part_rows={part_rows}, verify={verify}: expected at least 1 and 0")
     started = time.monotonic()
     # Settings come from the paths as they are named; the work gets absolute ones.
@@ -130,7 +134,7 @@ def count_meta(
     ]
     jobs: dict[Path, _Job] = {}  # one for each sidecar: data sets may share a file
     for config, file, place in zip(configs, files, places, strict=True):
-        jobs.setdefault(place.targets()[0], _Job(config, file, place, part_rows, index_dir))
+        jobs.setdefault(place.targets()[0], _Job(config, file, place, part_rows or 0, index_dir))
     with contextlib.ExitStack() as stack:
         for target in sorted(jobs):
             stack.enter_context(cache_lock(f"count {target}"))
@@ -141,12 +145,13 @@ def count_meta(
         before = time.monotonic()
         _count_all(list(jobs.values()), work, engine, progress or _log_progress())
         counting = time.monotonic() - before
+    owners = [jobs[place.targets()[0]] for place in places]
     counted = [
-        CountedFile(config, file, jobs[place.targets()[0]].result())
-        for config, file, place in zip(configs, files, places, strict=True)
+        CountedFile(config, file, job.result(), len(file) - job.counted_rows)
+        for config, file, job in zip(configs, files, owners, strict=True)
     ]
     return CountReport(
-        tuple(map(dataset_report, counted)),
+        tuple(dataset_report(one, bad_rows) for one in counted),
         seconds=time.monotonic() - started,
         counting_seconds=counting,
         counted_rows=sum(job.counted_rows for job in jobs.values()),
@@ -188,7 +193,7 @@ def _count_all(jobs: list[_Job], work: PartCounter, engine: Runner | None, progr
 
 @dataclass
 class _Job:
-    """One data file on its way to a sidecar."""
+    """One data file on its way to a sidecar; ``part_rows`` of 0 is chosen by what there is already."""
 
     config: DatasetConfig
     file: RowFile
@@ -210,6 +215,7 @@ class _Job:
             self._done = found
             return
         self._choose_home()
+        self.part_rows = self.part_rows or (PART_ROWS if fresh else self._usual_part_rows(found))
         self.missing = set(range(-(-len(self.file) // self.part_rows)))
         if fresh:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -232,7 +238,7 @@ class _Job:
 
     def keep(self, number: int, result: PartResult) -> None:
         """Take in a counted part, and keep it for a later run until the sidecar is finished."""
-        path = self._folder / f"{result.digest}.arrow"
+        path = self._folder / f"{result.digest}-{self.part_rows}.arrow"
         with _told_if_full(path):
             write_whole(path, lambda file: _write(file, result.data))
         self._parts[number] = (result.digest, lambda: _part_file(path))
@@ -285,6 +291,15 @@ class _Job:
             )
         self.home = home
 
+    def _usual_part_rows(self, found: Sidecar | None) -> int:
+        """The size of the parts that can be taken over; the usual one if there are none."""
+        for sidecar in [*([found] if found is not None else []), *self.place.others()]:
+            return sidecar.part_rows
+        kept = (path.stem for folder in self.place.parts_folders() for path in folder.glob("*-*.arrow"))
+        # The last part of a file has fewer rows, so the name says how many the others have.
+        sizes = Counter(int(size) for name in sorted(kept) if (size := name.partition("-")[2]).isdigit())
+        return sizes.most_common(1)[0][0] if sizes else PART_ROWS
+
     def _known_parts(self, found: Sidecar | None, retry_bad: bool) -> dict[str, Callable[[], Any]]:
         """Parts that were counted before with these settings, by digest."""
         known: dict[str, Callable[[], Any]] = {}
@@ -294,7 +309,7 @@ class _Job:
         for folder in self.place.parts_folders():
             for path in folder.glob("*.arrow"):
                 if _open_part(path) is not None:
-                    known[path.stem] = lambda path=path: _part_file(path)  # type: ignore[misc]
+                    known[path.stem.partition("-")[0]] = lambda path=path: _part_file(path)  # type: ignore[misc]
         if retry_bad:
             return {name: part for name, part in known.items() if not _is_bad(part())}
         return known

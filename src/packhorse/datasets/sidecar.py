@@ -289,13 +289,14 @@ def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
         from another state of the file; the log says which, with a warning if anything was counted at all.
 
     Raises:
-        ConfigError: there is no processor under that path, or it cannot write a conversation.
+        ConfigError: there is no processor under that path.
     """
-    from packhorse.datasets.count_part import make_counter, open_processor
+    from packhorse.datasets.count_part import as_processor
+    from packhorse.families import family_of
+    from packhorse.tokens.count import TokenCounter
 
-    if isinstance(processor, str | os.PathLike):
-        processor = open_processor(os.fspath(processor))
-    counter = counter_settings(make_counter(processor))
+    processor = as_processor(processor)
+    counter = counter_settings(TokenCounter(family_of(processor), processor))
     places = [
         Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset._sources
     ]
@@ -309,7 +310,7 @@ def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
             usable.append(sidecar.columns().take(source.selection.rows()))
     if not missing:
         return CountColumns.joined(usable)
-    counted_once = any(sidecars) or any(True for place in places for _ in place.neighbours())
+    counted_once = any(one is not None for one in sidecars) or is_counted(dataset)
     logger.log(
         WARNING if counted_once else INFO,
         "no count files are used (%s); `packhorse count` makes them",

@@ -8,12 +8,16 @@ order. All of it is numpy: one sort of the samples, and one copy in runs or a se
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import numpy as np
 import numpy.typing as npt
 
 from packhorse.neat_packing_vlm.fill import Fill, Integers
 
+Positions = npt.NDArray[np.int32]
+
+_LOWER_HALF = 0 if sys.byteorder == "little" else 1
 # From so many samples on copying runs is quicker than a second sort, provided that the runs are this long.
 _MANY, _LONG_RUN = 1 << 20, 24
 _PIECE = 1 << 14  # numbers that stay in the processor's cache while several operations pass over them
@@ -27,14 +31,14 @@ def longest_first(
     seed: int | None = None,
     epoch: int = 0,
     strata: Integers | None = None,
-) -> Integers:
+) -> Positions:
     """Positions in order of falling length.
 
     Sorting one integer made of length and position is several times faster than numpy's ``argsort``, and for
     a shuffle within each length only the position in it has to be scrambled.
 
     Args:
-        lengths: up to ``capacity``.
+        lengths: up to ``capacity``, fewer than 2^31 of them.
         capacity: an upper bound, below 2^31.
         seed: None keeps samples of one length in the order in which they come.
         epoch: another one shuffles anew.
@@ -47,16 +51,16 @@ def longest_first(
     for at in range(0, len(keys), _PIECE):
         piece = keys[at : at + _PIECE]
         np.subtract(capacity, lengths[at : at + _PIECE], out=piece)
-        piece <<= bits
+        piece <<= 32
         positions = np.arange(at, at + len(piece), dtype=np.int64)
         piece |= positions if shuffle is None else shuffle.scrambled(positions)
     keys.sort()
-    for at in range(0, len(keys), _PIECE):
-        piece = keys[at : at + _PIECE]
-        piece &= (1 << bits) - 1
-        if shuffle is not None:
-            shuffle.restored(piece)
-    order = keys
+    order: Positions = keys.view(np.int32)[_LOWER_HALF::2]  # no copy
+    if shuffle is not None:
+        order = order.copy()
+        for at in range(0, len(order), _PIECE):
+            scrambled = order[at : at + _PIECE]
+            scrambled[:] = shuffle.restored(scrambled.astype(np.int64))
     if strata is not None:
         order = order[_spread(np.asarray(lengths)[order], strata[order], 0 if seed is None else seed, epoch)]
     return order
@@ -111,7 +115,7 @@ def _spread(lengths: npt.NDArray[np.integer], strata: Integers, seed: int, epoch
     return groups[np.lexsort((share, -run.astype(np.int64)))]
 
 
-def deal(fill: Fill, order: Integers) -> tuple[Integers, npt.NDArray[np.integer]]:
+def deal(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
     """Hand out the samples in ``order`` (the longest first) as the fill says.
 
     Returns:
@@ -122,7 +126,7 @@ def deal(fill: Fill, order: Integers) -> tuple[Integers, npt.NDArray[np.integer]
         return gather(fill.pack_of(), fill.packs, order)
     sizes = fill.sizes()
     offsets = _ends(sizes)
-    positions = np.empty(len(order), _position_type(len(order)))
+    positions = np.empty(len(order), np.int32)
     changes = np.flatnonzero(np.diff(sizes)) + 1
     even = np.searchsorted(changes, fill.first, "right") == np.searchsorted(
         changes, fill.first + fill.width, "left"
@@ -147,25 +151,17 @@ def deal(fill: Fill, order: Integers) -> tuple[Integers, npt.NDArray[np.integer]
     return offsets, positions
 
 
-def gather(
-    pack_of: npt.NDArray[np.integer], packs: int, order: Integers
-) -> tuple[Integers, npt.NDArray[np.integer]]:
+def gather(pack_of: npt.NDArray[np.integer], packs: int, order: Positions) -> tuple[Integers, Positions]:
     """As :func:`deal`, where the pack of each sample in ``order`` is known; packs keep the order."""
     offsets = _ends(np.bincount(pack_of, minlength=packs))
-    bits = len(order).bit_length()
     keys = pack_of.astype(np.int64)
-    keys <<= bits
+    keys <<= 32
     keys |= np.arange(len(order))
     keys.sort()
-    keys &= (1 << bits) - 1
-    return offsets, order[keys].astype(_position_type(len(order)))
+    return offsets, order[keys.view(np.int32)[_LOWER_HALF::2]]
 
 
 def _ends(sizes: Integers) -> Integers:
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
-
-
-def _position_type(samples: int) -> type[np.integer]:
-    return np.int32 if samples < 2**31 else np.int64

@@ -15,6 +15,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from packhorse.neat_packing_vlm.fill import Integers
 from packhorse.neat_packing_vlm.improve import Assignment
@@ -36,7 +37,7 @@ class Resource(NamedTuple):
         total = int(self.values.sum())
         return -(-total // self.limit) if total else 0
 
-    def take(self, samples: Integers) -> Resource:
+    def take(self, samples: npt.NDArray[np.integer]) -> Resource:
         """The same for some of the samples."""
         return Resource(self.values[samples], self.limit)
 

@@ -63,6 +63,8 @@ def plan_packs(
     tokens = as_integers(lengths, "lengths")
     if not 0 < capacity <= _LARGEST or not 0 < alignment <= _LARGEST:
         raise ConfigError(f"capacity={capacity}, alignment={alignment}: expected 1 to {_LARGEST:,}")
+    if len(tokens) > _LARGEST:
+        raise ConfigError(f"{len(tokens):,} samples: expected at most {_LARGEST:,}; plan parts of them")
     others = _resources(limits or {}, len(tokens))
     groups = None if strata is None else as_integers(strata, "strata", len(tokens)).astype(np.int64)
     units = tokens if alignment == 1 else -(-tokens // alignment)
@@ -85,7 +87,7 @@ def plan_packs(
     else:
         packed = sums_by_pack((tokens if kept is None else tokens[kept])[indices], offsets)
     if kept is not None:
-        indices = kept.astype(indices.dtype if len(tokens) <= _LARGEST else np.int64)[indices]
+        indices = kept.astype(np.int32)[indices]
     plan = PackPlan(offsets, indices, packed, *_dropped(codes), capacity, bound)
     return _with_empty_samples(plan) if empty == "keep" else plan
 

@@ -13,6 +13,7 @@ from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.sidecar import counts_of
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.samplers.lengths import are_too_long
 from packhorse.types import World
 
 
@@ -53,7 +54,7 @@ def _device() -> str:
 
 
 def smallest_without_talking(
-    dataset: Any, world: World, count: int, limit: int | None, processor: Any
+    dataset: Any, world: World, count: int, max_length: int | None, processor: Any
 ) -> int:
     """The smallest count over the ranks of a world in which nobody can be asked.
 
@@ -61,7 +62,8 @@ def smallest_without_talking(
         dataset: this rank's rows, without wrappers.
         world: how many ranks there are.
         count: this rank's number of rows that are not too long.
-        limit: the length above which rows are left out; None for no limit.
+        max_length: rows above it are left out, see :func:`~packhorse.samplers.lengths.are_too_long`; None
+            for no limit.
         processor: what the rows were counted with.
 
     Raises:
@@ -69,10 +71,10 @@ def smallest_without_talking(
             ranks' rows are not in any count file.
     """
     if isinstance(dataset, MetaDataset):
-        found = _smallest_share(dataset, world, limit, processor)
+        found = _smallest_share(dataset, world, max_length, processor)
         if found is not None:
             return found
-    elif limit is None:
+    elif max_length is None:
         return count  # shards of equal size are the dataset's affair
     raise ConfigError(
         f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
@@ -80,7 +82,7 @@ def smallest_without_talking(
     )
 
 
-def _smallest_share(dataset: MetaDataset, world: World, limit: int | None, processor: Any) -> int | None:
+def _smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
     """From the files alone; every rank comes to the same number."""
     dealt = {source.selection.world.size for source in dataset._sources}
     if dealt - {1, world.size}:
@@ -88,7 +90,7 @@ def _smallest_share(dataset: MetaDataset, world: World, limit: int | None, proce
             f"the dataset is dealt to {sorted(dealt)} ranks: expected {world.size}, as in {world}"
         )
     kept = np.zeros(world.size, np.int64)
-    if limit is None:
+    if max_length is None:
         for source in dataset._sources:
             kept += [len(_as_rank(source, rank).selection) for rank in range(world.size)]
         return int(kept.min())
@@ -96,7 +98,7 @@ def _smallest_share(dataset: MetaDataset, world: World, limit: int | None, proce
     counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
     if counts is None:
         return None
-    fits = counts.total <= limit
+    fits = ~are_too_long(counts.total, counts.exact, max_length)
     first = 0
     for source, all_rows in zip(dataset._sources, whole, strict=True):
         part = fits[first : first + len(all_rows)]

@@ -16,18 +16,23 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from packhorse.datasets.count_part import as_processor
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.samplers.agree import has_process_group, smallest_by_talking, smallest_without_talking
 from packhorse.samplers.integers import Integers
 from packhorse.samplers.lengths import (
+    MARGIN,
     UNKNOWN,
     Counts,
+    Flags,
     Measure,
+    are_too_long,
     given_lengths,
     key_of,
     ledger_of,
     lengths_of,
+    processor_of,
     raw_samples,
 )
 from packhorse.tokens.estimate import (
@@ -42,9 +47,6 @@ from packhorse.types import Drop, Reason, World
 logger = getLogger("packhorse.samplers")
 
 Ints = npt.NDArray[np.int64]
-
-MARGIN = 512
-"""Rows are left out only if they are so much above ``max_length``: their length may be an estimate."""
 
 _CHUNKS_AT_ONCE = 8192
 _NAMED_ONE_BY_ONE = 10_000
@@ -71,8 +73,10 @@ class LengthGroupedSampler(Sampler[int]):
         dataset: this rank's rows, wrapped or not.
         seed: the same on every rank.
         processor: its geometry (``image_processor``, ``video_processor``) tells the tokens of media of known
-            size; count files are looked for by it.
-        max_length: leave out rows of more than ``max_length + 512`` tokens; they are recorded in the ledger.
+            size; count files are looked for by it. A processor or the path of one; without it the one that
+            the dataset's wrapper encodes with.
+        max_length: leave out rows of more tokens, or, where the length is not exact, of more than
+            ``max_length + 512``; they are recorded in the ledger.
         batch_size: how many samples are taken together.
         world: this rank's place, where there is no process group, or ``World()`` to agree with nobody.
         counts: the lengths of the rows, if the caller has them.
@@ -108,6 +112,7 @@ class LengthGroupedSampler(Sampler[int]):
         self.max_length = max_length
         self.ledger = ledger if ledger is not None else ledger_of(dataset)
         self.length_source: Counter[str] = Counter()
+        processor = processor_of(dataset) if processor is None else as_processor(processor)
         self._dataset, self._processor, self._counts = dataset, processor, counts
         self._image_cfg = self._extract_image_config(processor)
         self._video_cfg = self._extract_video_config(processor)
@@ -190,11 +195,12 @@ class LengthGroupedSampler(Sampler[int]):
         """Tokens of each row, from the best source there is."""
         measure = Measure(self._processor, self._image_cfg, self._video_cfg)
         if self._counts is not None:
-            lengths, self.length_source = given_lengths(self._counts, len(dataset), measure)
+            found = given_lengths(self._counts, len(dataset), measure)
         else:
-            lengths, self.length_source = lengths_of(dataset, measure)
-        self.length_source = +self.length_source  # without zeros
-        return Integers(lengths)
+            found = lengths_of(dataset, measure)
+        self.length_source = +found.sources  # without zeros
+        self._exact: Flags = found.exact
+        return Integers(found.tokens)
 
     def _estimate_tokens(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """(text tokens, media tokens) of one example, by its fields or estimated."""
@@ -209,21 +215,18 @@ class LengthGroupedSampler(Sampler[int]):
         """Tokens of one video by its ``[total_frames, height, width, fps, duration]``."""
         return estimate_video_tokens(vid_meta, self._video_cfg)
 
-    @property
-    def _limit(self) -> int | None:
-        return None if self.max_length is None else self.max_length + MARGIN
-
     def _longest_first(self) -> Ints:
         """All rows that are not too long; those that are go to the ledger."""
         lengths = np.asarray(self.lengths)
         order: Ints = np.argsort(-lengths, kind="stable")
-        if self._limit is None:
+        if self.max_length is None:
             return order
-        too_long = np.searchsorted(-lengths[order], -self._limit)
-        left_out = np.sort(order[:too_long])
-        above = f"more than max_length={self.max_length} and a margin of {MARGIN}"
-        self._record(left_out, "too_long", above, lengths=lengths[left_out])
-        return order[too_long:]
+        too_long = are_too_long(lengths, self._exact, self.max_length)
+        above = f"more than max_length={self.max_length}"
+        for exact, detail in ((True, above), (False, f"{above} and a margin of {MARGIN}")):
+            left_out = np.flatnonzero(too_long & (self._exact == exact))
+            self._record(left_out, "too_long", detail, lengths=lengths[left_out])
+        return order[~too_long[order]]
 
     def _agreed(self, count: int, world: World | None, smallest: int | None) -> int:
         """How many rows every rank takes in an epoch."""
@@ -238,7 +241,7 @@ class LengthGroupedSampler(Sampler[int]):
         if world is None:
             return count
         raw = raw_samples(self._dataset)
-        return smallest_without_talking(raw, world, count, self._limit, self._processor)
+        return smallest_without_talking(raw, world, count, self.max_length, self._processor)
 
     def _rows_of(self, epoch: int) -> Ints:
         """The rows of an epoch in sorted order: all, or so many that every rank has the same number."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -18,20 +19,42 @@ from torch.utils.data import ConcatDataset, Subset
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.progress import Progress
-from packhorse.datasets.sidecar import counts_of
+from packhorse.datasets.sidecar import counts_of, is_counted
 from packhorse.datasets.summary import MetaExamples
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.tokens.columns import LengthColumns, estimate_lengths
 from packhorse.tokens.estimate import Geometry, estimate
 
+logger = getLogger("packhorse.samplers")
+
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Counts = CountColumns | LengthColumns | npt.ArrayLike
 
 GIVEN, SIDECAR, FIELDS, ESTIMATE, UNKNOWN = "given", "sidecar", "row fields", "estimate", "unknown"
 """Where a length comes from, the best first. An unknown one (the row cannot be read) counts 0."""
 
 _ROWS_COMPARED = 16
+
+
+MARGIN = 512
+"""Rows are left out only if they are so much above ``max_length``, where their length is not exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long rows are.
+
+    Attributes:
+        tokens: of each row.
+        exact: whether that is what the processor makes of it.
+        sources: how many rows have their length from which source.
+    """
+
+    tokens: Ints
+    exact: Flags
+    sources: Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +66,14 @@ class Measure:
     video_cfg: Geometry | None = None
 
 
-def lengths_of(dataset: Any, measure: Measure, rows: Ints | None = None) -> tuple[Ints, Counter[str]]:
-    """Tokens of each row, and how many rows have theirs from which source.
+def are_too_long(tokens: Ints, exact: Flags, max_length: int) -> Flags:
+    """Which rows are left out by their length: those that are not exact have a margin of ``MARGIN``."""
+    too_long: Flags = tokens > max_length + np.where(exact, 0, MARGIN)
+    return too_long
+
+
+def lengths_of(dataset: Any, measure: Measure, rows: Ints | None = None) -> Lengths:
+    """The length of each row.
 
     Args:
         dataset: what is sampled from.
@@ -64,11 +93,11 @@ def lengths_of(dataset: Any, measure: Measure, rows: Ints | None = None) -> tupl
         return _lengths_by_rows(dataset, measure, rows)
     counted = Counter({SIDECAR: int(counts.ok[rows].sum())})
     counted[UNKNOWN] = len(rows) - counted[SIDECAR]
-    return counts.total[rows], counted
+    return Lengths(counts.total[rows], counts.exact[rows], counted)
 
 
-def given_lengths(counts: Counts, rows: int, measure: Measure) -> tuple[Ints, Counter[str]]:
-    """Tokens of each row by counts that the caller has.
+def given_lengths(counts: Counts, rows: int, measure: Measure) -> Lengths:
+    """The length of each row by counts that the caller has; plain numbers are not taken for exact.
 
     Raises:
         ConfigError: they are not as many as there are rows.
@@ -85,7 +114,8 @@ def given_lengths(counts: Counts, rows: int, measure: Measure) -> tuple[Ints, Co
             f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one whole number for "
             f"each of the dataset's {rows} rows"
         )
-    return lengths.astype(np.int64), Counter({source: rows})
+    exact = counts.exact if isinstance(counts, CountColumns) else np.zeros(rows, np.bool_)
+    return Lengths(lengths.astype(np.int64), exact, Counter({source: rows}))
 
 
 def raw_samples(dataset: Any) -> Any:
@@ -122,19 +152,35 @@ def _wrapped(dataset: Any) -> Any:
     return inner if len(inner) == len(dataset) else None
 
 
-def _lengths_of_parts(dataset: ConcatDataset[Any], measure: Measure, rows: Ints) -> tuple[Ints, Counter[str]]:
-    lengths = np.zeros(len(rows), np.int64)
+def processor_of(dataset: Any) -> Any:
+    """The processor that a wrapper (:class:`PreTokenizedDatasetWrapper`) encodes with; None if there is none.
+
+    None too for joined sets that are encoded with different ones.
+    """
+    if isinstance(dataset, ConcatDataset):
+        found = {id(one): one for one in map(processor_of, dataset.datasets)}
+        return next(iter(found.values())) if len(found) == 1 else None
+    own = getattr(dataset, "processor", None)
+    if own is not None:
+        return own
+    inner = dataset.dataset if isinstance(dataset, Subset) else _wrapped(dataset)
+    return None if inner is None else processor_of(inner)
+
+
+def _lengths_of_parts(dataset: ConcatDataset[Any], measure: Measure, rows: Ints) -> Lengths:
+    lengths, exact = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
     sources: Counter[str] = Counter()
     first = 0
     for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
         places = np.flatnonzero((rows >= first) & (rows < end))
-        lengths[places], found = lengths_of(part, measure, rows[places] - first)
-        sources += found
+        found = lengths_of(part, measure, rows[places] - first)
+        lengths[places], exact[places] = found.tokens, found.exact
+        sources += found.sources
         first = end
-    return lengths, sources
+    return Lengths(lengths, exact, sources)
 
 
-def _lengths_by_rows(dataset: Any, measure: Measure, rows: Ints) -> tuple[Ints, Counter[str]]:
+def _lengths_by_rows(dataset: Any, measure: Measure, rows: Ints) -> Lengths:
     lengths = np.zeros(len(rows), np.int64)
     sources: Counter[str] = Counter()
     report = Progress("estimating lengths", len(rows))
@@ -148,7 +194,7 @@ def _lengths_by_rows(dataset: Any, measure: Measure, rows: Ints) -> tuple[Ints, 
         found = estimate(example, measure.image_cfg, measure.video_cfg)
         lengths[place] = found.text + found.media
         sources[FIELDS if found.told else ESTIMATE] += 1
-    return lengths, sources
+    return Lengths(lengths, np.zeros(len(rows), np.bool_), sources)
 
 
 Examples = Iterator[tuple[int, Any]]
@@ -184,16 +230,24 @@ def _of_mixture(dataset: MetaDataset, rows: Ints) -> Examples:
 
 def _sidecar_counts(dataset: Any, processor: Any) -> CountColumns | None:
     """Exact counts of a mixture's rows, if all its files have been counted for this processor."""
-    if not any(hasattr(processor, name) for name in ("tokenizer", "convert_tokens_to_ids")):
-        return None  # none, or one that only tells a geometry: nothing was ever counted with it
     if isinstance(dataset, MetaDataset):
-        return counts_of(dataset, processor)
-    found = _mixture_of(dataset) if isinstance(dataset, MetaExamples) else None
-    if found is None:
+        mixture, places = dataset, None
+    else:
+        found = _mixture_of(dataset) if isinstance(dataset, MetaExamples) else None
+        if found is None:
+            return None
+        mixture, places = found
+    if not any(hasattr(processor, name) for name in ("tokenizer", "convert_tokens_to_ids")):
+        # None, or one that only tells a geometry: nothing was ever counted with it.
+        if is_counted(mixture):
+            logger.warning(
+                "there are count files for this data, but lengths are estimated: no processor %s. Pass the "
+                "one that the rows were counted with as processor=",
+                "was given" if processor is None else "with a tokenizer was given",
+            )
         return None
-    mixture, places = found
     counts = counts_of(mixture, processor)
-    return None if counts is None else counts.take(places)
+    return counts if counts is None or places is None else counts.take(places)
 
 
 def _mixture_of(examples: MetaExamples) -> tuple[MetaDataset, Ints] | None:

@@ -29,7 +29,7 @@ from packhorse.chat import (
 from packhorse.chat.frames import find_frame, stand_in
 from packhorse.chat.labels import IGNORE_INDEX
 from packhorse.chat.template import token_ids
-from packhorse.errors import BadSample, PackhorseError
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error
 from packhorse.families.base import Encoded, Family, MediaSize
 from packhorse.families.counting import REFUSALS
 from packhorse.tokens.expand import Pieces
@@ -37,7 +37,7 @@ from packhorse.tokens.lengths import TokenLengths
 from packhorse.tokens.programs import Assembled, SpecialTokens, Step, assemble, compile_program
 from packhorse.types import Conversation, MediaKind, MediaRef, Message, TextPart, TokenCount
 
-COUNTER_VERSION = 1
+COUNTER_VERSION = 2
 """Part of every key under which counts are kept: raised when a count changes."""
 
 _MOST_SHAPES = 4096
@@ -78,10 +78,14 @@ class TokenCounter:
     def __init__(self, family: Family, processor: Any) -> None:
         self.family, self.processor = family, processor
         self._tokenizer = tokenizer_of(processor)
-        self._special = SpecialTokens(special_tokens(self._tokenizer))
+        special = special_tokens(self._tokenizer)
+        self._special = SpecialTokens(special)
+        written = family.placeholders(processor).values()
+        self._typed = SpecialTokens(special | dict.fromkeys(written, -1))
         fast = getattr(self._tokenizer, "is_fast", False) and hasattr(self._tokenizer, "_tokenizer")
         self._lengths = TokenLengths(self._tokenizer) if fast else None
         self._programs: dict[Shape, tuple[list[Step], bool] | None] = {}
+        self._seen: set[Shape] = set()
         self._media_of_sizes: dict[Any, tuple[tuple[MediumCount, ...], list[Written]]] = {}
 
     def count(self, conversation: Conversation) -> Counted:
@@ -130,11 +134,11 @@ class TokenCounter:
 
     def settings(self) -> dict[str, Any]:
         """All that decides a count beside the conversation, for the key under which counts are kept."""
-        describe = getattr(self.processor, "to_dict", dict)
+        described = _without_places(_description(self.processor))
         return {
             "counter": COUNTER_VERSION,
             "family": self.family.name,
-            "processor": json.loads(json.dumps(_without_places(describe()), sort_keys=True, default=str)),
+            "processor": json.loads(json.dumps(described, sort_keys=True, default=str)),
             "tokenizer": _digest_of(self._tokenizer),
             "template": chat_template(self.processor),
         }
@@ -157,11 +161,13 @@ class TokenCounter:
                 else:
                     refs.append(part)
                     parts.append(part.kind)
-            if message.extras:
-                return None  # the template may write anything from them
+            # What stands beside the content may be written anywhere; what looks like a special token may be
+            # spread over several parts.
+            if message.extras or message.text in self._typed:
+                return None
             shape.append((message.role, tuple(parts)))
         program = self._program(tuple(shape), conversation)
-        if program is None or any(text in self._special for text in texts):
+        if program is None:
             return None
         steps, adds_special = program
         media, written = self._media(refs, conversation.key) if refs else ((), ())
@@ -173,9 +179,14 @@ class TokenCounter:
         return made, media
 
     def _program(self, shape: Shape, conversation: Conversation) -> tuple[list[Step], bool] | None:
-        if shape not in self._programs:
-            if len(self._programs) >= _MOST_SHAPES:
+        if shape not in self._seen:
+            # Working a program out costs more than the long way: it must come again to be worth it.
+            if len(self._seen) >= _MOST_SHAPES:
+                self._seen.clear()
                 self._programs.clear()
+            self._seen.add(shape)
+            return None
+        if shape not in self._programs:
             self._programs[shape] = self._compiled(conversation)
         return self._programs[shape]
 
@@ -192,7 +203,9 @@ class TokenCounter:
         except template_errors(BadSample, CannotAlign):
             return None  # the long way says what is wrong with it
         known = family.placeholders(processor)
-        placeholders = [known[ref.kind] for ref in conversation.media if ref.kind in known]
+        if any(ref.kind not in known for ref in conversation.media):
+            return None
+        placeholders = [known[ref.kind] for ref in conversation.media]
         steps = compile_program(frame, spans, placeholders, self._special)
         return None if steps is None else (steps, _adds_special(family, processor, frame.text))
 
@@ -203,12 +216,7 @@ class TokenCounter:
         family, processor = self.family, self.processor
         family.check(conversation)
         turns = family.turns(conversation)
-        try:
-            text = family.render(processor, turns)
-        except template_errors() as error:
-            raise family.bad(
-                f"the chat template refuses it: {error}", conversation, "wrong_format"
-            ) from error
+        text = family.rendered(processor, conversation)
         family.check_placeholders(processor, text, conversation)
         media, _ = self._media(conversation.media, conversation.key)
         sizes = [(medium.kind, medium.size) for medium in media]
@@ -252,6 +260,11 @@ class TokenCounter:
                 raise
             except REFUSALS as error:
                 detail = f"the processor refuses it: {error}"
+                raise BadSample(detail, reason="sample_failed", key=key, stage="encode") from error
+            except DATA_ERRORS as error:
+                if not is_data_error(error):
+                    raise
+                detail = f"the processor fails on it: {type(error).__name__}: {error}"
                 raise BadSample(detail, reason="sample_failed", key=key, stage="encode") from error
             known = counts, [self._cut(one) for one in pieces]
             if len(self._media_of_sizes) >= _MOST_SIZES:
@@ -322,10 +335,35 @@ def _adds_special(family: Family, processor: Any, text: str) -> bool:
 def _digest_of(tokenizer: Any) -> str:
     engine = getattr(tokenizer, "_tokenizer", None)
     if engine is not None and hasattr(engine, "to_str"):
-        content = engine.to_str()
+        made = json.loads(engine.to_str())
+        made["padding"] = made["truncation"] = None  # as the last call of the tokenizer left them
+        content = json.dumps(made, sort_keys=True)
     else:
         content = json.dumps([tokenizer.get_vocab(), special_tokens(tokenizer)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _description(processor: Any) -> dict[str, Any]:
+    """What a processor says of itself, or what its parts say of themselves.
+
+    Raises:
+        ConfigError: nothing is said.
+    """
+    if hasattr(processor, "to_dict"):
+        described: dict[str, Any] = processor.to_dict()
+        return described
+    names = ("image_processor", "video_processor", "audio_processor", "feature_extractor")
+    parts = {name: getattr(processor, name, None) for name in names}
+    found = {
+        name: part.to_dict() if hasattr(part, "to_dict") else vars(part)
+        for name, part in parts.items()
+        if part is not None and (hasattr(part, "to_dict") or hasattr(part, "__dict__"))
+    }
+    if not found and any(part is not None for part in parts.values()):
+        raise ConfigError(
+            f"{type(processor).__name__} does not tell its settings (no to_dict), so counts cannot be kept"
+        )
+    return found
 
 
 def _without_places(value: Any) -> Any:

@@ -33,7 +33,8 @@ _KNOWN_PATTERNS = frozenset(_pattern(letter, number) for letter in _LETTERS for 
 
 _BLANK_BEFORE_SPACE = re.compile(r"\s ")
 _WORD_STARTS = re.compile(r"(?<=\S)(?= )")
-_MOST_WORDS = 500_000  # about 60 MB
+_MOST_WORDS = 500_000  # under 100 MB
+_LONGEST_WORD = 32
 
 
 class TokenLengths:
@@ -68,9 +69,9 @@ class TokenLengths:
                 except KeyError:
                     unknown.append((number, first, words))
         if unknown:
-            self._learn(unknown)
+            starts, others = self._learn(unknown)
             for number, first, words in unknown:
-                lengths[number] += at_start[first] + sum(map(behind, words))
+                lengths[number] += starts[first] + sum(map(others.__getitem__, words))
         return lengths
 
     @staticmethod
@@ -82,17 +83,21 @@ class TokenLengths:
             return not left[-1].isspace()
         return left[-1] in "\r\n" and not right[0].isspace()
 
-    def _learn(self, lines: Iterable[tuple[int, str, list[str]]]) -> None:
-        """Encode the words of some lines that are not known yet."""
-        starts, others = set(), set()
+    def _learn(self, lines: Iterable[tuple[int, str, list[str]]]) -> tuple[dict[str, int], dict[str, int]]:
+        """The lengths of all words of some lines, at the start and behind a space; short ones are kept."""
+        starts: set[str] = set()
+        others: set[str] = set()
         for _, first, words in lines:
             starts.add(first)
             others.update(words)
-        new = list(starts.difference(self._at_start))
-        self._at_start.update(zip(new, self._encoded_lengths(new), strict=True))
-        new = list(others.difference(self._behind_space))
-        lengths = self._encoded_lengths([f" {word}" for word in new])
-        self._behind_space.update(zip(new, lengths, strict=True))
+        return self._looked_up(starts, self._at_start, ""), self._looked_up(others, self._behind_space, " ")
+
+    def _looked_up(self, words: set[str], known: dict[str, int], before: str) -> dict[str, int]:
+        new = [word for word in words if word not in known]
+        lengths = dict(zip(new, self._encoded_lengths([before + word for word in new]), strict=True))
+        # What is long (a line of Chinese, an address) hardly comes again, and would fill the memory.
+        known.update((word, length) for word, length in lengths.items() if len(word) <= _LONGEST_WORD)
+        return {word: known[word] if word in known else lengths[word] for word in words}
 
     def _encoded_lengths(self, texts: Sequence[str]) -> list[int]:
         return [

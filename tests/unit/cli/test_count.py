@@ -33,14 +33,47 @@ def test_a_count_shows_a_table_of_the_data_sets_and_the_bad_rows_and_verifies(
     assert result.exit_code == 0, result.output
     for name in ("charts", "chats", "clips", "all"):
         assert re.search(rf"^ *{name} +[0-9]", result.stdout, re.MULTILINE)
-    assert "charts: 1 malformed_row, as\n  charts/7: not valid JSON" in result.stdout
+    where = f"{tmp_path}/charts.jsonl:8 (byte 1105)"
+    assert f"charts: 1 malformed_row\n  charts/7, {where}: not valid JSON" in result.stdout
+    assert "column 79 of the row\n" in result.stdout
+    assert re.search(
+        r"longest rows: charts/\d+ \(\d+\), chats/\d+ \(\d+\), clips/\d+ \(\d+\)\n", result.stdout
+    )
     assert "40 rows counted (" in result.stdout
     assert "verified 39 rows: all as the real processor makes them" in result.stdout
     assert "charts/13" in result.stdout  # cannot be decoded
     assert len(sidecars(tmp_path)) == 3
     result = run(meta, "--processor", saved)
-    assert "0 rows counted (" in result.stdout
-    assert "40 taken over" in result.stdout
+    assert "0 rows counted, 40 taken over" in result.stdout  # and no rate
+
+
+def test_rows_with_nothing_learned_and_media_that_were_missing_before_are_told(
+    tmp_path: Path, saved: str
+) -> None:
+    meta = write_demo_data(tmp_path)
+    question = {"messages": [{"role": "user", "content": "Anybody there?"}]}
+    with open(tmp_path / "charts.jsonl", "a") as file:
+        file.writelines(json.dumps(question) + "\n" for _ in range(4))
+    for number in range(4):
+        (tmp_path / "media" / f"chart0{number}.png").unlink()
+    first = run(meta, "--processor", saved)
+    learned = "charts: nothing is learned of 4 of 28 rows, as charts/24, charts/25, charts/26\n"
+    assert learned in first.stdout
+    assert "4 missing_media, as\n" in first.stdout
+    assert first.stdout.count("no file chart0") == 3
+    assert "--retry-bad" not in first.stdout
+    second = run(meta, "--processor", saved, "--bad", 10)
+    assert second.stdout.count("no file chart0") == 4
+    assert "count with --retry-bad" in second.stdout
+    none = run(meta, "--processor", saved, "--bad", 0)
+    assert "charts: 4 missing_media\n" in none.stdout
+    assert "no file chart0" not in none.stdout
+
+
+def test_help_shows_flags_without_a_value() -> None:
+    shown = CliRunner().invoke(app, ["count", "--help"], env={"COLUMNS": "200"}).stdout
+    for flag in ("--retry-bad", "--fresh", "--trust-remote-code", "--json"):
+        assert re.search(rf"{flag} +[A-Z]", shown), flag
 
 
 def test_the_report_can_be_had_as_json(tmp_path: Path, saved: str) -> None:
@@ -52,6 +85,9 @@ def test_the_report_can_be_had_as_json(tmp_path: Path, saved: str) -> None:
     report = json.loads(result.stdout)
     (charts,) = report["datasets"]
     assert charts["name"] == "charts"
+    assert report["all"] == {name: charts[name] for name in report["all"]}
+    assert {"rows", "total", "supervised", "tokens", "media", "bad", "longest_row"} <= set(report["all"])
+    assert [row["location"] for row in charts["examples"]] == [f"{tmp_path}/charts.jsonl:8 (byte 1105)"]
     assert charts["rows"] == report["counted_rows"] == 24
     assert charts["bad"] == {"malformed_row": 1}
     assert charts["total"] == sum(charts["tokens"].values()) > charts["supervised"] > 0
@@ -86,7 +122,8 @@ def failure(result: Result) -> str:
 def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path, saved: str) -> None:
     meta = write_demo_data(tmp_path)
     assert "no such folder" in failure(run(meta, "--processor", tmp_path / "nothing"))
-    assert "no/meta.json" in failure(run(tmp_path / "no" / "meta.json", "--processor", saved))
+    error = failure(run(tmp_path / "no" / "meta.json", "--processor", saved))
+    assert error == f"packhorse count: {tmp_path}/no/meta.json: no such file or directory"
     assert "no dataset fish" in failure(run(meta, "--processor", saved, "--dataset", "fish"))
     assert "unknown engine 'spark'" in failure(run(meta, "--processor", saved, "--engine", "spark"))
     assert "goes with the engine 'ray'" in failure(run(meta, "--processor", saved, "--ray-address", "auto"))

@@ -178,12 +178,17 @@ def test_the_report_adds_up(tmp_path: Path, qwen: Any) -> None:
     charts, chats, clips = report.datasets
     assert charts.bad == {"malformed_row": 1}
     assert [row.key for row in charts.examples] == ["charts/7"]
-    assert "not valid JSON" in charts.examples[0].detail
+    assert charts.examples[0].detail == "not valid JSON: Expecting value: column 79 of the row"
+    assert charts.examples[0].location.startswith(f"{tmp_path}/charts.jsonl:8 (byte ")
     assert str(tmp_path) not in charts.examples[0].detail
     assert charts.media == {"images": 23, "videos": 0, "audios": 0}
     assert clips.tokens["video"] > 0 == clips.tokens["image"]
     assert chats.tokens["text"] == chats.total > chats.supervised > 0
     assert charts.longest_row.startswith("charts/")
+    assert report.totals()["rows"] == 40
+    assert report.totals()["tokens"]["audio"] == 0
+    assert report.totals()["total"] == charts.total + chats.total + clips.total
+    assert report.totals()["longest_row"] == max(report.datasets, key=lambda one: one.longest).longest_row
     assert json.loads(json.dumps(report.as_dict()))["datasets"][0]["total"] == charts.total
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from contract.processors import build, processor
-from count_samples import chat, sidecars, write_chats, write_meta, write_rows
+from count_samples import chat, save_processor, sidecars, write_chats, write_meta, write_rows
 from packhorse.cli.demo_data import write_demo_data
 from packhorse.conversation import parse_conversation
 from packhorse.datasets import open_meta_dataset
 from packhorse.datasets.counting import count_meta
 from packhorse.datasets.sidecar import CountColumns, Sidecar, counts_of
-from packhorse.errors import BadSample
+from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
 from packhorse.tokens.count import TokenCounter
 from packhorse.types import MEDIA_KINDS
@@ -131,8 +131,58 @@ def test_every_type_of_file_can_be_counted(kind: str, tmp_path: Path, qwen: Any,
     assert rows_of(columns) == list(one_by_one(dataset, qwen))
 
 
-def test_without_a_sidecar_there_are_no_counts(tmp_path: Path, qwen: Any) -> None:
+def test_the_details_of_bad_rows_come_with_the_counts(demo: Path, qwen: Any) -> None:
+    columns = counts_of(open_meta_dataset(demo), qwen)
+    assert columns is not None
+    assert [bool(text) for text in columns.detail] == (~columns.ok).tolist()
+    (bad,) = np.flatnonzero(~columns.ok)
+    assert columns.take([0, bad]).detail.tolist() == [
+        "",
+        "not valid JSON: Expecting value: column 79 of the row",
+    ]
+
+
+def test_counts_can_be_asked_for_by_the_path_of_the_processor(tmp_path: Path, cache: Path) -> None:
+    saved = save_processor(tmp_path / "processor")
+    meta = write_chats(tmp_path / "data", 3)
+    count_meta(meta, saved)
+    for path in (saved, Path(saved)):
+        columns = counts_of(open_meta_dataset(meta), path)
+        assert columns is not None
+        assert len(columns) == 3
+    with pytest.raises(ConfigError, match="no such folder"):
+        counts_of(open_meta_dataset(meta), str(tmp_path / "nothing"))
+
+
+def test_without_a_sidecar_there_are_no_counts(tmp_path: Path, qwen: Any, cache: Path, caplog: Any) -> None:
     assert counts_of(open_meta_dataset(write_chats(tmp_path, 3)), qwen) is None
+    assert caplog.text == ""  # nothing was ever counted: no warning
+
+
+def test_the_log_says_why_count_files_are_not_used(
+    tmp_path: Path, qwen: Any, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = write_chats(tmp_path, 3)
+    count_meta(meta, qwen)
+
+    def said(meta: Any, processor: Any) -> str:
+        caplog.clear()
+        assert counts_of(open_meta_dataset(meta), processor) is None
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        return record.getMessage()
+
+    other = build("qwen2_vl")
+    other.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content[0].text }}{% endfor %}"
+    assert f"{tmp_path}/chats.jsonl was counted with another chat template" in said(meta, other)
+    strict = {"chats": {"file_name": str(tmp_path / "chats.jsonl"), "strict": True}}
+    assert "with another set of rules (columns, tags, media folder)" in said(strict, qwen)
+    write_rows(tmp_path / "more.jsonl", [json.dumps(chat(1))])
+    more = {name: {"file_name": str(tmp_path / f"{name}.jsonl")} for name in ("chats", "more")}
+    assert f"(more: {tmp_path}/more.jsonl was never counted)" in said(more, qwen)
+    with open(tmp_path / "chats.jsonl", "a") as file:
+        file.write(json.dumps(chat(7)) + "\n")
+    assert f"chats: {tmp_path}/chats.jsonl has changed since it was counted" in said(meta, qwen)
 
 
 def test_counts_hold_for_one_state_of_the_file_one_template_and_one_set_of_rules(

@@ -1,6 +1,7 @@
 """Where the sampler gets the lengths of rows from: count files, fields of the rows, estimates."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from contract.processors import processor
+from count_samples import save_processor
 from packhorse.datasets import (
     PreTokenizedDatasetWrapper,
     RobustDatasetWrapper,
@@ -64,6 +66,57 @@ def test_counts_for_another_processor_or_none_are_not_used(counted: dict[str, An
     dataset = open_meta_dataset(counted)
     for other in (None, object(), processor("qwen3_vl")):
         assert LengthGroupedSampler(dataset, processor=other).length_source == {"estimate": 33}
+
+
+def test_the_processor_of_a_wrapper_finds_the_counts(counted: dict[str, Any]):
+    dataset = open_meta_dataset(counted)
+    made = processor("qwen2_vl")
+    wrapped = PreTokenizedDatasetWrapper(dataset, made)
+    for whole in (wrapped, Subset(wrapped, range(33)), ConcatDataset([wrapped])):
+        assert LengthGroupedSampler(whole).length_source == {"sidecar": 33}
+    other = PreTokenizedDatasetWrapper(dataset, processor("qwen3_vl"))
+    assert LengthGroupedSampler(other, processor=made).length_source == {"sidecar": 33}
+    assert LengthGroupedSampler(ConcatDataset([wrapped, other])).length_source == {"estimate": 66}
+
+
+def test_the_path_of_a_processor_will_do(tmp_path: Path, counted: dict[str, Any]):
+    saved = save_processor(tmp_path / "saved")
+    assert LengthGroupedSampler(open_meta_dataset(counted), processor=saved).length_source == {"sidecar": 33}
+
+
+def test_count_files_that_are_not_used_are_warned_of_once(
+    counted: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    dataset = open_meta_dataset(counted)
+    for other, why in (
+        (None, "no processor was given"),
+        (object(), "no processor with a tokenizer was given"),
+        (processor("qwen3_vl"), "was counted with another model family"),
+    ):
+        caplog.clear()
+        LengthGroupedSampler(dataset, processor=other)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert why in record.getMessage()
+
+
+def test_exact_lengths_have_no_margin(counted: dict[str, Any]):
+    dataset, made = open_meta_dataset(counted), processor("qwen2_vl")
+    counts = counts_of(dataset, made)
+    assert counts is not None
+    total = counts.total
+    limit = int(np.median(total))
+    kept = [index for index in range(33) if total[index] <= limit]
+    for given in (None, counts):
+        sampler = LengthGroupedSampler(dataset, processor=made, max_length=limit, counts=given)
+        assert sorted(sampler) == kept
+    details = {drop.detail for drop in dataset.ledger if drop.reason == "too_long"}
+    assert all(detail.endswith(f"more than max_length={limit}") for detail in details)
+    with_margin = [index for index in range(33) if total[index] <= limit + 512]
+    assert len(kept) < len(with_margin) < 33
+    inexact = replace(counts, exact=np.zeros(33, np.bool_))
+    for given in (inexact, total):  # where plain numbers come from nobody knows
+        assert sorted(LengthGroupedSampler(dataset, max_length=limit, counts=given)) == with_margin
 
 
 def test_a_loaded_list_has_its_counts_as_long_as_it_is_as_it_was_loaded(counted: dict[str, Any]):
