@@ -43,6 +43,7 @@ class _ManyRows:
     reason: Reason
     detail: str
     action: Action
+    epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -50,7 +51,7 @@ class _ManyRows:
     def drops(self) -> Iterator[Drop]:
         for row in self.rows.tolist():
             key = f"{self.dataset}/{row}"
-            yield Drop(key, self.stage, self.reason, self.detail, self.action, self.dataset)
+            yield Drop(key, self.stage, self.reason, self.detail, self.action, self.dataset, self.epoch)
 
     def to_json(self) -> dict[str, Any]:
         import numpy as np
@@ -59,7 +60,7 @@ class _ManyRows:
         firsts = self.rows[np.concatenate([[0], breaks])]
         lasts = self.rows[np.concatenate([breaks - 1, [len(self.rows) - 1]])]
         ranges = np.stack([firsts, lasts + 1], axis=1).tolist()
-        names = ("dataset", "stage", "reason", "detail", "action")
+        names = ("dataset", "stage", "reason", "detail", "action", "epoch")
         return {"rows": ranges, "n": len(self.rows), **{name: getattr(self, name) for name in names}}
 
 
@@ -83,7 +84,7 @@ class Ledger:
         # Absolute: a worker may start in another folder.
         self.path = Path(path).absolute() if path is not None else None
         self._drops: dict[Drop, int] = {}  # entry -> how often; more than once only where it names no row
-        self._many: dict[tuple[str, ...], _ManyRows] = {}
+        self._many: dict[tuple[str | int | None, ...], _ManyRows] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
@@ -115,10 +116,11 @@ class Ledger:
         reason: Reason,
         detail: str = "",
         action: Action = "left_out",
+        epoch: int | None = None,
     ) -> None:
         """Write one reason for many rows at once: eight bytes a row in memory, ranges in the file."""
         if len(rows):
-            self._record_many(_ManyRows(dataset, rows, stage, reason, detail, action))
+            self._record_many(_ManyRows(dataset, rows, stage, reason, detail, action, epoch))
 
     def merge(self, other: Ledger) -> None:
         """Add everything another ledger holds (another rank's, another stage's)."""
@@ -221,7 +223,7 @@ class Ledger:
         """Join rows to those already known under the same reason; whether that told anything new."""
         import numpy as np
 
-        group = (many.dataset, many.stage, many.reason, many.detail, many.action)
+        group = (many.dataset, many.stage, many.reason, many.detail, many.action, many.epoch)
         known = self._many.get(group)
         if known is not None:
             rows = np.union1d(known.rows, many.rows)
@@ -283,7 +285,8 @@ class Ledger:
 
         rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in entry["rows"]])
         names = ("stage", "reason", "detail", "action")
-        self._add_many(_ManyRows(entry["dataset"], rows, *(entry[name] for name in names)))
+        values = [entry[name] for name in names] + [entry.get("epoch")]
+        self._add_many(_ManyRows(entry["dataset"], rows, *values))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_lock"}

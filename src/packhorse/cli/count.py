@@ -192,8 +192,8 @@ def _remarks(dataset: DatasetReport) -> Iterator[str]:
         yield f"{dataset.name}: not exact, off by {bound}"
     if dataset.unsupervised:
         rows = ", ".join(dataset.unsupervised_rows)
-        number = f"{dataset.unsupervised:,} of {dataset.rows:,} rows"
-        yield f"{dataset.name}: nothing is learned of {number}, as {rows}"
+        share = f"{dataset.unsupervised:,} of {dataset.rows:,} rows"
+        yield f"{dataset.name}: nothing is learned of {share}, as {rows}"
     for reason, number in dataset.bad.items():
         shown = [row for row in dataset.examples if row.reason == reason]
         yield f"{dataset.name}: {number:,} {reason}{', as' if 0 < len(shown) < number else ''}"

@@ -94,11 +94,10 @@ def _row_bytes(file: RowFile, number: int) -> bytes:
 def _with_counts(row: bytes, counts: dict[str, Any]) -> bytes:
     fields = orjson.dumps({"_text_tokens": counts["text"], "mm_inputs_meta": inputs_meta(counts["media"])})
     if any(name.encode() in row for name in _FIELDS):
-        # Perhaps from an earlier count: not twice in a row.
         values = json.loads(row)
-        row = json.dumps(
-            {name: value for name, value in values.items() if name not in _FIELDS}, ensure_ascii=False
-        ).encode()
+        kept = {name: value for name, value in values.items() if name not in _FIELDS}
+        if len(kept) < len(values):  # from an earlier count (and not just text that mentions it): not twice
+            row = json.dumps(kept, ensure_ascii=False).encode()
     return row[: row.rindex(b"}")].rstrip() + b"," + fields[1:]
 
 

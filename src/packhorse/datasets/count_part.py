@@ -87,6 +87,7 @@ class PartCounter:
     @classmethod
     def of(cls, processor: Any, trust_remote_code: bool = False) -> PartCounter:
         """Open the processor, and take its settings for those of all processes."""
+        _opened_rows.cache_clear()  # as for the processor: a file may be another one by now
         if isinstance(processor, str):
             opened_counter.cache_clear()  # the folder may hold another one since the last pass
             return cls(processor, opened_counter(processor, trust_remote_code)[1], trust_remote_code)
@@ -99,7 +100,7 @@ class PartCounter:
         """Count the rows of one part."""
         check_media_dir(task.config)
         counter = self.counter()
-        rows = _opened_rows(task.config.file_name, task.index_dir, task.size, task.edges)
+        rows = _rows_now(task)
         with gc_paused():
             return PartResult(part_digest(rows, task.first, task.stop), _counted_bytes(counter, rows, task))
 
@@ -245,13 +246,24 @@ def opened_counter(path: str, trust_remote_code: bool) -> tuple[TokenCounter, di
     return counter, counter_settings(counter)
 
 
+def _rows_now(task: PartTask) -> RowFile:
+    """The data file as it is now. One that stays open shows what lay there when it was opened."""
+    wanted = task.config.file_name, task.index_dir, task.size, task.edges
+    rows, state = _opened_rows(*wanted)
+    if Fingerprint.of(data_source(rows)) != state:
+        _opened_rows.cache_clear()
+        rows, _ = _opened_rows(*wanted)
+    return rows
+
+
 @lru_cache(maxsize=4)
-def _opened_rows(address: str, index_dir: str | None, size: int, edges: str) -> RowFile:
+def _opened_rows(address: str, index_dir: str | None, size: int, edges: str) -> tuple[RowFile, Fingerprint]:
+    """An open file and its state; the time of change may be another on another machine."""
     rows = open_rows(address, index_dir)
     state = Fingerprint.of(data_source(rows))
     if (state.size, state.edges) != (size, edges):
         raise ConfigError(f"{address}: the file has changed since the count began; count again")
-    return rows
+    return rows, state
 
 
 def _counted_bytes(counter: TokenCounter, rows: RowFile, task: PartTask) -> bytes:

@@ -1,4 +1,9 @@
-"""Proof of the counts: random rows go through the real processor, and every number is compared."""
+"""Proof of the counts: random rows go through the real processor, and what it makes of them is compared.
+
+Compared are the length, text and media tokens, the tokens of each kind of media (where the ids tell kinds
+apart) and the supervised ones; of an inexact count only the length, within what it may be off. Patches and
+the sizes of single media are not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ _NOT_IN_HEADERS = ("broken_media", "missing_media", "media_too_large")
 def verify_counts(files: Sequence[CountedFile], processor: Any, rows: int, seed: int) -> Verified:
     """Encode ``rows`` random rows and compare their counts; costs what encoding them costs.
 
-    Compared are the length, the tokens of each kind and the supervised ones. A row that was counted but that
+    Compared are the numbers that the head of this module lists. A row that was counted but that
     the processor refuses, or the other way round, is a difference too.
     """
     family = family_of(processor)

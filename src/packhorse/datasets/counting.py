@@ -9,9 +9,6 @@ are there, whole and under its own name; its bytes are the same whatever was tak
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +18,19 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from packhorse.datasets.cache import Fingerprint, cache_lock, write_whole
-from packhorse.datasets.count_columns import OK, count_schema
+from packhorse.datasets.count_columns import count_schema
+from packhorse.datasets.count_disk import (
+    has_bad,
+    is_bad,
+    is_gone,
+    keep_part,
+    may_write,
+    needs_no_media,
+    open_part,
+    part_file,
+    remove_files,
+    told_if_full,
+)
 from packhorse.datasets.count_part import (
     PartCounter,
     PartResult,
@@ -49,15 +58,10 @@ logger = getLogger("packhorse.datasets")
 PART_ROWS = 4096
 """Rows of a part: a second or two of work, which is what an interruption costs a worker."""
 
+_MOST_LOSSES = 3
+
 T = TypeVar("T")
 R = TypeVar("R")
-
-_NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota is used up",
-    errno.EFBIG: "a file may not grow so large",
-}
 
 
 class Runner(Protocol):
@@ -173,11 +177,11 @@ def _log_progress() -> OnProgress:
 
 def _count_all(jobs: list[_Job], work: PartCounter, engine: Runner | None, progress: OnProgress) -> None:
     """Count the parts that are missing; finish each file as soon as its last part is there."""
+    for job in jobs:
+        job.finish_if_complete()
     owners = [(job, number) for job in jobs for number in job.missing]
     tasks = [job.task(number) for job, number in owners]
     total, done = sum(task.stop - task.first for task in tasks), 0
-    for job in jobs:
-        job.finish_if_complete()
     if not tasks:
         return
     progress(0, total)
@@ -189,6 +193,8 @@ def _count_all(jobs: list[_Job], work: PartCounter, engine: Runner | None, progr
             job.finish_if_complete()
             done += tasks[position].stop - tasks[position].first
             progress(done, total)
+    if done == total and any(job.missing for job in jobs):  # somebody has removed parts
+        _count_all(jobs, work, engine, progress)
 
 
 @dataclass
@@ -200,27 +206,32 @@ class _Job:
     place: Place
     part_rows: int
     index_dir: str | None
-    counted_rows: int = 0
     home: int = 0
     missing: set[int] = field(default_factory=set)
     _done: Sidecar | None = None
-    _target: Path | None = None
+    _seen: tuple[Path, int] | None = None  # the sidecar that was there before
+    _counted: set[int] = field(default_factory=set)
+    _files: set[Path] = field(default_factory=set)  # of parts: made here, or found at the beginning
+    _losses: int = 0
     # Where each part is: its digest, and a function that gives its record batch.
     _parts: dict[int, tuple[str, Callable[[], Any]]] = field(default_factory=dict)
 
     def prepare(self, *, retry_bad: bool, fresh: bool) -> None:
         """Find out what there is already; choose where to keep what will be made."""
-        found = None if fresh else self.place.find()
-        if found is not None and len(found) == len(self.file) and not (retry_bad and _has_bad(found)):
+        if fresh:
+            self._forget()
+        found = self.place.find()
+        self._seen = None if found is None else (found.path, found.mtime_ns)
+        found = None if fresh else found
+        if found is not None and len(found) == len(self.file) and not (retry_bad and has_bad(found)):
             self._done = found
             return
         self._choose_home()
         self.part_rows = self.part_rows or (PART_ROWS if fresh else self._usual_part_rows(found))
         self.missing = set(range(-(-len(self.file) // self.part_rows)))
         if fresh:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True, exist_ok=True)
             return
+        self._files |= self._kept()
         known = self._known_parts(found, retry_bad)
         if not known:
             return
@@ -229,6 +240,20 @@ class _Job:
             if name in known:
                 self._parts[number] = (name, known[name])
         self.missing -= set(self._parts)
+
+    def _forget(self) -> None:
+        """Remove all that was counted with these settings, so that a rerun goes on with what is fresh."""
+        remove_files(sidecar.path for sidecar in [*self.place.others()])
+        remove_files(self.place.all_targets())
+        remove_files(self._kept())
+
+    def _kept(self) -> set[Path]:
+        return {path for folder in self.place.parts_folders() for path in folder.glob("*.arrow")}
+
+    @property
+    def counted_rows(self) -> int:
+        """How many rows this run has counted."""
+        return sum(stop - first for first, stop in map(self._span, self._counted))
 
     def task(self, number: int) -> PartTask:
         first, stop = self._span(number)
@@ -239,12 +264,11 @@ class _Job:
     def keep(self, number: int, result: PartResult) -> None:
         """Take in a counted part, and keep it for a later run until the sidecar is finished."""
         path = self._folder / f"{result.digest}-{self.part_rows}.arrow"
-        with _told_if_full(path):
-            write_whole(path, lambda file: _write(file, result.data))
-        self._parts[number] = (result.digest, lambda: _part_file(path))
+        keep_part(path, result.data)
+        self._files.add(path)
+        self._parts[number] = (result.digest, lambda: part_file(path))
         self.missing.discard(number)
-        first, stop = self._span(number)
-        self.counted_rows += stop - first
+        self._counted.add(number)
 
     def finish_if_complete(self) -> None:
         """Write the sidecar if all its parts are there."""
@@ -255,15 +279,48 @@ class _Job:
                 f"{self.file.name} was changed while it was being counted; count again (parts that did not "
                 "change are kept)"
             )
-        target = self.place.targets()[self.home]
-        with _told_if_full(target):
-            write_whole(target, self._write_sidecar, to_disk=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        for other in [*self.place.others()]:
-            with contextlib.suppress(OSError):
-                other.path.unlink()  # of a state that the file is no longer in
+        try:
+            place = self._final_place()
+            target = place.targets()[self.home]
+            with told_if_full(target):
+                write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
+            self._done = Sidecar(target)
+        except FileNotFoundError as error:
+            self._done = self._of_another_machine()
+            if self._done is None:
+                self._count_lost_parts(error)
+                return
+        remove_files(self._files)
+        # Of states that the file is no longer in.
+        remove_files(other.path for other in [*self.place.others()])
         self._parts.clear()
-        self._done = Sidecar(target)
+
+    def _final_place(self) -> Place:
+        """Where the sidecar goes: counts of rows without media hold in whatever directory we are."""
+        anywhere = self.place.anywhere
+        if anywhere is None or not all(needs_no_media(part()) for _, part in self._parts.values()):
+            return self.place
+        return anywhere
+
+    def _of_another_machine(self) -> Sidecar | None:
+        """The sidecar of somebody who was faster with the same file (and has removed the parts)."""
+        found = self.place.find()
+        if found is None or len(found) != len(self.file) or (found.path, found.mtime_ns) == self._seen:
+            return None
+        logger.info("%s was made by another process: taking it", found.path)
+        return found
+
+    def _count_lost_parts(self, error: FileNotFoundError) -> None:
+        """Have parts counted again that somebody has removed."""
+        lost = {number for number, (_, part) in self._parts.items() if is_gone(part)}
+        self._losses += 1
+        if self._losses > _MOST_LOSSES or not lost:
+            raise SystemFault(
+                f"{self.file.name}: counted parts were removed while the count was running ({error}). Is "
+                "somebody else counting or clearing this folder? Count again when they are done"
+            ) from error
+        logger.warning("%s: %s counted parts were removed: counting them again", self.file.name, len(lost))
+        self.missing |= lost
 
     def tidy_up(self) -> None:
         """Leave no empty folder behind, whatever happened."""
@@ -282,7 +339,7 @@ class _Job:
     def _choose_home(self) -> None:
         """The folder of the data, or the cache where that may not be written."""
         folders = self.place.parts_folders()
-        writable = (number for number, folder in enumerate(folders) if _may_write(folder))
+        writable = (number for number, folder in enumerate(folders) if may_write(folder))
         home = next(writable, None)
         if home is None:
             where = " nor ".join(str(folder.parent) for folder in folders)
@@ -308,21 +365,21 @@ class _Job:
                 known[name] = lambda sidecar=sidecar, number=number: sidecar.part(number)  # type: ignore[misc]
         for folder in self.place.parts_folders():
             for path in folder.glob("*.arrow"):
-                if _open_part(path) is not None:
-                    known[path.stem.partition("-")[0]] = lambda path=path: _part_file(path)  # type: ignore[misc]
+                if open_part(path) is not None:
+                    known[path.stem.partition("-")[0]] = lambda path=path: part_file(path)  # type: ignore[misc]
         if retry_bad:
-            return {name: part for name, part in known.items() if not _is_bad(part())}
+            return {name: part for name, part in known.items() if not is_bad(part())}
         return known
 
     def _span(self, number: int) -> tuple[int, int]:
         return number * self.part_rows, min(len(self.file), (number + 1) * self.part_rows)
 
-    def _write_sidecar(self, file: IO[bytes]) -> None:
+    def _write_sidecar(self, file: IO[bytes], settings: Settings) -> None:
         import pyarrow as pa
 
         order = [self._parts[number] for number in range(len(self._parts))]
         metadata = sidecar_metadata(
-            self.place.settings, self.place.state, len(self.file), self.part_rows, [name for name, _ in order]
+            settings, self.place.state, len(self.file), self.part_rows, [name for name, _ in order]
         )
         schema = count_schema(metadata)
         with pa.ipc.new_file(file, schema) as writer:
@@ -334,58 +391,3 @@ class _Job:
                         f"part {number} of {self.file.name} has {part.num_rows} rows; count fresh"
                     )
                 writer.write_batch(pa.RecordBatch.from_arrays(part.columns, schema=schema))
-
-
-def _may_write(folder: Path) -> bool:
-    """Make a folder for parts; False where that is not allowed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno not in _NOT_OURS_TO_WRITE:
-            raise _fault(error, folder) from error
-        logger.info("%s cannot be written (%s)", folder.parent, error.strerror)
-        return False
-    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _write(file: IO[bytes], data: bytes) -> None:
-    file.write(data)
-
-
-def _open_part(path: Path) -> Any | None:
-    """The record batch of a part that an earlier run kept, or None if it is damaged."""
-    try:
-        return _part_file(path)
-    except (OSError, ValueError):
-        return None
-
-
-def _part_file(path: Path) -> Any:
-    import pyarrow as pa
-
-    return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-
-
-def _is_bad(batch: Any) -> bool:
-    """Whether any row of a part could not be counted."""
-    return any(status != OK for status in batch.column("status").unique().to_pylist())
-
-
-def _has_bad(sidecar: Sidecar) -> bool:
-    return any(map(_is_bad, sidecar.batches()))
-
-
-@contextlib.contextmanager
-def _told_if_full(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _fault(error, path) from error
-
-
-def _fault(error: OSError, path: Path) -> SystemFault:
-    why = _FULL.get(error.errno or 0, error.strerror or str(error))
-    return SystemFault(
-        f"{path} cannot be written: {why}. No count file is incomplete; make room and count again (what is "
-        "finished is kept)"
-    )

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from glob import escape
 from logging import INFO, WARNING, getLogger
@@ -39,6 +40,7 @@ SUFFIX = ".phcount"
 
 _FORMAT = "packhorse-count-1"
 _NAME_DIGITS = 12
+_ABOUT = {"rows": int, "part_rows": int, "parts": list, "settings": dict, "settings_key": str}
 
 
 class Sidecar:
@@ -56,12 +58,13 @@ class Sidecar:
         import pyarrow as pa
 
         self.path = Path(path)
+        self.mtime_ns = os.stat(path).st_mtime_ns
         self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
         try:
             self.about: dict[str, Any] = json.loads(self._reader.schema.metadata[b"packhorse"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no count file of packhorse") from error
-        if self.about["format"] != _FORMAT or len(self.parts) != self._reader.num_record_batches:
+        if not _is_in_order(self.about) or len(self.parts) != self._reader.num_record_batches:
             raise ValueError(f"{path} is a count file of another format, or damaged")
 
     def __len__(self) -> int:
@@ -111,6 +114,13 @@ class Sidecar:
         return values
 
 
+def _is_in_order(about: Any) -> bool:
+    """Whether a file says about itself what a count file of this format says."""
+    if not isinstance(about, dict) or about.get("format") != _FORMAT:
+        return False
+    return all(isinstance(about.get(name), kind) for name, kind in _ABOUT.items())
+
+
 def sidecar_metadata(
     settings: Settings, state: Fingerprint, rows: int, part_rows: int, parts: Sequence[str]
 ) -> dict[str, str]:
@@ -139,10 +149,18 @@ class Settings:
     Attributes:
         values: what JSON can hold.
         key: a digest of it.
+        anywhere: where the working directory is the media folder: the settings of a file whose rows have no
+            media, which hold in every directory.
     """
 
     values: dict[str, Any]
     key: str
+    anywhere: Settings | None = None
+
+    @classmethod
+    def _with_rules(cls, counter: Mapping[str, Any], rules: dict[str, Any]) -> Settings:
+        values = {"counter": dict(counter), "rules": rules}
+        return cls(values, digest(_FORMAT, json.dumps(values, sort_keys=True)))
 
     @classmethod
     def of(cls, counter: Any, config: DatasetConfig) -> Settings:
@@ -157,9 +175,11 @@ class Settings:
     @classmethod
     def with_counter(cls, counter: Mapping[str, Any], config: DatasetConfig) -> Settings:
         """As :meth:`of`, with :func:`counter_settings` made once for many data sets."""
-        rules = asdict(config.rules) | {"media_dir": _portable(config)}
-        values = {"counter": dict(counter), "rules": rules}
-        return cls(values, digest(_FORMAT, json.dumps(values, sort_keys=True)))
+        rules = asdict(config.rules)
+        found = cls._with_rules(counter, rules | {"media_dir": _portable(config)})
+        if config.rules.media_dir is not None:
+            return found
+        return replace(found, anywhere=cls._with_rules(counter, rules | {"media_dir": "(no media)"}))
 
 
 def counter_settings(counter: Any) -> dict[str, Any]:
@@ -169,10 +189,15 @@ def counter_settings(counter: Any) -> dict[str, Any]:
     return {"version": COUNTER_VERSION, "settings": counter.settings()}
 
 
-def _portable(config: DatasetConfig) -> str | None:
-    """The media folder as seen from the data file, so that both may move together, and be named anyhow."""
+def _portable(config: DatasetConfig) -> str:
+    """The media folder as seen from the data file, so that both may move together, and be named anyhow.
+
+    Without one, media are looked for in the working directory.
+    """
     media_dir, origin = config.rules.media_dir, _origin(config.file_name)
-    if media_dir is None or is_address(media_dir):
+    if media_dir is None:
+        media_dir = os.getcwd()
+    elif is_address(media_dir):
         return media_dir
     folder = os.path.realpath(media_dir)
     return folder if origin is None else os.path.relpath(folder, os.path.dirname(os.path.realpath(origin)))
@@ -197,7 +222,10 @@ def names_of(source: Path) -> tuple[Path, ...]:
 def neighbours(names: Sequence[Path]) -> Iterator[Path]:
     """All count files whose names begin so."""
     for name in names:
-        yield from sorted(name.parent.glob(f"{escape(name.name)}.*{SUFFIX}"))
+        # Not those of t.jsonl.gz for t.jsonl.
+        ours = re.compile(rf"{re.escape(name.name)}\.[0-9a-f]{{{_NAME_DIGITS}}}{re.escape(SUFFIX)}")
+        found = name.parent.glob(f"{escape(name.name)}.*{SUFFIX}")
+        yield from sorted(path for path in found if ours.fullmatch(path.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +238,14 @@ class Place:
         state: of the data file.
         settings: what it is counted with.
         key: state and settings together.
+        anywhere: the place of ``settings.anywhere``.
     """
 
     names: tuple[Path, ...]
     state: Fingerprint
     settings: Settings
     key: str
+    anywhere: Place | None = None
 
     @classmethod
     def of(cls, file: RowFile, settings: Settings) -> Place:
@@ -225,7 +255,8 @@ class Place:
         # The time of a fetched copy is the time of fetching; it lies in a folder named after its state.
         time = "" if _origin(file.name) is None else str(state.mtime_ns)
         key = digest(settings.key, str(state.size), time, state.edges)
-        return cls(names_of(source), state, settings, key)
+        anywhere = None if settings.anywhere is None else cls.of(file, settings.anywhere)
+        return cls(names_of(source), state, settings, key, anywhere)
 
     def targets(self) -> list[Path]:
         """Where it may be, the preferred place first."""
@@ -237,23 +268,34 @@ class Place:
         return [_with(name, ending) for name in self.names]
 
     def find(self) -> Sidecar | None:
-        """The sidecar, if it is there and whole."""
-        for target in self.targets():
-            sidecar = open_sidecar(target)
-            if sidecar is not None and sidecar.settings_key == self.settings.key:
-                return sidecar
-        return None
+        """The sidecar, if it is there and whole.
+
+        The newest, if there are several: the data's folder may have become read-only before a fresh count.
+        """
+        opened = [open_sidecar(target) for target in self.all_targets()]
+        valid = [one for one in opened if one is not None and self.holds(one)]
+        return max(valid, key=lambda one: one.mtime_ns, default=None)
+
+    def holds(self, sidecar: Sidecar) -> bool:
+        """Whether a sidecar was counted with these settings."""
+        return sidecar.settings_key == self.settings.key or (
+            self.anywhere is not None and self.anywhere.holds(sidecar)
+        )
+
+    def all_targets(self) -> list[Path]:
+        """Where a sidecar that holds may be, counts without media included."""
+        return self.targets() + ([] if self.anywhere is None else self.anywhere.targets())
 
     def neighbours(self) -> Iterator[Path]:
         """All count files of the same data file, for any state and any settings, but for the one itself."""
-        own = self.targets()
+        own = self.all_targets()
         return (path for path in neighbours(self.names) if path not in own)
 
     def others(self) -> Iterator[Sidecar]:
         """Sidecars of other states of the same file, counted with the same settings."""
         for path in self.neighbours():
             other = open_sidecar(path)
-            if other is not None and other.settings_key == self.settings.key:
+            if other is not None and self.holds(other):
                 yield other
 
 
@@ -331,9 +373,11 @@ def _why_missing(place: Place) -> str:
     others = [other for path in place.neighbours() if (other := open_sidecar(path)) is not None]
     if not others:
         return f"{place.names[0]} was never counted"
-    if any(other.settings_key == place.settings.key for other in others):
+    if any(map(place.holds, others)):
         return f"{place.names[0]} has changed since it was counted"
-    differ = min((_differing(other.about["settings"], place.settings.values) for other in others), key=len)
+    wanted = [one.settings.values for one in (place, place.anywhere) if one is not None]
+    found = (_differing(other.about["settings"], values) for other in others for values in wanted)
+    differ = min(found, key=len)
     return f"{place.names[0]} was counted with another {', '.join(differ) or 'format'}"
 
 

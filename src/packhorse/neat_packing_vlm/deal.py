@@ -126,29 +126,34 @@ def deal(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
         return gather(fill.pack_of(), fill.packs, order)
     sizes = fill.sizes()
     offsets = _ends(sizes)
+    fill = _split(fill, np.flatnonzero(np.diff(sizes)) + 1)
     positions = np.empty(len(order), np.int32)
-    changes = np.flatnonzero(np.diff(sizes)) + 1
-    even = np.searchsorted(changes, fill.first, "right") == np.searchsorted(
-        changes, fill.first + fill.width, "left"
-    )
-    at = 0
     begins = offsets[fill.first] + fill.depth
-    columns = (fill.first, fill.width, fill.each, fill.depth, begins, sizes[fill.first], even)
-    for first, count, each, depth, begin, size, steady in zip(*(c.tolist() for c in columns), strict=True):
-        if not steady:  # the packs go different ways later on
-            begin_of_each = offsets[first : first + count] + depth
-            for more in range(each):
-                positions[begin_of_each + more] = order[at : at + count]
-                at += count
-        elif each >= count:
-            for to in range(begin, begin + count * size, size):
+    columns = (begins, sizes[fill.first], fill.width, fill.each)
+    at = 0
+    for begin, size, width, each in zip(*(column.tolist() for column in columns), strict=True):
+        if each >= width:
+            for to in range(begin, begin + width * size, size):
                 positions[to : to + each] = order[at : at + each]
                 at += each
         else:
             for to in range(begin, begin + each):
-                positions[to : to + count * size : size] = order[at : at + count]
-                at += count
+                positions[to : to + width * size : size] = order[at : at + width]
+                at += width
     return offsets, positions
+
+
+def _split(fill: Fill, changes: Integers) -> Fill:
+    """The moves cut at these packs, so that all packs of a move are of one size in the end."""
+    low = np.searchsorted(changes, fill.first, "right")
+    high = np.searchsorted(changes, fill.first + fill.width, "left")
+    parts = high - low + 1
+    move = np.repeat(np.arange(len(parts)), parts)
+    part = np.arange(len(move)) - np.repeat(np.cumsum(parts) - parts, parts)
+    bounds = np.concatenate([[0], changes, [fill.packs]])
+    begin = np.maximum(fill.first[move], bounds[low[move] + part])
+    end = np.minimum((fill.first + fill.width)[move], bounds[low[move] + part + 1])
+    return Fill(fill.packs, begin, end - begin, fill.each[move], fill.depth[move])
 
 
 def gather(pack_of: npt.NDArray[np.integer], packs: int, order: Positions) -> tuple[Integers, Positions]:

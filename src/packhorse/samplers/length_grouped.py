@@ -137,6 +137,10 @@ class LengthGroupedSampler(Sampler[int]):
         return self._count
 
     def __iter__(self) -> Iterator[int]:
+        self._position = self._start  # at once: what was given before is another iteration's
+        return self._given()
+
+    def _given(self) -> Iterator[int]:
         epoch, start = self.epoch, self._start
         self._start, self._position = 0, start
         rows = self._rows_of(epoch)
@@ -145,7 +149,6 @@ class LengthGroupedSampler(Sampler[int]):
             for index in block.tolist():
                 self._position += 1
                 yield index
-        self._position = 0
 
     def state_dict(self) -> dict[str, int]:
         """Where the sampler is: how many indices of which epoch it has given.
@@ -240,8 +243,19 @@ class LengthGroupedSampler(Sampler[int]):
             return smallest_by_talking(count, seed=self.seed, batch_size=self.batch_size)
         if world is None:
             return count
+        if self._counts is not None and self.max_length is not None:
+            raise ConfigError(
+                f"counts= and max_length with {world}: how many rows the other ranks leave out by their own "
+                "counts is not known. Initialise torch.distributed, or pass smallest="
+            )
         raw = raw_samples(self._dataset)
-        return smallest_without_talking(raw, world, count, self.max_length, self._processor)
+        agreed = smallest_without_talking(raw, world, count, self.max_length, self._processor)
+        if agreed > count:
+            raise ConfigError(
+                f"the files tell that every rank has {agreed} rows, but this one has {count}: sample from "
+                "the rows of open_meta_dataset(…) themselves, or pass smallest="
+            )
+        return agreed
 
     def _rows_of(self, epoch: int) -> Ints:
         """The rows of an epoch in sorted order: all, or so many that every rank has the same number."""
@@ -303,7 +317,7 @@ class LengthGroupedSampler(Sampler[int]):
             self.ledger.record(Drop(key, "plan", reason, tokens + detail, "left_out", name, epoch))
         for name, numbers in many.items():
             found = np.unique(np.array(numbers, np.int64))
-            self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail)
+            self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
 
     def _say(self) -> None:
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())

@@ -1,0 +1,135 @@
+"""What the counting pass does on disk: parts are kept, opened, looked at, and removed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from logging import getLogger
+from pathlib import Path
+from typing import IO, Any
+
+from packhorse.datasets.cache import write_whole
+from packhorse.datasets.count_columns import OK
+from packhorse.datasets.sidecar import Sidecar
+from packhorse.errors import SystemFault
+
+logger = getLogger("packhorse.datasets")
+
+_NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file may not grow so large",
+}
+
+# Reasons that are the same in whatever folder media are looked for.
+_OF_THE_ROW = (
+    OK,
+    "malformed_row",
+    "wrong_format",
+    "empty_conversation",
+    "no_assistant_turn",
+    "unknown_role",
+    "surplus_placeholder",
+)
+
+
+def may_write(folder: Path) -> bool:
+    """Make a folder for parts; False where that is not allowed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NOT_OURS_TO_WRITE:
+            raise _fault(error, folder) from error
+        logger.info("%s cannot be written (%s)", folder.parent, error.strerror)
+        return False
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def keep_part(path: Path, data: bytes) -> None:
+    """Write a part, whole or not at all.
+
+    Raises:
+        SystemFault: that cannot be done.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        file.write(data)
+
+    try:
+        with told_if_full(path):
+            with contextlib.suppress(FileNotFoundError):
+                return write_whole(path, write)
+            write_whole(path, write)  # another process has just removed the folder, as it was empty
+    except FileNotFoundError as error:
+        raise _fault(error, path) from error
+
+
+def is_gone(part: Callable[[], Any]) -> bool:
+    """Whether the file of a part was removed."""
+    try:
+        part()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def open_part(path: Path) -> Any | None:
+    """The record batch of a part that an earlier run kept, or None if it is damaged."""
+    try:
+        return part_file(path)
+    except (OSError, ValueError):
+        return None
+
+
+def part_file(path: Path) -> Any:
+    """The record batch of a part."""
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+
+
+def is_bad(batch: Any) -> bool:
+    """Whether any row of a part could not be counted."""
+    return any(status != OK for status in batch.column("status").unique().to_pylist())
+
+
+def needs_no_media(batch: Any) -> bool:
+    """Whether no row of a part has, or failed for, any media."""
+    import pyarrow.compute as pc
+
+    media = sum(pc.sum(batch.column(name)).as_py() or 0 for name in ("images", "videos", "audios"))
+    return not media and set(batch.column("status").unique().to_pylist()) <= set(_OF_THE_ROW)
+
+
+def has_bad(sidecar: Sidecar) -> bool:
+    """Whether any row of a file could not be counted."""
+    return any(map(is_bad, sidecar.batches()))
+
+
+@contextlib.contextmanager
+def told_if_full(path: Path) -> Iterator[None]:
+    """Writing inside: says in plain words what went wrong; a part that is gone is the caller's to handle."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _fault(error, path) from error
+
+
+def _fault(error: OSError, path: Path) -> SystemFault:
+    why = _FULL.get(error.errno or 0, error.strerror or str(error))
+    cure = "make room and count again" if error.errno in _FULL else "count again"
+    return SystemFault(
+        f"{path} cannot be written: {why}. No count file is incomplete; {cure} (what is finished is kept)"
+    )
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove those that are there and may be removed."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,288 @@
+"""Counts are right or absent: replaced files, other folders, other machines, interruptions, mangled files."""
+
+import errno
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from contract.processors import processor
+from count_samples import chat, leavings, sidecars, write_chats, write_meta, write_rows
+from packhorse.datasets import counting, open_meta_dataset
+from packhorse.datasets.count_disk import keep_part
+from packhorse.datasets.count_jsonl import write_counted_jsonl
+from packhorse.datasets.count_part import PartCounter
+from packhorse.datasets.counting import count_meta
+from packhorse.datasets.sidecar import Sidecar, counts_of, open_sidecar
+from packhorse.errors import SystemFault
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return processor("qwen2_vl")
+
+
+class Engine:
+    """Calls a function between two tasks."""
+
+    def __init__(self, between: Callable[[int], None]) -> None:
+        self.between = between
+
+    def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for number, task in enumerate(tasks):
+            yield number, work(task)
+            self.between(number)
+
+
+class Stopped(Exception):
+    """A run that ends in the middle."""
+
+
+class StopsAfter:
+    """An engine whose run ends after so many tasks."""
+
+    def __init__(self, tasks: int) -> None:
+        self.tasks = tasks
+
+    def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for number, task in islice(enumerate(tasks), self.tasks):
+            yield number, work(task)
+        raise Stopped
+
+
+def replaced_in_the_middle(path: Path, row: int) -> None:
+    """Another file under the same name, of the same size and with the same edges."""
+    lines = path.read_text().splitlines(keepends=True)
+    lines[row] = "x" * (len(lines[row]) - 1) + "\n"
+    other = path.with_name("other")
+    other.write_text("".join(lines))
+    os.utime(other, ns=(0, path.stat().st_mtime_ns + 10_000_000))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_replaced_file_is_read_anew_in_the_same_process(fresh: bool, tmp_path: Path, qwen: Any) -> None:
+    rows = [chat(n) | {"id": "x" * 200} for n in range(1000)]  # well above two edges of 64 KiB
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
+    write_rows(tmp_path / "a.jsonl", rows)
+    assert count_meta(meta, qwen, part_rows=250).datasets[0].bad == {}
+    replaced_in_the_middle(tmp_path / "a.jsonl", 500)
+    report = count_meta(meta, qwen, part_rows=250, fresh=fresh)
+    assert report.datasets[0].bad == {"malformed_row": 1}
+
+
+def test_a_worker_that_lives_on_reads_a_replaced_file_anew(
+    tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "a.jsonl", [chat(n) | {"id": "x" * 200} for n in range(1000)])
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
+    worker = PartCounter.of(qwen)  # made once, as in a process of a cluster
+    monkeypatch.setattr(PartCounter, "of", lambda *_: worker)
+    assert count_meta(meta, qwen).datasets[0].bad == {}
+    replaced_in_the_middle(tmp_path / "a.jsonl", 500)
+    assert count_meta(meta, qwen, fresh=True).datasets[0].bad == {"malformed_row": 1}
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> dict[str, Any]:
+    """A data set without a media folder, and two folders with pictures of the same name."""
+    for name, size in (("one", (100, 100)), ("two", (400, 300))):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", size).save(tmp_path / name / "i.png")
+    turns = [{"role": "user", "content": "<image>what"}, {"role": "assistant", "content": "ok"}]
+    write_rows(tmp_path / "m.jsonl", [{"messages": turns, "images": ["i.png"]}])
+    return {"m": {"file_name": str(tmp_path / "m.jsonl")}}
+
+
+def test_where_the_working_directory_holds_the_media_counts_hold_for_it_alone(
+    tmp_path: Path, qwen: Any, pictures: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "one")
+    small = count_meta(pictures, qwen).datasets[0].tokens["image"]
+    monkeypatch.chdir(tmp_path / "two")
+    assert counts_of(open_meta_dataset(pictures), qwen) is None
+    report = count_meta(pictures, qwen, verify=1)
+    assert report.datasets[0].tokens["image"] > small
+    assert report.verified is not None
+    assert report.verified.failed == ()
+    monkeypatch.chdir(tmp_path / "one")
+    counts = counts_of(open_meta_dataset(pictures), qwen)
+    assert counts is not None
+    assert counts.image.tolist() == [small]
+
+
+def test_counts_of_rows_without_media_hold_in_every_directory(
+    tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = write_chats(tmp_path, 5)
+    with open(tmp_path / "chats.jsonl", "a") as file:
+        file.write("no row\n")
+    count_meta(meta, qwen)
+    (path,) = sidecars(tmp_path)
+    found = path.read_bytes()
+    monkeypatch.chdir("/")
+    assert counts_of(open_meta_dataset(meta), qwen) is not None
+    assert count_meta(meta, qwen).counted_rows == 0
+    count_meta(meta, qwen, fresh=True)
+    assert path.read_bytes() == found
+    assert sidecars(tmp_path) == [path]
+
+
+def test_a_fresh_count_in_the_cache_counts_more_than_an_old_one_beside_the_data(
+    tmp_path: Path, qwen: Any, pictures: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures["m"]["media_dir"] = str(tmp_path / "one")
+    old = count_meta(pictures, qwen).datasets[0].tokens["image"]
+    (beside,) = sidecars(tmp_path)
+    kept = beside.read_bytes()
+    Image.new("RGB", (400, 300)).save(tmp_path / "one" / "i.png")
+    may_write = counting.may_write
+    monkeypatch.setattr(counting, "may_write", lambda folder: folder.parent != tmp_path and may_write(folder))
+    new = count_meta(pictures, qwen, fresh=True).datasets[0].tokens["image"]
+    assert new > old
+    beside.write_bytes(kept)  # in a read-only folder it could not be removed
+    os.utime(beside, ns=(0, 10**18))
+    counts = counts_of(open_meta_dataset(pictures), qwen)
+    assert counts is not None
+    assert counts.image.tolist() == [new]
+
+
+def test_the_counts_of_a_file_whose_name_goes_on_are_left_alone(tmp_path: Path, qwen: Any) -> None:
+    write_rows(tmp_path / "t.jsonl", [chat(n) for n in range(3)])
+    with gzip.open(tmp_path / "t.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(chat(n)) + "\n" for n in range(4)))
+    packed = {"b": {"file_name": str(tmp_path / "t.jsonl.gz")}}
+    count_meta(packed, qwen)
+    count_meta({"a": {"file_name": str(tmp_path / "t.jsonl")}}, qwen)
+    assert counts_of(open_meta_dataset(packed), qwen) is not None
+
+
+def test_the_slower_of_two_machines_takes_the_count_file_of_the_faster(
+    tmp_path: Path, qwen: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = write_chats(tmp_path / "data", 12)
+
+    def other_machine(number: int) -> None:
+        if number == 1:
+            with monkeypatch.context() as there:
+                there.setenv("PACKHORSE_CACHE", str(tmp_path / "other cache"))  # and so no common lock
+                count_meta(meta, qwen, part_rows=3)
+
+    report = count_meta(meta, qwen, part_rows=3, engine=Engine(other_machine))
+    assert report.datasets[0].rows == 12
+    assert len(sidecars(tmp_path / "data")) == 1
+    assert leavings(tmp_path / "data") == []
+
+
+def removed(folder: Path) -> None:
+    for path in folder.glob("*.parts/*.arrow"):
+        path.unlink()
+
+
+def test_parts_that_somebody_removes_are_counted_again(tmp_path: Path, qwen: Any) -> None:
+    meta = write_chats(tmp_path, 12)
+    rounds: list[int] = []
+
+    def remove_once(number: int) -> None:
+        if number == 1 and not rounds:
+            rounds.append(number)
+            removed(tmp_path)
+
+    report = count_meta(meta, qwen, part_rows=3, engine=Engine(remove_once))
+    assert (report.counted_rows, report.datasets[0].taken_over) == (12, 0)
+    counted = sidecars(tmp_path)[0].read_bytes()
+    count_meta(meta, qwen, part_rows=3, fresh=True)
+    assert sidecars(tmp_path)[0].read_bytes() == counted
+
+
+def test_parts_that_somebody_removes_again_and_again_are_one_fitting_error(tmp_path: Path, qwen: Any) -> None:
+    meta = write_chats(tmp_path, 12)
+    # Every round two parts are left, and the last of them is asked for after the others are gone.
+    with pytest.raises(SystemFault, match="parts were removed while the count was running") as caught:
+        count_meta(meta, qwen, part_rows=3, engine=RemovesFirst(tmp_path))
+    assert "make room" not in str(caught.value)
+
+
+class RemovesFirst:
+    """An engine beside which somebody clears the folder, each time before the last part is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for number, task in enumerate(tasks):
+            if number == len(tasks) - 1:
+                removed(self.folder)
+            yield number, work(task)
+
+
+def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(code: int) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fail
+
+    for code, asks in ((errno.ENOENT, False), (errno.EIO, False), (errno.ENOSPC, True)):
+        monkeypatch.setattr("packhorse.datasets.count_disk.write_whole", failing(code))
+        with pytest.raises(SystemFault) as caught:
+            keep_part(tmp_path / "part", b"")
+        assert ("make room" in str(caught.value)) is asks
+
+
+def test_a_fresh_count_that_was_interrupted_goes_on(
+    tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = write_chats(tmp_path, 12)
+    count_meta(meta, qwen, part_rows=3)
+    with pytest.raises(Stopped):
+        count_meta(meta, qwen, part_rows=3, fresh=True, engine=StopsAfter(2))
+    assert counts_of(open_meta_dataset(meta), qwen) is None
+    assert count_meta(meta, qwen).counted_rows == 6  # the rest of it, and none of the old ones
+    assert leavings(tmp_path) == []
+
+
+def with_about(path: Path, about: Any) -> None:
+    """The same count file, saying something else about itself."""
+    with pa.memory_map(str(path)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    text = about if isinstance(about, str) else json.dumps(about)
+    schema = table.schema.with_metadata({"packhorse": text})
+    made = path.with_name("made")
+    with pa.ipc.new_file(str(made), schema) as writer:
+        for batch in table.to_batches():
+            writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+    os.replace(made, path)
+
+
+def test_a_file_that_does_not_say_what_it_holds_is_passed_over(tmp_path: Path, qwen: Any) -> None:
+    meta = write_chats(tmp_path, 6)
+    count_meta(meta, qwen)
+    (path,) = sidecars(tmp_path)
+    about = Sidecar(path).about
+    needed = ("format", "parts", "rows", "part_rows", "settings_key", "settings")
+    lacking = [{key: about[key] for key in about if key != name} for name in needed]
+    for mangled in (*lacking, about | {"parts": 1}, [], "{", "null"):
+        with_about(path, mangled)
+        with pytest.raises(ValueError, match=r"is no count file of packhorse|of another format, or damaged"):
+            Sidecar(path)
+        assert open_sidecar(path) is None
+        assert counts_of(open_meta_dataset(meta), qwen) is None
+        assert count_meta(meta, qwen).counted_rows == 6
+
+
+def test_a_row_that_only_mentions_a_field_of_the_counts_is_copied_as_it_is(tmp_path: Path, qwen: Any) -> None:
+    row = json.dumps(chat(3)).replace("Question", "caf\\u00e9  _text_tokens and mm_inputs_meta:")
+    row = row.replace(": ", ":   ", 1)
+    write_rows(tmp_path / "a.jsonl", [row])
+    report = count_meta(write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}), qwen)
+    (path,) = write_counted_jsonl(report.files, tmp_path / "copies")
+    assert path.read_text().startswith(row[:-1] + ",")
+    assert "_text_tokens" in json.loads(path.read_text())
