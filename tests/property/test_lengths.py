@@ -23,9 +23,7 @@ class Made:
             ]
         )
         engine.decoder = decoders.ByteLevel()
-        known = (
-            "the mule carries a bale over the pass while rain\n\n ... don't it's 2024 naïve 漢字 [1]"
-        )
+        known = "the mule carries a bale over the pass while rain\n\n ... don't it's 2024 naïve 漢字 [1]"
         words = known.split(" ")
         draw = random.Random(0)
         lines = [" ".join(draw.choices(words, k=12)) for _ in range(500)]
