@@ -37,14 +37,14 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
         get_rope_index: ``model.model.get_rope_index``, or :func:`rope_index` of the model.
 
     Returns:
-        None if the callable does not take ``input_ids``.
+        None if the callable takes neither ``input_ids`` nor any keyword.
 
     Raises:
         ConfigError: it needs ``mm_token_type_ids``, which the sample has not and no model config tells, or
             it returns something else than [3, 1, S].
     """
-    takes = _parameters(get_rope_index)
-    if takes is not None and "input_ids" not in takes:
+    takes, takes_any = _parameters(get_rope_index)
+    if "input_ids" not in takes and not takes_any:
         return None
     ids = _row(sample["input_ids"])
     arguments: dict[str, Any] = {"input_ids": ids}
@@ -56,11 +56,11 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
             arguments[name] = found
     if sample.get("feature_attention_mask") is not None:
         arguments["audio_seqlens"] = sample["feature_attention_mask"].sum(-1)
-    if takes is None or "mm_token_type_ids" in takes:
-        types = _token_types(sample, ids, get_rope_index, needed=takes is not None)
+    if takes_any or "mm_token_type_ids" in takes:
+        types = _token_types(sample, ids, get_rope_index, needed="mm_token_type_ids" in takes)
         if types is not None:
             arguments["mm_token_type_ids"] = types
-    if takes is not None:
+    if not takes_any:
         arguments = {name: value for name, value in arguments.items() if name in takes}
     made = get_rope_index(**arguments)
     positions = made[0] if isinstance(made, tuple | list) else made
@@ -107,12 +107,11 @@ class WeightlessRopeIndex:
         return type(self), (self.model_class, self.config)
 
 
-def _parameters(function: RopeIndex) -> set[str] | None:
-    """The names it takes; None if it takes any."""
+def _parameters(function: RopeIndex) -> tuple[set[str], bool]:
+    """The names it takes, and whether it takes any others."""
     parameters = inspect.signature(function).parameters
     names = {name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return None if takes_any and not names else names
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _row(tokens: Any) -> torch.Tensor:

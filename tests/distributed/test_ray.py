@@ -66,7 +66,8 @@ def test_both_nodes_work_and_the_results_are_those_of_the_local_engine(cluster: 
 
 @contextmanager
 def second_node_dies_at_work(cluster: Any, marks: Path) -> Iterator[None]:
-    """Kill the second node as soon as it begins its second task; tasks must be longer than that takes."""
+    """Kill the second node as soon as it begins its second task, which it will never finish."""
+    marks.with_name(f"{marks.name}.doomed").write_text(cluster.second.node_id)
     over = threading.Event()
     killed = []
 

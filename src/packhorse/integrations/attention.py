@@ -89,6 +89,9 @@ def varlen_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if cu_seq_lens_q is None or not causal or attention_mask is not None:
         sdpa = require("transformers.integrations.sdpa_attention", "train").sdpa_attention_forward
+        if cu_seq_lens_q is None and causal and attention_mask is None:
+            attention_mask = _unpacked_mask(query, key, sliding_window)
+            is_causal = is_causal if attention_mask is None else False
         passed = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
         output: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **passed)
         return output
@@ -104,6 +107,17 @@ def varlen_attention(
     run = _kernel if query.is_cuda else _document_by_document
     made = run(q, k, v, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
     return made.view(rows, length, *made.shape[1:]), None
+
+
+def _unpacked_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """What sdpa's own causal mask does not say: that a cache lies before the queries, and the window."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not (queries > 1 and queries != keys) and not (window and keys > window):
+        return None
+    at = torch.arange(keys - queries, keys, device=query.device)[:, None]
+    seen = torch.arange(keys, device=query.device)
+    mask = seen <= at
+    return (mask & (seen > at - window) if window else mask)[None, None]
 
 
 def _kernel(

@@ -61,6 +61,12 @@ def improved(
     best: Fill | Assignment = fit
     grain = _grain(histogram, capacity)
     classes = histogram.rounded_up(grain)
+    # Where the capacity is no multiple of the grain, the longest may be over it once rounded up: they are
+    # packed with the rest.
+    fits = classes.lengths <= capacity // grain
+    classes = Histogram(classes.lengths[fits], classes.counts[fits])
+    if not len(classes.lengths):
+        return best
     # Rounded lengths are few: all windows are tried on them, for the kinds and to see which window is good.
     seconds -= _EXACT_PER_LENGTH * len(_WINDOWS) * len(classes.lengths)
     if seconds < 0:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from packhorse.conversation import parse_conversation
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.robust import ReplacingDataset
 from packhorse.datasets.sidecar import counts_of
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
@@ -52,14 +53,17 @@ def lengths_of(
 
     Args:
         dataset: encodes them.
-        ds_raw: their rows; without it what the dataset wraps, or the dataset itself.
+        ds_raw: their rows; without it what one of Packhorse's own wrappers wraps, or the dataset itself (any
+            other wrapper is asked for all of its samples, which may encode them).
         processor: for the geometry of media and to find counts; without it the dataset's.
         counts: exact counts of the rows.
 
     Raises:
         ConfigError: rows or counts are not as many as samples.
     """
-    raw = getattr(dataset, "dataset", dataset) if ds_raw is None else ds_raw
+    # Only these are known to have the samples of what they wrap, in its order: a Subset has others.
+    wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
+    raw = wrapped if ds_raw is None else ds_raw
     processor = getattr(dataset, "processor", None) if processor is None else processor
     if counts is None and isinstance(raw, MetaDataset) and processor is not None:
         counts = counts_of(raw, processor)
@@ -77,6 +81,12 @@ def lengths_of(
     if fake:
         # Where its newlines melt with the text's the fake image takes a token more or less.
         tokens, exact = tokens + fake * plain, False
+    if isinstance(dataset, PreTokenizedDatasetWrapper):
+        exact = exact and dataset.post_tokenize_hook is None
+        limit = dataset.max_length
+        if dataset.truncate and limit is not None and (tokens > limit).any():
+            # Whole turns are cut, so these have at most so many.
+            tokens, visual, exact = np.minimum(tokens, limit), np.minimum(visual, limit), False
     return Lengths(tokens, visual, exact)
 
 

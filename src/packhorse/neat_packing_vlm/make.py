@@ -66,7 +66,8 @@ def neat_pack_dataset_vlm(
         padding_idx: fills documents up to ``sequence_alignment``.
         drop_long_samples: leave out samples that seem to be longer than ``pack_size``, and record them. They
             get a pack of their own otherwise, and are recorded if they really are too long for it.
-        max_packs: plan no more packs than this; what is in the others is recorded.
+        max_packs: keep no more packs than this, taken evenly from all of them; what is in the others is
+            recorded.
         get_rope_index: for models with mRoPE: :func:`packhorse.positions.rope_index` of the model.
         ds_raw: the rows, to estimate lengths from; without it, what ``dataset`` wraps.
         packing_ratio: plan with this share of ``pack_size``, to leave room for wrong estimates.
@@ -88,6 +89,8 @@ def neat_pack_dataset_vlm(
     """
     if not 0 < packing_ratio <= 1:
         raise ConfigError(f"{packing_ratio=}: expected more than 0 and at most 1")
+    if max_packs is not None and max_packs < 0:
+        raise ConfigError(f"{max_packs=}: expected 0 or more")
     found = lengths_of(dataset, ds_raw, processor, counts)
     # Labels are shifted before documents are joined, so each takes up one token less.
     lengths = np.maximum(found.tokens - 1, 0)
@@ -95,7 +98,8 @@ def neat_pack_dataset_vlm(
     dropped = too_long & drop_long_samples
     plan = _planned(lengths, dropped, pack_size, int(pack_size * packing_ratio), sequence_alignment, seed)
     order = _order(plan, found, balance_media_tokens)
-    packs = OrderedPacks(plan, order[:max_packs])
+    kept = _spread(len(order), max_packs)
+    packs = OrderedPacks(plan, order[kept])
     made = PackedDatasetWrapper(
         dataset,
         packs,
@@ -113,7 +117,7 @@ def neat_pack_dataset_vlm(
         f"{length + 1:,} tokens for packs of {pack_size:,}" for length in lengths[plan.dropped].tolist()
     ]
     _record(made, plan.dropped, "too_long", tokens)
-    beyond = [index for pack in order[len(packs) :] for index in plan[int(pack)].tolist()]
+    beyond = [index for pack in order[~kept] for index in plan[int(pack)].tolist()]
     _record(made, beyond, "left_over", [f"beyond max_packs={max_packs}"] * len(beyond))
     logger.info("%s", plan.describe(()))
     return made
@@ -141,6 +145,16 @@ def _order(plan: PackPlan, found: Lengths, balance: bool) -> npt.NDArray[np.inte
     if not balance or not found.visual.any():
         return np.arange(len(plan))
     return np.argsort(plan.sums(found.visual), kind="stable")
+
+
+def _spread(packs: int, most: int | None) -> npt.NDArray[np.bool_]:
+    """Which packs are kept: all, or ``most`` of them from the middles of equal parts."""
+    if most is None or most >= packs:
+        return np.ones(packs, bool)
+    kept = np.zeros(packs, bool)
+    if most:
+        kept[(2 * np.arange(most, dtype=np.int64) + 1) * packs // (2 * most)] = True
+    return kept
 
 
 def _record(

@@ -58,13 +58,19 @@ def plan_packs(
         effort: about how many seconds to look for something better than best fit; 0 is best fit alone; None
             spends, where best fit is more than 0.1 % over the bound, as long as the packs that could be saved
             take to train (a twentieth of a second each), but five seconds at most.
-        empty: what to do with samples of no tokens; ``"keep"`` puts them into the last pack.
+        empty: what to do with samples of no tokens; ``"keep"`` puts them into the last pack, and goes with no
+            ``limits``.
+
+    Raises:
+        ConfigError: an argument is out of range, or not of the right kind or number.
     """
     tokens = as_integers(lengths, "lengths")
     if not 0 < capacity <= _LARGEST or not 0 < alignment <= _LARGEST:
         raise ConfigError(f"capacity={capacity}, alignment={alignment}: expected 1 to {_LARGEST:,}")
     if len(tokens) > _LARGEST:
         raise ConfigError(f"{len(tokens):,} samples: expected at most {_LARGEST:,}; plan parts of them")
+    if limits and empty == "keep":
+        raise ConfigError("empty='keep' with limits: the last pack could be over them; use empty='drop'")
     others = _resources(limits or {}, len(tokens))
     groups = None if strata is None else as_integers(strata, "strata", len(tokens)).astype(np.int64)
     units = tokens if alignment == 1 else -(-tokens // alignment)

@@ -48,7 +48,7 @@ def plan_key(
     hashed = hashlib.blake2b(digest_size=16)
     tokens = as_integers(lengths, "lengths")
     columns = {"lengths": tokens} | {
-        name: as_integers(values[0], name) for name, values in (limits or {}).items()
+        f"limit {name}": as_integers(values[0], name) for name, values in (limits or {}).items()
     }
     if strata is not None:
         columns["strata"] = as_integers(strata, "strata")
@@ -185,10 +185,17 @@ def _contradiction(plan: PackPlan) -> str:
 
 
 def _refuse_another_key(path: str | os.PathLike[str], found: Mapping[str, Any], wanted: PlanKey) -> None:
-    names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    try:
+        plain = json.loads(json.dumps(dict(wanted)))  # as it comes back from a file: lists for tuples
+    except TypeError as error:
+        raise ConfigError(f"the key of a plan: expected what JSON can hold ({error})") from error
+    absent = object()
+    names = [name for name in sorted({*found, *plain}) if found.get(name, absent) != plain.get(name, absent)]
     if names:
-        theirs = ", ".join(f"{name}={found.get(name)}" for name in names)
-        ours = ", ".join(f"{name}={wanted.get(name)}" for name in names)
+        theirs, ours = (
+            ", ".join(f"{name}={key[name]}" if name in key else f"no {name}" for name in names)
+            for key in (found, plain)
+        )
         raise ConfigError(f"{os.fspath(path)} was planned from {theirs}; asked for {ours}: plan anew")
 
 

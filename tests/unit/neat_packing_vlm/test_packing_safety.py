@@ -1,0 +1,152 @@
+"""What once went wrong in packing without a word, or stopped it without need."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from packhorse.datasets.count_columns import CountColumns
+from packhorse.datasets.robust import RobustDatasetWrapper
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import ConfigError
+from packhorse.integrations.attention import varlen_attention
+from packhorse.ledger import Ledger
+from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
+from packhorse.neat_packing_vlm.lengths import lengths_of
+from packhorse.positions import mrope_position_ids
+
+
+class Encoded(Dataset):
+    """Samples of given lengths."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        ids = torch.arange(self.lengths[index])
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+def counted(*lengths):
+    zeros = np.zeros(len(lengths), np.int64)
+    ones = np.ones(len(lengths), bool)
+    status = np.array(["ok"] * len(lengths), object)
+    return CountColumns(np.array(lengths), *[zeros] * 8, status, ones, ones, zeros)
+
+
+def tokenized(rows, max_length=None, truncate=False, hook=None):
+    """A wrapper without its processor, which lengths do not need."""
+    made = object.__new__(PreTokenizedDatasetWrapper)
+    made.dataset, made.processor, made.inject_fake_images = rows, None, False
+    made.max_length, made.truncate, made.post_tokenize_hook = max_length, truncate, hook
+    return made
+
+
+@pytest.mark.parametrize("capacity", [8190, 7372, 10007])
+def test_a_capacity_need_not_be_a_multiple_of_anything(capacity):
+    rng = np.random.default_rng(0)
+    lengths = np.r_[rng.integers(capacity // 4, capacity // 2, 2500), capacity]
+    plan = plan_packs(lengths, capacity, effort=10)
+    assert sorted(plan.indices.tolist()) == list(range(len(lengths)))
+    assert plan.sums(lengths).max() <= capacity
+    assert len(plan) <= len(plan_packs(lengths, capacity, effort=0))
+
+
+def test_samples_that_are_all_over_the_capacity_once_rounded_are_packed():
+    plan = plan_packs(np.full(3000, 8190), 8190, effort=10)
+    assert len(plan) == 3000
+
+
+def test_the_rows_of_a_subset_are_its_own():
+    lengths = [5, 9, 7, 3, 20]
+    subset = Subset(Encoded(lengths), [4, 3, 2, 1, 0])
+    assert lengths_of(subset).tokens.tolist() == lengths[::-1]
+    assert lengths_of(Subset(Encoded(lengths), [0, 2])).tokens.tolist() == [5, 7]
+    assert lengths_of(RobustDatasetWrapper(Encoded(lengths), ledger=Ledger())).tokens.tolist() == lengths
+
+
+def test_a_sample_that_will_be_truncated_counts_as_what_is_left():
+    rows, counts = Encoded([600, 20]), counted(600, 20)
+    cut = lengths_of(tokenized(rows, 128, truncate=True), counts=counts)
+    assert (cut.tokens.tolist(), cut.exact) == ([128, 20], False)
+    whole = lengths_of(tokenized(rows, 1000, truncate=True), counts=counts)
+    assert (whole.tokens.tolist(), whole.exact) == ([600, 20], True)
+    assert lengths_of(tokenized(rows, 128), counts=counts).tokens.tolist() == [600, 20]
+
+
+def test_counts_are_not_exact_where_a_hook_may_change_tokens():
+    rows, counts = Encoded([60, 20]), counted(60, 20)
+    assert lengths_of(tokenized(rows), counts=counts).exact
+    assert not lengths_of(tokenized(rows, hook=lambda result, processor: result), counts=counts).exact
+
+
+def test_empty_samples_are_not_kept_beside_limits():
+    with pytest.raises(ConfigError, match="empty='keep' with limits"):
+        plan_packs([0, 0, 0, 5], 8, limits={"documents": (np.ones(4, int), 2)}, empty="keep")
+
+
+def test_a_rope_index_with_further_keywords_gets_all_there_is():
+    found = {}
+
+    def rope(input_ids, **others):
+        found.update(others)
+        return torch.zeros(3, 1, input_ids.shape[1])
+
+    sample = {
+        "input_ids": torch.arange(4),
+        "attention_mask": torch.ones(4),
+        "mm_token_type_ids": torch.zeros(4),
+        "image_grid_thw": torch.ones(1, 3),
+    }
+    assert mrope_position_ids(sample, rope) is not None
+    assert set(found) == {"attention_mask", "mm_token_type_ids", "image_grid_thw"}
+    assert mrope_position_ids(sample, lambda x=0, **all: torch.zeros(3, 1, 4)) is not None
+    assert mrope_position_ids(sample, lambda x: torch.zeros(3, 1, 4)) is None
+
+
+def test_a_cap_keeps_packs_of_all_kinds():
+    raw = [{"_text_tokens": 90 - media, "_media_tokens": media, "conversation": []} for media in range(60)]
+    dataset = neat_pack_dataset_vlm(Encoded([90] * 60), 100, ds_raw=raw, max_packs=3, ledger=Ledger())
+    assert [pack.tolist() for pack in dataset.bins] == [[10], [30], [50]]
+    assert len(list(dataset.ledger)) == 57
+    for most, left in ((0, 0), (59, 59), (60, 60), (100, 60)):
+        dataset = neat_pack_dataset_vlm(Encoded([90] * 60), 100, ds_raw=raw, max_packs=most, ledger=Ledger())
+        assert (len(dataset), len(list(dataset.ledger))) == (left, 60 - left)
+    with pytest.raises(ConfigError, match="max_packs=-1"):
+        neat_pack_dataset_vlm(Encoded([14, 15]), 16, max_packs=-1, ledger=Ledger())
+
+
+def test_a_limit_may_have_any_name():
+    limits = {"lengths": ([1, 1], 4), "strata": ([1, 1], 4)}
+    assert plan_key([1, 2], 8, limits=limits) != plan_key([5, 6], 8, limits=limits)
+    one, other = (plan_key([1, 2], 8, limits=limits, strata=strata) for strata in ([0, 0], [0, 1]))
+    assert one != other
+
+
+def test_keys_are_compared_as_they_are_saved(tmp_path):
+    key = {"source": ("a", "b")}
+    plan_packs([3, 4], 8).save(tmp_path / "plan", key)
+    assert len(PackPlan.load(tmp_path / "plan", key)) == 1
+    with pytest.raises(ConfigError, match="no seed; asked for seed=None"):
+        PackPlan.load(tmp_path / "plan", {**key, "seed": None})
+    with pytest.raises(ConfigError, match="JSON"):
+        PackPlan.load(tmp_path / "plan", {"source": object()})
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(6, 6, None), (6, 6, 3), (3, 6, None), (3, 6, 2), (1, 6, 4)]
+)
+def test_batches_that_are_not_packed_see_the_cache_and_the_window(queries, keys, window):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, length, 8) for length in (queries, keys, keys))
+    module = torch.nn.Module()
+    at, seen = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    mask = (seen <= at) & (seen > at - (window or keys))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask[None, None]).transpose(1, 2)
+    for causal in (None, True):
+        made, _ = varlen_attention(module, q, k, v, None, is_causal=causal, sliding_window=window)
+        torch.testing.assert_close(made, expected)
