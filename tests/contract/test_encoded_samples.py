@@ -67,8 +67,6 @@ def test_a_fake_image_hides_itself_and_no_sound(name: str) -> None:
     ],
 )
 def test_a_fake_image_in_a_batch_hides_itself_and_no_sound(name: str, function: Any) -> None:
-    if function is qwen3_omni_collate_fn:
-        pytest.importorskip("qwen_omni_utils")
     plain = function([heard()], processor(name))["input_ids"][0]
     batch = function([inject_fake_image(heard())], processor(name))
     assert torch.equal(batch["input_ids"][0][batch["attention_mask"][0] == 1], plain)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.datasets.cache import write_whole
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm.pack_plan import DROP_REASONS, PackPlan, PlanKey
 from packhorse.neat_packing_vlm.plan import Limits, as_integers
@@ -94,17 +94,12 @@ def save(plan: PackPlan, path: str | os.PathLike[str], key: PlanKey) -> None:
         [(name, column.type) for name, column in zip(present, columns, strict=True)],
         metadata={"packhorse": json.dumps(about, sort_keys=True)},
     )
-    target = Path(path)
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        try:
-            with pa.ipc.new_file(file, schema) as writer:
-                writer.write_batch(pa.record_batch(columns, schema=schema))
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+
+    def write(file: IO[bytes]) -> None:
+        with pa.ipc.new_file(file, schema) as writer:
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+
+    write_whole(Path(path), write)
 
 
 def load(path: str | os.PathLike[str], key: PlanKey | None = None) -> PackPlan:

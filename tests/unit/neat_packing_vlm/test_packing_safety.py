@@ -140,7 +140,6 @@ def test_keys_are_compared_as_they_are_saved(tmp_path):
     ("queries", "keys", "window"), [(6, 6, None), (6, 6, 3), (3, 6, None), (3, 6, 2), (1, 6, 4)]
 )
 def test_batches_that_are_not_packed_see_the_cache_and_the_window(queries, keys, window):
-    pytest.importorskip("transformers")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, length, 8) for length in (queries, keys, keys))
     module = torch.nn.Module()
