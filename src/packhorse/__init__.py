@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from packhorse.datasets.sidecar import counts_of
     from packhorse.errors import BadSample, ConfigError, PackhorseError
     from packhorse.ledger import Ledger, default_ledger
+    from packhorse.loader import Loader, LoaderConfig, load
     from packhorse.types import Drop, World
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "ConfigError",
     "Drop",
     "Ledger",
+    "Loader",
+    "LoaderConfig",
     "PackhorseError",
     "PreTokenizedDatasetWrapper",
     "RobustDatasetWrapper",
@@ -34,6 +37,7 @@ __all__ = [
     "count_meta",
     "counts_of",
     "default_ledger",
+    "load",
     "make_meta_dataset",
     "open_meta_dataset",
 ]
@@ -43,6 +47,8 @@ _HOME = {
     "ConfigError": "errors",
     "Drop": "types",
     "Ledger": "ledger",
+    "Loader": "loader",
+    "LoaderConfig": "loader",
     "PackhorseError": "errors",
     "PreTokenizedDatasetWrapper": "datasets",
     "RobustDatasetWrapper": "datasets",
@@ -50,6 +56,7 @@ _HOME = {
     "count_meta": "datasets.counting",
     "counts_of": "datasets.sidecar",
     "default_ledger": "ledger",
+    "load": "loader",
     "make_meta_dataset": "datasets",
     "open_meta_dataset": "datasets",
 }

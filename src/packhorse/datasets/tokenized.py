@@ -90,13 +90,20 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        key = self.key(idx)
         example = self.dataset[idx]
         if example is None:
             raise ConfigError(
                 f"the data set gives None for sample {idx}: PreTokenizedDatasetWrapper takes the data set "
                 "itself, not a RobustDatasetWrapper around it; it has an on_bad of its own"
             )
+        return self.encode(example, self.key(idx))
+
+    def encode(self, example: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
+        """Encode an example that need not be in the dataset; ``key`` names it where something is wrong.
+
+        Raises:
+            BadSample: it cannot be encoded, or is too long.
+        """
         example = with_sound_in_place(example, self.family, self.processor, key)
         # Before a fake image hides that there is nothing.
         self.family.check(parse_conversation(example, key))
@@ -146,7 +153,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         media = {}
         for name, value in result.items():
             if name not in tokens:
-                per_token = self._per_token(name, value, length) and value.shape[-2:-1] == (1,)
+                per_token = self.is_per_token(name, value, length) and value.shape[-2:-1] == (1,)
                 media[name] = value.squeeze(-2) if per_token else value
         before, after = (self._media_tokens(found["input_ids"]) for found in (encoded.tokens, tokens))
         if before != after:
@@ -160,7 +167,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         media_ids = self.family.media_token_ids(self.processor)
         return Counter(token for token in ids.tolist() if token in media_ids)
 
-    def _per_token(self, name: str, value: Any, length: int) -> bool:
+    def is_per_token(self, name: str, value: Any, length: int) -> bool:
         """Whether a tensor has one entry per token, along its last axis."""
         return name not in self.family.layout and getattr(value, "shape", ())[-1:] == (length,)
 
@@ -211,7 +218,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
         length = len(sample["input_ids"])
         return {
-            name: value[..., :limit] if self._per_token(name, value, length) else value
+            name: value[..., :limit] if self.is_per_token(name, value, length) else value
             for name, value in sample.items()
         }
 

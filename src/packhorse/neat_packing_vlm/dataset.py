@@ -147,10 +147,10 @@ class PackedDatasetWrapper(ReplacingDataset):
             self._drop(index, f"no room in pack {idx} of {self.pack_size:,} tokens, nor in those beside it")
         samples, used = [], 0
         for index in chosen:
-            sample = self._sample(index)
+            sample = self.sample(index)
             if sample is None:
                 continue
-            room = self._aligned(len(sample["input_ids"].reshape(-1)))
+            room = self.room_of(sample)
             if used + room > self.pack_size:
                 self._drop(index, f"{room:,} tokens where pack {idx} has {self.pack_size - used:,} left")
                 continue
@@ -162,6 +162,10 @@ class PackedDatasetWrapper(ReplacingDataset):
                 key=self.key(idx),
                 stage="encode",
             )
+        return self.joined(samples)
+
+    def joined(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A pack of samples as :meth:`sample` and :meth:`prepared` make them; they have to fit."""
         mrope = self.has_mrope and all("position_ids" in sample for sample in samples)
         return _build_packed_vlm_sample(
             samples,
@@ -204,10 +208,14 @@ class PackedDatasetWrapper(ReplacingDataset):
             self.ledger.record(Drop(key, stage, reason, detail, action, key.rpartition("/")[0], self.epoch))
         logger.warning("%s %s: %s%s", self.key(idx), "replaced" if replaced else "left out", error, more)
 
-    def _sample(self, index: int) -> dict[str, Any] | None:
+    def room_of(self, sample: dict[str, Any]) -> int:
+        """How many tokens of a pack a shifted sample takes up."""
+        return self._aligned(len(sample["input_ids"].reshape(-1)))
+
+    def sample(self, index: int) -> dict[str, Any] | None:
         """One sample, shifted and with its positions; None if it fails, which is recorded."""
         try:
-            return self._prepared(load(self.inner_dataset, index))
+            return self.prepared(load(self.inner_dataset, index))
         except DATA_ERRORS as error:
             if self.on_bad == "raise" or not is_data_error(error):
                 raise
@@ -222,7 +230,12 @@ class PackedDatasetWrapper(ReplacingDataset):
                 logger.warning("%s left out: %s", drop.key, what)
             return None
 
-    def _prepared(self, sample: Any) -> dict[str, Any]:
+    def prepared(self, sample: Any) -> dict[str, Any]:
+        """An encoded sample, shifted and with its positions.
+
+        Raises:
+            BadSample: it has no two tokens.
+        """
         if len(sample["input_ids"].reshape(-1)) < 2:
             raise BadSample("a single token has no next one to learn", reason="empty_sample", stage="encode")
         positions = None

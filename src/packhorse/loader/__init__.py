@@ -1,0 +1,9 @@
+"""The loader: from data to batches on every rank, exactly once, taken up again anywhere."""
+
+from packhorse.loader.account import EpochAccount, TooManyBad
+from packhorse.loader.build import BatchReport
+from packhorse.loader.config import LoaderConfig, load
+from packhorse.loader.loader import Loader
+from packhorse.loader.metrics import Metrics
+
+__all__ = ["BatchReport", "EpochAccount", "Loader", "LoaderConfig", "Metrics", "TooManyBad", "load"]

@@ -1,0 +1,158 @@
+"""Keeping account: when too much is lost the run stops, and at the end of an epoch all of it adds up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from logging import getLogger
+from pathlib import Path
+
+from packhorse.errors import PackhorseError
+from packhorse.ledger import Ledger
+from packhorse.loader.build import BatchReport
+from packhorse.loader.talk import Ranks
+
+logger = getLogger("packhorse.loader")
+
+_GONE = ("left_out", "replaced")
+
+
+class TooManyBad(PackhorseError):
+    """More samples are bad than the run is to bear; the message has the reasons."""
+
+
+class Guard:
+    """Stops the run when too many samples of an epoch are bad, or too many in a row.
+
+    Args:
+        samples: of the epoch, on all ranks.
+        bad: of them were bad already when they were counted.
+        ranks: that share them.
+        share: the most that may be bad; None for any.
+        in_a_row: the most that may fail one after the other on this rank; None for any.
+        ledger: has the reasons.
+    """
+
+    def __init__(
+        self, samples: int, bad: int, ranks: int, share: float | None, in_a_row: int | None, ledger: Ledger
+    ) -> None:
+        self.samples, self.bad, self.share, self.in_a_row, self.ledger = samples, bad, share, in_a_row, ledger
+        self.lost = self._row = 0
+        if share is not None and bad > share * samples:
+            raise TooManyBad(self._told(f"{bad:,} of {samples:,} samples cannot be used"))
+        # What a rank may lose: its part, and as much more as chance may deal to one of many.
+        mine = share * samples / ranks if share is not None else math.inf
+        self.most = mine + 3 * math.sqrt(mine) + 1 if ranks > 1 else (share or 0) * samples - bad
+        if share is None:
+            self.most = math.inf
+
+    def saw(self, report: BatchReport) -> None:
+        """Take a batch into account.
+
+        Raises:
+            TooManyBad: that is enough.
+        """
+        self.lost += len(report.lost)
+        for inside in report.in_a_row:
+            self._row = 0 if inside else self._row + 1
+            if self.in_a_row is not None and self._row >= self.in_a_row:
+                raise TooManyBad(self._told(f"{self._row} samples in a row failed", "max_bad_in_a_row"))
+        if self.lost > self.most:
+            raise TooManyBad(self._told(f"{self.lost:,} samples failed on this rank in this epoch"))
+
+    def _told(self, what: str, setting: str = "max_bad_share") -> str:
+        last = list(self.ledger)[-3:]
+        examples = "; ".join(f"{drop.key}: {drop.reason}, {drop.detail}" for drop in last)
+        value = f"{self.share:.2%}" if setting == "max_bad_share" else self.in_a_row
+        return (
+            f"{what}, more than {setting}={value} allows. By reason: {_by_reason(self.ledger.counts())}. "
+            f"As: {examples}. `packhorse check` finds them all; raise {setting} if that is meant"
+        )
+
+
+def _by_reason(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {number:,}" for reason, number in counts.items()) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class EpochAccount:
+    """Where the samples of an epoch went, over all ranks.
+
+    Attributes:
+        epoch: which one.
+        rows: examples of the data set.
+        planned: of them are in the plan; the others are in the ledger.
+        delivered: were handed out to a rank; None where ranks cannot talk, or part of the epoch was before a
+            restart.
+        lost: failed on the way, of those handed out in this run.
+        reasons: how many entries the ledger has for each reason.
+    """
+
+    epoch: int
+    rows: int
+    planned: int
+    delivered: int | None
+    lost: int
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        handed = "" if self.delivered is None else f", {self.delivered:,} delivered"
+        lost = f", {self.lost:,} failed" if self.lost else ""
+        lines = [f"epoch {self.epoch}: {self.rows:,} rows, {self.planned:,} in the plan{handed}{lost}"]
+        lines += [f"  {reason}: {number:,} of {self.rows:,}" for reason, number in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def close_epoch(
+    mine: EpochAccount, *, whole: bool, shard_data: bool, ledger: Ledger, ranks: Ranks
+) -> EpochAccount:
+    """Add up the epoch over all ranks; the first rank logs it.
+
+    Args:
+        mine: this rank's part; ``reasons`` are found here.
+        whole: whether this run handed out all of the epoch.
+        shard_data: rows and plan are this rank's own, so they are added up too.
+        ledger: this rank's.
+        ranks: to add up over; those that cannot talk tell their own part only.
+    """
+    # The file has what an earlier run, or a process that was killed, has recorded too.
+    written = Ledger.load(ledger.path) if ledger.path is not None and ledger.path.exists() else ledger
+    found = ranks.gather(replace(mine, reasons=written.counts()))
+    everybody = ranks.can_talk or ranks.world.size == 1
+    reasons: Counter[str] = Counter()
+    for one in found:
+        reasons.update(one.reasons)
+    for path in _left_behind(ledger, ranks):
+        reasons.update(Ledger.load(path).counts())
+    delivered = sum(one.delivered or 0 for one in found) if everybody and whole else None
+    account = EpochAccount(
+        mine.epoch,
+        sum(one.rows for one in found) if shard_data else mine.rows,
+        sum(one.planned for one in found) if shard_data else mine.planned,
+        delivered,
+        sum(one.lost for one in found),
+        dict(reasons.most_common()),
+    )
+    if account.delivered is not None and account.delivered + account.lost != account.planned:
+        raise PackhorseError(
+            f"epoch {account.epoch} does not add up: {account.planned:,} samples planned, "
+            f"{account.delivered:,} delivered and {account.lost:,} lost"
+        )
+    if ranks.world.rank == 0:
+        logger.info("%s", account)
+    return account
+
+
+def rank_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank keeps its ledger."""
+    return Path(folder) / f"rank-{rank:05d}.jsonl"
+
+
+def _left_behind(ledger: Ledger, ranks: Ranks) -> list[Path]:
+    """Files of ranks that there were in an earlier, larger run."""
+    if ledger.path is None or ranks.world.rank:
+        return []
+    found = sorted(ledger.path.parent.glob("rank-*.jsonl"))
+    numbers = {path: path.stem.partition("-")[2] for path in found}
+    return [path for path in found if numbers[path].isdigit() and int(numbers[path]) >= ranks.world.size]

@@ -1,0 +1,138 @@
+"""How a loader is put together: from its settings to the parts that do the work."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
+
+from packhorse.collate_fns.contract import pad_token_id
+from packhorse.datasets.count_columns import CountColumns
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import ConfigError
+from packhorse.ledger import Ledger
+from packhorse.loader.blank import Blanks
+from packhorse.loader.build import BatchBuilder, Finish, PackBuilder, PadBuilder
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.feed import WorkerSettings
+from packhorse.loader.model_facts import ModelFacts, as_dtype
+from packhorse.loader.plans import PlanSettings
+from packhorse.loader.talk import Ranks
+from packhorse.neat_packing_vlm import PackedDatasetWrapper
+from packhorse.types import MEDIA_KINDS
+
+
+def encoding_dataset(
+    config: LoaderConfig, dataset: Any, processor: Any, ledger: Ledger
+) -> PreTokenizedDatasetWrapper:
+    """What encodes single samples, in workers."""
+    truncate = config.on_overlong == "truncate"
+    return PreTokenizedDatasetWrapper(
+        dataset,
+        processor,
+        config.pack_size + 1 if truncate else None,
+        truncate=truncate,
+        inject_fake_images=False,  # placeholders are added where they are needed, and only there
+        on_bad=config.on_bad,
+        seed=config.seed,
+        ledger=ledger,
+    )
+
+
+def media_of_samples(counts: CountColumns, ranks: Ranks, shard_data: bool) -> tuple[int, int]:
+    """The kinds of media that any sample has, and those that any sample lacks, one bit for each."""
+    present = lacking = 0
+    for bit, kind in enumerate(MEDIA_KINDS):
+        have = getattr(counts, f"{kind}s")[counts.ok] > 0
+        present |= bool(have.any()) << bit
+        lacking |= bool((~have).any()) << bit
+    if shard_data:
+        for others in ranks.gather((present, lacking)):
+            present, lacking = present | others[0], lacking | others[1]
+    return present, lacking
+
+
+def plan_settings(config: LoaderConfig, facts: ModelFacts, reserve: int) -> PlanSettings:
+    """What the plan depends on."""
+    return PlanSettings(
+        mode=config.mode,
+        size=config.pack_size,
+        reserve=reserve,
+        alignment=config.alignment,
+        on_overlong=config.on_overlong,
+        max_patches=config.max_patches,
+        max_media=config.max_media,
+        max_documents=config.max_documents,
+        seed=config.seed,
+        weights=facts.weights,
+        spread_datasets=config.spread_datasets,
+        effort=config.effort,
+    )
+
+
+def room_for_placeholder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mixed: int) -> int:
+    """How many tokens of every pack stay free for a placeholder with these kinds of media.
+
+    Raises:
+        ConfigError: packs are too small for it.
+    """
+    if config.placeholder == "never" or config.mode == "pad" or not mixed:
+        return 0
+    reserve = sum(length + -length % config.alignment for length in Blanks(samples).lengths(mixed))
+    if 2 * reserve > config.pack_size:
+        raise ConfigError(
+            f"pack_size={config.pack_size:,} has no room for the placeholder of {reserve} tokens: make it "
+            "larger, or set placeholder='never'"
+        )
+    return reserve
+
+
+def batch_builder(
+    config: LoaderConfig, samples: PreTokenizedDatasetWrapper, facts: ModelFacts
+) -> BatchBuilder:
+    """What makes batches of tickets, in workers."""
+    dtype = as_dtype(config.pixel_dtype) or facts.dtype
+    finish = _finish(config)
+    if config.mode == "pad":
+        pad_to = config.pack_size if config.pad_to_size else None
+        return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout)
+    padding = pad_token_id(samples.processor)
+    packer = PackedDatasetWrapper(
+        samples,
+        (),
+        config.pack_size,
+        padding,
+        facts.get_rope_index,
+        sequence_alignment=config.alignment,
+        exact=True,
+        on_bad=config.on_bad,
+        ledger=samples.ledger,
+    )
+    collater: dict[str, Any] = {
+        "padding_idx": padding,
+        "max_length": config.pack_size if config.pad_to_size else None,
+        "attn_implementation": config.attention or facts.attention,
+        "pixel_dtype": dtype,
+        "config": facts.config,
+    }
+    if facts.dtype is not None:
+        collater["mask_dtype"] = facts.dtype
+    return PackBuilder(samples, packer, collater, finish, config.sample_timeout)
+
+
+def _finish(config: LoaderConfig) -> Finish | None:
+    if config.pipeline_microbatches is None:
+        return None
+    from packhorse.pp_media import prepare_vlm_media_for_pp
+
+    return partial(_chunked, prepare_vlm_media_for_pp, config.pipeline_microbatches)
+
+
+def _chunked(prepare: Any, microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:
+    prepared: MutableMapping[str, Any] = prepare(batch, n_microbatches=microbatches)
+    return dict(prepared)
+
+
+def worker_settings(config: LoaderConfig) -> WorkerSettings:
+    """How batches are built ahead."""
+    return WorkerSettings(config.workers, config.prefetch, config.pin_memory, config.timeout, config.start)

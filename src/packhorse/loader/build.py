@@ -1,0 +1,376 @@
+"""Building a batch in a worker: a ticket goes in, the batch and a report of what is in it come out.
+
+A ticket holds everything that has to be known: which samples, of which epoch, and which media the other ranks
+have in that step. So workers never see the plan, and live on from epoch to epoch.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import neat_packed_vlm_collater, pad_collate_fn
+from packhorse.collate_fns.finish import cast_pixels
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.loader.blank import Blanks
+from packhorse.neat_packing_vlm import PackedDatasetWrapper
+from packhorse.neat_packing_vlm.claims import load
+from packhorse.types import MEDIA_KINDS
+
+logger = getLogger("packhorse.loader")
+
+Sample = dict[str, Any]
+Finish = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Ticket(NamedTuple):
+    """An order for one batch.
+
+    Attributes:
+        epoch: which one.
+        step: the micro step of the epoch's present segment.
+        packs: the samples of each pack (in padded batches: one sample each).
+        kinds: the media that some rank has in this step, one bit for each kind: the batch has to have all of
+            them.
+    """
+
+    epoch: int
+    step: int
+    packs: tuple[tuple[int, ...], ...]
+    kinds: int = 0
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """All samples, in order."""
+        return tuple(index for pack in self.packs for index in pack)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What a batch is made of.
+
+    Attributes:
+        epoch: which one.
+        step: the micro step.
+        samples: the samples that are in it, by their place in the dataset.
+        lost: those that should have been but could not be used; each is in the ledger.
+        in_a_row: for each sample of the ticket, in order, whether it is in.
+        tokens: of the samples, placeholders not counted.
+        slots: tokens of the batch, padding and placeholders included.
+        supervised: tokens that are learned.
+        placeholder: whether a blank sample was added.
+        seconds: that building it took.
+    """
+
+    epoch: int
+    step: int
+    samples: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    in_a_row: tuple[bool, ...] = ()
+    tokens: int = 0
+    slots: int = 0
+    supervised: int = 0
+    placeholder: bool = False
+    seconds: float = 0.0
+
+    @property
+    def filler(self) -> bool:
+        """Whether there is no sample in it: it is only there so that all ranks step."""
+        return not self.samples
+
+    @property
+    def padding(self) -> float:
+        """The share of its tokens that are no sample's."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+
+class Built(NamedTuple):
+    """A batch and what it is made of."""
+
+    batch: dict[str, Any]
+    report: BatchReport
+
+
+class BatchBuilder(Dataset[Built]):
+    """Builds batches from tickets; see the subclasses.
+
+    Args:
+        samples: encodes single samples; a sample that fails is recorded in its ledger and left out.
+        finish: done to every batch at the end (casting, chunks for a pipeline).
+        sample_timeout: after so many seconds a sample counts as failed; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        samples: PreTokenizedDatasetWrapper,
+        finish: Finish | None = None,
+        sample_timeout: float | None = None,
+    ) -> None:
+        self.samples, self.finish, self.sample_timeout = samples, finish, sample_timeout
+        self.blanks = Blanks(samples)
+
+    def __getitem__(self, ticket: Ticket) -> Built:
+        """Encode the samples of a ticket and make a batch of those that can be used."""
+        started = time.perf_counter()
+        self.set_epoch(ticket.epoch)
+        packs: list[list[tuple[int, Sample]]] = []
+        for pack in ticket.packs:
+            found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
+            packs.append(self.fitting(found))
+        packs = [pack for pack in packs if pack]
+        missing = ticket.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
+        rows = [[sample for _, sample in pack] for pack in packs]
+        blank = bool(missing) or not rows
+        if blank:
+            self.add_blank(rows, missing)
+        batch, refused = self._collated(rows, packs, ticket)
+        delivered = [index for at, pack in enumerate(packs) if at not in refused for index, _ in pack]
+        tokens = sum(self.length(s) for at, pack in enumerate(packs) if at not in refused for _, s in pack)
+        labels = batch["labels"]
+        inside = set(delivered)
+        report = BatchReport(
+            ticket.epoch,
+            ticket.step,
+            tuple(delivered),
+            tuple(index for index in ticket.samples if index not in inside),
+            tuple(index in inside for index in ticket.samples),
+            tokens,
+            labels.numel(),
+            int((labels != IGNORE_INDEX).sum()),
+            blank,
+            time.perf_counter() - started,
+        )
+        return Built(self.finish(batch) if self.finish is not None else batch, report)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Entries of the ledger belong to this epoch from now on."""
+        self.samples.set_epoch(epoch)
+
+    def sample(self, index: int) -> Sample | None:
+        """One sample; None if it cannot be used, which is recorded."""
+        raise NotImplementedError
+
+    def fitting(self, samples: list[tuple[int, Sample]]) -> list[tuple[int, Sample]]:
+        """The samples of a pack without those for which there is no room, which are recorded."""
+        return samples
+
+    def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
+        """Add a placeholder with these media: one row at least where there is none."""
+        raise NotImplementedError
+
+    def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
+        """A batch of the samples of each row."""
+        raise NotImplementedError
+
+    def length(self, sample: Sample) -> int:
+        """How many tokens of the batch a sample takes up."""
+        return int(sample["input_ids"].shape[-1])
+
+    def _kinds_of(self, samples: Iterable[Sample]) -> int:
+        """The media that samples really have, one bit for each kind."""
+        found = 0
+        for sample in samples:
+            for bit, kind in enumerate(MEDIA_KINDS):
+                count = sample.get(f"n_{kind}s")
+                has = bool(count) if count is not None else kind == "audio" and self._has_sound(sample)
+                found |= has << bit
+        return found
+
+    def _has_sound(self, sample: Sample) -> bool:
+        layout = self.samples.family.layout
+        return any(key in layout and layout[key].kinds == ("audio",) for key in sample)
+
+    def _loaded(self, index: int) -> Sample | None:
+        try:
+            with time_limit(self.sample_timeout):
+                return self.sample(index)
+        except SampleTimeout as error:  # between two guarded parts of the work
+            self.samples.record(index, _too_slow(error), replaced=False)
+            return None
+
+    def _collated(
+        self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], ticket: Ticket
+    ) -> tuple[dict[str, Any], set[int]]:
+        """The batch, and which packs had to be left out of it because nothing can be made of them."""
+        try:
+            return self.collate(rows), set()
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            first = error
+        refused: set[int] = set()
+        for at, pack in enumerate(packs):
+            refusal = self._refusal([sample for _, sample in pack])
+            if refusal is not None:
+                refused.add(at)
+                for index, _ in pack:
+                    self.samples.record(index, refusal, replaced=False)
+        if not refused:  # each for itself is good: no sample is at fault
+            raise first
+        kept = [rows[at] for at in range(len(packs)) if at not in refused]
+        missing = ticket.kinds & ~self._kinds_of(sample for row in kept for sample in row)
+        if missing or not kept:
+            self.add_blank(kept, missing)
+        return self.collate(kept), refused
+
+    def _refusal(self, row: list[Sample]) -> BadSample | None:
+        """Why nothing can be made of a row; None if something can."""
+        try:
+            self.collate([row])
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            return BadSample(f"{type(error).__name__}: {error}", reason="collate_failed", stage="collate")
+        return None
+
+
+class PackBuilder(BatchBuilder):
+    """Builds packed batches.
+
+    Args:
+        samples: see :class:`BatchBuilder`, like ``finish`` and ``sample_timeout``.
+        packer: joins samples.
+        collater: keyword arguments for :func:`~packhorse.collate_fns.neat_packed_vlm_collater`.
+        finish: see there.
+        sample_timeout: see there.
+    """
+
+    def __init__(
+        self,
+        samples: PreTokenizedDatasetWrapper,
+        packer: PackedDatasetWrapper,
+        collater: Mapping[str, Any],
+        finish: Finish | None = None,
+        sample_timeout: float | None = None,
+    ) -> None:
+        super().__init__(samples, finish, sample_timeout)
+        self.packer, self.collater = packer, dict(collater)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Entries of the ledger belong to this epoch from now on."""
+        self.packer.set_epoch(epoch)
+
+    def sample(self, index: int) -> Sample | None:
+        """One sample, shifted and with its positions."""
+        return self.packer.sample(index)
+
+    def fitting(self, samples: list[tuple[int, Sample]]) -> list[tuple[int, Sample]]:
+        """The samples that fit; with exact counts all of them do."""
+        kept, used = [], 0
+        for index, sample in samples:
+            room = self.packer.room_of(sample)
+            if used + room > self.packer.pack_size:
+                left = self.packer.pack_size - used
+                detail = f"{room:,} tokens where its pack has {left:,} left: it is longer than it was counted"
+                bad = BadSample(detail, reason="pack_full", stage="plan")
+                self.samples.record(index, bad, replaced=False)
+                continue
+            kept.append((index, sample))
+            used += room
+        return kept
+
+    def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
+        """Add documents to the row that has the most room; room for them was reserved."""
+        blanks = [self.packer.prepared(sample) for sample in self.blanks.samples(kinds)]
+        if not rows:
+            rows.append(blanks)
+            return
+        shortest = min(rows, key=lambda row: sum(map(self.packer.room_of, row)))
+        shortest += blanks
+
+    def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
+        """A packed batch."""
+        return neat_packed_vlm_collater([self.packer.joined(row) for row in rows], **self.collater)
+
+
+class PadBuilder(BatchBuilder):
+    """Builds padded batches, one sample a row.
+
+    Args:
+        samples: see :class:`BatchBuilder`, like ``finish`` and ``sample_timeout``.
+        pad_to: pad every batch to so many tokens; None pads to its longest sample.
+        pixel_dtype: what pixels are converted to; None leaves them.
+        finish: see there.
+        sample_timeout: see there.
+    """
+
+    def __init__(
+        self,
+        samples: PreTokenizedDatasetWrapper,
+        pad_to: int | None = None,
+        pixel_dtype: torch.dtype | None = None,
+        finish: Finish | None = None,
+        sample_timeout: float | None = None,
+    ) -> None:
+        super().__init__(samples, finish, sample_timeout)
+        self.pad_to, self.pixel_dtype = pad_to, pixel_dtype
+
+    def sample(self, index: int) -> Sample | None:
+        """One sample, not yet shifted."""
+        try:
+            return dict(load(self.samples, index))
+        except DATA_ERRORS as error:
+            if self.samples.on_bad == "raise" or not is_data_error(error):
+                raise
+            self.samples.record(index, error, replaced=False)
+            return None
+
+    def length(self, sample: Sample) -> int:
+        """How many tokens of the batch a sample takes up: the collate function takes off one."""
+        return super().length(sample) - 1
+
+    def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
+        """Add rows."""
+        rows += [[sample] for sample in self.blanks.samples(kinds)]
+
+    def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
+        """A padded batch."""
+        width = None if self.pad_to is None else self.pad_to + 1
+        batch = pad_collate_fn([sample for row in rows for sample in row], self.samples.processor, width)
+        return cast_pixels(batch, self.pixel_dtype)
+
+
+class SampleTimeout(BaseException):
+    """Raised in the middle of loading a sample; no ordinary handler may take it for something else."""
+
+
+def _too_slow(error: SampleTimeout) -> BadSample:
+    return BadSample(str(error), reason="broken_media", stage="media")
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise :class:`SampleTimeout` in this thread if the block takes longer.
+
+    Goes by an alarm of the operating system, which only a main thread can have (a worker of a DataLoader does
+    its work there); elsewhere, and where somebody else uses the alarm, nothing is limited.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGALRM)
+    if previous not in (signal.SIG_DFL, signal.SIG_IGN):
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise SampleTimeout(f"not ready after {seconds:g} s (sample_timeout)")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,196 @@
+"""The settings of a loader: one typed value, from Python or from a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from packhorse.errors import ConfigError, require
+from packhorse.types import World
+
+if TYPE_CHECKING:
+    from packhorse.loader.loader import Loader
+
+Mode = Literal["pack", "pad"]
+OnBad = Literal["skip", "raise"]
+OnOverlong = Literal["drop", "truncate", "raise"]
+Placeholder = Literal["auto", "never"]
+
+_CHOICES: dict[str, Any] = {
+    "mode": Mode,
+    "on_bad": OnBad,
+    "on_overlong": OnOverlong,
+    "placeholder": Placeholder,
+}
+_AT_LEAST_ONE = ("pack_size", "batch_size", "accumulation", "alignment", "prefetch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Everything a loader is told, but for the processor, the model and the world, which are not settings.
+
+    Attributes:
+        data: a meta file, a dict with its content, or examples: a list, a Hugging Face dataset, anything with
+            ``len`` and ``[index]`` that gives ``{"conversation": [...]}``.
+        dataset_names: only these data sets of a meta file.
+        mode: ``"pack"`` fills packs; ``"pad"`` makes batches of samples of similar length.
+        pack_size: the most tokens of a pack (``"pad"``: of a sample), after the shift.
+        batch_size: packs (or samples) of a rank in a micro step.
+        accumulation: the epoch has a multiple of so many micro steps.
+        pad_to_size: pad every batch to ``pack_size``, for models that are compiled; else to its longest row.
+        seed: of everything that is drawn.
+        attention: the backend that batches are made for; None asks the model, else ``"sdpa"``.
+        pixel_dtype: what pixels are converted to, as ``"bfloat16"``; None asks the model, else leaves them.
+        alignment: each document takes up a multiple of so many tokens (2 x the size of context parallelism).
+        on_overlong: samples longer than a pack are left out and recorded, truncated, or an error.
+        on_bad: samples that fail are left out and recorded, or an error.
+        max_bad_share: the run stops when more of an epoch's samples are bad; None never.
+        max_bad_in_a_row: the run stops when so many fail one after the other on a rank; None never.
+        max_patches: vision patches of a pack, as a guard of memory; ``max_media`` and ``max_documents`` too.
+        max_media: see there.
+        max_documents: see there.
+        placeholder: ``"auto"`` gives a rank a blank medium where another rank has one in the same step (FSDP
+            and ZeRO hang otherwise); ``"never"`` does not.
+        shard_data: each rank opens, counts and plans its own rows only. Resuming then needs the same world.
+        spread_datasets: each data set of a mixture is spread evenly over the epoch.
+        effort: seconds to look for better packs, see :func:`~packhorse.neat_packing_vlm.plan_packs`.
+        workers: processes that build batches; 0 builds them in this one.
+        prefetch: batches that each worker builds ahead.
+        pin_memory: copy batches to pinned memory.
+        timeout: seconds after which a batch that does not come stops the run; None waits.
+        sample_timeout: seconds after which a sample counts as failed, and is recorded; None waits.
+        start: how workers are started (``"fork"``, ``"spawn"``, ``"forkserver"``); None for the system's way.
+        ledger_dir: each rank appends its ledger to a file in this folder as it happens.
+        cache_dir: where plans are kept; None for the machine's cache.
+        count_workers: processes to count with where counts are missing; None for one per core.
+        pipeline_microbatches: cut media into chunks for so many microbatches of a pipeline.
+    """
+
+    data: Any
+    dataset_names: Sequence[str] | None = None
+    mode: Mode = "pack"
+    pack_size: int = 8192
+    batch_size: int = 1
+    accumulation: int = 1
+    pad_to_size: bool = False
+    seed: int = 0
+    attention: str | None = None
+    pixel_dtype: str | None = None
+    alignment: int = 1
+    on_overlong: OnOverlong = "drop"
+    on_bad: OnBad = "skip"
+    max_bad_share: float | None = 0.01
+    max_bad_in_a_row: int | None = 100
+    max_patches: int | None = None
+    max_media: int | None = None
+    max_documents: int | None = None
+    placeholder: Placeholder = "auto"
+    shard_data: bool = False
+    spread_datasets: bool = True
+    effort: float | None = None
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    timeout: float | None = None
+    sample_timeout: float | None = None
+    start: str | None = None
+    ledger_dir: str | os.PathLike[str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    count_workers: int | None = None
+    pipeline_microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: expected one of {', '.join(get_args(choices))}"
+                )
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
+        if self.workers < 0:
+            raise ConfigError(f"workers={self.workers}: expected 0 or more")
+        if self.max_bad_share is not None and not 0 <= self.max_bad_share <= 1:
+            raise ConfigError(f"max_bad_share={self.max_bad_share}: expected a share from 0 to 1, or None")
+        if self.alignment > 1 and self.mode == "pad":
+            raise ConfigError("alignment is for packs: use mode='pack'")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> LoaderConfig:
+        """From plain values.
+
+        Raises:
+            ConfigError: a name is not known, or ``data`` is missing.
+        """
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(settings) - known):
+            raise ConfigError(
+                f"unknown setting(s) {', '.join(unknown)}: there are {', '.join(sorted(known))}"
+            )
+        if "data" not in settings:
+            raise ConfigError("no 'data': name the meta file")
+        return cls(**settings)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> LoaderConfig:
+        """From a YAML file with the names above; a relative ``data`` is looked for beside the file.
+
+        Raises:
+            ConfigError: it is no such file.
+        """
+        yaml = require("yaml", "train")
+        with open(path, encoding="utf-8") as file:
+            try:
+                settings = yaml.safe_load(file)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{os.fspath(path)} is not YAML: {error}") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"{os.fspath(path)}: expected settings by name, found {type(settings).__name__}"
+            )
+        data = settings.get("data")
+        if isinstance(data, str) and "://" not in data and not os.path.isabs(data):
+            beside = os.path.join(os.path.dirname(os.path.abspath(path)), data)
+            settings["data"] = beside if os.path.exists(beside) else data
+        return cls.from_dict(settings)
+
+    def with_changes(self, **changes: Any) -> LoaderConfig:
+        """The same settings but for these."""
+        return dataclasses.replace(self, **changes)
+
+    def build(
+        self, processor: Any, *, model: Any = None, world: World | None = None, group: Any = None
+    ) -> Loader:
+        """Open, count and plan; see :class:`~packhorse.loader.Loader`.
+
+        Args:
+            processor: encodes the samples; a processor, or the path or hub name of one.
+            model: the model that is trained; tells positions (mRoPE), attention backend, pixel type and what
+                tokens and patches cost. It is not kept.
+            world: this process's place among those that share the data; found out if None.
+            group: their process group, where it is not the default one.
+        """
+        from packhorse.loader.loader import Loader
+
+        return Loader(self, processor, model=model, world=world, group=group)
+
+
+def load(
+    data: Any,
+    processor: Any,
+    *,
+    model: Any = None,
+    world: World | None = None,
+    group: Any = None,
+    **settings: Any,
+) -> Loader:
+    """From data to batches, in one call: ``LoaderConfig(data=…, **settings).build(processor, …)``.
+
+    For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, workers=8)``.
+    """
+    config = LoaderConfig.from_dict({"data": data, **settings})
+    return config.build(processor, model=model, world=world, group=group)

@@ -1,0 +1,267 @@
+"""Dealing an epoch: which packs each rank gets in each step, under any shape of the cluster.
+
+Plain numbers in, plain numbers out: sorting is all it costs (a million packs take half a second). What was
+dealt depends on the plan, the seed, the epoch and the shapes alone, so a run is taken up again by dealing
+anew, and nothing but the shapes and how far each of them came has to be remembered.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import ConfigError
+from packhorse.neat_packing_vlm import PackPlan, order_packs
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.uint8]
+
+NOTHING = -1
+"""Stands in a table where there is no pack for a rank."""
+
+
+class Shape(NamedTuple):
+    """How an epoch is cut.
+
+    Attributes:
+        world: ranks that share the packs.
+        batch: packs (or samples) that a rank gets in a micro step.
+        accumulation: the number of micro steps is a multiple of this.
+    """
+
+    world: int
+    batch: int = 1
+    accumulation: int = 1
+
+    def check(self) -> Shape:
+        """Itself, if it makes sense.
+
+        Raises:
+            ConfigError: a number is below 1.
+        """
+        if min(self) < 1:
+            raise ConfigError(f"{self}: expected each of them to be 1 or more")
+        return self
+
+
+class Segment(NamedTuple):
+    """A stretch of an epoch under one shape, and how many micro steps of it were used."""
+
+    world: int
+    batch: int
+    accumulation: int
+    steps: int
+
+    @property
+    def shape(self) -> Shape:
+        """Without the steps."""
+        return Shape(self.world, self.batch, self.accumulation)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What dealing has to know of each sample.
+
+    Attributes:
+        costs: what it costs to train, more than 0.
+        kinds: its media, one bit for each kind (image 1, video 2, audio 4).
+        strata: a number that says which data set it is from; None does not spread data sets.
+    """
+
+    costs: Floats
+    kinds: Kinds
+    strata: Integers | None = None
+
+
+class Units:
+    """The packs of a plan under their numbers, and behind them the parts of packs that had to be split."""
+
+    def __init__(self, plan: PackPlan, facts: SampleFacts) -> None:
+        self.plan, self.facts = plan, facts
+        starts = plan.offsets[:-1]
+        ordered = plan.indices
+        self.costs: Floats = np.add.reduceat(facts.costs[ordered], starts) if len(plan) else np.zeros(0)
+        self.kinds: Kinds = (
+            np.bitwise_or.reduceat(facts.kinds[ordered], starts) if len(plan) else np.zeros(0, np.uint8)
+        )
+        # Of a pack the data set of its longest sample, which stands first.
+        self.strata = None if facts.strata is None else facts.strata[ordered[starts]]
+        self.parts: list[Integers] = []
+
+    def __len__(self) -> int:
+        return len(self.plan) + len(self.parts)
+
+    def samples(self, unit: int) -> Integers:
+        """The samples of a pack or of a part."""
+        if unit < len(self.plan):
+            return np.asarray(self.plan[unit], np.int64)
+        return self.parts[unit - len(self.plan)]
+
+    def halves(self, unit: int) -> tuple[int, int]:
+        """Two new units of about equal cost with the samples of one that has at least two."""
+        samples = self.samples(unit)
+        costs = self.facts.costs[samples]
+        parts: tuple[list[int], list[int]] = ([], [])
+        loads = [0.0, 0.0]
+        for place in np.argsort(-costs, kind="stable").tolist():
+            lighter = int(loads[1] < loads[0])
+            parts[lighter].append(int(samples[place]))
+            loads[lighter] += float(costs[place])
+        first, second = (self._add(np.array(part, np.int64), unit) for part in parts)
+        return first, second
+
+    def _add(self, samples: Integers, parent: int) -> int:
+        self.parts.append(samples)
+        self.costs = np.append(self.costs, self.facts.costs[samples].sum())
+        self.kinds = np.append(self.kinds, np.bitwise_or.reduce(self.facts.kinds[samples]))
+        if self.strata is not None:
+            self.strata = np.append(self.strata, self.strata[parent])
+        return len(self) - 1
+
+
+class Dealt:
+    """One epoch, dealt to the shape of its last segment.
+
+    Attributes:
+        table: the units of each micro step, rank and place in the rank's batch; ``NOTHING`` where none is.
+        units: what the numbers mean.
+    """
+
+    def __init__(
+        self,
+        plan: PackPlan,
+        facts: SampleFacts,
+        segments: Sequence[Segment],
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        at_least: int = 0,
+    ) -> None:
+        """Deal every segment in turn: each one gets what those before it have left.
+
+        Args:
+            plan: the packs.
+            facts: of the samples in them.
+            segments: the shapes of this epoch in order; all steps of the last one are dealt.
+            seed: of the order.
+            epoch: another order.
+            at_least: so many micro steps at least in the last segment; packs are split to fill them.
+
+        Raises:
+            ConfigError: a segment has used more steps than there were.
+        """
+        self.units = Units(plan, facts)
+        left = np.arange(len(plan), dtype=np.int64)
+        for turn, segment in enumerate(segments):
+            shape = segment.shape.check()
+            last = turn == len(segments) - 1
+            order_seed = seed if not turn else _other_seed(seed, turn)
+            table = deal(self.units, left, shape, order_seed, epoch, at_least if last else 0)
+            if not 0 <= segment.steps <= len(table):
+                raise ConfigError(f"{segment}: there are {len(table):,} micro steps under this shape")
+            if last:
+                self.table = table
+            rest = table[segment.steps :].reshape(-1)
+            left = np.sort(rest[rest != NOTHING])
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def samples(self, step: int, rank: int) -> list[list[int]]:
+        """The samples of each pack that a rank gets in a micro step."""
+        return [self.units.samples(unit).tolist() for unit in self.table[step, rank].tolist() if unit >= 0]
+
+    def kinds(self, step: int) -> int:
+        """The media that any rank has in a micro step, one bit for each kind."""
+        units = self.table[step].reshape(-1)
+        return int(np.bitwise_or.reduce(self.units.kinds[units[units != NOTHING]], initial=0))
+
+    def costs(self, step: int) -> Floats:
+        """What a micro step costs each rank."""
+        costs: Floats = self._costs(self.table[step : step + 1])[0]
+        return costs
+
+    def straggler_ratio(self) -> float:
+        """How much longer a step takes than with even work: max / mean over ranks, mean over steps."""
+        costs = self._costs(self.table)
+        mean = costs.mean(axis=1)
+        return float((costs.max(axis=1)[mean > 0] / mean[mean > 0]).mean()) if (mean > 0).any() else 1.0
+
+    def _costs(self, table: Integers) -> Floats:
+        padded = np.append(self.units.costs, 0.0)  # what stands at NOTHING
+        costs: Floats = padded[table].sum(axis=2)
+        return costs
+
+
+def deal(
+    units: Units, ids: Integers, shape: Shape, seed: int = 0, epoch: int = 0, at_least: int = 0
+) -> Integers:
+    """Deal units to the ranks of a shape.
+
+    Full steps come from :func:`~packhorse.neat_packing_vlm.order_packs`: packs of equal cost and of the same
+    media together, shuffled. What does not fill the last optimiser step is spread over its micro steps and
+    ranks; packs are split where there are fewer of them than ranks, so that every rank has something to
+    learn as long as there are samples for it.
+
+    Returns:
+        [steps, world, batch]: each of ``ids``, or the parts it was split into, exactly once.
+    """
+    world, batch, accumulation = shape
+    strata = None if units.strata is None else units.strata[ids]
+    kinds = units.kinds[ids]
+    order = order_packs(units.costs[ids], world * batch, kinds=kinds, strata=strata, seed=seed, epoch=epoch)
+    rows, rest = ids[order.steps], ids[order.rest]
+    full = len(rows) // accumulation * accumulation
+    tail = np.concatenate([rows[full:].reshape(-1), rest])
+    steps = max(full + (accumulation if len(tail) else 0), -(-at_least // accumulation) * accumulation)
+    if steps > full and not len(tail) and full:
+        full -= accumulation
+        tail = rows[full:].reshape(-1)
+    body = rows[:full].reshape(-1, world, batch)
+    return np.concatenate([body, _deal_tail(units, tail, steps - full, world, batch)])
+
+
+def _deal_tail(units: Units, ids: Integers, steps: int, world: int, batch: int) -> Integers:
+    table = np.full((steps, world, batch), NOTHING, np.int64)
+    if not steps:
+        return table
+    pool = _split(units, ids.tolist(), steps * world)
+    pool.sort(key=lambda unit: (int(units.kinds[unit]), float(units.costs[unit]), unit))
+    begin = 0
+    for step in range(steps):
+        end = begin + (len(pool) - begin) // (steps - step)
+        taken = [0] * world
+        loads = [(0, 0.0, rank) for rank in range(world)]
+        for unit in sorted(pool[begin:end], key=lambda unit: -units.costs[unit]):
+            count, load, rank = heapq.heappop(loads)
+            table[step, rank, taken[rank]] = unit
+            taken[rank] += 1
+            heapq.heappush(loads, (count + 1, load + float(units.costs[unit]), rank))
+        begin = end
+    return table
+
+
+def _split(units: Units, ids: list[int], wanted: int) -> list[int]:
+    """Split the dearest units in two until there are as many as wanted, or all hold a single sample."""
+    whole = [unit for unit in ids if len(units.samples(unit)) < 2]
+    heap = [(-float(units.costs[unit]), unit) for unit in ids if len(units.samples(unit)) > 1]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(whole) < wanted:
+        _, unit = heapq.heappop(heap)
+        for half in units.halves(unit):
+            if len(units.samples(half)) > 1:
+                heapq.heappush(heap, (-float(units.costs[half]), half))
+            else:
+                whole.append(half)
+    return [*whole, *(unit for _, unit in heap)]
+
+
+def _other_seed(seed: int, turn: int) -> int:
+    return int.from_bytes(blake2b(f"{seed} {turn}".encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,185 @@
+"""Feeding: tickets go to worker processes, built batches come back in order, whatever happens to a worker.
+
+A worker that dies (a decoder that crashes, the system's memory killer) is replaced, and the batches it had
+not finished are built again: what counts as used is what was handed out, so nothing is lost and nothing comes
+twice. If batches keep killing workers, the feed goes on with one worker at a time to find out which one it
+is, and stops with the names of its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from packhorse.errors import SystemFault
+from packhorse.loader.build import BatchBuilder, Built, Ticket
+
+logger = getLogger("packhorse.loader")
+
+_DEATHS = ("exited unexpectedly", "is killed by signal")
+_TOO_SLOW = "timed out after"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How batches are built.
+
+    Attributes:
+        workers: processes that build batches; 0 builds them in this one, when they are asked for.
+        prefetch: batches that each worker builds ahead.
+        pin_memory: copy batches to pinned memory, from which they go to a GPU without waiting.
+        timeout: seconds to wait for a batch before the run stops; None waits for ever.
+        context: how workers are started: ``"fork"``, ``"spawn"``, ``"forkserver"``; None for the usual way.
+        deaths: how often workers may die before the next batch comes.
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    timeout: float | None = None
+    context: str | None = None
+    deaths: int = 2
+
+
+class Tickets(Sampler[Ticket]):
+    """The tickets of an epoch from a step on, made when they are asked for."""
+
+    def __init__(self, make: Callable[[int], Ticket], first: int, last: int) -> None:
+        self.make, self.first, self.last = make, first, last
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return map(self.make, range(self.first, self.last))
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+class Feed:
+    """Hands out the batches of tickets, in order.
+
+    Args:
+        builder: builds them.
+        settings: how.
+        name: of a sample, for messages.
+    """
+
+    def __init__(self, builder: BatchBuilder, settings: WorkerSettings, name: Callable[[int], str]) -> None:
+        self.builder, self.settings, self.name = builder, settings, name
+        self._loader: DataLoader[Built] | None = None
+        self._tickets = Tickets(_no_ticket, 0, 0)
+        self._loader_of: WorkerSettings | None = None
+
+    def batches(self, make: Callable[[int], Ticket], first: int, last: int) -> Iterator[Built]:
+        """The batches of the steps from ``first`` to ``last``.
+
+        Args:
+            make: the ticket of a step.
+            first: the first step.
+            last: the step behind the last one.
+
+        Raises:
+            SystemFault: workers die again and again, or a batch does not come in time; names its samples.
+        """
+        step, died = first, 0
+        while step < last:
+            settings = self.settings if died < 2 else _one_at_a_time(self.settings)
+            iterator = self._iterator(make, step, last, settings)
+            try:
+                for built in iterator:
+                    step, died = step + 1, 0
+                    yield built
+            except RuntimeError as error:
+                if not self.settings.workers or not _is_about_workers(error):
+                    raise
+                del iterator
+                self.close()
+                died += 1
+                self._judge(error, died, make, step, last)
+            else:
+                return
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader = self._loader_of = None
+
+    def _judge(
+        self, error: RuntimeError, died: int, make: Callable[[int], Ticket], step: int, last: int
+    ) -> None:
+        what = str(error).partition("\n")[0]
+        if _TOO_SLOW in what:
+            raise SystemFault(
+                f"micro step {step} did not come within {self.settings.timeout:g} s (timeout): "
+                f"{self._named(make(step))}. A read hangs, or workers are too few: see sample_timeout"
+            ) from error
+        if died <= self.settings.deaths:
+            logger.warning(
+                "a worker died (%s); building micro step %s and those behind it again (%s of %s)",
+                what,
+                step,
+                died,
+                self.settings.deaths,
+            )
+            return
+        raise SystemFault(
+            f"workers died {died} times over micro step {step} ({what}), the last time building it alone: "
+            f"{self._named(make(step))}. A medium that crashes its decoder, or too little memory "
+            "(fewer workers, a smaller prefetch, shared memory)"
+        ) from error
+
+    def _named(self, ticket: Ticket) -> str:
+        names = [self.name(index) for index in ticket.samples]
+        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        return f"samples {shown}" if names else "a batch without samples"
+
+    def _iterator(
+        self, make: Callable[[int], Ticket], first: int, last: int, settings: WorkerSettings
+    ) -> Iterator[Built]:
+        if self._loader is None or self._loader_of != settings:
+            self._loader = self._made(settings)
+            self._loader_of = settings
+        # Workers that live on get their tickets from this same object.
+        self._tickets.make, self._tickets.first, self._tickets.last = make, first, last
+        return iter(self._loader)
+
+    def _made(self, settings: WorkerSettings) -> DataLoader[Built]:
+        workers = settings.workers
+        options: dict[str, Any] = {}
+        if workers:
+            options = {
+                "prefetch_factor": settings.prefetch,
+                "persistent_workers": True,
+                "timeout": settings.timeout or 0,
+                "multiprocessing_context": settings.context,
+            }
+        return DataLoader(
+            self.builder,
+            batch_size=None,
+            sampler=self._tickets,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=settings.pin_memory,
+            # Of its own, so that feeding draws nothing from the program's random numbers.
+            generator=torch.Generator().manual_seed(0),
+            **options,
+        )
+
+
+def _one_at_a_time(settings: WorkerSettings) -> WorkerSettings:
+    return WorkerSettings(1, 1, settings.pin_memory, settings.timeout, settings.context, settings.deaths)
+
+
+def _is_about_workers(error: RuntimeError) -> bool:
+    return any(words in str(error) for words in (*_DEATHS, _TOO_SLOW))
+
+
+def _no_ticket(step: int) -> Ticket:
+    raise IndexError(f"no ticket for step {step}")
+
+
+def _as_it_is(built: Any) -> Any:
+    return built

@@ -1,0 +1,337 @@
+"""The front door: data in, batches out, each sample exactly once, and a run can be taken up anywhere.
+
+Opening counts what was not counted before, plans the epoch and deals its packs to the ranks. Batches are then
+built in workers. How far the run has come is a handful of numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+from packhorse.datasets.count_part import as_processor
+from packhorse.errors import ConfigError
+from packhorse.ledger import Ledger
+from packhorse.loader.account import EpochAccount, Guard, close_epoch, rank_file
+from packhorse.loader.assemble import (
+    batch_builder,
+    encoding_dataset,
+    media_of_samples,
+    plan_settings,
+    room_for_placeholder,
+    worker_settings,
+)
+from packhorse.loader.build import BatchReport, Built, Ticket
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.data import counts_for, open_data
+from packhorse.loader.deal import Dealt, Shape
+from packhorse.loader.feed import Feed
+from packhorse.loader.metrics import Metrics
+from packhorse.loader.model_facts import facts_of
+from packhorse.loader.plans import Planner, record_left_out, strata_of
+from packhorse.loader.progress import Progress
+from packhorse.loader.talk import Ranks
+from packhorse.neat_packing_vlm import PackPlan
+from packhorse.types import World
+
+logger = getLogger("packhorse.loader")
+
+
+@dataclass
+class _Epoch:
+    """The epoch that is being handed out.
+
+    Attributes:
+        plan: its packs.
+        dealt: who gets them when.
+        guard: stops it when too much fails.
+        first: the micro step at which this process began with it.
+        whole: whether that was the very beginning.
+        delivered: samples handed out to this rank since then; ``lost`` likewise.
+        over: whether all of it was handed out.
+    """
+
+    plan: PackPlan
+    dealt: Dealt
+    guard: Guard
+    first: int
+    whole: bool
+    delivered: int = 0
+    lost: int = 0
+    over: bool = False
+
+
+class Loader:
+    """Batches of a data set for one rank; iterate over it.
+
+    Each sample of the plan reaches exactly one rank exactly once in an epoch, or is in the ledger with its
+    reason. All ranks make the same number of steps. ``iter`` goes on where the last one stopped; when the
+    epoch is over, the next ``iter`` begins the next one.
+
+    Made by :meth:`LoaderConfig.build` or :func:`packhorse.load`.
+
+    Attributes:
+        config: the settings.
+        world: this rank's place.
+        dataset: the examples.
+        counts: their exact counts.
+        ledger: what was left out on this rank, and why.
+        metrics: fill, speed and waiting of the last steps.
+        last: what the batch handed out last is made of; None before the first.
+        account: where the samples of the last finished epoch went; None before that.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        processor: Any,
+        *,
+        model: Any = None,
+        world: World | None = None,
+        group: Any = None,
+    ) -> None:
+        self.config, self.processor = config, as_processor(processor)
+        self.world = World.detect() if world is None else world
+        self._ranks = Ranks(self.world, group)
+        facts = facts_of(model)
+        folder = config.ledger_dir
+        self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank))
+        # What is left out when rows are drawn is the same on all ranks: the first one says it.
+        opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
+        shard = self.world if config.shard_data else None
+        self.dataset = open_data(config.data, config.dataset_names, opening, shard)
+        self.counts = counts_for(
+            self.dataset, config.data, config.dataset_names, self.processor, self._ranks, config.count_workers
+        )
+        if not len(self.counts):
+            raise ConfigError(f"there is no example in {config.data!r}")
+        self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
+        self._present, lacking = media_of_samples(self.counts, self._ranks, config.shard_data)
+        reserve = room_for_placeholder(config, self._samples, self._present & lacking)
+        cache = True if config.cache_dir is None else config.cache_dir
+        settings = plan_settings(config, facts, reserve)
+        self._planner = Planner(self.counts, settings, strata_of(self.dataset), cache)
+        if not config.shard_data:
+            self._ranks.same("plans", self._planner.name)
+        # What is dealt: everything to all ranks, or this rank's own rows to itself.
+        self._dealing = World() if config.shard_data else self.world
+        self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
+        self._feed = Feed(batch_builder(config, self._samples, facts), worker_settings(config), self.key)
+        self.metrics = Metrics()
+        self.last: BatchReport | None = None
+        self.account: EpochAccount | None = None
+        self._progress = Progress().under(self._shape)
+        self._now = self._begun()
+
+    # What there is.
+
+    def __len__(self) -> int:
+        """Micro steps of the whole epoch under the present shape; the same on every rank."""
+        return len(self._now.dealt)
+
+    @property
+    def plan(self) -> PackPlan:
+        """The packs of this epoch."""
+        return self._now.plan
+
+    @property
+    def plan_key(self) -> str:
+        """Names the plan: a state can be loaded where it is the same."""
+        return self._planner.name
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is, or was last, handed out."""
+        return self._progress.epoch
+
+    @property
+    def cursor(self) -> int:
+        """Micro steps of this epoch that were handed out under the present shape."""
+        return self._progress.cursor
+
+    @property
+    def remaining(self) -> int:
+        """Micro steps of this epoch that are still to come."""
+        return len(self) - self.cursor
+
+    def key(self, index: int) -> str:
+        """The name of an example: dataset and row, ``coco/812``."""
+        return self._samples.key(index)
+
+    def straggler_ratio(self) -> float:
+        """What the slowest rank of a step takes over the mean, as planned, over the epoch."""
+        return self._now.dealt.straggler_ratio()
+
+    def describe(self) -> str:
+        """The plan, the steps and what was left out, for reading."""
+        lines = [
+            f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}",
+            self.plan.describe(()),
+            f"{len(self):,} micro steps of {self._shape.batch} x {self._shape.world} ranks, straggler ratio "
+            f"{self.straggler_ratio():.4f}",
+            self.ledger.summary(len(self.dataset)),
+        ]
+        return "\n".join(lines)
+
+    # Batches.
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The batches of this epoch that were not handed out yet, or those of the next one."""
+        if self._now.over:
+            self._go_to(Progress(self.epoch + 1))
+        return self._batches(self._now)
+
+    def _batches(self, epoch: _Epoch) -> Iterator[dict[str, Any]]:
+        asked = time.perf_counter()
+        for built in self._feed.batches(self._ticket, self.cursor, len(epoch.dealt)):
+            if epoch is not self._now:
+                return  # set_epoch or load_state_dict in the middle: this iterator is of the past
+            self._note(built, time.perf_counter() - asked)
+            yield built.batch
+            asked = time.perf_counter()
+        if epoch is self._now:
+            self._close()
+
+    def _ticket(self, step: int) -> Ticket:
+        packs = self._now.dealt.samples(step, self._dealing.rank)
+        kinds = 0
+        if self.config.placeholder == "auto":
+            # With shards of their own ranks do not know what the others have in this step.
+            kinds = self._present if self.config.shard_data else self._now.dealt.kinds(step)
+        return Ticket(self.epoch, step, tuple(map(tuple, packs)), kinds)
+
+    def _note(self, built: Built, waited: float) -> None:
+        report = built.report
+        costs = self._now.dealt.costs(report.step)
+        mean = float(costs.mean())
+        self._progress = self._progress.at(report.step + 1)
+        self._now.delivered += len(report.samples)
+        self._now.lost += len(report.lost)
+        self.last = report
+        self.metrics.handed_out(report, float(costs.max()) / mean if mean else 1.0, waited)
+        self._now.guard.saw(report)
+
+    def _close(self) -> None:
+        now = self._now
+        now.over = True
+        self.metrics.paused()
+        mine = EpochAccount(self.epoch, len(self.dataset), len(now.plan.indices), now.delivered, now.lost)
+        self.account = close_epoch(
+            mine,
+            whole=now.whole,
+            shard_data=self.config.shard_data,
+            ledger=self.ledger,
+            ranks=self._ranks,
+        )
+
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones."""
+        self._feed.close()
+
+    # Epochs and resuming.
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; in the middle of that epoch nothing changes."""
+        if epoch < 0:
+            raise ConfigError(f"epoch {epoch}: expected 0 or more")
+        if epoch != self.epoch or self._now.over:
+            self._go_to(Progress(epoch))
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """How far the run has come: small, plain, and good for every rank.
+
+        Args:
+            consumed: micro steps of this epoch that count as used since the loader was built or loaded; None
+                for all that were handed out. For trainers that fetch batches ahead of training on them.
+
+        Raises:
+            ConfigError: more than were handed out.
+        """
+        progress = self._progress
+        if consumed is not None:
+            handed_out = self.cursor - self._now.first
+            if not 0 <= consumed <= handed_out:
+                raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
+            progress = progress.at(self._now.first + consumed)
+        state = progress.to_dict(self.plan_key)
+        state["ledger"] = {"rank": self.world.rank, "entries": len(self.ledger)}
+        if self.config.shard_data:
+            state["shard"] = [self.world.rank, self.world.size]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken: the packs not used by then are dealt to this world.
+
+        Costs one dealing of the epoch (half a second for a million packs); no sample is touched.
+
+        Raises:
+            ConfigError: the state belongs to another plan (both are named), or is no state of a loader.
+        """
+        if self.config.shard_data and list(state.get("shard", ())) != [self.world.rank, self.world.size]:
+            raise ConfigError(
+                "with shard_data=True each rank has a plan of its own: the state is of rank and world "
+                f"{state.get('shard')}, this is {self.world}. Without shard_data any world can go on"
+            )
+        self._go_to(Progress.from_dict(state, self.plan_key))
+        if not self.remaining:  # the epoch was over
+            self._go_to(Progress(self.epoch + 1))
+
+    def _go_to(self, progress: Progress) -> None:
+        plan = self._now.plan if progress.epoch == self.epoch else None
+        before = self._progress
+        self._progress = progress.under(self._shape)
+        try:
+            self._now = self._begun(plan)
+        except ConfigError:
+            self._progress = before
+            raise
+
+    def _begun(self, plan: PackPlan | None = None) -> _Epoch:
+        """The epoch of the present progress, planned (unless it is) and dealt."""
+        progress = self._progress
+        plan = self._planner.plan(progress.epoch) if plan is None else plan
+        guard = self._guard(plan)
+        if not len(plan):
+            raise ConfigError(f"no example can be used:\n{self.ledger.summary(len(self.dataset))}")
+        whole = len(progress.segments) == 1 and not progress.cursor
+        return _Epoch(plan, self._dealt(plan, progress), guard, progress.cursor, whole)
+
+    def _dealt(self, plan: PackPlan, progress: Progress) -> Dealt:
+        deal = partial(
+            Dealt,
+            plan,
+            self._planner.facts,
+            progress.segments,
+            seed=self.config.seed,
+            epoch=progress.epoch,
+        )
+        made = deal()
+        if not self.config.shard_data or self.world.size == 1:
+            return made
+        if not self._ranks.can_talk:
+            raise ConfigError(
+                f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
+                "Initialise torch.distributed before building the loader, or leave shard_data out"
+            )
+        most = max(self._ranks.gather(len(made)))
+        return made if len(made) == most else deal(at_least=most)
+
+    def _guard(self, plan: PackPlan) -> Guard:
+        if self.world.rank == 0 or self.config.shard_data:
+            bad = record_left_out(self._planner, plan, self.key, self.ledger)
+        else:
+            bad = int((~self.counts.ok).sum())
+        config = self.config
+        return Guard(
+            len(self.counts),
+            bad,
+            self._dealing.size,
+            config.max_bad_share,
+            config.max_bad_in_a_row,
+            self.ledger,
+        )

@@ -1,0 +1,114 @@
+"""What a run's feeding looks like, in a few numbers per step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from packhorse.loader.build import BatchReport
+
+_WINDOW = 50
+
+
+class Writer(Protocol):
+    """Where numbers go: TensorBoard's ``SummaryWriter``, or anything with its ``add_scalar``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
+        """One number under a name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Over the last steps of this rank.
+
+    Attributes:
+        fill: share of the batch's tokens that belong to samples.
+        padding: the rest.
+        supervised: share of the samples' tokens that are learned.
+        tokens_per_second: of samples, from batch to batch.
+        wait: share of the time in which the loop waited for a batch.
+        straggler: max / mean over ranks of what a step costs, as planned.
+        samples: handed out since the loader was built.
+        lost: left out since then.
+    """
+
+    fill: float
+    padding: float
+    supervised: float
+    tokens_per_second: float
+    wait: float
+    straggler: float
+    samples: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    tokens: int
+    slots: int
+    supervised: int
+    straggler: float
+    waited: float
+    took: float
+
+
+class Metrics:
+    """Numbers over the last 50 steps, for a line in the log or for TensorBoard."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=_WINDOW)
+        self.samples = self.lost = self.steps = 0
+        self._last: float | None = None
+
+    def handed_out(self, report: BatchReport, straggler: float, waited: float) -> None:
+        """A batch is about to be handed out, for which the loop has waited so many seconds."""
+        now = time.perf_counter()
+        # The first step's time began when its batch was asked for.
+        took = now - self._last if self._last is not None else waited
+        self._last = now
+        self.steps += 1
+        self.samples += len(report.samples)
+        self.lost += len(report.lost)
+        self._steps.append(_Step(report.tokens, report.slots, report.supervised, straggler, waited, took))
+
+    def paused(self) -> None:
+        """The time until the next batch belongs to no step (between epochs)."""
+        self._last = None
+
+    def numbers(self) -> Numbers:
+        """The present numbers; zeros before the first step."""
+        steps = self._steps
+        tokens, slots = sum(s.tokens for s in steps), sum(s.slots for s in steps)
+        took = sum(s.took for s in steps)
+        fill = tokens / slots if slots else 0.0
+        return Numbers(
+            fill,
+            1 - fill if slots else 0.0,
+            sum(s.supervised for s in steps) / tokens if tokens else 0.0,
+            tokens / took if took else 0.0,
+            min(1.0, sum(s.waited for s in steps) / took) if took else 0.0,
+            sum(s.straggler for s in steps) / len(steps) if steps else 1.0,
+            self.samples,
+            self.lost,
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name."""
+        return asdict(self.numbers())
+
+    def summary(self) -> str:
+        """One line for the log."""
+        n = self.numbers()
+        return (
+            f"fill {n.fill:.1%} · {n.tokens_per_second:,.0f} tokens/s · learned {n.supervised:.1%} · "
+            f"waiting for data {n.wait:.1%} · straggler {n.straggler:.3f} · samples {n.samples:,}"
+            + (f" · lost {n.lost:,}" if n.lost else "")
+        )
+
+    def log(self, writer: Writer, step: int, prefix: str = "data/") -> None:
+        """Write the numbers to TensorBoard."""
+        for name, value in self.as_dict().items():
+            writer.add_scalar(f"{prefix}{name}", value, step)

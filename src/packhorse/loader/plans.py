@@ -1,0 +1,257 @@
+"""The plan of each epoch: from counts to packs, what is left out of them, and the name of all of it.
+
+The same on every rank: it depends on the counts and the settings alone. Kept in the cache, so that a second
+start (and every other process of the machine) maps it from a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.datasets.cache import cache_folder, cache_lock
+from packhorse.datasets.count_columns import CountColumns
+from packhorse.datasets.meta import MetaDataset
+from packhorse.errors import ConfigError
+from packhorse.ledger import Ledger
+from packhorse.loader.deal import SampleFacts
+from packhorse.neat_packing_vlm import CostWeights, PackPlan, plan_key, plan_packs, sample_costs
+from packhorse.types import MEDIA_KINDS, Drop, Reason
+
+logger = getLogger("packhorse.loader")
+
+Integers = npt.NDArray[np.int64]
+Mode = Literal["pack", "pad"]
+OnOverlong = Literal["drop", "truncate", "raise"]
+
+_ORDER = 1  # goes up when the same plan is dealt in another order
+_CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What a plan depends on, beside the counts.
+
+    Attributes:
+        mode: packs, or single samples that are padded.
+        size: the most tokens of a pack (or of a sample), after the shift.
+        reserve: so many of them stay free for a placeholder (see :mod:`packhorse.loader.blank`).
+        alignment: each sample takes up a multiple of so many tokens.
+        on_overlong: what becomes of samples that are longer than a pack.
+        max_patches: of a pack; None for no limit. ``max_media`` and ``max_documents`` likewise.
+        seed: deals samples of one length at random.
+        weights: what tokens and patches cost.
+        spread_datasets: deal packs so that each data set is spread evenly over the epoch.
+        effort: see :func:`~packhorse.neat_packing_vlm.plan_packs`.
+    """
+
+    mode: Mode = "pack"
+    size: int = 8192
+    reserve: int = 0
+    alignment: int = 1
+    on_overlong: OnOverlong = "drop"
+    max_patches: int | None = None
+    max_media: int | None = None
+    max_documents: int | None = None
+    seed: int = 0
+    weights: CostWeights = field(default_factory=CostWeights)
+    spread_datasets: bool = True
+    effort: float | None = None
+
+
+class Planner:
+    """Plans the epochs of a data set.
+
+    Args:
+        counts: of every example; those that are not ``ok`` are in no plan.
+        settings: see there.
+        strata: a number for each example that says which data set it is from; None if there is one.
+        cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
+
+    Attributes:
+        facts: what dealing has to know of the samples.
+        name: names the plan of every epoch: two loaders with the same name feed the same packs.
+
+    Raises:
+        ConfigError: a sample is longer than a pack, and that was to be told.
+    """
+
+    def __init__(
+        self,
+        counts: CountColumns,
+        settings: PlanSettings,
+        strata: Integers | None = None,
+        cache: bool | str | os.PathLike[str] = True,
+    ) -> None:
+        self.counts, self.settings, self.strata = counts, settings, strata
+        # Labels are shifted before samples are joined, so each takes up one token less.
+        lengths = np.maximum(counts.total - 1, 0)
+        # Where the family cannot promise the number, there is room for what it may be off.
+        lengths = lengths + np.where(counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0))
+        self.too_long = lengths > self.room
+        if settings.on_overlong == "truncate":
+            lengths = np.minimum(lengths, self.room)
+        self.lengths: Integers = np.where(counts.ok, lengths, 0)
+        self.facts = SampleFacts(self._costs(), self._kinds(), strata if settings.spread_datasets else None)
+        self.limits = self._limits()
+        self.key = self._key()
+        self.name = hashlib.blake2b(json.dumps(self.key, sort_keys=True).encode(), digest_size=12).hexdigest()
+        self.folder = cache_folder() / "plans" if cache is True else Path(cache) if cache else None
+
+    @property
+    def room(self) -> int:
+        """The longest sample that fits into a pack."""
+        size = self.settings.size - self.settings.reserve
+        return size - size % self.settings.alignment
+
+    def plan(self, epoch: int) -> PackPlan:
+        """The packs of an epoch; positions in it are those of the examples."""
+        if self.folder is None or len(self.lengths) < _CACHED_FROM or self.settings.mode == "pad":
+            return self._planned(epoch)
+        key = {**self.key, "epoch": epoch}
+        path = self.folder / f"{self.name}-{epoch}.phplan"
+        with cache_lock(f"plan {path}"):
+            if path.exists():
+                try:
+                    return PackPlan.load(path, key)
+                except (ConfigError, OSError) as error:
+                    logger.warning("planning anew: %s", error)
+            plan = self._planned(epoch)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                plan.save(path, key)
+            except OSError as error:
+                logger.warning("the plan is not kept (%s): the next start plans again", error)
+        return plan
+
+    def _planned(self, epoch: int) -> PackPlan:
+        one = self.settings
+        if one.mode == "pad":
+            return _one_by_one(self.lengths, self.room)
+        return plan_packs(
+            self.lengths,
+            self.room,
+            limits=self.limits,
+            alignment=one.alignment,
+            seed=one.seed,
+            epoch=epoch,
+            strata=self.strata,
+            effort=one.effort,
+        )
+
+    def _costs(self) -> npt.NDArray[np.float64]:
+        counts = self.counts
+        patches = counts.patches.astype(np.float64)
+        # The sidecar's totals do not tell how the patches are shared out: evenly, as most rows' are.
+        pairs = patches**2 / np.maximum(1, counts.images + counts.videos)
+        costs = sample_costs(self.lengths, self.settings.weights, patches=patches, patch_pairs=pairs)
+        return np.maximum(costs, 1.0)
+
+    def _kinds(self) -> npt.NDArray[np.uint8]:
+        kinds = np.zeros(len(self.counts), np.uint8)
+        for bit, kind in enumerate(MEDIA_KINDS):
+            kinds |= (getattr(self.counts, f"{kind}s") > 0).astype(np.uint8) << np.uint8(bit)
+        return kinds
+
+    def _limits(self) -> dict[str, tuple[Integers, int]]:
+        counts, one = self.counts, self.settings
+        media = counts.images + counts.videos + counts.audios
+        wanted = {
+            "patches": (counts.patches, one.max_patches),
+            "media": (media, one.max_media),
+            "documents": (np.ones(len(counts), np.int64), one.max_documents),
+        }
+        return {name: (values, limit) for name, (values, limit) in wanted.items() if limit is not None}
+
+    def _key(self) -> dict[str, Any]:
+        one = self.settings
+        media = hashlib.blake2b(digest_size=16)
+        for column in (self.facts.kinds, self.counts.patches, self.counts.images, self.counts.videos):
+            media.update(np.ascontiguousarray(column).data)
+        weights = one.weights
+        source: Mapping[str, Any] = {
+            "order": _ORDER,
+            "mode": one.mode,
+            "media": media.hexdigest(),
+            "reserve": one.reserve,
+            "spread": one.spread_datasets,
+            "weights": [weights.token, weights.token_pair, weights.patch, weights.patch_pair],
+        }
+        key = plan_key(
+            self.lengths,
+            self.room,
+            limits=self.limits,
+            alignment=one.alignment,
+            seed=one.seed,
+            strata=self.strata,
+            effort=one.effort,
+            source=source,
+        )
+        return {name: value for name, value in key.items() if name != "epoch"}
+
+
+def _one_by_one(lengths: Integers, room: int) -> PackPlan:
+    """A plan in which each sample is a pack of its own."""
+    plan = plan_packs(np.where(lengths > room, 2, np.minimum(lengths, 1)), 1, effort=0.0)
+    return PackPlan(
+        plan.offsets,
+        plan.indices,
+        lengths[plan.indices],
+        plan.dropped,
+        plan.drop_codes,
+        room,
+        plan.bound,
+    )
+
+
+def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], str], ledger: Ledger) -> int:
+    """Write into the ledger which examples are in no pack, and why; how many of them are bad, not just long.
+
+    Raises:
+        ConfigError: ``on_overlong="raise"``, and there is one.
+    """
+    counts, one = planner.counts, planner.settings
+    bad = np.flatnonzero(~counts.ok)
+    for index in bad.tolist():
+        key = key_of(index)
+        reason: Reason = str(counts.status[index])  # type: ignore[assignment]
+        detail = f"{counts.detail[index]} (found when it was counted)"
+        ledger.record(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+    for reason, positions in plan.dropped_by_reason().items():
+        positions = positions[counts.ok[positions]]
+        if not len(positions):
+            continue
+        if reason == "too_long":
+            longest = int(positions[counts.total[positions].argmax()])
+            told = (
+                f"{one.size:,} tokens are below the longest sample ({counts.total[longest] - 1:,} after the "
+                f"shift, {key_of(longest)})"
+            )
+            if one.on_overlong == "raise":
+                raise ConfigError(f"{told}: raise pack_size or set on_overlong='drop' or 'truncate'")
+            logger.warning("too_long: %s of %s; %s", f"{len(positions):,}", f"{len(counts):,}", told)
+        detail = {
+            "too_long": f"more than the {planner.room:,} tokens of a pack",
+            "over_limit": f"alone over a limit of a pack ({', '.join(planner.limits)})",
+        }.get(reason, "")
+        for index in positions.tolist():
+            key = key_of(index)
+            ledger.record(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+    return len(bad)
+
+
+def strata_of(dataset: Any) -> Integers | None:
+    """A number for each example that says which data set of a mixture it is from; None if there is one."""
+    if not isinstance(dataset, MetaDataset) or len(dataset.lengths()) < 2:
+        return None
+    sizes = list(dataset.lengths().values())
+    return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)

@@ -1,0 +1,60 @@
+"""What ranks have to tell each other: few words, at the start and at the end of an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from packhorse.errors import ConfigError
+from packhorse.types import World
+
+
+class Ranks:
+    """The ranks that share the data, and whether they can talk.
+
+    Args:
+        world: this rank's place among them.
+        group: their process group. Without it the default one, if it has as many ranks as the world; a world
+            of another size (some ranks hold parts of one model) needs a group of its own to talk in.
+    """
+
+    def __init__(self, world: World, group: Any = None) -> None:
+        self.world, self.group = world, group
+        ready = dist.is_available() and dist.is_initialized()
+        if group is not None and dist.get_world_size(group) != world.size:
+            raise ConfigError(
+                f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
+            )
+        self.can_talk = world.size > 1 and ready and dist.get_world_size(group) == world.size
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank says, in order; only this rank's where they cannot talk."""
+        if not self.can_talk:
+            return [value]
+        found: list[Any] = [None] * self.world.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes."""
+        return all(self.gather(bool(yes)))
+
+    def same(self, what: str, value: str) -> None:
+        """Refuse to start where a value differs between ranks, which would then go different ways.
+
+        Raises:
+            ConfigError: on every rank, naming what each has.
+        """
+        found = self.gather(value)
+        if len(set(found)) > 1:
+            by_value: dict[str, list[int]] = {}
+            for rank, one in enumerate(found):
+                by_value.setdefault(one, []).append(rank)
+            told = "; ".join(f"{one} on ranks {ranks}" for one, ranks in by_value.items())
+            raise ConfigError(f"the ranks have different {what}: {told}. Give all of them the same settings")
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.can_talk:
+            self.gather(None)
