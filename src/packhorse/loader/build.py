@@ -30,6 +30,8 @@ from packhorse.types import MEDIA_KINDS
 
 logger = getLogger("packhorse.loader")
 
+_NO_SAMPLE = -1
+
 Sample = dict[str, Any]
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -119,6 +121,14 @@ class BatchBuilder(Dataset[Built]):
     ) -> None:
         self.samples, self.finish, self.sample_timeout = samples, finish, sample_timeout
         self.blanks = Blanks(samples)
+        # Shared with workers: after a crash it tells which sample that was.
+        self._at = torch.full((1,), _NO_SAMPLE)
+        self._at.share_memory_()  # type: ignore[no-untyped-call]
+
+    def at_work_on(self) -> int | None:
+        """The sample that the only worker loads now, or loaded when it died; None between samples."""
+        index = int(self._at)
+        return None if index == _NO_SAMPLE else index
 
     def __getitem__(self, ticket: Ticket) -> Built:
         """Encode the samples of a ticket and make a batch of those that can be used."""
@@ -192,12 +202,18 @@ class BatchBuilder(Dataset[Built]):
         return any(key in layout and layout[key].kinds == ("audio",) for key in sample)
 
     def _loaded(self, index: int) -> Sample | None:
+        self._at[0] = index
         try:
             with time_limit(self.sample_timeout):
                 return self.sample(index)
-        except SampleTimeout as error:  # between two guarded parts of the work
-            self.samples.record(index, _too_slow(error), replaced=False)
+        except SampleTimeout as error:
+            slow = BadSample(str(error), reason="broken_media", stage="media", key=self.samples.key(index))
+            if self.samples.on_bad == "raise":
+                raise slow from None
+            self.samples.record(index, slow, replaced=False)
             return None
+        finally:
+            self._at[0] = _NO_SAMPLE
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], ticket: Ticket
@@ -206,7 +222,7 @@ class BatchBuilder(Dataset[Built]):
         try:
             return self.collate(rows), set()
         except DATA_ERRORS as error:
-            if not is_data_error(error):
+            if self.samples.on_bad == "raise" or not is_data_error(error):
                 raise
             first = error
         refused: set[int] = set()
@@ -345,10 +361,6 @@ class SampleTimeout(BaseException):
     """Raised in the middle of loading a sample; no ordinary handler may take it for something else."""
 
 
-def _too_slow(error: SampleTimeout) -> BadSample:
-    return BadSample(str(error), reason="broken_media", stage="media")
-
-
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise :class:`SampleTimeout` in this thread if the block takes longer.
@@ -372,5 +384,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # even where the alarm goes off this very moment
+            signal.signal(signal.SIGALRM, previous)

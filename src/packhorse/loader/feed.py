@@ -8,6 +8,8 @@ is, and stops with the names of its samples.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import getLogger
@@ -23,6 +25,9 @@ logger = getLogger("packhorse.loader")
 
 _DEATHS = ("exited unexpectedly", "is killed by signal")
 _TOO_SLOW = "timed out after"
+_RAISED_IN_WORKER = "Caught "
+_DYING = 1.0
+"""Seconds in which a process whose connections are broken has ended, if it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +92,50 @@ class Feed:
         """
         step, died = first, 0
         while step < last:
-            settings = self.settings if died < 2 else _one_at_a_time(self.settings)
-            iterator = self._iterator(make, step, last, settings)
+            settings, until = self.settings, last
+            if died >= 2:  # carefully, until all that may have been in work is behind us
+                settings = _one_at_a_time(self.settings)
+                until = min(last, step + self.settings.workers * self.settings.prefetch)
             try:
-                for built in iterator:
+                iterator = self._iterator(make, step, until, settings)
+                while step < until:
+                    built = _next(iterator)
                     step, died = step + 1, 0
                     yield built
-            except RuntimeError as error:
-                if not self.settings.workers or not _is_about_workers(error):
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self.settings.workers or not self._is_about_workers(error):
                     raise
-                del iterator
-                self.close()
+                self.close(at_once=True)
                 died += 1
-                self._judge(error, died, make, step, last)
-            else:
-                return
+                self._judge(error, died, make, step)
 
-    def close(self) -> None:
-        """End the workers."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the workers; ``at_once`` does not wait for what they are doing."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
         self._loader = self._loader_of = None
+        for worker in _workers_of(iterator) if at_once else ():
+            worker.kill()
+        if hasattr(iterator, "_shutdown_workers"):  # now, not when the last reference to it goes
+            iterator._shutdown_workers()
 
-    def _judge(
-        self, error: RuntimeError, died: int, make: Callable[[int], Ticket], step: int, last: int
-    ) -> None:
-        what = str(error).partition("\n")[0]
+    def _is_about_workers(self, error: Exception) -> bool:
+        """Whether a worker has died or hangs; what a worker itself has raised is another thing."""
+        what = _first_line(error)
+        if what.startswith(_RAISED_IN_WORKER):
+            return False
+        if isinstance(error, RuntimeError):
+            return any(words in what for words in (*_DEATHS, _TOO_SLOW))
+        # A connection that breaks: the process at its other end may be about to end.
+        workers = _workers_of(getattr(self._loader, "_iterator", None))
+        end = time.monotonic() + _DYING
+        while time.monotonic() < end:
+            if not all(worker.is_alive() for worker in workers):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _judge(self, error: Exception, died: int, make: Callable[[int], Ticket], step: int) -> None:
+        what = _first_line(error)
         if _TOO_SLOW in what:
             raise SystemFault(
                 f"micro step {step} did not come within {self.settings.timeout:g} s (timeout): "
@@ -126,10 +151,14 @@ class Feed:
             )
             return
         raise SystemFault(
-            f"workers died {died} times over micro step {step} ({what}), the last time building it alone: "
-            f"{self._named(make(step))}. A medium that crashes its decoder, or too little memory "
-            "(fewer workers, a smaller prefetch, shared memory)"
+            f"workers died {died} times over micro step {step} ({what}), the last time building it alone"
+            f"{self._culprit()}: {self._named(make(step))}. A medium that crashes its decoder, or too little "
+            "memory (fewer workers, a smaller prefetch, shared memory)"
         ) from error
+
+    def _culprit(self) -> str:
+        index = self.builder.at_work_on()
+        return "" if index is None else f", at work on {self.name(index)}"
 
     def _named(self, ticket: Ticket) -> str:
         names = [self.name(index) for index in ticket.samples]
@@ -139,7 +168,11 @@ class Feed:
     def _iterator(
         self, make: Callable[[int], Ticket], first: int, last: int, settings: WorkerSettings
     ) -> Iterator[Built]:
+        workers = _workers_of(getattr(self._loader, "_iterator", None))
+        if not all(worker.is_alive() for worker in workers):  # died while nobody waited for a batch
+            self.close(at_once=True)
         if self._loader is None or self._loader_of != settings:
+            self.close()
             self._loader = self._made(settings)
             self._loader_of = settings
         # Workers that live on get their tickets from this same object.
@@ -173,8 +206,50 @@ def _one_at_a_time(settings: WorkerSettings) -> WorkerSettings:
     return WorkerSettings(1, 1, settings.pin_memory, settings.timeout, settings.context, settings.deaths)
 
 
-def _is_about_workers(error: RuntimeError) -> bool:
-    return any(words in str(error) for words in (*_DEATHS, _TOO_SLOW))
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _workers_of(iterator: Any) -> list[Any]:
+    return list(getattr(iterator, "_workers", ()))
+
+
+def _next(iterator: Any) -> Built:
+    """The next batch; that a worker has died is told while it is waited for, and at no other time.
+
+    torch learns of a dead worker by a signal, and raises wherever the program is at that moment: in the
+    middle of a training step, where nobody can handle it. So torch knows the workers in here only.
+    """
+    workers = _workers_of(iterator)
+    built: Built
+    if not workers:
+        built = next(iterator)
+        return built
+    in_main_thread = threading.current_thread() is threading.main_thread()  # where signals are handled
+    if in_main_thread:
+        _let_torch_watch(iterator, True)
+    try:
+        if dead := [worker.pid for worker in workers if not worker.is_alive()]:
+            raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(map(str, dead))}) exited unexpectedly")
+        built = next(iterator)
+    finally:
+        _let_torch_watch(iterator, False)
+    return built
+
+
+def _let_torch_watch(iterator: Any, wanted: bool) -> None:
+    from torch.utils.data._utils.signal_handling import (  # type: ignore[attr-defined]
+        _remove_worker_pids,
+        _set_worker_pids,
+    )
+
+    if iterator._worker_pids_set and not wanted:
+        iterator._worker_pids_set = False
+        _remove_worker_pids(id(iterator))
+    elif wanted and not iterator._worker_pids_set:
+        pids = tuple(worker.pid for worker in _workers_of(iterator))
+        _set_worker_pids(id(iterator), pids)
+        iterator._worker_pids_set = True
 
 
 def _no_ticket(step: int) -> Ticket:

@@ -69,8 +69,15 @@ class CostWeights:
 
 
 def _language(config: Any) -> tuple[float, float]:
-    hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
-    heads = _size(config, "num_attention_heads")
+    head = 2 * _size(config, "hidden_size") * _size(config, "vocab_size")
+    each = _get(config, "per_layer_config")  # newer transformers: layers may differ from each other
+    number = _size(config, "num_hidden_layers")
+    layers = [_layer(config if each is None else each[layer]) for layer in range(number)]
+    return float(sum(token for token, _ in layers) + head), float(sum(pair for _, pair in layers))
+
+
+def _layer(config: Any) -> tuple[int, int]:
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     key_heads = _size(config, "num_key_value_heads", default=heads)
     width = _size(config, "head_dim", default=hidden // heads)
     experts = _size(config, "num_experts_per_tok", "num_experts_per_token", default=0)
@@ -79,8 +86,7 @@ def _language(config: Any) -> tuple[float, float]:
         inner = experts * _size(config, "moe_intermediate_size", "intermediate_size")
         inner += _size(config, "shared_expert_intermediate_size", default=0)
     attention = 2 * hidden * width * (2 * heads + 2 * key_heads)
-    head = 2 * hidden * _size(config, "vocab_size")
-    return float(layers * (attention + 6 * hidden * inner) + head), float(layers * 2 * heads * width)
+    return attention + 6 * hidden * inner, 2 * heads * width
 
 
 def _vision(config: Any) -> tuple[float, float]:

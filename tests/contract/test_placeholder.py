@@ -1,0 +1,126 @@
+"""The placeholder that keeps ranks in step: there for the vision tower, invisible to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import packhorse
+from contract.processors import FAMILIES, processor
+from contract.tiny_models import MODELS, tiny_model
+from packhorse import World
+from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import model_inputs
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.ledger import Ledger
+from packhorse.loader.blank import Blanks
+from packhorse.loader.build import Ticket
+from packhorse.types import MEDIA_KINDS
+
+CHATS = [name for name, family in FAMILIES.items() if family.chats]
+ROWS = [
+    {
+        "conversation": [
+            {"role": "user", "content": [{"type": "text", "text": question}]},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+    }
+    for question, answer in [
+        ("Who goes there?", "A mule."),
+        ("And why?", "It carries salt."),
+        ("So?", "Yes."),
+    ]
+]
+
+
+def bits(name: str) -> int:
+    return sum(1 << bit for bit, kind in enumerate(MEDIA_KINDS) if kind in FAMILIES[name].modalities)
+
+
+@pytest.fixture(autouse=True)
+def _attention_as_before() -> Iterator[None]:
+    before = {name: attention_of(tiny_model(name)) for name in MODELS}
+    yield
+    for name, attention in before.items():
+        use_attention(tiny_model(name), attention)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
+    samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
+    blanks = Blanks(samples)
+    for bit, kind in enumerate(MEDIA_KINDS):
+        if kind not in FAMILIES[name].modalities:
+            continue
+        (blank,) = blanks.samples(1 << bit)
+        keys = [key for key in blank if key in samples.family.layout]
+        media = samples.family.media_token_ids(processor(name))
+        assert any(kind in samples.family.layout[key].kinds for key in keys)
+        assert bool((blank["labels"] == IGNORE_INDEX).all())
+        assert any(token in media for token in blank["input_ids"].tolist())
+        assert int(blank["input_ids"][-1]) not in media, "the shift would cut it"
+        assert all(len(blank[key]) == len(blank["labels"]) for key in ("input_ids", "attention_mask"))
+        assert blanks.lengths(1 << bit) == [len(blank["input_ids"]) - 1]
+
+
+def gradients(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    logits = model(**model_inputs(batch)).logits
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), found
+
+
+@pytest.mark.parametrize(("mode", "backend"), [("pack", "sdpa"), ("pack", "varlen"), ("pad", "sdpa")])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_rank_without_media_runs_the_tower_and_learns_the_same(name: str, mode: str, backend: str) -> None:
+    if backend == "varlen" and name.startswith("gemma"):
+        backend = "eager"  # varlen refuses it
+    model = tiny_model(name)
+    use_attention(model, backend)
+    loader = packhorse.load(
+        ROWS, processor(name), model=model, world=World(), mode=mode, pack_size=1024, batch_size=3
+    )
+    build = loader._feed.builder
+    packs = ((0, 1, 2),) if mode == "pack" else ((0,), (1,), (2,))
+    plain, placed = build[Ticket(0, 0, packs, 0)], build[Ticket(0, 0, packs, bits(name))]
+    layout = loader._samples.family.layout
+    there = {kind for key in placed.batch if key in layout for kind in layout[key].kinds}
+
+    assert not any(key in layout for key in plain.batch)
+    assert there >= FAMILIES[name].modalities & {"image", "video"}
+    assert placed.report.placeholder
+    assert not plain.report.placeholder
+    assert placed.report.samples == plain.report.samples == (0, 1, 2)
+    assert placed.report.tokens == plain.report.tokens
+    assert placed.report.supervised == plain.report.supervised
+    loss, ours = gradients(model, plain.batch)
+    with_it, theirs = gradients(model, placed.batch)
+    assert with_it == pytest.approx(loss, rel=1e-5)
+    tower = [key for key in theirs if key not in ours]
+    assert tower, "the vision tower has no gradient: it did not run"
+    assert all(not theirs[key].any() for key in tower)
+    for key, gradient in ours.items():
+        assert torch.allclose(theirs[key], gradient, rtol=1e-3, atol=1e-4), key
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None:
+    model = tiny_model("qwen2_vl")
+    loader = packhorse.load(ROWS, processor("qwen2_vl"), model=model, mode=mode, pack_size=256)
+    built = loader._feed.builder[Ticket(0, 0, (), 3)]
+    loss, found = gradients(model, built.batch)
+
+    assert built.report.filler
+    assert built.report.supervised == 0
+    assert loss == 0
+    assert all(not gradient.any() for gradient in found.values())

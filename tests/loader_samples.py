@@ -1,0 +1,62 @@
+"""Examples for the loader's tests: texts of all lengths, small pictures, a short video."""
+
+import random
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import packhorse
+from contract.processors import processor
+from packhorse import World
+
+
+def chat(question: str, answer: str, *media: dict[str, Any]) -> dict[str, Any]:
+    turns = [
+        ("user", [*media, {"type": "text", "text": question}]),
+        ("assistant", [{"type": "text", "text": answer}]),
+    ]
+    return {"conversation": [{"role": role, "content": content} for role, content in turns]}
+
+
+def picture(draw: random.Random) -> dict[str, Any]:
+    size = (draw.randint(60, 150), draw.randint(60, 150))
+    return {"type": "image", "image": Image.new("RGB", size, (draw.randint(0, 255), 99, 7))}
+
+
+def film() -> dict[str, Any]:
+    frames = [np.full((60, 60, 3), 40 * n, np.uint8) for n in range(4)]
+    return {"type": "video", "video": [Image.fromarray(frame) for frame in frames]}
+
+
+def texts(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    return [chat("why " * draw.randint(1, 20), f"so {n} " * draw.randint(1, 8)) for n in range(number)]
+
+
+def mixed(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Half of them text alone, the others with one or two pictures or a film."""
+    draw = random.Random(seed)
+    rows = []
+    for n in range(number):
+        kind = draw.choice(["text", "text", "text", "one", "two", "film"])
+        media = {"text": [], "one": [picture(draw)], "two": [picture(draw), picture(draw)], "film": [film()]}
+        rows.append(chat("why " * draw.randint(1, 20), f"so {n} " * draw.randint(1, 9), *media[kind]))
+    return rows
+
+
+def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
+    settings = {"pack_size": 256, **options}
+    name = settings.pop("family", "qwen2_vl")
+    return packhorse.load(rows, processor(name), world=World(rank, size), **settings)
+
+
+def handed_out(loader: packhorse.Loader, steps: int | None = None) -> list[int]:
+    """The samples of so many micro steps, or of all that are left."""
+    seen: list[int] = []
+    for step, _ in enumerate(loader, 1):
+        assert loader.last is not None
+        seen += loader.last.samples
+        if step == steps:
+            break
+    return seen

@@ -1,0 +1,391 @@
+"""The loader in one process: what it opens, what it hands out, what it leaves out and says so."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import packhorse
+from contract.processors import processor
+from loader_samples import chat, handed_out, load, mixed, picture, texts
+from packhorse import ConfigError, LoaderConfig, World
+from packhorse.chat import IGNORE_INDEX
+from packhorse.loader import TooManyBad
+from packhorse.loader.data import count_examples
+
+
+@pytest.fixture
+def meta(tmp_path):
+    """A mixture of two files: pictures (one missing, one row cut), and chats."""
+    (tmp_path / "images").mkdir()
+    rows = []
+    for n in range(30):
+        Image.new("RGB", (60 + n, 80), "tan").save(tmp_path / "images" / f"{n}.png")
+        turns = [("user", f"<image>What is {n}?"), ("assistant", "A mule. " * (n % 5 + 1))]
+        rows.append(
+            {"images": [f"images/{n}.png"], "messages": [{"role": r, "content": c} for r, c in turns]}
+        )
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "images" / "7.png").unlink()
+    lines[11] = lines[11][:40]
+    (tmp_path / "pictures.jsonl").write_text("\n".join(lines) + "\n")
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Count to {n}."},
+                {"role": "assistant", "content": "1 " * n},
+            ]
+        }
+        for n in range(1, 21)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
+    content = {
+        "pictures": {"file_name": str(tmp_path / "pictures.jsonl"), "media_dir": str(tmp_path)},
+        "chats": {"file_name": str(tmp_path / "chats.jsonl")},
+    }
+    (tmp_path / "meta.json").write_text(json.dumps(content))
+    return tmp_path / "meta.json"
+
+
+def test_a_meta_file_is_counted_planned_and_handed_out_and_bad_rows_are_in_the_ledger(meta):
+    loader = load(meta, max_bad_share=0.1, pack_size=300)
+    seen = handed_out(loader)
+    drops = {drop.key: drop.reason for drop in loader.ledger}
+
+    assert drops == {"pictures/7": "missing_media", "pictures/11": "malformed_row"}
+    assert {loader.key(index) for index in seen} | set(drops) == {
+        loader.dataset.key(n) for n in range(len(loader.dataset))
+    }
+    assert len(seen) == len(set(seen)) == 48
+    account = loader.account
+    assert (account.rows, account.planned, account.delivered, account.lost) == (50, 48, 48, 0)
+    assert account.reasons == {"missing_media": 1, "malformed_row": 1}
+    assert list(meta.parent.glob("*.phcount")), "counts are kept for the next start"
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_batches_are_what_the_processor_makes_of_the_samples(mode):
+    rows = mixed(12)
+    loader = load(rows, mode=mode, batch_size=2)
+    expected = count_examples(rows, processor("qwen2_vl"))
+    for batch in loader:
+        report = loader.last
+        supervised = (batch["labels"] != IGNORE_INDEX).sum()
+        assert report.supervised == supervised == expected.supervised[list(report.samples)].sum()
+        assert report.tokens == expected.total[list(report.samples)].sum() - len(report.samples)
+        assert report.slots == batch["labels"].numel()
+        assert batch["input_ids"].shape == batch["labels"].shape
+        grids = [batch[key] for key in ("image_grid_thw", "video_grid_thw") if key in batch]
+        media = expected.images[list(report.samples)].sum() + expected.videos[list(report.samples)].sum()
+        assert sum(map(len, grids)) == media  # alone in the world: no placeholder
+
+
+def test_packs_of_a_model_with_mrope_have_its_positions():
+    from contract.tiny_models import tiny_model
+
+    model = tiny_model("qwen2_vl")
+    loader = packhorse.load(mixed(8), processor("qwen2_vl"), model=model, world=World(), pack_size=256)
+    batch = next(iter(loader))
+    assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
+    assert batch["pixel_values"].dtype == model.dtype if "pixel_values" in batch else True
+
+
+def test_a_hugging_face_dataset_is_data_too():
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"conversation": row["conversation"]} for row in texts(9)])
+    assert sorted(handed_out(load(rows))) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "no example"),
+        ([{"text": "hello"}], "found: text"),
+        (["hello"], "found: str"),
+        (7, "data is a int"),
+        (iter([]), "expected a meta file"),
+    ],
+)
+def test_something_that_is_no_data_is_refused(data, words):
+    with pytest.raises(ConfigError, match=words):
+        load(data)
+
+
+def test_a_single_sample_on_many_ranks_is_handed_out_once_and_all_ranks_step():
+    seen, fillers = [], 0
+    for rank in range(4):
+        loader = load(texts(1), rank, 4, accumulation=2)
+        assert len(loader) == 2
+        for batch in loader:
+            seen += loader.last.samples
+            fillers += loader.last.filler
+            assert loader.last.filler == bool((batch["labels"] == IGNORE_INDEX).all())
+    assert seen == [0]
+    assert fillers == 7
+
+
+def test_all_ranks_have_the_same_media_in_a_step(caplog):
+    rows = mixed(50)
+    kinds = {"image_grid_thw": "image", "video_grid_thw": "video"}
+    differ = 0
+    for placeholder in ("auto", "never"):
+        steps: dict[int, set] = {}
+        for rank in range(4):
+            loader = load(rows, rank, 4, placeholder=placeholder)
+            for batch in loader:
+                there = frozenset(kinds[key] for key in batch if key in kinds)
+                steps.setdefault(loader.last.step, set()).add(there)
+        mixed_steps = sum(len(found) > 1 for found in steps.values())
+        assert (mixed_steps == 0) == (placeholder == "auto"), "the data do not test anything"
+        differ += mixed_steps
+    assert differ
+
+
+def test_packs_with_a_placeholder_are_not_longer_than_a_pack():
+    for rank in range(3):
+        loader = load(mixed(40), rank, 3, pad_to_size=True)
+        assert all(batch["input_ids"].shape == (1, 256) for batch in loader)
+
+
+# What does not fit, and what fails.
+
+
+def long_and_short():
+    return [*texts(10), chat("why " * 5, "so " * 300), *texts(3, seed=1)]
+
+
+def test_samples_longer_than_a_pack_are_left_out_and_named():
+    loader = load(long_and_short())
+    assert sorted(handed_out(loader)) == [n for n in range(14) if n != 10]
+    (drop,) = loader.ledger
+    assert (drop.key, drop.reason, drop.stage) == ("10", "too_long", "plan")
+
+
+def test_samples_longer_than_a_pack_can_be_an_error_that_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"longest sample .*, 10\): raise pack_size"):
+        load(long_and_short(), on_overlong="raise")
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_samples_longer_than_a_pack_can_be_truncated(mode):
+    loader = load(long_and_short(), on_overlong="truncate", mode=mode)
+    assert sorted(handed_out(loader)) == list(range(14))
+    assert [(drop.key, drop.reason, drop.action) for drop in loader.ledger] == [("10", "truncated", "cut")]
+
+
+class Breaking(list):
+    """Examples of which some turn out to be broken when they are encoded, but not when they are counted."""
+
+    def __init__(self, rows, bad):
+        super().__init__(rows)
+        self.bad, self.counted = set(bad), False
+
+    def __getitem__(self, index):
+        if self.counted and index in self.bad:
+            raise OSError(f"row {index} cannot be read")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_sample_that_fails_on_the_way_is_left_out_of_its_batch_and_named(mode):
+    rows = Breaking(texts(30), {3, 17})
+    loader = load(rows, mode=mode, max_bad_share=0.1, batch_size=2)
+    rows.counted = True
+    lost = []
+    seen = []
+    for _ in loader:
+        seen += loader.last.samples
+        lost += loader.last.lost
+    assert sorted(seen + lost) == list(range(30))
+    assert sorted(lost) == [3, 17]
+    assert sorted(drop.key for drop in loader.ledger) == ["17", "3"]
+    assert {drop.epoch for drop in loader.ledger} == {0}
+    assert loader.account.delivered == 28
+    assert loader.account.lost == 2
+
+
+def test_a_batch_of_which_nothing_can_be_used_is_still_a_step():
+    rows = Breaking(texts(6), range(6))
+    loader = load(rows, mode="pad", max_bad_share=None, max_bad_in_a_row=None)
+    rows.counted = True
+    reports = [loader.last for _ in loader]
+    assert len(reports) == 6
+    assert all(report.filler for report in reports)
+    assert loader.account.lost == 6
+
+
+def test_a_bad_sample_can_stop_the_run():
+    rows = Breaking(texts(6), {2})
+    loader = load(rows, on_bad="raise")
+    rows.counted = True
+    with pytest.raises(OSError, match="row 2"):
+        handed_out(loader)
+
+
+def test_too_many_bad_samples_stop_the_run_with_the_reasons():
+    rows = Breaking(texts(100), {5, 50, 70})
+    loader = load(rows, max_bad_share=0.02)
+    rows.counted = True
+    with pytest.raises(TooManyBad, match=r"sample_failed 3.*cannot be read"):
+        handed_out(loader)
+    rows.bad = {5, 50}
+    loader = load(rows, max_bad_share=0.02)
+    assert len(handed_out(loader)) == 98
+
+
+def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
+    rows = texts(20)
+    rows[4] = chat("look", "so", {"type": "image", "image": "no/such.png"})
+    with pytest.raises(TooManyBad, match=r"1 of 20 samples .*missing_media"):
+        load(rows)
+    assert len(handed_out(load(rows, max_bad_share=0.05))) == 19
+
+
+def test_failures_in_a_row_stop_the_run():
+    rows = Breaking(texts(40), range(40))
+    loader = load(rows, mode="pad", max_bad_share=None, max_bad_in_a_row=7)
+    rows.counted = True
+    with pytest.raises(TooManyBad, match="7 samples in a row"):
+        handed_out(loader)
+
+
+def test_a_programming_error_stops_the_run():
+    rows = Breaking(texts(10), ())
+    loader = load(rows)
+    rows.counted = True
+    rows.bad = None  # "argument of type 'NoneType' is not iterable"
+    with pytest.raises(TypeError):
+        handed_out(loader)
+    assert not len(loader.ledger)
+
+
+def test_limits_of_a_pack_hold():
+    draw = __import__("random").Random(0)
+    rows = [chat("why", "so", picture(draw)) for _ in range(20)]
+    loader = load(rows, max_media=2, max_documents=2, pack_size=512)
+    assert all(len(loader.last.samples) <= 2 for _ in loader)
+    patches = loader.counts.patches
+    loader = load(rows, max_patches=int(patches.max()) + 10, pack_size=512)
+    assert all(patches[list(loader.last.samples)].sum() <= patches.max() + 10 for _ in loader)
+
+
+def test_documents_can_be_aligned():
+    loader = load(texts(20), alignment=8)
+    for batch in loader:
+        numbers = batch.get("_packed_seq_ids")
+        if numbers is not None:
+            starts = np.flatnonzero(np.diff(numbers[0].numpy(), prepend=0) > 0)
+            assert all(start % 8 == 0 for start in starts)
+    assert loader.cursor == len(loader)
+
+
+def test_the_files_of_a_larger_run_are_counted_at_the_end_of_an_epoch(tmp_path):
+    rows = Breaking(texts(30), {3, 17})
+    for rank in range(3):
+        loader = load(rows, rank, 3, max_bad_share=None, ledger_dir=tmp_path)
+        rows.counted = True
+        handed_out(loader)
+        rows.counted = False
+    assert sorted(path.name for path in tmp_path.iterdir())[0].startswith("rank-0000")
+    rows.bad = set()
+    loader = load(rows, ledger_dir=tmp_path)
+    handed_out(loader)
+    assert loader.account.reasons == {"sample_failed": 2}
+
+
+# Settings.
+
+
+def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
+    (meta.parent / "run.yaml").write_text("data: meta.json\npack_size: 300\nmax_bad_share: 0.1\n")
+    config = LoaderConfig.from_yaml(meta.parent / "run.yaml")
+    assert config.pack_size == 300
+    loader = config.with_changes(mode="pad").build(processor("qwen2_vl"), world=World())
+    assert len(handed_out(loader)) == 48
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pack_siz": 3}, r"unknown setting.*pack_siz"),
+        ({"mode": "stack"}, "expected one of pack, pad"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"pack_size": "8k"}, "whole number"),
+        ({"workers": -1}, "0 or more"),
+        ({"max_bad_share": 7}, "share from 0 to 1"),
+        ({"alignment": 2, "mode": "pad"}, "for packs"),
+        ({"pixel_dtype": "bf17"}, "torch type"),
+        ({"pack_size": 10}, "no room for the placeholder"),
+        ({"dataset_names": ["coco"]}, "goes with a meta file"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        packhorse.load(mixed(6), processor("qwen2_vl"), world=World(), **settings)
+
+
+def test_a_yaml_file_that_is_none_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("- just\n- a list\n")
+    with pytest.raises(ConfigError, match="expected settings by name"):
+        LoaderConfig.from_yaml(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("pack_size: 3\n")
+    with pytest.raises(ConfigError, match="no 'data'"):
+        LoaderConfig.from_yaml(tmp_path / "b.yaml")
+
+
+def test_shards_need_ranks_that_can_talk():
+    with pytest.raises(ConfigError, match=r"Initialise torch\.distributed"):
+        load(texts(8), 0, 2, shard_data=True)
+    assert sorted(handed_out(load(texts(8), shard_data=True))) == list(range(8))
+
+
+# What it tells.
+
+
+def test_metrics_add_up_and_go_to_tensorboard(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    loader = load(texts(30), pad_to_size=True)
+    tokens = slots = 0
+    for _ in loader:
+        tokens += loader.last.tokens
+        slots += loader.last.slots
+    numbers = loader.metrics.numbers()
+    assert numbers.fill == pytest.approx(tokens / slots)
+    assert numbers.fill + numbers.padding == pytest.approx(1)
+    assert 0 < numbers.wait <= 1
+    assert numbers.samples == 30
+    assert "fill" in loader.metrics.summary()
+    with SummaryWriter(tmp_path) as writer:
+        loader.metrics.log(writer, 3)
+    assert any(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_the_description_names_plan_steps_and_losses():
+    text = load(long_and_short()).describe()
+    assert "14 rows" in text
+    assert "too_long, left_out: 1 of 14" in text
+    assert "micro steps" in text
+
+
+def test_the_end_of_an_epoch_is_told(caplog):
+    with caplog.at_level(logging.INFO, "packhorse.loader"):
+        handed_out(load(texts(5)))
+    assert "epoch 0: 5 rows, 5 in the plan, 5 delivered" in caplog.text
+
+
+def test_feeding_draws_nothing_from_the_programs_random_numbers():
+    import random
+
+    rows = mixed(10)
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    loader = load(rows, workers=1)
+    handed_out(loader)
+    loader.close()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]

@@ -1,0 +1,206 @@
+"""Taking up a run: nothing twice, nothing lost, the same batches; whatever has changed around it."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from loader_samples import handed_out, load, mixed, texts
+from packhorse.errors import ConfigError
+
+SHAPES = [(1, 1, 1), (3, 2, 1), (9, 1, 1), (4, 3, 2)]
+
+
+def batches(loader, steps=None):
+    return [dict(batch) for batch in itertools.islice(loader, steps)]
+
+
+def assert_bit_equal(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SHAPES, 2)))
+def test_another_shape_gets_exactly_what_was_not_used(before, after, mode):
+    rows = texts(60)
+    stop = 2
+    used, state = [], None
+    world, batch, accumulation = before
+    for rank in range(world):
+        loader = load(rows, rank, world, batch_size=batch, accumulation=accumulation, mode=mode)
+        used += handed_out(loader, stop)
+        state = loader.state_dict()
+    state = json.loads(json.dumps(state))
+    world, batch, accumulation = after
+    steps = set()
+    for rank in range(world):
+        loader = load(rows, rank, world, batch_size=batch, accumulation=accumulation, mode=mode)
+        loader.load_state_dict(state)
+        if loader.epoch == 0:
+            steps.add(loader.remaining)
+            used += handed_out(loader)
+
+    assert sorted(used) == list(range(60))
+    assert len(steps) <= 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_the_same_shape_goes_on_with_the_same_batches(mode, workers):
+    rows = mixed(40)
+    loader = load(rows, 1, 2, mode=mode, batch_size=2, workers=workers)
+    whole = batches(loader)
+    loader.close()
+    assert len(whole) > 3
+    for stop in (1, len(whole) // 2, len(whole) - 1):
+        first = load(rows, 1, 2, mode=mode, batch_size=2, workers=workers)
+        before = batches(first, stop)
+        state = first.state_dict()  # with workers that have built some batches ahead
+        first.close()
+        second = load(rows, 1, 2, mode=mode, batch_size=2, workers=2 - workers)
+        second.load_state_dict(state)
+        assert second.remaining == len(whole) - stop
+        assert_bit_equal(before + batches(second), whole)
+        second.close()
+
+
+def test_a_state_is_small_and_plain_and_the_same_on_every_rank():
+    rows = texts(40)
+    states = []
+    for rank in range(3):
+        loader = load(rows, rank, 3)
+        handed_out(loader, 2)
+        states.append(loader.state_dict())
+    for state in states:
+        state.pop("ledger")
+    assert states[0] == states[1] == states[2]
+    assert len(json.dumps(states[0])) < 200
+
+
+def test_steps_that_were_fetched_ahead_need_not_count():
+    rows = texts(40)
+    loader = load(rows)
+    handed_out(loader, 5)
+    state = loader.state_dict(consumed=3)
+    again = load(rows)
+    again.load_state_dict(state)
+    assert again.cursor == 3
+    handed_out(again, 4)
+    assert again.state_dict(consumed=1)["segments"] == [[1, 1, 1, 4]]
+    with pytest.raises(ConfigError, match="4 micro steps"):
+        again.state_dict(consumed=5)
+
+
+def test_a_state_of_another_plan_is_refused_and_both_are_named():
+    one, other = load(texts(20)), load(texts(20), seed=1)
+    with pytest.raises(ConfigError) as caught:
+        other.load_state_dict(one.state_dict())
+    assert one.plan_key in str(caught.value)
+    assert other.plan_key in str(caught.value)
+    assert one.plan_key != other.plan_key
+
+
+@pytest.mark.parametrize(
+    "change", [{"pack_size": 300}, {"mode": "pad"}, {"max_documents": 3}, {"alignment": 4}, {"seed": 7}]
+)
+def test_whatever_changes_the_packs_or_their_order_changes_the_name_of_the_plan(change):
+    rows = texts(20)
+    assert load(rows).plan_key != load(rows, **change).plan_key
+
+
+@pytest.mark.parametrize("change", [{"workers": 1}, {"batch_size": 3}, {"accumulation": 2}, {"prefetch": 4}])
+def test_what_does_not_change_the_packs_keeps_the_name_of_the_plan(change):
+    rows = texts(20)
+    assert load(rows).plan_key == load(rows, 1, 3, **change).plan_key
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"version": 1}, {"version": 9, "plan": "x", "epoch": 0, "segments": []}]
+)
+def test_something_else_than_a_state_is_refused(state):
+    with pytest.raises(ConfigError, match="loader"):
+        load(texts(4)).load_state_dict(state)
+
+
+def test_a_refused_state_leaves_the_loader_as_it_was():
+    loader = load(texts(20))
+    handed_out(loader, 2)
+    state = loader.state_dict()
+    wrong = {**state, "segments": [[1, 1, 1, 10_000]]}
+    with pytest.raises(ConfigError, match="micro steps"):
+        loader.load_state_dict(wrong)
+    assert loader.state_dict() == state
+
+
+def test_a_state_taken_at_the_end_of_an_epoch_goes_on_with_the_next():
+    rows = texts(20)
+    loader = load(rows)
+    handed_out(loader)
+    again = load(rows)
+    again.load_state_dict(loader.state_dict())
+    assert (again.epoch, again.cursor) == (1, 0)
+    assert sorted(handed_out(again)) == list(range(20))
+
+
+def test_breaking_off_and_iterating_again_goes_on():
+    loader = load(texts(30))
+    seen = handed_out(loader, 2) + handed_out(loader, 1) + handed_out(loader)
+    assert sorted(seen) == list(range(30))
+    assert loader.epoch == 0
+
+
+def test_after_an_epoch_comes_the_next_with_other_packs():
+    loader = load(texts(60))
+    first = [loader.last.samples for _ in loader]
+    second = [loader.last.samples for _ in loader]
+    assert loader.epoch == 1
+    assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(60))
+    assert first != second
+
+
+def test_setting_the_present_epoch_changes_nothing_and_another_starts_it():
+    loader = load(texts(30))
+    handed_out(loader, 2)
+    loader.set_epoch(0)
+    assert loader.cursor == 2
+    loader.set_epoch(3)
+    assert (loader.epoch, loader.cursor) == (3, 0)
+    third = [loader.last.samples for _ in loader]
+    loader.set_epoch(3)  # it is over: once more
+    assert [loader.last.samples for _ in loader] == third
+    with pytest.raises(ConfigError, match="epoch -1"):
+        loader.set_epoch(-1)
+
+
+def test_an_iterator_of_an_epoch_that_was_left_ends():
+    loader = load(texts(30))
+    old = iter(loader)
+    next(old)
+    loader.set_epoch(5)
+    assert list(old) == []
+    assert sorted(handed_out(loader)) == list(range(30))
+
+
+def test_no_sample_is_touched_to_resume():
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counting.reads += 1
+            return super().__getitem__(index)
+
+    rows = Counting(texts(50))
+    loader = load(rows)
+    handed_out(loader, 5)
+    state = loader.state_dict()
+    again = load(rows)
+    before = Counting.reads
+    again.load_state_dict(state)
+    assert Counting.reads == before
+    next(iter(again))
+    assert Counting.reads - before == len(again.last.samples)
