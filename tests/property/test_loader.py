@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import ConfigError
-from packhorse.loader.deal import NOTHING, Dealt, SampleFacts, Segment, Shape
+from packhorse.loader.deal import NOTHING, Dealt, Packs, SampleFacts, Segment, Shape
 from packhorse.loader.progress import Progress
 from packhorse.neat_packing_vlm import plan_packs
 
@@ -47,7 +47,7 @@ def of_steps(dealt, first, last):
 @given(epochs(), shapes, st.integers(0, 3), st.integers(0, 2))
 def test_every_sample_is_dealt_to_one_rank_once(epoch, shape, seed, number):
     plan, facts = epoch
-    dealt = Dealt(plan, facts, [Segment(*shape, 0)], seed=seed, epoch=number)
+    dealt = Dealt(Packs(plan, facts), [Segment(*shape, 0)], seed=seed, epoch=number)
 
     assert sorted(of_steps(dealt, 0, len(dealt))) == sorted(plan.indices.tolist())
     assert len(dealt) % shape.accumulation == 0
@@ -61,12 +61,12 @@ def test_what_was_used_before_and_after_any_changes_of_shape_is_the_plan(epoch, 
     progress, used = Progress(), []
     for shape, share in changes:
         progress = progress.under(shape)
-        dealt = Dealt(plan, facts, progress.segments, seed=seed)
+        dealt = Dealt(Packs(plan, facts), progress.segments, seed=seed)
         stop = progress.cursor + round(share * (len(dealt) - progress.cursor))
         used += of_steps(dealt, progress.cursor, stop)
         progress = progress.at(stop)
         progress = Progress.from_dict(progress.to_dict("plan"), "plan")  # through a checkpoint
-    dealt = Dealt(plan, facts, progress.segments, seed=seed)
+    dealt = Dealt(Packs(plan, facts), progress.segments, seed=seed)
     used += of_steps(dealt, progress.cursor, len(dealt))
 
     assert sorted(used) == sorted(plan.indices.tolist())
@@ -76,10 +76,10 @@ def test_what_was_used_before_and_after_any_changes_of_shape_is_the_plan(epoch, 
 @given(epochs(), shapes, shapes, st.floats(0, 1))
 def test_a_rank_has_nothing_only_where_there_are_fewer_samples_than_ranks(epoch, first, second, share):
     plan, facts = epoch
-    dealt = Dealt(plan, facts, [Segment(*first, 0)])
+    dealt = Dealt(Packs(plan, facts), [Segment(*first, 0)])
     stop = round(share * len(dealt))
     left = of_steps(dealt, stop, len(dealt))
-    dealt = Dealt(plan, facts, [Segment(*first, stop), Segment(*second, 0)])
+    dealt = Dealt(Packs(plan, facts), [Segment(*first, stop), Segment(*second, 0)])
     tail = dealt.table[-second.accumulation :]
     empty = (tail == NOTHING).all(axis=2)
 
@@ -95,8 +95,8 @@ def test_a_rank_has_nothing_only_where_there_are_fewer_samples_than_ranks(epoch,
 @given(epochs(), shapes, st.integers(0, 5))
 def test_more_steps_can_be_asked_for_and_lose_nothing(epoch, shape, more):
     plan, facts = epoch
-    natural = len(Dealt(plan, facts, [Segment(*shape, 0)]))
-    dealt = Dealt(plan, facts, [Segment(*shape, 0)], at_least=natural + more)
+    natural = len(Dealt(Packs(plan, facts), [Segment(*shape, 0)]))
+    dealt = Dealt(Packs(plan, facts), [Segment(*shape, 0)], at_least=natural + more)
 
     assert natural + more <= len(dealt) < natural + more + shape.accumulation
     assert sorted(of_steps(dealt, 0, len(dealt))) == sorted(plan.indices.tolist())
@@ -106,7 +106,7 @@ def test_more_steps_can_be_asked_for_and_lose_nothing(epoch, shape, more):
 @given(epochs(), shapes, st.integers(0, 9), st.integers(0, 9))
 def test_the_same_arguments_deal_the_same_and_another_epoch_another_order(epoch, shape, seed, number):
     plan, facts = epoch
-    one, same = (Dealt(plan, facts, [Segment(*shape, 0)], seed=seed, epoch=number) for _ in range(2))
+    one, same = (Dealt(Packs(plan, facts), [Segment(*shape, 0)], seed=seed, epoch=number) for _ in range(2))
     assert np.array_equal(one.table, same.table)
 
 
@@ -116,7 +116,7 @@ def test_another_epoch_and_another_seed_have_another_order():
     plan = plan_packs(lengths, CAPACITY, effort=0)
     facts = SampleFacts(lengths.astype(float), np.zeros(400, np.uint8))
     tables = [
-        Dealt(plan, facts, [Segment(4, 1, 1, 0)], seed=seed, epoch=epoch).table.tobytes()
+        Dealt(Packs(plan, facts), [Segment(4, 1, 1, 0)], seed=seed, epoch=epoch).table.tobytes()
         for seed, epoch in itertools.product(range(3), range(3))
     ]
     assert len(set(tables)) == 9
@@ -130,7 +130,7 @@ def test_steps_of_every_shape_are_even(world, batch, accumulation):
     lengths = rng.integers(1, CAPACITY, 3000)
     plan = plan_packs(lengths, CAPACITY, effort=0)
     facts = SampleFacts(lengths**1.5, (rng.random(3000) < 0.5).astype(np.uint8))
-    dealt = Dealt(plan, facts, [Segment(world, batch, accumulation, 0)])
+    dealt = Dealt(Packs(plan, facts), [Segment(world, batch, accumulation, 0)])
     body = len(dealt) - accumulation
     ratios = [dealt.costs(step).max() / dealt.costs(step).mean() for step in range(body)]
     mixed = sum(
@@ -146,7 +146,7 @@ def test_a_segment_that_used_more_steps_than_there_are_is_refused():
     plan = plan_packs([5, 5, 5], 8)
     facts = SampleFacts(np.ones(3), np.zeros(3, np.uint8))
     with pytest.raises(ConfigError, match="3 micro steps"):
-        Dealt(plan, facts, [Segment(1, 1, 1, 4)])
+        Dealt(Packs(plan, facts), [Segment(1, 1, 1, 4)])
 
 
 @settings(max_examples=300, deadline=None)

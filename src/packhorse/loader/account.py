@@ -32,20 +32,17 @@ class Guard:
         share: the most that may be bad; None for any.
         in_a_row: the most that may fail one after the other on this rank; None for any.
         ledger: has the reasons.
+
+    Raises:
+        TooManyBad: too many were bad when they were counted.
     """
 
     def __init__(
         self, samples: int, bad: int, ranks: int, share: float | None, in_a_row: int | None, ledger: Ledger
     ) -> None:
         self.samples, self.bad, self.share, self.in_a_row, self.ledger = samples, bad, share, in_a_row, ledger
-        self.lost = self._row = 0
-        if share is not None and bad > share * samples:
-            raise TooManyBad(self._told(f"{bad:,} of {samples:,} samples cannot be used"))
-        # What a rank may lose: its part, and as much more as chance may deal to one of many.
-        mine = share * samples / ranks if share is not None else math.inf
-        self.most = mine + 3 * math.sqrt(mine) + 1 if ranks > 1 else (share or 0) * samples - bad
-        if share is None:
-            self.most = math.inf
+        self.ranks, self.lost, self._row = ranks, 0, 0
+        self.check(0)
 
     def saw(self, report: BatchReport) -> None:
         """Take a batch into account.
@@ -56,10 +53,28 @@ class Guard:
         self.lost += len(report.lost)
         for inside in report.in_a_row:
             self._row = 0 if inside else self._row + 1
-            if self.in_a_row is not None and self._row >= self.in_a_row:
+            if self.in_a_row is not None and self._row > self.in_a_row:
                 raise TooManyBad(self._told(f"{self._row} samples in a row failed", "max_bad_in_a_row"))
-        if self.lost > self.most:
-            raise TooManyBad(self._told(f"{self.lost:,} samples failed on this rank in this epoch"))
+        if self.ranks == 1:
+            self.check(self.lost)
+        elif self.share is not None:
+            # What a rank may lose: its part, and as much more as chance may deal to one of many.
+            mine = self.share * self.samples / self.ranks
+            if self.lost > mine + 3 * math.sqrt(mine):
+                raise TooManyBad(self._told(f"{self.lost:,} samples failed on this rank in this epoch"))
+
+    def check(self, lost: int) -> None:
+        """Take into account what all ranks have lost together.
+
+        Raises:
+            TooManyBad: with those that were bad when they were counted, it is too much.
+        """
+        # Divided, not multiplied: 29 of 100 are 0.29 to the bit.
+        if self.share is not None and self.samples and (self.bad + lost) / self.samples > self.share:
+            failed = f", {lost:,} of them failed in this epoch" if lost else ""
+            raise TooManyBad(
+                self._told(f"{self.bad + lost:,} of {self.samples:,} samples cannot be used{failed}")
+            )
 
     def _told(self, what: str, setting: str = "max_bad_share") -> str:
         last = list(self.ledger)[-3:]

@@ -12,6 +12,7 @@ from packhorse.errors import ConfigError, require
 from packhorse.types import World
 
 if TYPE_CHECKING:
+    from packhorse.datasets.count_columns import CountColumns
     from packhorse.loader.loader import Loader
 
 Mode = Literal["pack", "pad"]
@@ -48,7 +49,8 @@ class LoaderConfig:
         on_overlong: samples longer than a pack are left out and recorded, truncated, or an error.
         on_bad: samples that fail are left out and recorded, or an error.
         max_bad_share: the run stops when more of an epoch's samples are bad; None never.
-        max_bad_in_a_row: the run stops when so many fail one after the other on a rank; None never.
+        max_bad_in_a_row: the run stops when more than so many fail one after the other on a rank; None
+            never.
         max_patches: vision patches of a pack, as a guard of memory; ``max_media`` and ``max_documents`` too.
         max_media: see there.
         max_documents: see there.
@@ -163,7 +165,13 @@ class LoaderConfig:
         return dataclasses.replace(self, **changes)
 
     def build(
-        self, processor: Any, *, model: Any = None, world: World | None = None, group: Any = None
+        self,
+        processor: Any,
+        *,
+        model: Any = None,
+        world: World | None = None,
+        group: Any = None,
+        counts: CountColumns | None = None,
     ) -> Loader:
         """Open, count and plan; see :class:`~packhorse.loader.Loader`.
 
@@ -173,10 +181,11 @@ class LoaderConfig:
                 tokens and patches cost. It is not kept.
             world: this process's place among those that share the data; found out if None.
             group: their process group, where it is not the default one.
+            counts: of the examples, where the caller has them; they have to be those of this processor.
         """
         from packhorse.loader.loader import Loader
 
-        return Loader(self, processor, model=model, world=world, group=group)
+        return Loader(self, processor, model=model, world=world, group=group, counts=counts)
 
 
 def load(

@@ -80,19 +80,26 @@ class SampleFacts:
     strata: Integers | None = None
 
 
-class Units:
-    """The packs of a plan under their numbers, and behind them the parts of packs that had to be split."""
+class Packs:
+    """The packs of a plan, and what dealing has to know of each; a fifth of a second for a million."""
 
     def __init__(self, plan: PackPlan, facts: SampleFacts) -> None:
         self.plan, self.facts = plan, facts
-        starts = plan.offsets[:-1]
-        ordered = plan.indices
+        starts, ordered = plan.offsets[:-1], plan.indices
         self.costs: Floats = np.add.reduceat(facts.costs[ordered], starts) if len(plan) else np.zeros(0)
         self.kinds: Kinds = (
             np.bitwise_or.reduceat(facts.kinds[ordered], starts) if len(plan) else np.zeros(0, np.uint8)
         )
         # Of a pack the data set of its longest sample, which stands first.
         self.strata = None if facts.strata is None else facts.strata[ordered[starts]]
+
+
+class Units:
+    """Packs under their numbers, and behind them the parts of packs that had to be split."""
+
+    def __init__(self, packs: Packs) -> None:
+        self.plan, self.facts = packs.plan, packs.facts
+        self.costs, self.kinds, self.strata = packs.costs, packs.kinds, packs.strata
         self.parts: list[Integers] = []
 
     def __len__(self) -> int:
@@ -136,8 +143,7 @@ class Dealt:
 
     def __init__(
         self,
-        plan: PackPlan,
-        facts: SampleFacts,
+        packs: Packs,
         segments: Sequence[Segment],
         *,
         seed: int = 0,
@@ -147,8 +153,7 @@ class Dealt:
         """Deal every segment in turn: each one gets what those before it have left.
 
         Args:
-            plan: the packs.
-            facts: of the samples in them.
+            packs: of the epoch's plan.
             segments: the shapes of this epoch in order; all steps of the last one are dealt.
             seed: of the order.
             epoch: another order.
@@ -157,8 +162,8 @@ class Dealt:
         Raises:
             ConfigError: a segment has used more steps than there were.
         """
-        self.units = Units(plan, facts)
-        left = np.arange(len(plan), dtype=np.int64)
+        self.units = Units(packs)
+        left = np.arange(len(packs.plan), dtype=np.int64)
         for turn, segment in enumerate(segments):
             shape = segment.shape.check()
             last = turn == len(segments) - 1

@@ -14,6 +14,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.count_part import as_processor
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
@@ -29,11 +30,11 @@ from packhorse.loader.assemble import (
 from packhorse.loader.build import BatchReport, Built, Ticket
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import counts_for, open_data
-from packhorse.loader.deal import Dealt, Shape
+from packhorse.loader.deal import Dealt, Packs, Shape
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.model_facts import facts_of
-from packhorse.loader.plans import Planner, record_left_out, strata_of
+from packhorse.loader.plans import Planner, record_left_out, refuse_overlong, strata_of
 from packhorse.loader.progress import Progress
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackPlan
@@ -47,7 +48,7 @@ class _Epoch:
     """The epoch that is being handed out.
 
     Attributes:
-        plan: its packs.
+        packs: of its plan.
         dealt: who gets them when.
         guard: stops it when too much fails.
         first: the micro step at which this process began with it.
@@ -56,7 +57,7 @@ class _Epoch:
         over: whether all of it was handed out.
     """
 
-    plan: PackPlan
+    packs: Packs
     dealt: Dealt
     guard: Guard
     first: int
@@ -94,6 +95,7 @@ class Loader:
         model: Any = None,
         world: World | None = None,
         group: Any = None,
+        counts: CountColumns | None = None,
     ) -> None:
         self.config, self.processor = config, as_processor(processor)
         self.world = World.detect() if world is None else world
@@ -105,11 +107,14 @@ class Loader:
         opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
         shard = self.world if config.shard_data else None
         self.dataset = open_data(config.data, config.dataset_names, opening, shard)
-        self.counts = counts_for(
-            self.dataset, config.data, config.dataset_names, self.processor, self._ranks, config.count_workers
-        )
-        if not len(self.counts):
-            raise ConfigError(f"there is no example in {config.data!r}")
+        if not len(self.dataset):
+            raise ConfigError("there is no example in the data")
+        if counts is None:
+            names, workers = config.dataset_names, config.count_workers
+            counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
+        if len(counts) != len(self.dataset):
+            raise ConfigError(f"{len(counts):,} counts for {len(self.dataset):,} examples")
+        self.counts = counts
         self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
         self._present, lacking = media_of_samples(self.counts, self._ranks, config.shard_data)
         reserve = room_for_placeholder(config, self._samples, self._present & lacking)
@@ -125,6 +130,7 @@ class Loader:
         self.metrics = Metrics()
         self.last: BatchReport | None = None
         self.account: EpochAccount | None = None
+        self._told = False
         self._progress = Progress().under(self._shape)
         self._now = self._begun()
 
@@ -137,7 +143,7 @@ class Loader:
     @property
     def plan(self) -> PackPlan:
         """The packs of this epoch."""
-        return self._now.plan
+        return self._now.packs.plan
 
     @property
     def plan_key(self) -> str:
@@ -207,6 +213,7 @@ class Loader:
 
     def _note(self, built: Built, waited: float) -> None:
         report = built.report
+        self._now.guard.saw(report)  # first: a batch that is not handed out does not count as used
         costs = self._now.dealt.costs(report.step)
         mean = float(costs.mean())
         self._progress = self._progress.at(report.step + 1)
@@ -214,13 +221,12 @@ class Loader:
         self._now.lost += len(report.lost)
         self.last = report
         self.metrics.handed_out(report, float(costs.max()) / mean if mean else 1.0, waited)
-        self._now.guard.saw(report)
 
     def _close(self) -> None:
         now = self._now
         now.over = True
         self.metrics.paused()
-        mine = EpochAccount(self.epoch, len(self.dataset), len(now.plan.indices), now.delivered, now.lost)
+        mine = EpochAccount(self.epoch, len(self.dataset), len(self.plan.indices), now.delivered, now.lost)
         self.account = close_epoch(
             mine,
             whole=now.whole,
@@ -261,7 +267,7 @@ class Loader:
         state = progress.to_dict(self.plan_key)
         state["ledger"] = {"rank": self.world.rank, "entries": len(self.ledger)}
         if self.config.shard_data:
-            state["shard"] = [self.world.rank, self.world.size]
+            state["shard"] = self._shard()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -272,44 +278,43 @@ class Loader:
         Raises:
             ConfigError: the state belongs to another plan (both are named), or is no state of a loader.
         """
-        if self.config.shard_data and list(state.get("shard", ())) != [self.world.rank, self.world.size]:
+        if self.config.shard_data and list(state.get("shard", ())) != self._shard():
             raise ConfigError(
-                "with shard_data=True each rank has a plan of its own: the state is of rank and world "
-                f"{state.get('shard')}, this is {self.world}. Without shard_data any world can go on"
+                "with shard_data=True each rank has a plan of its own: the state is of [rank, world size, "
+                f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
+                "shard_data any of them can go on"
             )
         self._go_to(Progress.from_dict(state, self.plan_key))
         if not self.remaining:  # the epoch was over
             self._go_to(Progress(self.epoch + 1))
 
+    def _shard(self) -> list[int]:
+        """What has to stay the same where each rank has a plan of its own."""
+        return [self.world.rank, self.world.size, self._shape.batch, self._shape.accumulation]
+
     def _go_to(self, progress: Progress) -> None:
-        plan = self._now.plan if progress.epoch == self.epoch else None
+        packs = self._now.packs if progress.epoch == self.epoch else None
         before = self._progress
         self._progress = progress.under(self._shape)
         try:
-            self._now = self._begun(plan)
+            self._now = self._begun(packs)
         except ConfigError:
             self._progress = before
             raise
 
-    def _begun(self, plan: PackPlan | None = None) -> _Epoch:
+    def _begun(self, packs: Packs | None = None) -> _Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""
         progress = self._progress
-        plan = self._planner.plan(progress.epoch) if plan is None else plan
-        guard = self._guard(plan)
-        if not len(plan):
+        if packs is None:
+            packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
+        guard = self._guard(packs.plan)
+        if not len(packs.plan):
             raise ConfigError(f"no example can be used:\n{self.ledger.summary(len(self.dataset))}")
         whole = len(progress.segments) == 1 and not progress.cursor
-        return _Epoch(plan, self._dealt(plan, progress), guard, progress.cursor, whole)
+        return _Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
 
-    def _dealt(self, plan: PackPlan, progress: Progress) -> Dealt:
-        deal = partial(
-            Dealt,
-            plan,
-            self._planner.facts,
-            progress.segments,
-            seed=self.config.seed,
-            epoch=progress.epoch,
-        )
+    def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
+        deal = partial(Dealt, packs, progress.segments, seed=self.config.seed, epoch=progress.epoch)
         made = deal()
         if not self.config.shard_data or self.world.size == 1:
             return made
@@ -322,10 +327,12 @@ class Loader:
         return made if len(made) == most else deal(at_least=most)
 
     def _guard(self, plan: PackPlan) -> Guard:
-        if self.world.rank == 0 or self.config.shard_data:
-            bad = record_left_out(self._planner, plan, self.key, self.ledger)
-        else:
-            bad = int((~self.counts.ok).sum())
+        refuse_overlong(self._planner, plan, self.key)
+        # Which samples are in no pack depends on their counts alone: it is told once.
+        if not self._told and (self.world.rank == 0 or self.config.shard_data):
+            record_left_out(self._planner, plan, self.key, self.ledger)
+        self._told = True
+        bad = int((~self.counts.ok).sum())
         config = self.config
         return Guard(
             len(self.counts),

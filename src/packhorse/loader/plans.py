@@ -213,13 +213,9 @@ def _one_by_one(lengths: Integers, room: int) -> PackPlan:
     )
 
 
-def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], str], ledger: Ledger) -> int:
-    """Write into the ledger which examples are in no pack, and why; how many of them are bad, not just long.
-
-    Raises:
-        ConfigError: ``on_overlong="raise"``, and there is one.
-    """
-    counts, one = planner.counts, planner.settings
+def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], str], ledger: Ledger) -> None:
+    """Write into the ledger which examples are in no pack, and why."""
+    counts = planner.counts
     bad = np.flatnonzero(~counts.ok)
     for index in bad.tolist():
         key = key_of(index)
@@ -231,14 +227,8 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
         if not len(positions):
             continue
         if reason == "too_long":
-            longest = int(positions[counts.total[positions].argmax()])
-            told = (
-                f"{one.size:,} tokens are below the longest sample ({counts.total[longest] - 1:,} after the "
-                f"shift, {key_of(longest)})"
-            )
-            if one.on_overlong == "raise":
-                raise ConfigError(f"{told}: raise pack_size or set on_overlong='drop' or 'truncate'")
-            logger.warning("too_long: %s of %s; %s", f"{len(positions):,}", f"{len(counts):,}", told)
+            number = f"{len(positions):,} of {len(counts):,}"
+            logger.warning("too_long: %s; %s", number, _longest(planner, positions, key_of))
         detail = {
             "too_long": f"more than the {planner.room:,} tokens of a pack",
             "over_limit": f"alone over a limit of a pack ({', '.join(planner.limits)})",
@@ -246,7 +236,27 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
         for index in positions.tolist():
             key = key_of(index)
             ledger.record(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
-    return len(bad)
+
+
+def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
+    """Stop where samples that are longer than a pack are to be an error.
+
+    Raises:
+        ConfigError: ``on_overlong="raise"``, and there is one.
+    """
+    positions = plan.dropped_by_reason().get("too_long")
+    if planner.settings.on_overlong == "raise" and positions is not None:
+        told = _longest(planner, positions, key_of)
+        raise ConfigError(f"{told}: raise pack_size or set on_overlong='drop' or 'truncate'")
+
+
+def _longest(planner: Planner, positions: Integers, key_of: Callable[[int], str]) -> str:
+    totals = planner.counts.total
+    longest = int(positions[totals[positions].argmax()])
+    return (
+        f"{planner.settings.size:,} tokens are below the longest sample ({totals[longest] - 1:,} after the "
+        f"shift, {key_of(longest)})"
+    )
 
 
 def strata_of(dataset: Any) -> Integers | None:

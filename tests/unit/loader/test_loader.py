@@ -249,7 +249,7 @@ def test_failures_in_a_row_stop_the_run():
     rows = Breaking(texts(40), range(40))
     loader = load(rows, mode="pad", max_bad_share=None, max_bad_in_a_row=7)
     rows.counted = True
-    with pytest.raises(TooManyBad, match="7 samples in a row"):
+    with pytest.raises(TooManyBad, match="8 samples in a row"):
         handed_out(loader)
 
 

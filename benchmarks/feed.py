@@ -1,0 +1,181 @@
+"""Feeding: what the loader costs beside the processor, and how quickly a long epoch is taken up again.
+
+    python benchmarks/feed.py [--samples 120] [--repeat 3] [--packs 1000000]
+
+Writes photographs and chats about them (as ``encode.py``) and feeds a consumer that does nothing, with 0, 1
+and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of workers
+over a dataset that opens the picture, renders the template, calls the processor and converts the pixels, one
+sample at a time, without labels, packing or batches. Both start their workers inside the measurement; the best
+of ``--repeat`` counts. To reach: at least 0.9 of its tokens per second.
+
+Then an epoch of a million packs is taken up at 90 %: under the same shape, and with another number of ranks.
+To reach: under a second. Exit code 1 if a promise is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+import packhorse
+from encode import released_qwen2_vl, write_chats
+from packhorse import LoaderConfig, World
+from packhorse.datasets import open_meta_dataset
+from packhorse.datasets.count_columns import COUNTS, OK, CountColumns
+
+WORKERS = (0, 1, 2)
+PACK = 8192
+
+
+class BareProcessor(Dataset[int]):
+    """Each sample as somebody would write it in five lines; gives its number of tokens."""
+
+    def __init__(self, meta: Path, processor: Any) -> None:
+        self.rows, self.processor = open_meta_dataset(str(meta)), processor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        conversation = self.rows[index]["conversation"]
+        paths = [
+            part["image"] for turn in conversation for part in turn["content"] if part["type"] == "image"
+        ]
+        images = [Image.open(path).convert("RGB") for path in paths]
+        text = self.processor.apply_chat_template(conversation, tokenize=False)
+        return dict(self.processor(text=[text], images=images, return_tensors="pt"))
+
+
+def as_it_is(sample: Any) -> Any:
+    """No collating."""
+    return sample
+
+
+def bare(meta: Path, processor: Any, workers: int) -> float:
+    """Tokens per second of the processor alone."""
+    loader = DataLoader(
+        BareProcessor(meta, processor), batch_size=None, num_workers=workers, collate_fn=as_it_is
+    )
+    start = time.perf_counter()
+    tokens = sum(sample["input_ids"].numel() for sample in loader)
+    return tokens / (time.perf_counter() - start)
+
+
+def ours(meta: Path, processor: Any, workers: int) -> float:
+    """Tokens per second through the loader."""
+    settings = {"pack_size": PACK, "attention": "varlen", "pixel_dtype": "bfloat16"}
+    loader = packhorse.load(str(meta), processor, world=World(), workers=workers, **settings)
+    start = time.perf_counter()
+    # As many as the bare processor makes: one of each sample is cut off by the shift of labels.
+    tokens = 0
+    for _ in loader:
+        assert loader.last is not None
+        tokens += loader.last.tokens + len(loader.last.samples)
+    seconds = time.perf_counter() - start
+    loader.close()
+    return tokens / seconds
+
+
+def report_overhead(samples: int, repeat: int) -> list[bool]:
+    """Print tokens per second both ways; whether ours are enough."""
+    kept = []
+    with tempfile.TemporaryDirectory() as folder:
+        meta, processor = write_chats(Path(folder), samples), released_qwen2_vl()
+        ours(meta, processor, 0)  # counts, imports and caches
+        print(f"{samples} samples, tokens/s\n{'workers':<10}{'processor':>12}{'loader':>12}{'ratio':>8}")
+        for workers in WORKERS:
+            # In turns, so that a busy moment hits both alike.
+            rounds = [(bare(meta, processor, workers), ours(meta, processor, workers)) for _ in range(repeat)]
+            theirs, own = (max(column) for column in zip(*rounds, strict=True))
+            print(f"{workers:<10}{theirs:>12,.0f}{own:>12,.0f}{own / theirs:>8.3f}", flush=True)
+            kept.append(
+                promise(f"loader / bare processor, {workers} workers", own / theirs, 0.9, at_least=True)
+            )
+    return kept
+
+
+class Same(Sequence[Any]):
+    """So many times the same example."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = [("user", "Why?"), ("assistant", "So.")]
+        return {"conversation": [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in parts]}
+
+
+def report_resume(packs: int) -> list[bool]:
+    """Print how long it takes to stand at 90 % of an epoch; whether that is quick enough."""
+    rng = np.random.default_rng(0)
+    number = 8 * packs
+    lengths = rng.integers(200, 1800, number)
+    zeros = np.zeros(number, np.int64)
+    columns = dict.fromkeys(COUNTS, zeros) | {"text": lengths, "supervised": lengths // 4}
+    good = np.ones(number, bool)
+    status = np.full(number, OK, object)
+    counts = CountColumns(**columns, status=status, ok=good, exact=good, off_by=zeros)
+    config = LoaderConfig(data=Same(number), pack_size=PACK, attention="varlen", workers=0)
+    processor = released_qwen2_vl()
+    with tempfile.TemporaryDirectory() as folder:
+        config = config.with_changes(cache_dir=folder)
+        before = config.build(processor, world=World(3, 64), counts=counts)
+        other = config.build(processor, world=World(3, 48), counts=counts)
+    state = before.state_dict() | {"segments": [[64, 1, 1, len(before) * 9 // 10]]}
+    print(f"\n{len(before.plan):,} packs of {number:,} samples, {len(before):,} steps of 64 ranks")
+    kept = []
+    for what, loader in (("the same 64 ranks", before), ("48 ranks instead of 64", other)):
+        seconds = min(timed(lambda loader=loader: loader.load_state_dict(state)) for _ in range(3))
+        kept.append(promise(f"standing at 90 %, {what}: seconds", seconds, 1.0, at_least=False))
+        start = time.perf_counter()
+        next(iter(loader))
+        print(
+            f"     the first batch {time.perf_counter() - start:.3f} s later, {loader.remaining:,} steps left"
+        )
+    return kept
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def promise(what: str, value: float, target: float, *, at_least: bool) -> bool:
+    """Print one promise and whether it is kept."""
+    kept = value >= target if at_least else value <= target
+    sign = ">=" if at_least else "<="
+    print(f"{'ok  ' if kept else 'MISS'} {what}: {value:.3f} (to reach: {sign} {target})", flush=True)
+    return kept
+
+
+def main() -> None:
+    """Measure and judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=120)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--packs", type=int, default=1_000_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # as DataLoader workers have it
+    kept = report_overhead(options.samples, options.repeat) + report_resume(options.packs)
+    sys.exit(not all(kept))
+
+
+if __name__ == "__main__":
+    main()
