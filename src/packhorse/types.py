@@ -36,6 +36,10 @@ Reason = Literal[
     "missing_media",
     "broken_media",
     "media_too_large",
+    "unreadable_file",  # a data file of the mixture cannot be opened
+    "extreme_aspect_ratio",  # a picture that the processor refuses
+    "special_token_in_text",  # a text holds a token that only a template may write
+    "duplicate_conversation",  # the same conversation was seen before
     "same_file",  # two datasets of one mixture read the same file
     "sample_failed",  # a dataset raised for this sample; the detail names the exception
     "collate_failed",

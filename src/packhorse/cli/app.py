@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from packhorse.cli import check, ledger, stats
 from packhorse.cli.count import count
 from packhorse.cli.parity import parity
 
@@ -19,6 +20,9 @@ app = typer.Typer(
 )
 app.command()(count)
 app.command()(parity)
+app.command(epilog=check.EXAMPLES)(check.check)
+app.command(epilog=stats.EXAMPLES)(stats.stats)
+app.command(epilog=ledger.EXAMPLES)(ledger.ledger)
 
 
 @app.command()

@@ -175,8 +175,11 @@ def _print(report: CountReport, written: list[Path]) -> None:
     taken_over, rate = sum(dataset.taken_over for dataset in report.datasets), ""
     if report.counted_rows and report.counting_seconds:
         rate = f" ({report.counted_rows / report.counting_seconds:,.0f} rows/s)"
+    opening, counting = f"{report.opening_seconds:.1f}", f"{report.counting_seconds:.1f}"
     console.print(
-        f"{report.counted_rows:,} rows counted{rate}, {taken_over:,} taken over, in {report.seconds:.1f} s."
+        f"{report.counted_rows:,} rows counted{rate}, {taken_over:,} taken over, in {report.seconds:.1f} s "
+        f"({opening} s to open processor and files, {counting} s to count).",
+        soft_wrap=True,
     )
     for path in dict.fromkeys(dataset.sidecar for dataset in report.datasets):
         console.print(f"counts in {path}", markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from packhorse.parity import ParityReport
 
 _BACKENDS = ("sdpa", "eager", "varlen")
+_MOST_BAD = 100  # rows in a row: then not they but the set-up is broken
+_NAMED_BAD = 10
 
 
 def parity(
@@ -42,25 +45,31 @@ def parity(
 ) -> None:
     """Run a few samples packed and unpacked, and compare the loss of every token and the gradients.
 
-    Exit code 1 if they differ; the likely cause is named. A backend that is not possible here fails
-    only if it was asked for.
+    Exit code 1 if they differ; the likely cause is named. Rows that cannot be encoded are named and left
+    out. A backend that is not possible here fails only if it was asked for.
     """
     from packhorse.errors import ConfigError, PackhorseError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         from packhorse.datasets.count_part import open_processor
+        from packhorse.integrations.attention import check_attention
         from packhorse.parity import check_parity
 
+        for backend in attention or ():
+            check_attention(backend)  # before the weights are loaded
         opened = open_processor(processor or model, trust_remote_code)
-        chosen = _samples(meta, datasets, samples)
+        chosen = _samples(meta, datasets, samples, opened)
+        if chosen.left_out:
+            typer.echo(chosen.said(), err=as_json)
         loaded = _load(model, dtype, device, random_weights, trust_remote_code)
         reports = []
         impossible: list[tuple[str, ConfigError]] = []
         for backend in attention or _BACKENDS:
             try:
+                packs = min(rows, len(chosen.samples) // 2)
                 reports.append(
-                    check_parity(loaded, opened, chosen, backend, rows=min(rows, len(chosen) // 2))
+                    check_parity(loaded, opened, chosen.samples, backend, rows=packs, keys=chosen.keys)
                 )
             except ConfigError as error:  # noqa: PERF203 - few
                 if attention:
@@ -78,23 +87,50 @@ def parity(
         raise typer.Exit(1)
 
 
-def _samples(meta: str, names: Sequence[str] | None, number: int) -> list[dict[str, Any]]:
-    """Readable rows, spread evenly over the data."""
-    from packhorse.datasets import open_meta_dataset
-    from packhorse.errors import BadSample, ConfigError
+@dataclass
+class _Chosen:
+    """Encoded samples with their keys, and what was left out: key, reason and detail of each row."""
 
-    dataset = open_meta_dataset(meta, names or None)
-    chosen: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def said(self) -> str:
+        """What was left out, in words."""
+        some, more = self.left_out[:_NAMED_BAD], len(self.left_out) - _NAMED_BAD
+        rows = "1 row" if len(self.left_out) == 1 else f"{len(self.left_out):,} rows"
+        return "\n  ".join([f"{rows} left out:", *some, *([f"… and {more:,} more"] if more > 0 else [])])
+
+
+def _samples(meta: str, names: Sequence[str] | None, number: int, processor: Any) -> _Chosen:
+    """Rows that can be encoded, spread evenly over the data; a bad one is passed over and named."""
+    from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
+    from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+    from packhorse.ledger import Ledger
+
+    dataset = open_meta_dataset(meta, names or None, ledger=Ledger())
+    encoded = PreTokenizedDatasetWrapper(dataset, processor, on_bad="raise", ledger=Ledger())
+    chosen, in_a_row = _Chosen(), 0
     step = max(1, len(dataset) // number)
     for place in dict.fromkeys([*range(0, len(dataset), step), *range(len(dataset))]):
-        if len(chosen) == number:
+        if len(chosen.samples) == number or in_a_row == _MOST_BAD:
             break
         try:
-            chosen.append(dataset[place])
-        except BadSample:
-            continue
-    if len(chosen) < 2:
-        raise ConfigError(f"{meta}: {len(chosen)} readable rows, expected at least 2")
+            chosen.samples.append(encoded.load(place))
+            chosen.keys.append(encoded.key(place))
+            in_a_row = 0
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            bad = error if isinstance(error, BadSample) else None
+            why = f"{bad.reason}, {bad.detail}" if bad else f"{type(error).__name__}: {error}"
+            chosen.left_out.append(f"{encoded.key(place)}: {why}")
+            in_a_row += 1
+    if len(chosen.samples) < 2:
+        bad_rows = f". {chosen.said()}" if chosen.left_out else ""
+        raise ConfigError(
+            f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}"
+        )
     return chosen
 
 
@@ -131,6 +167,6 @@ def _print(reports: Sequence[ParityReport], as_json: bool) -> None:
         for one in report.documents:
             mark = "ok" if one.largest <= report.tolerance else "DIFFERS"
             typer.echo(
-                f"  row {one.row} document {one.document}: {one.tokens:,} tokens, {one.learned:,} learned, "
-                f"loss {one.unpacked:.4f} alone, {one.packed:.4f} packed, {mark}"
+                f"  pack {one.row}, document {one.document}, {one.key}: {one.tokens:,} tokens, "
+                f"{one.learned:,} learned, loss {one.unpacked:.4f} alone, {one.packed:.4f} packed, {mark}"
             )

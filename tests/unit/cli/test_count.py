@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from count_samples import leavings, save_processor, sidecars, write_chats
+from count_samples import chat, leavings, save_processor, sidecars, write_chats
 from packhorse.cli.app import app
 from packhorse.cli.demo_data import write_demo_data
 from packhorse.tokens.count import TokenCounter
@@ -40,6 +40,8 @@ def test_a_count_shows_a_table_of_the_data_sets_and_the_bad_rows_and_verifies(
         r"longest rows: charts/\d+ \(\d+\), chats/\d+ \(\d+\), clips/\d+ \(\d+\)\n", result.stdout
     )
     assert "40 rows counted (" in result.stdout
+    spent = r"in [\d.]+ s \([\d.]+ s to open processor and files, [\d.]+ s to count\)\."
+    assert re.search(spent, result.stdout)
     assert "verified 39 rows: all as the real processor makes them" in result.stdout
     assert "charts/13" in result.stdout  # cannot be decoded
     assert len(sidecars(tmp_path)) == 3
@@ -68,6 +70,24 @@ def test_rows_with_nothing_learned_and_media_that_were_missing_before_are_told(
     none = run(meta, "--processor", saved, "--bad", 0)
     assert "charts: 4 missing_media\n" in none.stdout
     assert "no file chart0" not in none.stdout
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "one.json"])
+def test_a_data_file_in_place_of_the_meta_file_is_told_with_the_meta_file_it_needs(
+    tmp_path: Path, saved: str, name: str
+) -> None:
+    rows = [chat(number) for number in range(3)]
+    content = {"train.jsonl": "\n".join(map(json.dumps, rows)), "train.json": json.dumps(rows)}
+    (tmp_path / name).write_text(content.get(name, json.dumps(rows[0])))
+    result = run(tmp_path / name, "--processor", saved)
+    assert result.exit_code == 1
+    assert "looks like a data file" in result.stderr
+    entry = re.search(r"meta\.json: (\{.*\}) \(", result.stderr)
+    assert entry is not None
+    (tmp_path / "meta.json").write_text(entry[1])
+    assert list(json.loads(entry[1]).values()) == [{"file_name": name}]
+    if name != "one.json":  # a single object is no list of rows either
+        assert run(tmp_path / "meta.json", "--processor", saved).exit_code == 0
 
 
 def test_help_shows_flags_without_a_value() -> None:

@@ -1,0 +1,236 @@
+"""A cleaned copy of data sets: rows with errors left out or repaired, each of them named in a ledger.
+
+``DIR/<data set>.jsonl`` for each data set, ``DIR/meta.json`` and ``DIR/ledger.jsonl``. Rows that are kept
+have the bytes they had (a row of a JSON array is put on one line). Media stay where they are. The folder
+appears when it is whole; memory is one part of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from packhorse.check.part import RawFinding, Repair
+from packhorse.check.report import CheckedFile, CheckReport
+from packhorse.check.rules import RULES
+from packhorse.datasets.cache import Fingerprint
+from packhorse.datasets.count_jsonl import _row_bytes
+from packhorse.datasets.count_part import with_absolute_paths
+from packhorse.datasets.rows import RowFile
+from packhorse.datasets.select import row_key
+from packhorse.datasets.sidecar import data_source
+from packhorse.errors import ConfigError, SystemFault
+from packhorse.ledger import _line
+from packhorse.types import Drop
+
+LEDGER = "ledger.jsonl"
+META = "meta.json"
+
+
+@dataclass(slots=True)
+class FixedDataset:
+    """What became of a data set: rows = kept + left out; repaired ones are among those kept."""
+
+    name: str
+    file: str
+    rows: int = 0
+    kept: int = 0
+    repaired: int = 0
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A cleaned copy."""
+
+    folder: str
+    meta: str
+    ledger: str
+    datasets: tuple[FixedDataset, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def check_target(folder: str | os.PathLike[str]) -> Path:
+    """The folder for a cleaned copy, if it is new or empty.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    target = Path(os.path.abspath(folder))
+    try:
+        with os.scandir(target) as entries:
+            used = next(entries, None)
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to ({error.strerror}): name a new folder") from error
+    if used is not None:
+        raise ConfigError(f"{folder} is not empty (it has {used.name}): name a new or an empty folder")
+    return target
+
+
+def write_fixed(
+    report: CheckReport, folder: str | os.PathLike[str], *, drop_duplicates: bool = False
+) -> Fixed:
+    """Write a cleaned copy of what was checked.
+
+    Args:
+        report: of :func:`~packhorse.check.check_meta` with ``repair=True``.
+        folder: new or empty.
+        drop_duplicates: leave out conversations that an earlier row has too.
+
+    Raises:
+        ConfigError: the folder is not empty, a data file has changed since, or a row holds what JSON cannot
+            (the bytes of an image in a Parquet file).
+        SystemFault: the files cannot be written.
+    """
+    if not report.settings.repair:
+        raise ConfigError("a cleaned copy needs a check with repair=True")
+    target = check_target(folder)
+    for checked in report.files:
+        if checked.file is not None and Fingerprint.of(data_source(checked.file)) != checked.state:
+            raise ConfigError(f"{checked.config.file_name} has changed since it was checked: check it again")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        home = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        try:
+            made = _write_all(report, home, target, drop_duplicates)
+            os.chmod(home, 0o755)  # mkdtemp makes it private
+            _put_in_place(home, target)
+        except BaseException:
+            shutil.rmtree(home, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise SystemFault(f"{error.filename or target} cannot be written ({error.strerror})") from error
+    return made
+
+
+def _put_in_place(home: Path, target: Path) -> None:
+    try:
+        os.rename(home, target)  # onto an empty folder, too
+    except OSError:
+        check_target(target)  # says so, where another process was quicker
+        raise
+
+
+def _write_all(report: CheckReport, home: Path, target: Path, drop_duplicates: bool) -> Fixed:
+    names = _file_names([checked.name for checked in report.files])
+    done = []
+    with open(home / LEDGER, "wb") as ledger:
+        for number, checked in enumerate(report.files):
+            fixed = FixedDataset(checked.name, names[number])
+            with open(home / names[number], "wb") as file:
+                writer = _Writer(report, number, fixed, file, ledger)
+                writer.write(drop_duplicates)
+            done.append(fixed)
+    meta = {one.name: _meta_entry(checked, one.file) for one, checked in zip(done, report.files, strict=True)}
+    (home / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Fixed(str(target), str(target / META), str(target / LEDGER), tuple(done))
+
+
+class _Writer:
+    """Writes one data set."""
+
+    def __init__(
+        self, report: CheckReport, number: int, fixed: FixedDataset, file: IO[bytes], ledger: IO[bytes]
+    ) -> None:
+        self.report, self.number, self.fixed = report, number, fixed
+        self.file, self.ledger = file, ledger
+
+    def write(self, drop_duplicates: bool) -> None:
+        checked = self.report.files[self.number]
+        if checked.file is None:
+            # Nobody knows how many rows it has: the data set is named as a whole.
+            rule = RULES["unreadable_file"]
+            self._record(
+                Drop(checked.name, rule.stage, rule.ledger_reason, checked.problem, dataset=checked.name)
+            )
+            return
+        twins = self._twins(checked.file) if drop_duplicates else iter(())
+        twin = next(twins, None)
+        for part in range(checked.parts):
+            errors, repairs = self._of_part(part)
+            first = part * self.report.part_rows
+            for row in range(first, min(first + self.report.part_rows, checked.rows)):
+                self.fixed.rows += 1
+                told = errors.get(row, [])
+                if twin is not None and twin[0] == row:
+                    told, twin = [twin[1], *told], next(twins, None)
+                    repairs.pop(row, None)
+                if told and row not in repairs:
+                    self._leave_out(row, told)
+                else:
+                    self._keep(checked, row, told, repairs.get(row))
+
+    def _of_part(self, part: int) -> tuple[dict[int, list[RawFinding]], dict[int, Repair]]:
+        findings, repairs = self.report.spool.get(self.number, part)
+        errors: dict[int, list[RawFinding]] = {}
+        for one in findings:
+            if one.severity == "error":
+                errors.setdefault(one.row, []).append(one)
+        return errors, {repair.row: repair for repair in repairs}
+
+    def _twins(self, file: RowFile) -> Iterator[tuple[int, RawFinding]]:
+        """(row, finding) of duplicate conversations, in order."""
+        duplicates = self.report.duplicates[self.fixed.name]
+        for row, rule, what in duplicates.findings():
+            if rule == "duplicate_conversation":
+                yield row, RawFinding(row, rule, RULES[rule].severity, what, file.location(row))
+
+    def _keep(
+        self, checked: CheckedFile, row: int, told: Sequence[RawFinding], repair: Repair | None
+    ) -> None:
+        assert checked.file is not None
+        self.file.write((_row_bytes(checked.file, row) if repair is None else repair.data) + b"\n")
+        self.fixed.kept += 1
+        if repair is not None:
+            self.fixed.repaired += 1
+            self._tell(row, told, "repaired", f" ({repair.done})")
+
+    def _leave_out(self, row: int, told: Sequence[RawFinding]) -> None:
+        self.fixed.left_out += 1
+        self._tell(row, told, "left_out")
+
+    def _tell(self, row: int, told: Sequence[RawFinding], action: Any, behind: str = "") -> None:
+        """One entry for a row, under the reason of the first thing that is wrong with it."""
+        rule, name = RULES[told[0].rule], self.fixed.name
+        detail = f"{told[0].location}: " + "; ".join(f"{one.rule}: {one.found}" for one in told) + behind
+        self._record(Drop(row_key(name, row), rule.stage, rule.ledger_reason, detail, action, name))
+
+    def _record(self, drop: Drop) -> None:
+        # Not through a Ledger, which would keep every entry in memory.
+        self.ledger.write(_line(asdict(drop)))
+
+
+def _file_names(names: Sequence[str]) -> list[str]:
+    """A file for each data set; no two the same, and none that is taken."""
+    taken = {LEDGER}
+    made = []
+    for name in names:
+        stem = name.replace(os.sep, "_")
+        file = f"{stem}.jsonl"
+        while file in taken:
+            stem += "_"
+            file = f"{stem}.jsonl"
+        taken.add(file)
+        made.append(file)
+    return made
+
+
+def _meta_entry(checked: CheckedFile, file: str) -> dict[str, Any]:
+    """The data set's entry of a meta file in another folder: its media folder is an absolute path."""
+    config = checked.config
+    rules = asdict(config.rules)
+    if config.rules.media_dir is not None or checked.relative:
+        rules["media_dir"] = with_absolute_paths(config).rules.media_dir
+    kept = {name: rules[name] for name in ("columns", "tags", "media_dir", "strict", "confine")}
+    return {"file_name": file, **kept, "sample_ratio": config.sample_ratio}

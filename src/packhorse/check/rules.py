@@ -1,0 +1,240 @@
+"""The rules of the linter: what each looks for, how bad it is, and what to do about it.
+
+This table is the only place that knows a rule's name. ``error`` means that the row is lost or wrong when it
+is trained on; ``warning`` that it is probably not what was meant; ``note`` that it is worth knowing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+from packhorse.types import Reason, Stage
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+
+Needs = Literal["", "content", "processor", "max_length"]
+"""What a rule cannot do without: the content of media (not their headers alone), a processor, a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that is looked for.
+
+    Attributes:
+        name: for people, machines and ``--ignore``.
+        severity: of its findings, where nothing makes them worse (see :attr:`about`).
+        about: what it means, in a line.
+        advice: what to do.
+        stage: where the loss would be noticed later, as the ledger calls it.
+        reason: the ledger's word for it; the rule's name where that is the word.
+        needs: what it cannot do without.
+        repair: what a cleaned copy does about it, where it does not leave the row out.
+    """
+
+    name: str
+    severity: Severity
+    about: str
+    advice: str
+    stage: Stage
+    reason: str = ""
+    needs: Needs = ""
+    repair: str = ""
+
+    @property
+    def ledger_reason(self) -> Reason:
+        """The ledger's word for it."""
+        return cast("Reason", self.reason or self.name)
+
+
+_WRITE_AGAIN = "write the row again, or delete it"
+_OTHER_MEDIUM = "fetch or make the medium again, or delete the row"
+
+_ALL = (
+    Rule(
+        "unreadable_file",
+        "error",
+        "a data file is missing, or is not what its name says",
+        "restore the file, or correct file_name in the meta file",
+        "read",
+    ),
+    Rule("invalid_json", "error", "a row is not a JSON object", _WRITE_AGAIN, "read", "malformed_row"),
+    Rule(
+        "invalid_utf8", "error", "a row holds bytes that are not UTF-8", _WRITE_AGAIN, "read", "malformed_row"
+    ),
+    Rule(
+        "wrong_format",
+        "error",
+        "a row is no conversation under the declared columns and tags",
+        "set columns and tags in the meta file to what the rows say, or correct the row",
+        "convert",
+    ),
+    Rule("empty_conversation", "error", "there is no turn", "delete the row", "convert"),
+    Rule(
+        "no_assistant_turn", "error", "nothing to learn from", "add the answer, or delete the row", "convert"
+    ),
+    Rule(
+        "unknown_role",
+        "error",
+        "a turn is neither user, assistant nor system: it would be cut",
+        "name the roles of the data set in its tags, or correct the row",
+        "convert",
+        repair="a role that is known by another name (human, gpt, User) gets the data set's own",
+    ),
+    Rule(
+        "surplus_placeholder",
+        "error",
+        "the text has more <image> (<video>, <audio>) than the row has media",
+        "add the media, or delete the placeholder",
+        "convert",
+    ),
+    Rule(
+        "surplus_media",
+        "error",
+        "the row has media that the text does not mention: they would be cut",
+        "write a placeholder where each medium belongs",
+        "convert",
+        repair="where the text has no placeholder of that kind, they go to the front of the first question",
+    ),
+    Rule(
+        "placeholder_as_text",
+        "warning",
+        "a literal <image> or <video> that stands for no medium, in an answer for instance",
+        "delete it, or move it to a user turn",
+        "convert",
+    ),
+    Rule(
+        "turns_out_of_order",
+        "warning",
+        "user and assistant do not take turns, or a system turn is not the first",
+        "put the turns in order, or join neighbours; some chat templates refuse such rows",
+        "convert",
+    ),
+    Rule("unanswered_turn", "note", "the last turn is not an answer", "nothing is learned of it", "convert"),
+    Rule("empty_turn", "warning", "a turn says nothing", "fill it, or delete the row", "convert"),
+    Rule(
+        "outside_media_dir",
+        "warning",
+        "a medium lies outside media_dir; an error where the meta file says confine",
+        "move it into media_dir, or widen media_dir",
+        "convert",
+    ),
+    Rule("missing_media", "error", "a medium is not there", "restore it, or correct its path", "media"),
+    Rule("broken_media", "error", "a medium cannot be decoded", _OTHER_MEDIUM, "media"),
+    Rule("media_too_large", "error", "a medium is too large to decode", _OTHER_MEDIUM, "media"),
+    Rule(
+        "extreme_aspect_ratio",
+        "warning",
+        "a picture's sides differ so much that processors refuse it; an error where the given one does",
+        "crop or cut the picture, or delete the row",
+        "media",
+    ),
+    Rule("tiny_image", "warning", "a picture of few pixels", "look whether it shows anything", "media"),
+    Rule(
+        "duplicate_conversation",
+        "warning",
+        "the same turns with the same media as an earlier row, in any data set",
+        "delete one of them, or make a cleaned copy with --drop-duplicates",
+        "select",
+    ),
+    Rule(
+        "duplicate_image",
+        "warning",
+        "byte for byte the same picture under another name, or in another data set",
+        "see whether the rows are copies, or whether training and test data share pictures",
+        "select",
+        needs="content",
+    ),
+    Rule("same_file", "note", "two data sets read the same file", "their rows come twice", "select"),
+    Rule(
+        "special_token_in_text",
+        "error",
+        "a text types out a special token, which the model would read as one",
+        "write it otherwise in the text, or delete the row",
+        "encode",
+        needs="processor",
+    ),
+    Rule(
+        "cannot_be_encoded",
+        "error",
+        "the processor or its chat template refuses the row",
+        "correct or delete the row",
+        "encode",
+        "sample_failed",
+        needs="processor",
+    ),
+    Rule(
+        "nothing_supervised",
+        "error",
+        "no token of the row is learned",
+        "correct or delete the row",
+        "encode",
+        needs="processor",
+    ),
+    Rule(
+        "too_long",
+        "error",
+        "more tokens than the limit",
+        "shorten the row, raise the limit, or train with truncate=True",
+        "encode",
+        needs="max_length",
+    ),
+)
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in _ALL}
+"""Every rule by its name, in the order in which data pass them."""
+
+
+_LONGEST = 500
+_NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def on_one_line(text: str) -> str:
+    """A text from data as it may be shown: cut where it is long, without line ends and control codes."""
+    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return _NOT_PRINTED.sub(lambda found: repr(found[0])[1:-1], short)
+
+
+class Found(NamedTuple):
+    """What a rule has found in one row."""
+
+    rule: str
+    severity: Severity
+    found: str
+
+
+def found(rule: str, what: str, severity: Severity | None = None) -> Found:
+    """What a rule has found, with the rule's own severity unless another is given."""
+    return Found(rule, severity or RULES[rule].severity, on_one_line(what))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding, with everything a person or a machine needs to act on it.
+
+    Attributes:
+        row: its number in the file, from 0; None where the finding is about the whole file.
+        key: the row's name, ``coco/812``; the data set's where there is no row.
+        file: the data file.
+        line: of a JSONL file, from 1; None elsewhere.
+        location: file and place, for people.
+        found: what was found.
+        advice: what to do.
+    """
+
+    rule: str
+    severity: Severity
+    dataset: str
+    row: int | None
+    key: str
+    file: str
+    line: int | None
+    location: str
+    found: str
+    advice: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)

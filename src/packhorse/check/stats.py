@@ -1,0 +1,308 @@
+"""How long and how heavy the rows of data sets are: exact from counts, or estimated and called so.
+
+With a processor the rows are counted (what has been counted before is taken over), and everything here is
+exact. Without one, text is characters // 3, a medium is 500 tokens, and only numbers of media and sizes of
+images are exact; it costs one pass over the rows and the headers of their images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from packhorse.check.distribution import Distribution
+from packhorse.conversation import parse_conversation
+from packhorse.datasets import count_part
+from packhorse.datasets.cache import Fingerprint
+from packhorse.datasets.count_columns import CountColumns, MediaColumns
+from packhorse.datasets.count_part import PartTask, _rows_now, check_media_dir, with_absolute_paths
+from packhorse.datasets.count_report import CountedFile
+from packhorse.datasets.counting import PART_ROWS, OnProgress, Runner, count_meta
+from packhorse.datasets.meta_file import Meta, read_meta
+from packhorse.datasets.rows import Row, gc_paused, open_rows
+from packhorse.datasets.select import row_key
+from packhorse.datasets.sharegpt import convert_row
+from packhorse.datasets.sidecar import data_source
+from packhorse.errors import BadSample
+from packhorse.media import media_size
+from packhorse.tokens.estimate import CHARS_PER_TOKEN, estimate
+from packhorse.types import MEDIA_KINDS, Drop, MediaRef
+
+SPREADS = (
+    "tokens",
+    "supervised_tokens",
+    "supervised_percent",
+    "visual_tokens",
+    "media_per_row",
+    "image_side",
+    "image_tokens",
+)
+"""What is spread over what: tokens, learned tokens, their share in percent, tokens of images and videos and
+number of media for each row; the longer side in pixels and tokens for each image."""
+
+_IMAGE = MEDIA_KINDS.index("image")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStats:
+    """One data set, over all rows of its file.
+
+    Attributes:
+        rows: all; ``bad`` of them could not be counted, by reason, and are in no distribution.
+        text_only: rows without media.
+        media: by kind: ``images``, ``videos``, ``audios``.
+        spreads: the distributions that :data:`SPREADS` names.
+    """
+
+    name: str
+    file: str
+    rows: int
+    bad: dict[str, int]
+    text_only: int
+    media: dict[str, int]
+    spreads: dict[str, Distribution] = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {name: getattr(self, name) for name in ("name", "file", "rows", "bad", "text_only", "media")}
+        return own | {name: self.spreads[name].as_dict() for name in SPREADS}
+
+    @property
+    def learned_share(self) -> float:
+        """Learned tokens over all tokens."""
+        tokens = self.spreads["tokens"].sum
+        return self.spreads["supervised_tokens"].sum / tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReport:
+    """A mixture.
+
+    Attributes:
+        datasets: in the order of their names.
+        estimated: whether tokens are estimates, and not counted.
+        off_by: by how many tokens a row's number may be off; 0 where all are exact, -1 if nobody can tell.
+        processor: the name of it; empty for none.
+        counted_rows: how many rows had to be counted now.
+    """
+
+    datasets: tuple[DatasetStats, ...]
+    estimated: bool
+    off_by: int
+    processor: str
+    counted_rows: int
+    seconds: float
+
+    def all(self) -> DatasetStats:
+        """All data sets together."""
+        return _together("all", "", self.datasets)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "version": 1,
+            "estimated": self.estimated,
+            "exact": self.off_by == 0,
+            "off_by": self.off_by,
+            "processor": self.processor or None,
+            "counted_rows": self.counted_rows,
+            "seconds": round(self.seconds, 3),
+            "datasets": [one.as_dict() for one in self.datasets],
+            "all": self.all().as_dict(),
+        }
+
+
+def stats_of(
+    meta: Meta,
+    processor: Any = None,
+    *,
+    dataset_names: Sequence[str] | None = None,
+    engine: Runner | None = None,
+    trust_remote_code: bool = False,
+    index_dir: str | None = None,
+    progress: OnProgress | None = None,
+) -> StatsReport:
+    """How the rows of the data sets of a meta file are spread.
+
+    Args:
+        meta: the meta file, or a dict with its content. All rows of a file are looked at, whatever share of
+            them a data set takes.
+        processor: a processor, or the path of one: rows that are not counted yet are counted first, and the
+            counts kept. None for estimates.
+        dataset_names: only these data sets.
+        engine: where to count (see :mod:`packhorse.engines`); None counts in this process.
+        trust_remote_code: run code that comes with the processor.
+        index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
+        progress: told how many rows are done.
+
+    Raises:
+        ConfigError: the meta file, a data file, the processor or a media folder is not in order.
+    """
+    started = time.monotonic()
+    if processor is None:
+        found = _estimated(meta, dataset_names, engine, index_dir, progress)
+        return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
+    report = count_meta(
+        meta,
+        processor,
+        dataset_names=dataset_names,
+        engine=engine,
+        trust_remote_code=trust_remote_code,
+        bad_rows=0,
+        index_dir=index_dir,
+        progress=progress,
+    )
+    name = processor if isinstance(processor, str) else type(processor).__name__
+    return StatsReport(
+        tuple(map(_counted, report.files)),
+        False,
+        int(report.totals()["off_by"]),
+        name,
+        report.counted_rows,
+        time.monotonic() - started,
+    )
+
+
+def _counted(counted: CountedFile) -> DatasetStats:
+    """From a sidecar, a part at a time."""
+    config = counted.config
+    parts = []
+    for batch in counted.sidecar.batches():
+        columns, media = CountColumns.of(batch), MediaColumns.of([batch])
+        ok, is_image = columns.ok, media.kind == _IMAGE
+        numbers = {name: getattr(columns, name)[ok] for name in ("images", "videos", "audios")}
+        total, supervised = columns.total[ok], columns.supervised[ok]
+        values = {
+            "tokens": total,
+            "supervised_tokens": supervised,
+            "supervised_percent": 100 * supervised // np.maximum(total, 1),
+            "visual_tokens": (columns.image + columns.video)[ok],
+            "media_per_row": sum(numbers.values()),
+            "image_side": np.maximum(media.height, media.width)[is_image],
+            "image_tokens": media.tokens[is_image],
+        }
+        parts.append(_part(len(columns), Counter(columns.status[~ok].tolist()), numbers, values))
+    return _together(config.name, config.file_name, parts)
+
+
+def _part(
+    rows: int, bad: Mapping[str, int], numbers: Mapping[str, Any], values: Mapping[str, Any]
+) -> DatasetStats:
+    media = {name: int(np.sum(of_rows)) for name, of_rows in numbers.items()}
+    text_only = int((np.asarray(values["media_per_row"]) == 0).sum())
+    spreads = {name: Distribution.of(values[name]) for name in SPREADS}
+    return DatasetStats("", "", rows, dict(bad), text_only, media, spreads)
+
+
+def _together(name: str, file: str, parts: Sequence[DatasetStats]) -> DatasetStats:
+    bad: Counter[str] = Counter()
+    media: Counter[str] = Counter(dict.fromkeys(("images", "videos", "audios"), 0))
+    for part in parts:
+        bad.update(part.bad)
+        media.update(part.media)
+    return DatasetStats(
+        name,
+        file,
+        sum(part.rows for part in parts),
+        dict(bad.most_common()),
+        sum(part.text_only for part in parts),
+        dict(media),
+        {spread: Distribution.joined(part.spreads[spread] for part in parts) for spread in SPREADS},
+    )
+
+
+# --- estimates -------------------------------------------------------------------------------------------
+
+
+def _estimated(
+    meta: Meta,
+    dataset_names: Sequence[str] | None,
+    engine: Runner | None,
+    index_dir: str | None,
+    progress: OnProgress | None,
+) -> Iterator[DatasetStats]:
+    count_part._opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
+    named = read_meta(meta, dataset_names)
+    for config in named:
+        check_media_dir(config)
+    configs = [with_absolute_paths(config) for config in named]
+    tasks: list[PartTask] = []
+    owners: list[int] = []
+    for number, config in enumerate(configs):
+        file = open_rows(config.file_name, index_dir)
+        state = Fingerprint.of(data_source(file))
+        for first in range(0, len(file), PART_ROWS):
+            stop = min(first + PART_ROWS, len(file))
+            tasks.append(PartTask(config, first, stop, state.size, state.edges, index_dir))
+            owners.append(number)
+    found: list[DatasetStats] = [_together("", "", []) for _ in configs]
+    total, done = sum(task.stop - task.first for task in tasks), 0
+    own = ((position, _estimated_part(task)) for position, task in enumerate(tasks))
+    results = own if engine is None else engine.run(_estimated_part, tasks)
+    with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
+        for position, part in results:
+            found[owners[position]] = _together("", "", [found[owners[position]], part])
+            done += tasks[position].stop - tasks[position].first
+            if progress is not None:
+                progress(done, total)
+    for config, one in zip(named, found, strict=True):
+        yield _together(config.name, config.file_name, [one])
+
+
+def _estimated_part(task: PartTask) -> DatasetStats:
+    """Estimates of some rows; runs in the worker processes of an engine."""
+    rows = _rows_now(task)
+    bad: Counter[str] = Counter()
+    numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
+    values: dict[str, list[int]] = {name: [] for name in SPREADS}
+    with gc_paused():
+        for number, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
+            try:
+                _add_estimate(row, row_key(task.config.name, number), task, numbers, values)
+            except BadSample as error:  # noqa: PERF203 - each row is bad for itself
+                bad[error.reason] += 1
+    return _part(task.stop - task.first, bad, numbers, values)
+
+
+def _add_estimate(
+    row: Row | BadSample,
+    key: str,
+    task: PartTask,
+    numbers: dict[str, list[int]],
+    values: dict[str, list[int]],
+) -> None:
+    if isinstance(row, BadSample):
+        raise row
+    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=_no_remarks)
+    conversation = parse_conversation(example, key)
+    sides = [_side(ref) for ref in conversation.media if ref.kind == "image"]
+    guess = estimate(example)
+    answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
+    said = sum(len(turn.text) for turn in conversation.messages)
+    total = guess.text + guess.media
+    # What is told of the text may be more than its characters say: answers keep their share of it.
+    learned = guess.text * answers // said if said else answers // CHARS_PER_TOKEN
+    kinds = Counter(ref.kind for ref in conversation.media)
+    for kind in MEDIA_KINDS:
+        numbers[f"{kind}s"].append(kinds[kind])
+    values["tokens"].append(total)
+    values["supervised_tokens"].append(learned)
+    values["supervised_percent"].append(100 * learned // max(total, 1))
+    values["visual_tokens"].append(guess.media)
+    values["media_per_row"].append(len(conversation.media))
+    values["image_side"] += sides
+
+
+def _side(ref: MediaRef) -> int:
+    size: Any = media_size(ref)
+    return int(max(size))
+
+
+def _no_remarks(drop: Drop) -> None:
+    """Remarks on rows that are delivered are the linter's affair."""

@@ -1,0 +1,249 @@
+"""``packhorse check``: a linter for the data of vision-language models."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packhorse.cli.count import _plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from packhorse.check import CheckReport, Finding, Fixed
+    from packhorse.datasets.counting import OnProgress
+
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_WIDTH = 140  # of a table that goes to a file
+
+EXAMPLES = """
+Exit code 0: nothing found, 1: errors found (with --strict: or warnings), 2: could not be checked.
+
+[bold]Examples[/bold]
+
+packhorse check meta.json
+[dim]# rows and media, no model needed[/dim]
+
+packhorse check meta.json --processor Qwen/Qwen3-VL-8B-Instruct --max-length 8192
+[dim]# also special tokens in texts, rows that teach nothing, rows that are too long[/dim]
+
+packhorse check meta.json --json --strict > report.json
+[dim]# for CI: one JSON object; warnings fail too[/dim]
+
+packhorse check meta.json --fix clean --drop-duplicates
+[dim]# writes clean/meta.json without the bad rows; clean/ledger.jsonl names each of them[/dim]
+"""
+
+
+def check(
+    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
+    processor: Annotated[
+        str | None,
+        typer.Option(help="Folder (or hub name) of the model's processor, for the rules that need it."),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Rows with more tokens are too long; needs --processor.")
+    ] = None,
+    headers: Annotated[
+        bool,
+        typer.Option("--headers", metavar="", help="Read the headers of media only; do not decode them."),
+    ] = False,
+    datasets: Annotated[
+        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", help="Do not ask this rule; may be given again.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", metavar="", help="Warnings fail as errors do (exit code 1).")
+    ] = False,
+    fix: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a cleaned copy to this new or empty folder.")
+    ] = None,
+    drop_duplicates: Annotated[
+        bool,
+        typer.Option("--drop-duplicates", metavar="", help="With --fix: leave out repeated conversations."),
+    ] = False,
+    show: Annotated[int, typer.Option(min=0, help="Show so many rows of each rule and data set.")] = 3,
+    tiny: Annotated[int, typer.Option(min=1, help="Tell pictures with a side below so many pixels.")] = 16,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes; one per core without it.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print the report and all findings as one JSON object.")
+    ] = False,
+) -> None:
+    """Find what is wrong with rows and media before a model is trained on them.
+
+    Every medium is opened and decoded. Nothing is changed; a cleaned copy is written only with --fix.
+    """
+    from rich.console import Console
+
+    from packhorse.errors import ConfigError, PackhorseError
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        from packhorse.check import check_meta, check_target, write_fixed
+        from packhorse.engines import engine_named
+
+        if drop_duplicates and fix is None:
+            raise ConfigError("--drop-duplicates goes with --fix DIR")
+        if max_length is not None and processor is None:
+            raise ConfigError("--max-length goes with --processor: tokens are counted with it")
+        if fix is not None:
+            check_target(fix)  # before the long work
+        with progress_bar(errors, "checking") as progress:
+            report = check_meta(
+                meta,
+                processor,
+                dataset_names=datasets or None,
+                max_length=max_length,
+                decode=not headers,
+                tiny=tiny,
+                ignore=ignore or (),
+                repair=fix is not None,
+                engine=engine_named("local", workers),
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+            )
+        fixed = None if fix is None else write_fixed(report, fix, drop_duplicates=drop_duplicates)
+    except (PackhorseError, OSError) as error:
+        errors.print(f"packhorse check: {_plain(error)}", markup=False)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        errors.print("stopped; nothing was written")
+        raise typer.Exit(130) from error
+    if as_json:
+        _print_json(report, fixed)
+    else:
+        _print(report, fixed, show)
+    if not report.passed(strict):
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, what: str) -> Iterator[OnProgress]:
+    """A bar with rows a second and the time left, on a terminal; nothing elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows, left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        rows = bar.add_task(what, total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            bar.update(rows, completed=done, total=total, visible=True)
+
+        yield show
+
+
+def _print_json(report: CheckReport, fixed: Fixed | None) -> None:
+    """One object; the findings are written one by one, since they may be many."""
+    head = report.as_dict() | {"fixed": None if fixed is None else fixed.as_dict()}
+    typer.echo(json.dumps(head, indent=2).removesuffix("\n}") + ',\n  "findings": [', nl=False)
+    separator = "\n"
+    for finding in report.findings():
+        typer.echo(f"{separator}    {json.dumps(finding.as_dict())}", nl=False)
+        separator = ",\n"
+    typer.echo("]\n}" if separator == "\n" else "\n  ]\n}")
+
+
+def _print(report: CheckReport, fixed: Fixed | None, show: int) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False)
+    counts = report.counts()
+    if any(counts.values()):
+        console.print(_table(report))
+        _print_rows(report, console, show)
+    rows = sum(file.rows for file in report.files)
+    media = sum(file.media for file in report.files)
+    what = ", ".join(
+        f"{number:,} {name}{'' if number == 1 else 's'}" for name, number in counts.items() if number
+    )
+    decoded = "decoded" if report.settings.decode else "looked at (headers)"
+    console.print(
+        f"{rows:,} rows of {len(report.files)} data set(s) checked, {media:,} media {decoded}, in "
+        f"{report.seconds:.1f} s: {what or 'nothing found'}."
+    )
+    needed: dict[str, list[str]] = defaultdict(list)
+    for rule, need in report.not_asked().items():
+        needed[need].append(rule)
+    for need, rules in needed.items():
+        console.print(f"not asked ({need}): {', '.join(rules)}", soft_wrap=True)
+    if fixed is not None:
+        _print_fixed(fixed, console)
+
+
+def _table(report: CheckReport) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from packhorse.check.report import rule_counts
+
+    table = Table(
+        title="Findings by rule and data set", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    for name in ("severity", "rule"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("data set", overflow="fold")
+    table.add_column("found", justify="right", no_wrap=True)
+    for severity, rule, dataset, number in rule_counts(report.files):
+        table.add_row(severity, rule, escape(dataset), f"{number:,}", style=_COLOURS[severity])
+    return table
+
+
+def _print_rows(report: CheckReport, console: Console, show: int) -> None:
+    """The first rows of each rule and data set."""
+    from packhorse.check import RULES
+    from packhorse.check.report import rule_counts
+
+    if not show:
+        return
+    first: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+    for finding in report.findings():
+        group = first[finding.severity, finding.rule, finding.dataset]
+        if len(group) < show:
+            group.append(finding)
+    for severity, rule, dataset, number in rule_counts(report.files):
+        shown = first[severity, rule, dataset]
+        more = f", the first {len(shown)} of {number:,}" if len(shown) < number else ""
+        console.print(f"{severity} {rule}", style=_COLOURS[severity], end="")
+        console.print(f" in {dataset}{more}: {RULES[rule].advice}", markup=False, soft_wrap=True)
+        for finding in shown:
+            where = finding.key if finding.row is None else f"{finding.key}, {finding.location}"
+            console.print(f"  {where}: {finding.found}", markup=False, soft_wrap=True)
+    console.print()
+
+
+def _print_fixed(fixed: Fixed, console: Console) -> None:
+    for one in fixed.datasets:
+        console.print(
+            f"{one.name}: {one.rows:,} rows, {one.kept:,} kept ({one.repaired:,} of them repaired), "
+            f"{one.left_out:,} left out",
+            markup=False,
+            soft_wrap=True,
+        )
+    console.print(f"wrote {fixed.meta}; {fixed.ledger} names each row", markup=False, soft_wrap=True)

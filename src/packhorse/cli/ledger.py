@@ -1,0 +1,142 @@
+"""``packhorse ledger``: where did my rows go?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from packhorse.cli.count import _plain
+
+if TYPE_CHECKING:
+    from packhorse.types import Drop
+
+_WIDTH = 140  # of a table that goes to a file
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+packhorse ledger run/ledger.jsonl
+[dim]# how many rows for which reason, and the first 20[/dim]
+
+packhorse ledger run/ledgers --by dataset
+[dim]# all ledgers of a folder, one of each rank[/dim]
+
+packhorse ledger run/ledger.jsonl --reason missing_media --limit 0
+[dim]# every row with a missing medium[/dim]
+
+packhorse ledger run/ledger.jsonl --key coco/812 --json
+[dim]# what happened to one row, for machines[/dim]
+"""
+
+
+class By(str, Enum):
+    """What the table counts by."""
+
+    reason = "reason"
+    dataset = "dataset"
+    stage = "stage"
+    action = "action"
+
+
+def ledger(
+    path: Annotated[Path, typer.Argument(help="A ledger file, or a folder of them.", metavar="FILE|DIR")],
+    by: Annotated[By, typer.Option(help="What the table counts by.")] = By.reason,
+    reason: Annotated[str | None, typer.Option(help="Only entries with this reason.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Only entries of this data set.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only entries of this row, as coco/812.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="List so many entries; 0 for all.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show what became of the rows that were not delivered as their files hold them."""
+    from rich.console import Console
+
+    from packhorse.errors import PackhorseError
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        from packhorse.check import read_ledgers, selected
+
+        whole, files = read_ledgers(path)
+        counts: Counter[tuple[str, str]] = Counter()
+        listed: list[Drop] = []
+        lost: set[tuple[str, int | None]] = set()
+        for drop in selected(whole, reason=reason, dataset=dataset, key=key):
+            counts[getattr(drop, by.value), drop.action] += 1
+            if drop.action in ("left_out", "replaced"):
+                lost.add((drop.key, drop.epoch))
+            if not limit or len(listed) < limit:
+                listed.append(drop)
+    except (PackhorseError, OSError) as error:
+        errors.print(f"packhorse ledger: {_plain(error)}", markup=False)
+        raise typer.Exit(2) from error
+    total = sum(counts.values())
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "version": 1,
+                    "files": [str(file) for file in files],
+                    "entries": total,
+                    "lost": len(lost),
+                    "by": by.value,
+                    "counts": _sums(counts, 0),
+                    "actions": _sums(counts, 1),
+                    "listed": [asdict(drop) for drop in listed],
+                },
+                indent=2,
+            )
+        )
+        return
+    _print(counts, by, listed, total, len(lost), len(files))
+
+
+def _sums(counts: Counter[tuple[str, str]], place: int) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for group, number in counts.items():
+        sums[group[place]] += number
+    return dict(sums.most_common())
+
+
+def _print(
+    counts: Counter[tuple[str, str]], by: By, listed: list[Any], total: int, lost: int, files: int
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from packhorse.check.rules import on_one_line
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False)
+    if not total:
+        console.print("no entry: nothing was left out, replaced, cut or repaired")
+        return
+    actions = list(_sums(counts, 1))
+    table = Table(
+        title=f"Entries by {by.value}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    table.add_column("data set" if by is By.dataset else by.value, overflow="fold")
+    for name in [*(actions if by is not By.action else []), "all"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for group, number in _sums(counts, 0).items():
+        cells = [] if by is By.action else [f"{counts[group, action]:,}" for action in actions]
+        table.add_row(escape(group) or "-", *cells, f"{number:,}")
+    console.print(table)
+    for drop in listed:
+        # Details of many-line errors stay on one line, so that a line is an entry.
+        line = f"{drop.key}  {drop.action}  {drop.reason}  {' '.join(drop.detail.split())}"
+        console.print(on_one_line(line), markup=False, soft_wrap=True)
+    if len(listed) < total:
+        console.print(f"… and {total - len(listed):,} more (--limit 0 lists all)")
+    where = "" if files == 1 else f" in {files} files"
+    console.print(f"{total:,} entries{where}; {lost:,} samples were not delivered as themselves.")

@@ -1,0 +1,266 @@
+"""``packhorse stats``: how long and how heavy the rows of data sets are, as tables and histograms."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from packhorse.cli.check import progress_bar
+from packhorse.cli.count import _plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from packhorse.check import DatasetStats, StatsReport
+    from packhorse.check.distribution import Distribution
+
+_WIDTH = 80
+_MOST_BARS = 18
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+packhorse stats meta.json
+[dim]# a quick look: tokens are estimated, and called so[/dim]
+
+packhorse stats meta.json --processor Qwen/Qwen3-VL-8B-Instruct
+[dim]# exact; counts what is not counted yet, as packhorse count does[/dim]
+
+packhorse stats meta.json --dataset charts --json
+[dim]# for machines: percentiles and histograms[/dim]
+"""
+
+
+def stats(
+    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
+    processor: Annotated[
+        str | None, typer.Option(help="Folder (or hub name) of the model's processor; estimates without it.")
+    ] = None,
+    datasets: Annotated[
+        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
+    ] = None,
+    each: Annotated[
+        bool, typer.Option("--each", metavar="", help="Draw the histograms of each data set, too.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes; one per core without it.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show how tokens, media and the learned share are spread over the rows of each data set.
+
+    With --processor everything is exact, and kept beside the data for the next time.
+    """
+    from rich.console import Console
+
+    from packhorse.errors import PackhorseError
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        from packhorse.check import stats_of
+        from packhorse.engines import engine_named
+
+        with progress_bar(errors, "estimating" if processor is None else "counting") as progress:
+            report = stats_of(
+                meta,
+                processor,
+                dataset_names=datasets or None,
+                engine=engine_named("local", workers),
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+            )
+    except (PackhorseError, OSError) as error:
+        errors.print(f"packhorse stats: {_plain(error)}", markup=False)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        errors.print("stopped; the next run continues with what is finished")
+        raise typer.Exit(130) from error
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        _print(report, each)
+
+
+def _print(report: StatsReport, each: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False)
+    if report.estimated:
+        console.print(
+            "ESTIMATES: without --processor a token is 3 characters and a medium 500 tokens.\n"
+            "Rows, media and sizes of pictures are exact; everything about tokens is a guess.",
+            style="yellow",
+        )
+    elif report.off_by:
+        bound = f"at most {report.off_by:,} tokens" if report.off_by > 0 else "an unknown number"
+        console.print(f"Counts of this processor are not exact: a row may be off by {bound}.", style="yellow")
+    every = [*report.datasets, report.all()] if len(report.datasets) > 1 else [*report.datasets]
+    console.print(_lengths_table(every, report.estimated))
+    console.print(_media_table(every))
+    if every[-1].media["images"]:
+        console.print(_image_table(every, report.estimated))
+    for one in every if each else every[-1:]:
+        _print_histograms(one, report.estimated, console)
+    for one in report.datasets:
+        if one.bad:
+            reasons = ", ".join(f"{number:,} {reason}" for reason, number in one.bad.items())
+            console.print(f"{one.name}: not in these numbers: {reasons}", markup=False, soft_wrap=True)
+    if not report.estimated:
+        taken_over = sum(one.rows for one in report.datasets) - report.counted_rows
+        console.print(f"{report.counted_rows:,} rows counted, {taken_over:,} taken over.")
+
+
+def _lengths_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
+    about = "~" if estimated else ""
+    table = _new_table(f"Tokens of a row{' (estimated)' if estimated else ''}")
+    for name in ("rows", "tokens", "mean", "p50", "p90", "p99", "max", "learned"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in every:
+        tokens = one.spreads["tokens"]
+        table.add_row(
+            _cell(one.name),
+            f"{one.rows:,}",
+            about + short(tokens.sum),
+            f"{tokens.mean:,.0f}",
+            *_marks(one, "tokens"),
+            f"{about}{one.learned_share:.1%}" if tokens.sum else "-",
+        )
+    return table
+
+
+def _media_table(every: Sequence[DatasetStats]) -> Table:
+    table = _new_table("Media")
+    for name in ("text only", "images", "videos", "sounds", "a row p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in every:
+        numbers = [one.text_only, *(one.media[kind] for kind in ("images", "videos", "audios"))]
+        table.add_row(_cell(one.name), *(f"{number:,}" for number in numbers), *_marks(one, "media_per_row"))
+    return table
+
+
+def _image_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
+    table = _new_table("Images")
+    names = ["side p50", "p90", "p99", "max", *([] if estimated else ["tokens p50", "p90", "p99", "max"])]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in every:
+        tokens = [] if estimated else _marks(one, "image_tokens")
+        table.add_row(_cell(one.name), *_marks(one, "image_side"), *tokens)
+    return table
+
+
+def _marks(one: DatasetStats, name: str) -> list[str]:
+    """Percentiles and the largest; a dash where there is nothing."""
+    from packhorse.check.distribution import PERCENTILES
+
+    spread = one.spreads[name]
+    marks = [*(spread.percentile(percent) for percent in PERCENTILES), spread.max]
+    return [f"{mark:,}" if spread.n else "-" for mark in marks]
+
+
+def _new_table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("data set", overflow="fold", min_width=8)
+    return table
+
+
+def _cell(name: str) -> str:
+    from rich.markup import escape
+
+    return escape(name)
+
+
+def short(number: int) -> str:
+    """A number of tokens in few characters: 1,234, 56.7k, 8.9M, 1.2G."""
+    if number < 10_000:
+        return f"{number:,}"
+    for unit, name in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
+        if number >= unit:
+            return f"{number / unit:.1f}{name}"
+    return str(number)
+
+
+def _print_histograms(one: DatasetStats, estimated: bool, console: Console) -> None:
+    about = ", estimated" if estimated else ""
+    titles = {
+        "tokens": f"tokens of a row{about}",
+        "visual_tokens": f"visual tokens of a row{about}",
+        "supervised_percent": f"share of a row that is learned, %{about}",
+        "media_per_row": "media of a row",
+        "image_side": "longer side of an image, pixels",
+        "image_tokens": "tokens of an image",
+    }
+    for name, title in titles.items():
+        spread = one.spreads[name]
+        # What no row has says nothing: neither no images, nor no visual tokens.
+        if not spread.n or (not spread.max and name != "supervised_percent"):
+            continue
+        console.print(f"{one.name}: {title}", markup=False, style="bold")
+        for line in histogram_lines(spread, bins_for(name, spread), console.width, _is_utf(console)):
+            console.print(line, markup=False, soft_wrap=True)
+        console.print()
+
+
+def _is_utf(console: Console) -> bool:
+    return console.encoding.lower().startswith("utf")
+
+
+def bins_for(name: str, spread: Distribution) -> list[int]:
+    """Edges that suit what is shown: tens for a share, each number for few media, else bins that double."""
+    if name == "supervised_percent":
+        return [*range(0, 100, 10), 101]
+    if name == "media_per_row" and spread.max < _MOST_BARS:
+        return list(range(spread.max + 2))
+    return spread.doubling_edges()
+
+
+def histogram_lines(spread: Distribution, edges: Sequence[int], width: int, blocks: bool = True) -> list[str]:
+    """A histogram as lines of at most ``width`` characters: bin, bar, number, share.
+
+    Args:
+        spread: what is drawn.
+        edges: of the bins, ascending; all values lie between the first and the last.
+        width: of the terminal.
+        blocks: draw with eighths of blocks; otherwise with ``#``.
+    """
+    counts = spread.histogram(edges)
+    most, total = max(counts, default=0), max(1, spread.n)
+    labels = [_bin(low, high) for low, high in pairwise(edges)]
+    numbers = [f"{count:,}" for count in counts]
+    left, right = max(map(len, labels), default=0), max(map(len, numbers), default=0)
+    room = max(8, min(width, 100) - left - right - 13)
+    lines = []
+    for label, count, number in zip(labels, counts, numbers, strict=True):
+        bar = _bar(count / most * room if most else 0.0, count > 0, blocks).ljust(room)
+        lines.append(
+            f"  {label:>{left}} {'│' if blocks else '|'}{bar} {number:>{right}} {count / total:>6.1%}"
+        )
+    return lines
+
+
+def _bin(low: int, high: int) -> str:
+    return f"{low:,}" if high == low + 1 else f"{low:,}-{high - 1:,}"
+
+
+def _bar(length: float, some: bool, blocks: bool) -> str:
+    """A bar of this length; what is there is seen, however little it is."""
+    if not blocks:
+        return "#" * max(round(length), int(some))
+    eighths = max(round(length * 8), int(some))
+    return "█" * (eighths // 8) + (_BLOCKS[eighths % 8] if eighths % 8 else "")

@@ -1,0 +1,279 @@
+"""What the linter finds, on real files with a real processor."""
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import MAX_LENGTH, picture, picture_row, text_row, turns, write_clean, write_planted
+
+from contract.processors import build, processor
+from count_samples import write_meta, write_rows
+from packhorse.check import RULES, CheckReport, check_meta
+from packhorse.engines import LocalEngine
+from packhorse.errors import ConfigError
+
+
+def by_row(report: CheckReport) -> dict[int | None, set[str]]:
+    found: dict[int | None, set[str]] = defaultdict(set)
+    for finding in report.findings():
+        found[finding.row].add(finding.rule)
+    return dict(found)
+
+
+def mixture(folder: Path, rows: list[Any], **settings: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "media").mkdir(exist_ok=True)
+    write_rows(folder / "rows.jsonl", rows)
+    return write_meta(folder, {"rows": {"file_name": "rows.jsonl", "media_dir": "media", **settings}})
+
+
+def test_every_planted_defect_is_found_and_nothing_else(tmp_path: Path) -> None:
+    meta, planted = write_planted(tmp_path)
+    report = check_meta(meta, processor("qwen2_vl"), max_length=MAX_LENGTH)
+    assert len(planted.lines) == 200
+    assert by_row(report) == planted.expected
+    assert not report.passed()
+    assert report.not_asked() == {}
+    rules = {rule for rules in planted.expected.values() for rule in rules}
+    assert len(rules) >= 20
+    found = list(report.findings())
+    assert sum(report.counts().values()) == len(found)
+    assert [one.row for one in found] == sorted(one.row or 0 for one in found)
+    for one in found:
+        assert one.key == f"mixed/{one.row}"
+        assert one.line == (one.row or 0) + 1
+        assert one.location.startswith(f"{tmp_path}/mixed.jsonl:{one.line} (byte ")
+        assert one.found
+        assert one.advice == RULES[one.rule].advice
+
+
+def test_a_clean_set_gives_no_finding(tmp_path: Path) -> None:
+    report = check_meta(write_clean(tmp_path, 60), processor("qwen2_vl"), max_length=MAX_LENGTH)
+    assert list(report.findings()) == []
+    assert report.passed(strict=True)
+    assert report.as_dict()["rows"] == 60
+    assert report.as_dict()["media"] == 20
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava_onevision", "phi4_mm", "smolvlm"])
+def test_a_clean_set_is_clean_for_other_families_too(tmp_path: Path, name: str) -> None:
+    assert check_meta(write_clean(tmp_path, 9), processor(name)).passed(strict=True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_few_rows_are_checked_like_many(tmp_path: Path, rows: int) -> None:
+    report = check_meta(mixture(tmp_path, [text_row(n) for n in range(rows)]), processor("qwen2_vl"))
+    assert report.passed(strict=True)
+    assert report.as_dict()["rows"] == rows
+
+
+def test_two_processes_find_what_one_finds_in_the_same_order(tmp_path: Path) -> None:
+    meta, _ = write_planted(tmp_path)
+    one = check_meta(meta, part_rows=7)
+    two = check_meta(meta, part_rows=16, engine=LocalEngine(2, start="fork"))
+    assert list(one.findings()) == list(two.findings())
+    assert one.counts() == two.counts()
+
+
+def test_without_a_processor_its_rules_are_not_asked_and_named(tmp_path: Path) -> None:
+    meta, planted = write_planted(tmp_path)
+    report = check_meta(meta)
+    needed = {name for name, rule in RULES.items() if rule.needs in ("processor", "max_length")}
+    assert set(report.not_asked()) == needed
+    expected = {row: rules - needed for row, rules in planted.expected.items() if rules - needed}
+    assert by_row(report) == expected
+
+
+def test_headers_alone_show_what_is_missing_but_not_what_is_cut_off(tmp_path: Path) -> None:
+    meta, _ = write_planted(tmp_path)
+    rules = {rule for found in by_row(check_meta(meta, decode=False)).values() for rule in found}
+    assert "missing_media" in rules
+    assert "tiny_image" in rules
+    assert not {"broken_media", "duplicate_image"} & rules
+    assert "duplicate_image" in check_meta(meta, decode=False).not_asked()
+
+
+def test_the_shape_that_a_processor_refuses_is_an_error_that_names_its_family(tmp_path: Path) -> None:
+    meta = mixture(tmp_path, [picture_row(0, "line.png")])
+    picture(tmp_path / "media" / "line.png", 0, (4200, 20))
+    (alone,) = check_meta(meta).findings()
+    assert (alone.rule, alone.severity) == ("extreme_aspect_ratio", "warning")
+    assert "4,200 x 20, sides of 1 to 210" in alone.found
+    (refused,) = check_meta(meta, processor("qwen2_vl")).findings()
+    assert (refused.rule, refused.severity) == ("extreme_aspect_ratio", "error")
+    assert "Qwen2VLProcessor (family qwen2_vl) refuses it" in refused.found
+    assert list(check_meta(meta, processor("gemma3")).findings()) == []  # which squeezes any shape
+
+
+def test_tokens_that_are_meant_to_be_typed_are_no_special_tokens(tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    own = build("qwen2_vl")
+    own.tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    try:
+        meta = mixture(
+            tmp_path, [{"messages": turns("Why?", "<think>Hm.")}, {"messages": turns("<|im_end|>", "No")}]
+        )
+        report = check_meta(meta, own)
+    finally:
+        from contract.tiny_tokenizers import tokenizer
+
+        tokenizer.cache_clear()
+    assert by_row(report) == {1: {"special_token_in_text"}}
+
+
+def test_rows_that_the_chat_template_refuses_are_found(tmp_path: Path) -> None:
+    strict = build("qwen2_vl")
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    strict.chat_template = refuse + strict.chat_template
+    rows = [{"messages": [{"role": "system", "content": "Be brief."}, *turns("Who?", "Me.")]}, text_row(1)]
+    (finding,) = check_meta(mixture(tmp_path, rows), strict).findings()
+    assert (finding.row, finding.rule) == (0, "cannot_be_encoded")
+    assert "no system turns" in finding.found
+
+
+def test_a_row_of_which_nothing_is_learned_is_found(tmp_path: Path) -> None:
+    plain = build("qwen2_vl")
+    # A template without an end of turn: an empty answer is nothing at all.
+    plain.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+    )
+    rows = [text_row(1), {"messages": turns("Say nothing.", "")}, {"messages": turns("Hm?", "")[:1]}]
+    report = check_meta(mixture(tmp_path, rows), plain, ignore=["no_assistant_turn"])
+    assert by_row(report) == {1: {"empty_turn", "nothing_supervised"}, 2: {"nothing_supervised"}}
+
+
+def test_a_picture_used_again_is_no_copy_but_another_name_or_data_set_is(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / "media" / name, 5)
+    picture(tmp_path / "media" / "c.png", 6)
+    write_rows(
+        tmp_path / "one.jsonl", [picture_row(n, "a.png") for n in range(3)] + [picture_row(9, "c.png")]
+    )
+    write_rows(
+        tmp_path / "two.jsonl",
+        [picture_row(n, name) for n, name in ((4, "b.png"), (5, "b.png"), (6, "c.png"))],
+    )
+    entry = {"media_dir": "media"}
+    meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl", **entry} for name in ("one", "two")})
+    found = [(one.key, one.rule, one.found) for one in check_meta(meta).findings()]
+    assert found == [
+        ("two/0", "duplicate_image", "medium 0 is, byte for byte, medium 0 of one/0"),
+        ("two/2", "duplicate_image", "medium 0 is, byte for byte, medium 0 of one/3"),
+    ]
+
+
+def test_the_same_question_to_another_picture_is_no_duplicate(tmp_path: Path) -> None:
+    for number in (1, 2):
+        picture(tmp_path / "media" / f"{number}.png", number)
+    rows = [{**picture_row(0), "images": [f"{number}.png"]} for number in (1, 2, 1)]
+    assert by_row(check_meta(mixture(tmp_path, rows))) == {2: {"duplicate_conversation"}}
+
+
+def test_duplicates_are_found_across_data_sets_and_parts(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [text_row(n) for n in range(50)])
+    write_rows(tmp_path / "b.jsonl", [text_row(n) for n in range(45, 60)])
+    meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in "ab"})
+    found = [(one.key, one.found) for one in check_meta(meta, part_rows=4).findings()]
+    assert found == [(f"b/{n}", f"the same as a/{45 + n}") for n in range(5)]
+
+
+def test_a_row_with_an_error_is_nobodys_original(tmp_path: Path) -> None:
+    bad = picture_row(1, "gone.png")
+    assert by_row(check_meta(mixture(tmp_path, [bad, bad]))) == {0: {"missing_media"}, 1: {"missing_media"}}
+
+
+def test_media_outside_the_folder_are_errors_where_the_data_set_is_confined(tmp_path: Path) -> None:
+    picture(tmp_path / "elsewhere.png", 1)
+    rows = [picture_row(1, str(tmp_path / "elsewhere.png")), picture_row(2, "link.png")]
+    meta = mixture(tmp_path, rows, confine=True)
+    os.symlink(tmp_path / "elsewhere.png", tmp_path / "media" / "link.png")
+    found = [(one.rule, one.severity) for one in check_meta(meta, ignore=["duplicate_image"]).findings()]
+    assert found == [("outside_media_dir", "error")] * 2
+
+
+def test_a_data_file_that_cannot_be_read_is_a_finding_and_the_others_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('[{"messages": [')
+    write_rows(tmp_path / "good.jsonl", [text_row(1), {"messages": []}])
+    names = {"cut": "cut.json", "gone": "gone.jsonl", "good": "good.jsonl"}
+    meta = write_meta(tmp_path, {name: {"file_name": file} for name, file in names.items()})
+    report = check_meta(meta)
+    found = [(one.key, one.rule, one.row) for one in report.findings()]
+    assert found == [
+        ("cut", "unreadable_file", None),
+        ("gone", "unreadable_file", None),
+        ("good/1", "empty_conversation", 1),
+    ]
+    assert report.counts()["error"] == 3
+
+
+def test_arrays_blank_lines_and_packed_files_have_their_places_told(tmp_path: Path) -> None:
+    import gzip
+
+    rows = [text_row(1), {"messages": []}]
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "blank.jsonl").write_text("\n\n" + "\n\n".join(map(json.dumps, rows)) + "\n")
+    with gzip.open(tmp_path / "packed.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps({**row, "n": 1}) + "\n" for row in rows))
+    names = {"array": "array.json", "blank": "blank.jsonl", "packed": "packed.jsonl.gz"}
+    meta = write_meta(tmp_path, {name: {"file_name": file} for name, file in names.items()})
+    found = check_meta(meta, ignore=["duplicate_conversation"]).findings()
+    places = {one.dataset: (one.line, one.location) for one in found}
+    assert places["array"][0] is None
+    assert "array.json, element 1" in places["array"][1]
+    assert places["blank"][0] == 5
+    assert places["packed"][0] == 2
+
+
+def test_pictures_in_a_parquet_file_are_decoded(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    good = picture(tmp_path / "good.png", 1).read_bytes()
+    rows = [
+        {"messages": turns(f"<image>What is {n}?", "Dots."), "images": [{"bytes": data, "path": None}]}
+        for n, data in enumerate((good, good[:150], good))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    meta = write_meta(tmp_path, {"rows": {"file_name": "rows.parquet"}})
+    (finding,) = check_meta(meta, processor("qwen2_vl")).findings()
+    assert (finding.key, finding.rule, finding.line) == ("rows/1", "broken_media", None)
+    assert finding.location.endswith("rows.parquet, row 1")
+
+
+def test_a_cut_off_video_is_found_and_a_whole_one_is_not(tmp_path: Path) -> None:
+    from packhorse.cli.demo_data import write_demo_data
+
+    meta = write_demo_data(tmp_path)
+    clip = tmp_path / "media" / "clip1.mp4"
+    clip.write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
+    found = check_meta(meta, dataset_names=["clips"], ignore=["duplicate_conversation"]).findings()
+    assert [(one.key, one.rule) for one in found] == [("clips/1", "broken_media")]
+
+
+def test_a_rule_can_be_ignored_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    meta = mixture(tmp_path, [{"messages": []}, text_row(1), text_row(1)])
+    report = check_meta(meta, ignore=["empty_conversation", "duplicate_conversation"])
+    assert list(report.findings()) == []
+    assert report.not_asked()["empty_conversation"] == "ignored"
+    with pytest.raises(ConfigError, match="no rule empty; there are"):
+        check_meta(meta, ignore=["empty"])
+    with pytest.raises(ConfigError, match="max_length=5: expected"):
+        check_meta(meta, max_length=5)
+
+
+def test_two_data_sets_of_one_file_are_noted(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [text_row(1)])
+    meta = write_meta(tmp_path, {name: {"file_name": "rows.jsonl"} for name in "ab"})
+    found = [(one.key, one.rule) for one in check_meta(meta).findings()]
+    assert found == [("b", "same_file"), ("b/0", "duplicate_conversation")]
+
+
+def test_a_check_changes_nothing_on_disk(tmp_path: Path) -> None:
+    meta, _ = write_planted(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    check_meta(meta)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -1,0 +1,90 @@
+"""``packhorse ledger`` as a user types it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from typer.testing import CliRunner, Result
+
+from packhorse.cli.app import app
+from packhorse.ledger import Ledger
+from packhorse.types import Drop
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["ledger", *map(str, arguments)])
+
+
+def write_rank(folder: Path, number: int) -> Path:
+    ledger = Ledger()
+    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file a.png", "left_out", "coco"))
+    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file b.png", "left_out", "coco"))
+    ledger.record(Drop(f"chats/{number}", "convert", "unknown_role", "turn 1\nis [bold]odd", "cut", "chats"))
+    ledger.record_rows("chats", np.arange(30), stage="select", reason="not_sampled")
+    ledger.save(folder / f"rank{number}.jsonl")
+    return folder / f"rank{number}.jsonl"
+
+
+def test_a_ledger_is_a_table_and_a_list_of_one_line_an_entry(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    command = [sys.executable, "-m", "packhorse", "ledger", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"^ *not_sampled +30 +0 +30 *$", result.stdout, re.MULTILINE)
+    assert "coco/0  left_out  missing_media  no file a.png\n" in result.stdout
+    assert "chats/0  cut  unknown_role  turn 1 is [bold]odd\n" in result.stdout
+    assert "… and 13 more (--limit 0 lists all)\n" in result.stdout
+    assert "33 entries; 31 samples were not delivered as themselves.\n" in result.stdout
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
+    assert run(path, "--limit", 0).stdout.count("\nchats/") == 31
+
+
+def test_the_ranks_of_a_folder_are_merged_and_counted_by_anything(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0)
+    write_rank(tmp_path, 1)
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    report = json.loads(run(tmp_path, "--by", "dataset", "--json", "--limit", 1).stdout)
+    assert report["files"] == [f"{tmp_path}/rank0.jsonl", f"{tmp_path}/rank1.jsonl"]
+    assert report["counts"] == {"chats": 32, "coco": 4}
+    assert report["actions"] == {"left_out": 34, "cut": 2}
+    assert (report["entries"], report["lost"], report["by"]) == (36, 32, "dataset")
+    assert [one["key"] for one in report["listed"]] == ["coco/0"]
+    for by in ("stage", "action", "reason"):
+        counts = json.loads(run(tmp_path, "--by", by, "--json").stdout)["counts"]
+        assert sum(counts.values()) == 36
+        assert "36 entries in 2 files" in run(tmp_path, "--by", by).stdout
+
+
+def test_entries_can_be_chosen_by_reason_data_set_and_row(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 5)
+    assert json.loads(run(path, "--reason", "missing_media", "--json").stdout)["entries"] == 2
+    assert json.loads(run(path, "--dataset", "chats", "--json").stdout)["entries"] == 31
+    (entry,) = json.loads(run(path, "--key", "chats/5", "--reason", "unknown_role", "--json").stdout)[
+        "listed"
+    ]
+    assert entry["detail"] == "turn 1\nis [bold]odd"
+    none = run(path, "--reason", "too_long")
+    assert (none.exit_code, none.stdout) == (
+        0,
+        "no entry: nothing was left out, replaced, cut or repaired\n",
+    )
+
+
+def test_errors_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for path, told in ((tmp_path / "no.jsonl", "no such file or directory"), (tmp_path, "no ledger in this")):
+        result = run(path)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("packhorse ledger: ")
+        assert told in line
+    (tmp_path / "rows.jsonl").write_text("not a ledger\n")
+    assert "not a ledger entry" in run(tmp_path / "rows.jsonl").stderr
+    assert run(tmp_path, "--by", "colour").exit_code == 2
+
+
+def test_an_entry_that_a_crash_cut_off_is_passed_over(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    path.write_bytes(path.read_bytes() + b'{"key": "coco/9", "st')
+    assert json.loads(run(path, "--json").stdout)["entries"] == 33

@@ -1,0 +1,116 @@
+"""``packhorse stats`` as a user types it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from count_samples import save_processor, sidecars, write_chats, write_rows
+from packhorse.check.distribution import Distribution
+from packhorse.cli.app import app
+from packhorse.cli.demo_data import write_demo_data
+from packhorse.cli.stats import bins_for, histogram_lines, short
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_processor(tmp_path_factory.mktemp("processor"))
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["stats", *map(str, arguments), "--workers", "1"])
+
+
+def test_estimates_are_shown_as_such_at_eighty_columns_without_control_codes(tmp_path: Path) -> None:
+    meta = write_demo_data(tmp_path)
+    command = [sys.executable, "-m", "packhorse", "stats", str(meta), "--each"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("ESTIMATES: ")
+    assert result.stderr == ""
+    assert re.search(r"^ *charts +24 +~", result.stdout, re.MULTILINE)
+    assert "all: tokens of a row, estimated\n" in result.stdout
+    assert "clips: media of a row\n" in result.stdout
+    assert "charts: not in these numbers: 1 malformed_row\n" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
+    assert sidecars(tmp_path) == []
+
+
+def test_with_a_processor_rows_are_counted_first_and_taken_over_then(tmp_path: Path, saved: str) -> None:
+    meta = write_demo_data(tmp_path)
+    first = run(meta, "--processor", saved)
+    assert first.exit_code == 0, first.output
+    assert "ESTIMATES" not in first.stdout
+    assert "40 rows counted, 0 taken over." in first.stdout
+    assert "all: tokens of an image\n" in first.stdout
+    assert "0 rows counted, 40 taken over." in run(meta, "--processor", saved).stdout
+    counted = CliRunner().invoke(app, ["count", str(meta), "--processor", saved, "--json"])
+    report = json.loads(run(meta, "--processor", saved, "--json").stdout)
+    totals = json.loads(counted.stdout)["all"]
+    assert report["all"]["tokens"]["sum"] == totals["total"]
+    assert report["all"]["tokens"]["max"] == totals["longest"]
+    assert report["all"]["supervised_tokens"]["sum"] == totals["supervised"]
+    assert (report["estimated"], report["exact"]) == (False, True)
+
+
+def test_the_statistics_can_be_had_as_json(tmp_path: Path) -> None:
+    report = json.loads(run(write_chats(tmp_path, 10), "--json").stdout)
+    (chats,) = report["datasets"]
+    assert list(chats) == [
+        *("name", "file", "rows", "bad", "text_only", "media", "tokens", "supervised_tokens"),
+        *("supervised_percent", "visual_tokens", "media_per_row", "image_side", "image_tokens"),
+    ]
+    assert {"n", "sum", "mean", "p50", "p90", "p99", "max", "histogram"} <= set(chats["tokens"])
+    assert sum(chats["tokens"]["histogram"]["counts"]) == chats["rows"] == 10
+    assert report["estimated"] is True
+
+
+def test_no_rows_and_text_alone_are_shown(tmp_path: Path, saved: str) -> None:
+    text = run(write_chats(tmp_path / "text", 3), "--processor", saved)
+    assert text.exit_code == 0
+    assert "visual" not in text.stdout
+    meta = write_chats(tmp_path / "none", 0)
+    write_rows(tmp_path / "none" / "chats.jsonl", [])
+    for result in (run(meta), run(meta, "--processor", saved)):
+        assert result.exit_code == 0, result.output
+        assert re.search(r"^ *chats +0 ", result.stdout, re.MULTILINE)
+
+
+def test_errors_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    result = run(tmp_path / "meta.json")
+    assert result.exit_code == 2
+    assert result.stderr == f"packhorse stats: {tmp_path}/meta.json: no such file or directory\n"
+    (tmp_path / "cut.json").write_text("[{")
+    (tmp_path / "meta.json").write_text('{"cut": {"file_name": "cut.json"}}')
+    result = run(tmp_path / "meta.json")
+    assert result.exit_code == 2
+    assert "the JSON array is not closed" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_histogram_fits_its_width_and_shows_what_is_rare() -> None:
+    spread = Distribution.of([100] * 1_000_000 + [5_000])
+    for width in (60, 80, 100):
+        for blocks in (True, False):
+            lines = histogram_lines(spread, bins_for("tokens", spread), width, blocks)
+            assert max(map(len, lines)) <= width
+            assert lines[0].strip().startswith("64-127")
+            assert "█████" in lines[0] if blocks else "#####" in lines[0]
+            rare = lines[-1]
+            assert "4,096-8,191" in rare
+            assert ("▏" if blocks else "#") in rare
+            assert rare.endswith("1   0.0%")
+    assert histogram_lines(Distribution(), [0, 1], 80) == histogram_lines(Distribution.of([]), [0, 1], 80)
+
+
+def test_few_media_have_a_bar_each_and_shares_go_by_tens() -> None:
+    assert bins_for("media_per_row", Distribution.of([0, 2])) == [0, 1, 2, 3]
+    assert bins_for("media_per_row", Distribution.of([0, 40])) == [0, 1, 32, 64]
+    assert bins_for("supervised_percent", Distribution.of([100]))[-2:] == [90, 101]
+    assert [short(n) for n in (0, 9_999, 12_345, 8_900_000, 1_200_000_000)] == [
+        *("0", "9,999", "12.3k", "8.9M", "1.2G")
+    ]
