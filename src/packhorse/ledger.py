@@ -7,6 +7,7 @@ Entries made in child processes (DataLoader workers) arrive in the parent's ledg
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, SystemFault
 from packhorse.types import Action, Drop, Reason, Stage
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ logger = getLogger(__name__)
 
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
 _GONE: tuple[Action, ...] = ("left_out", "replaced")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +91,7 @@ class Ledger:
         self._owner = os.getpid()
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
+        self._unwritten: list[bytes] = []  # lines that a full disk has kept from the file
         _ledgers.add(self)
         if self.path is None:
             weakref.finalize(self, _remove_if_owner, self._spool_name, self._owner)
@@ -99,7 +102,11 @@ class Ledger:
         return self.path or Path(tempfile.gettempdir(), self._spool_name)
 
     def record(self, drop: Drop) -> None:
-        """Write one entry; the same entry a second time changes nothing (unless it names no row)."""
+        """Write one entry; the same entry a second time changes nothing (unless it names no row).
+
+        Raises:
+            SystemFault: the file cannot be written. The entry is in memory, and is written with the next one.
+        """
         with self._lock:
             if drop in self._drops and drop.key:
                 return
@@ -237,19 +244,35 @@ class Ledger:
         return self.path is not None or os.getpid() != self._owner
 
     def _append(self, entry: dict[str, Any]) -> None:
+        """Write an entry, and those before it that could not be written.
+
+        Raises:
+            SystemFault: they cannot be written; no sample is at fault.
+        """
+        self._unwritten.append(_line({**entry, "pid": os.getpid()}))
         spool = self._spool
-        spool.parent.mkdir(parents=True, exist_ok=True)
-        line = _line({**entry, "pid": os.getpid()})
-        # One write to a file opened for appending: lines of several processes do not mix.
-        fd = os.open(spool, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a crash cut the last line off: do not write on in it
-            while line:
-                line = line[os.write(fd, line) :]
-        finally:
-            os.close(fd)
+            spool.parent.mkdir(parents=True, exist_ok=True)
+            # One write to a file opened for appending: lines of several processes do not mix.
+            fd = os.open(spool, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                size = os.fstat(fd).st_size
+                # A crash, or a full disk, has cut the last line off: do not write on in it.
+                line = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
+                while self._unwritten:
+                    line += self._unwritten[0]
+                    while line:
+                        line = line[os.write(fd, line) :]
+                    del self._unwritten[0]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            why = "the disk is full" if error.errno in _FULL else error.strerror or str(error)
+            raise SystemFault(
+                f"{spool} cannot be written: {why}. {len(self._unwritten):,} entries of the ledger are in "
+                f"memory only, the last for {entry.get('key') or entry.get('dataset')} ({entry['reason']}): "
+                "make room (or give a folder that can be written) and start from the last checkpoint"
+            ) from error
 
     def _collect(self) -> None:
         """Take in what other processes have written since the last look; one stat when there is none."""
@@ -289,10 +312,10 @@ class Ledger:
         self._add_many(_ManyRows(entry["dataset"], rows, *values))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_unwritten")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        self.__dict__.update(state, _lock=threading.Lock(), _unwritten=[])
         _ledgers.add(self)
 
 
@@ -309,7 +332,7 @@ def _line(entry: dict[str, Any]) -> bytes:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # writing says what is wrong with it
         return 0
 
 
@@ -322,6 +345,7 @@ def _new_locks() -> None:
     # A fork may copy a lock that another thread of the parent holds; nobody would ever release the copy.
     for ledger in list(_ledgers):
         ledger._lock = threading.Lock()
+        ledger._unwritten = []  # the parent's to write
 
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()

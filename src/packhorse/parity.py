@@ -23,7 +23,7 @@ from packhorse.collate_fns.contract import pad_token_id
 from packhorse.collate_fns.finish import cast_pixels
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.attention import attention_of, check_attention, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.parity_causes import Packed, likely_causes
@@ -41,13 +41,14 @@ class DocumentParity:
     """One sample, alone and as a document of a packed row.
 
     Attributes:
-        row: of the packed batch.
+        row: of the packed batch: its pack, from 0.
         document: its number there, from 1.
         tokens: that can be seen.
         learned: tokens with a label.
         unpacked: mean loss alone.
         packed: mean loss in the pack.
         largest: largest difference of a token's loss.
+        key: names the sample, as ``coco/812``; its number where it has no name.
     """
 
     row: int
@@ -57,6 +58,7 @@ class DocumentParity:
     unpacked: float
     packed: float
     largest: float
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class ParityReport:
         tolerance: what is allowed for a token's loss, and
         gradient_tolerance: for gradients.
         causes: the likely causes of a difference.
+        why_no_gradients: why they were not compared.
     """
 
     attention: str
@@ -78,6 +81,7 @@ class ParityReport:
     tolerance: float
     gradient_tolerance: float
     causes: tuple[str, ...] = ()
+    why_no_gradients: str = "not asked for"
 
     @property
     def largest(self) -> float:
@@ -97,12 +101,13 @@ class ParityReport:
 
     def describe(self) -> str:
         """The verdict in words."""
-        gradients = "not compared" if self.gradients is None else f"{self.gradients:.1e} apart"
+        gradients = f"not compared ({self.why_no_gradients})"
+        if self.gradients is not None:
+            gradients = f"{self.gradients:.1e} apart (allowed {self.gradient_tolerance:.0e})"
         verdict = "packed is unpacked" if self.ok else "PACKED IS NOT UNPACKED"
         lines = [
             f"{self.attention}: {verdict}. {len(self.documents)} documents, a token's loss differs by at "
-            f"most {self.largest:.1e} (allowed {self.tolerance:.0e}), gradients {gradients} (allowed "
-            f"{self.gradient_tolerance:.0e})"
+            f"most {self.largest:.1e} (allowed {self.tolerance:.0e}), gradients {gradients}"
         ]
         return "\n".join([*lines, *(f"likely cause: {cause}" for cause in self.causes)])
 
@@ -119,6 +124,7 @@ def check_parity(
     gradients: bool = True,
     tolerance: float | None = None,
     gradient_tolerance: float | None = None,
+    keys: Sequence[str] | None = None,
 ) -> ParityReport:
     """Compare packed with unpacked training on a few samples.
 
@@ -134,14 +140,22 @@ def check_parity(
         gradients: compare them too (not for flex attention on a CPU, which has no backward pass).
         tolerance: allowed difference of a token's loss; by the model's type without it.
         gradient_tolerance: allowed relative difference of gradients, likewise.
+        keys: names the samples in the report; their numbers without it.
 
     Raises:
-        ConfigError: there are too few samples, or none of their tokens is learned.
+        ConfigError: there are too few samples, none of their tokens is learned, or the backend is not
+            possible here.
         BadSample: one cannot be encoded.
     """
     if not 1 <= rows < len(samples):
         raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more, to have some together")
-    gradients = gradients and not (attn_implementation == "flex_attention" and model.device.type == "cpu")
+    names = [str(number) for number in range(len(samples))] if keys is None else list(keys)
+    if len(names) != len(samples):
+        raise ConfigError(f"{len(names)} keys for {len(samples)} samples: expected one for each")
+    why = "not asked for"
+    if gradients and attn_implementation == "flex_attention" and model.device.type == "cpu":
+        gradients, why = False, "flex_attention has no backward pass on a CPU: check on a GPU"
+    check_attention(attn_implementation)
     encoded = _encoded(samples, processor)
     pad = pad_token_id(processor)
     bins = [list(range(len(encoded)))[row::rows] for row in range(rows)]
@@ -152,7 +166,7 @@ def check_parity(
         use_attention(model, _REFERENCE)
         alone, expected = _unpacked(model, processor, encoded, gradients)
         use_attention(model, attn_implementation)
-        packed = Packed(model, to_device(batch, model.device), bins)
+        packed = Packed(model, to_device(batch, model.device), bins, names)
         documents, apart = _compared(packed, alone, expected)
         report = ParityReport(
             attn_implementation,
@@ -160,6 +174,7 @@ def check_parity(
             apart if gradients else None,
             allowed[0] if tolerance is None else tolerance,
             allowed[1] if gradient_tolerance is None else gradient_tolerance,
+            why_no_gradients=why,
         )
         if report.ok:
             return report
@@ -302,13 +317,14 @@ def _compared(
         other = alone[sample]
         if mine.shape != other.losses.shape:
             raise ConfigError(
-                f"document {document} of row {row} has {len(mine)} visible tokens, alone it has "
+                f"{packed.name(row, document)} has {len(mine)} visible tokens, alone it has "
                 f"{len(other.losses)}: the batch does not hold the samples as they are"
             )
         learned = int((other.labels != IGNORE_INDEX).sum())
         means = [float(each.sum()) / max(1, learned) for each in (other.losses, mine)]
         largest = float((mine - other.losses).abs().max())
-        documents.append(DocumentParity(row, document, len(mine), learned, means[0], means[1], largest))
+        key = packed.keys[sample]
+        documents.append(DocumentParity(row, document, len(mine), learned, means[0], means[1], largest, key))
     size = sum(float(gradient.float().square().sum()) for gradient in expected.values()) ** 0.5
     apart = 0.0
     for name, gradient in expected.items():

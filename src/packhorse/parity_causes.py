@@ -10,6 +10,7 @@ import torch
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
+from packhorse.integrations.choose_attention import mixing_layers
 from packhorse.positions import RopeIndex, mrope_position_ids
 
 _ONE_ROW = 2  # axes: [B, S]
@@ -22,10 +23,13 @@ class Packed:
         model: set to the batch's attention.
         batch: on the model's device.
         bins: for each row the numbers of its samples.
+        keys: the names of the samples.
     """
 
-    def __init__(self, model: Any, batch: Mapping[str, Any], bins: Sequence[Sequence[int]]) -> None:
-        self.model, self.batch, self.bins = model, dict(batch), bins
+    def __init__(
+        self, model: Any, batch: Mapping[str, Any], bins: Sequence[Sequence[int]], keys: Sequence[str]
+    ) -> None:
+        self.model, self.batch, self.bins, self.keys = model, dict(batch), bins, keys
         if "_packed_seq_ids" not in batch:
             raise ConfigError("the batch has no '_packed_seq_ids' [B, S], the numbers of documents")
         self.numbers: torch.Tensor = batch["_packed_seq_ids"]
@@ -35,6 +39,10 @@ class Packed:
         for row, samples in enumerate(self.bins):
             for document, sample in enumerate(samples, 1):
                 yield row, document, sample
+
+    def name(self, row: int, document: int) -> str:
+        """What a person calls a document: ``pack 0, document 1 (coco/812)``."""
+        return f"pack {row}, document {document} ({self.keys[self.bins[row][document - 1]]})"
 
     def visible(self, row: int, document: int) -> tuple[int, torch.Tensor]:
         """The places of a document's tokens that can be seen."""
@@ -85,7 +93,7 @@ def _of_labels(packed: Packed, labels: Sequence[torch.Tensor]) -> Iterator[str]:
             how = "are shifted once too often: each token is to predict the one after the next"
         elif torch.equal(mine[1:], right[:-1]):
             how = "are not shifted: each token is to predict itself"
-        yield f"labels of document {document} in row {row} {how}"
+        yield f"labels of {packed.name(row, document)} {how}"
         return
 
 
@@ -110,7 +118,7 @@ def _of_positions(packed: Packed, samples: Any, own_rope: RopeIndex | None) -> I
         mine = positions[..., row, :][..., places].cpu()
         if not torch.equal(mine, right[..., : len(mask)][..., mask]):
             yield (
-                f"positions of document {document} in row {row} are not those the model gives it alone "
+                f"positions of {packed.name(row, document)} are not those the model gives it alone "
                 f"(they begin with {mine.flatten()[:4].tolist()}): they must restart with each document"
             )
             return
@@ -138,8 +146,8 @@ def _of_attention(packed: Packed, tolerance: float) -> Iterator[str]:
                     seen = torch.nonzero((moved > 10 * tolerance) & others)[0].tolist()
                     number = int(packed.numbers[seen[0], seen[1]])
                     yield (
-                        f"attention leaks: document {number} of row {seen[0]} changes with the tokens of "
-                        f"document {document} of row {row}. The attention mask is not the one this backend "
+                        f"attention leaks: {packed.name(seen[0], number)} changes with the tokens of "
+                        f"{packed.name(row, document)}. The attention mask is not the one this backend "
                         "needs (eager takes numbers, sdpa bools; flash attention must get no mask beside "
                         "cu_seq_lens), or the model's attention is not the one the batch was made for"
                     )
@@ -161,10 +169,9 @@ def _as_mask(numbers: torch.Tensor, row: int, places: torch.Tensor) -> torch.Ten
 
 
 def _of_layers(config: Any) -> Iterator[str]:
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if "attention" not in kind}
-    kinds |= {kind for kind in getattr(config, "layer_types", None) or () if "linear" in kind}
+    kinds = mixing_layers(config)
     if kinds:
         yield (
-            f"the decoder has layers of type {', '.join(sorted(kinds))}, which carry their state from one "
+            f"the decoder has layers of type {', '.join(kinds)}, which carry their state from one "
             "document to the next unless their kernels are told where documents begin"
         )

@@ -21,7 +21,12 @@ from contract.cases import conversation
 from contract.processors import FAMILIES, processor
 from contract.tiny_models import MODELS, tiny_model
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
+from packhorse.collate_fns import (
+    model_inputs,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
+    pad_collate_fn,
+)
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import attention_of, use_attention
@@ -34,11 +39,11 @@ ROWS = (
     ("two images", "text", "video", "system"),
 )
 CASES = tuple(case for row in ROWS for case in row)
-BOTH_WAYS = ("gemma3",)
+BOTH_WAYS = ("gemma3", "gemma4")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
 # Gemma's images see both ways, which a kernel for causal sequences cannot do, and refuses.
 PAIRS = [
-    (name, backend) for name in MODELS for backend in BACKENDS if (name, backend) != ("gemma3", "varlen")
+    (name, backend) for name in MODELS for backend in BACKENDS if name not in BOTH_WAYS or backend != "varlen"
 ]
 
 
@@ -117,20 +122,26 @@ def largest_difference(given: Unpacked, logits: torch.Tensor, numbers: torch.Ten
         for document, sample in enumerate(samples, 1):
             found = logits[row][numbers[row] == document]
             assert found.shape == given.logits[sample].shape
+            assert bool(found.isfinite().all())
             worst = max(worst, float((found - given.logits[sample]).abs().max()))
     return worst
 
 
 @pytest.fixture
 def _uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flex attention as plain PyTorch: compiling it takes a minute."""
-    from torch.nn.attention.flex_attention import flex_attention
+    """Flex attention and its masks as plain PyTorch: compiling them takes a minute."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from transformers import masking_utils
     from transformers.integrations import flex_attention as used
 
     def plain(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
         return flex_attention(query, key, value, **options)
 
+    def plain_mask(_compile: bool = False, **options: Any) -> Any:
+        return create_block_mask(**options)
+
     monkeypatch.setattr(used, "compile_friendly_flex_attention", plain)
+    monkeypatch.setattr(masking_utils, "create_block_mask", plain_mask)
 
 
 @pytest.mark.usefixtures("_uncompiled_flex")
@@ -189,20 +200,56 @@ def test_positions_without_the_models_weights_are_the_models(name: str, unpacked
     assert rope_index(tiny_model("gemma3")) is None
 
 
-def test_gemma_refuses_kernels_that_cannot_look_both_ways(unpacked: Any) -> None:
-    given = unpacked("gemma3")
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_gemma_refuses_kernels_that_cannot_look_both_ways(name: str, unpacked: Any) -> None:
+    given = unpacked(name)
     for backend in ("varlen", "flash_attention_2"):
         with pytest.raises(ConfigError, match="both ways"):
-            packed_batch("gemma3", given, backend)
+            packed_batch(name, given, backend)
+    packs = PackedDatasetWrapper(given.samples, given.bins, 8192, on_bad="raise")
+    with pytest.raises(ConfigError, match="Transformer Engine"):
+        packed_sequence_thd_vlm_collater([packs[0], packs[1]])
 
 
-def test_gemma_without_fake_images_needs_no_mask(unpacked: Any) -> None:
-    given = unpacked("gemma3", fakes=False)
-    batch = packed_batch("gemma3", given, "sdpa")
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_gemma_refuses_flex_attention_for_packs_with_a_fake_image(name: str, unpacked: Any) -> None:
+    with pytest.raises(ConfigError, match="inject_fake_images=False"):
+        packed_batch(name, unpacked(name), "flex_attention")
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_gemma_without_fake_images_needs_no_mask(name: str, unpacked: Any) -> None:
+    given = unpacked(name, fakes=False)
+    batch = packed_batch(name, given, "sdpa")
     assert "attention_mask" not in batch
     with torch.no_grad():
-        logits = tiny_model("gemma3")(**model_inputs(batch)).logits
+        logits = tiny_model(name)(**model_inputs(batch)).logits
     assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
+
+
+@pytest.mark.parametrize("looks", ["vision", None])
+def test_gemma_4_with_sound_and_a_fake_image_is_what_separate_forwards_are(
+    looks: str | None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sound looks back only, and in the smaller Gemma 4 models so do images."""
+    name, model = "gemma4", tiny_model("gemma4")
+    monkeypatch.setattr(model.config.get_text_config(), "use_bidirectional_attention", looks)
+    cases = ("audio", "text", "audio and image", "one image")
+    rows = [{"conversation": conversation(name, case, files)} for case in cases]
+    samples = PreTokenizedDatasetWrapper(rows, processor(name), on_bad="raise", ledger=Ledger())
+    bins = [list(range(len(cases)))]
+    with torch.no_grad():
+        batches = [pad_collate_fn([sample], processor(name)) for sample in samples]
+        alone = [
+            model(**model_inputs(batch)).logits[0][batch["attention_mask"][0].bool()] for batch in batches
+        ]
+        given = Unpacked(samples, bins, alone, {})
+        for backend in ("sdpa", "eager"):
+            use_attention(model, backend)
+            pack = PackedDatasetWrapper(samples, bins, 8192, on_bad="raise")[0]
+            batch = neat_packed_vlm_collater([pack], attn_implementation=backend, config=model.config)
+            logits = model(**model_inputs(batch)).logits
+            assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
 
 
 def test_a_fake_image_in_a_pack_changes_no_loss_of_its_text(unpacked: Any) -> None:

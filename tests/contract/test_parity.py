@@ -61,6 +61,23 @@ def test_positions_in_one_row_on_a_model_with_mrope_are_named(examples: Any) -> 
     assert "PACKED IS NOT UNPACKED" in report.describe()
 
 
+def test_samples_have_the_names_they_are_given(examples: Any) -> None:
+    keys = ["a/0", "a/1", "b/0", "b/7"]
+    report = check(examples, keys=keys, gradients=False)
+    assert [(one.row, one.document, one.key) for one in report.documents] == [
+        (0, 1, "a/0"), (0, 2, "b/0"), (1, 1, "a/1"), (1, 2, "b/7"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="2 keys for 4 samples"):
+        check(examples, keys=keys[:2])
+
+
+def test_why_gradients_of_flex_attention_are_not_compared_on_a_cpu_is_said(examples: Any) -> None:
+    report = check(examples, attn_implementation="flex_attention")
+    assert report.ok, report.describe()
+    assert report.gradients is None
+    assert "not compared (flex_attention has no backward pass on a CPU" in report.describe()
+
+
 def test_a_mask_that_leaks_is_named(examples: Any) -> None:
     def leaking(packs: Any) -> dict[str, Any]:
         batch = neat_packed_vlm_collater(packs)
@@ -71,7 +88,9 @@ def test_a_mask_that_leaks_is_named(examples: Any) -> None:
     report = check(examples, collate=leaking)
     assert not report.ok
     (cause,) = report.causes
-    assert cause.startswith("attention leaks: document 2 of row 0 changes with the tokens of document 1")
+    assert cause.startswith(
+        "attention leaks: pack 0, document 2 (2) changes with the tokens of pack 0, document 1 (0)."
+    )
 
 
 def test_a_bool_mask_on_eager_attention_is_named(examples: Any) -> None:
@@ -136,6 +155,8 @@ def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> 
     assert result.exit_code == 0, result.output
     for backend in ("sdpa", "eager", "varlen"):
         assert f"{backend}: packed is unpacked. 4 documents" in result.stdout
+    assert "  pack 0, document 1, chats/0: " in result.stdout
+    assert "left out" not in result.stdout
     result = run(
         meta, "--model", saved, "--samples", 2, "--random-weights", "--attention", "sdpa", "--json",
         "--dataset", "chats",
@@ -154,3 +175,24 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, saved: Path) -> None
     result = run(meta, "--model", saved, "--dtype", "float99")
     assert result.exit_code == 1
     assert "--dtype float99" in result.stderr
+
+
+def test_the_command_names_rows_that_it_leaves_out_and_goes_on(tmp_path: Path, saved: Path) -> None:
+    meta = write_demo_data(tmp_path)
+    (tmp_path / "media" / "chart00.png").unlink()
+    result = run(meta, "--model", saved, "--samples", 24, "--attention", "sdpa", "--dataset", "charts")
+    assert result.exit_code == 0, result.output
+    assert "3 rows left out:\n  charts/0: missing_media, no file " in result.stdout
+    assert "\n  charts/7: malformed_row, " in result.stdout
+    assert "\n  charts/13: broken_media, " in result.stdout
+    assert "21 documents" in result.stdout
+
+
+def test_a_backend_that_is_not_installed_is_one_line(tmp_path: Path, saved: Path) -> None:
+    meta = write_demo_data(tmp_path)
+    result = run(meta, "--model", saved, "--attention", "flash_attention_2", "--dataset", "chats")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("packhorse parity: flash_attention_2 needs the package flash-attn")
+    assert len(result.stderr.splitlines()) == 1
+    result = run(meta, "--model", saved, "--attention", "bogus", "--dataset", "chats")
+    assert result.stderr.startswith("packhorse parity: attention 'bogus': expected one of eager, ")

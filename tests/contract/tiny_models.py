@@ -123,6 +123,62 @@ def _gemma3() -> Any:
     return Gemma3ForConditionalGeneration(config)
 
 
+def _gemma4() -> Any:
+    """Its images look both ways in sliding layers, and layers have embeddings of their own."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    made = processor("gemma4")
+    words = made.tokenizer
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = _text(
+        "gemma4",
+        head_dim=8,  # scores are not scaled, so wider heads round worse
+        global_head_dim=16,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention="vision",
+        vocab_size_per_layer_input=len(words),
+        hidden_size_per_layer_input=8,
+    )
+    vision = {
+        **sizes,
+        "intermediate_size": 128,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "patch_size": made.image_processor.patch_size,
+        "pooling_kernel_size": made.image_processor.pooling_kernel_size,
+    }
+    audio = {**sizes, "subsampling_conv_channels": [128, 4], "output_proj_dims": 64}
+    tokens = {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>", "video": "<|video|>"}
+    tokens |= {"boa": "<|audio>", "audio": "<|audio|>"}
+    ids = {f"{name}_token_id": words.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    config = Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        eoa_token_index=words.convert_tokens_to_ids("<audio|>"),
+        **ids,
+    )
+    model = Gemma4ForConditionalGeneration(config)
+    model.register_forward_pre_hook(_with_features, with_kwargs=True)
+    return model
+
+
+def _with_features(model: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Encode pictures before the call where there are videos: transformers 5.22 loses their frame counts."""
+    if options.get("pixel_values_videos") is None:
+        return arguments, options
+    given = {**options, "mm_encoder_outputs": {}}
+    video, at, frames = (
+        given.pop(key) for key in ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+    )
+    given["mm_encoder_outputs"]["video"] = model.model.get_video_features(video, at, frames, return_dict=True)
+    image, at = (given.pop(key, None) for key in ("pixel_values", "image_position_ids"))
+    if image is not None:
+        given["mm_encoder_outputs"]["image"] = model.get_image_features(image, at, return_dict=True)
+    return arguments, given
+
+
 def _siglip(side: int) -> dict[str, Any]:
     return {
         "model_type": "siglip_vision_model",
@@ -199,6 +255,7 @@ _BUILD = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
     "smolvlm": _smolvlm,

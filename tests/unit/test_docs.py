@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from packhorse.types import Reason
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,3 +52,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
 def test_links_to_other_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_on_the_ledger_explains_every_reason_and_no_other() -> None:
+    table = (ROOT / "docs" / "ledger.md").read_text().partition("| reason |")[2].partition("\n\n")[0]
+    explained = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(explained) == sorted(get_args(Reason))

@@ -8,8 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from contract.processors import processor
+from count_samples import chat, write_meta, write_rows
 from packhorse.cli import parity as command
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import ConfigError
 from packhorse.parity import DocumentParity, ParityReport
 
 
@@ -32,29 +34,48 @@ def test_small_differences_are_parity():
     assert not report(1e-6, 2e-3).ok
 
 
-def test_no_row_is_taken_twice(monkeypatch):
-    class Rows(list):
-        def __getitem__(self, place):
-            if place in (2, 4):
-                raise BadSample("torn", reason="broken_media", stage="media")
-            return {"row": place}
+def test_why_gradients_were_not_compared_is_said():
+    assert "gradients not compared (not asked for)" in report(1e-6).describe()
+    assert "gradients 1.0e-05 apart (allowed 1e-03)" in report(1e-6, gradients=1e-5).describe()
 
-    monkeypatch.setattr("packhorse.datasets.open_meta_dataset", lambda meta, names: Rows(range(8)))
+
+def test_no_row_is_taken_twice_and_bad_ones_are_named(tmp_path):
+    lines = [json.dumps(chat(number)) for number in range(8)]
+    lines[2] = lines[2][:20]
+    lines[4] = json.dumps({**chat(4), "images": ["none.png"]}).replace("Question", "<image>Question")
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl"}})
     for number in (4, 8):
-        chosen = [row["row"] for row in command._samples("meta.json", None, number)]
-        assert len(chosen) == len(set(chosen)) == min(number, 6)
+        chosen = command._samples(str(meta), None, number, processor("qwen2_vl"))
+        assert len(chosen.keys) == len(set(chosen.keys)) == len(chosen.samples) == min(number, 6)
+        torn, missing = chosen.left_out
+        assert torn.startswith("chats/2: malformed_row, ")
+        assert missing == "chats/4: missing_media, no file none.png"
+        assert chosen.said().startswith("2 rows left out:\n  chats/2: malformed_row")
+
+
+def test_data_without_a_good_row_are_given_up_and_named(tmp_path):
+    rows = [{**chat(n), "images": ["none.png"]} for n in range(300)]
+    for row in rows:
+        row["messages"][0]["content"] = "<image>Why?"
+    write_rows(tmp_path / "chats.jsonl", rows)
+    meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl"}})
+    with pytest.raises(
+        ConfigError, match=r"0 rows that can be encoded.*\. 100 rows left out:\n  chats/0: miss"
+    ):
+        command._samples(str(meta), None, 4, processor("qwen2_vl"))
 
 
 @pytest.fixture
 def run(monkeypatch):
-    def check(model, processor, samples, backend, *, rows):
+    def check(model, processor, samples, backend, *, rows, keys):
         if backend in ("varlen", model):
             raise ConfigError(f"no {backend} here")
         return report(1e-6, attention=backend)
 
     monkeypatch.setattr("packhorse.parity.check_parity", check)
     monkeypatch.setattr("packhorse.datasets.count_part.open_processor", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(command, "_samples", lambda *_: [{}, {}, {}, {}])
+    monkeypatch.setattr(command, "_samples", lambda *_: command._Chosen([{}] * 4, list("abcd")))
     monkeypatch.setattr(command, "_load", lambda model, *_: model)
     app = typer.Typer()
     app.command()(command.parity)

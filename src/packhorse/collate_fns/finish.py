@@ -9,19 +9,16 @@ import torch
 
 from packhorse.chat import TOKEN_KEYS, shift_tokens
 from packhorse.families import FAMILIES, Family
-from packhorse.families.qwen3_omni import Qwen3Omni
-from packhorse.families.qwen_vl import Qwen2VL
 
-# Their models hand out the grids of images to attended image tokens, row by row, to find positions.
-_POSITIONS_FROM_GRIDS = (Qwen2VL, Qwen3Omni)
 _SHIFTED_THERE = frozenset({*TOKEN_KEYS, "labels", "position_ids"})
 
 
 def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> list[int]:
     """In which order the samples become rows: as they are, or those with a fake image last.
 
-    The Qwen models pass over the hidden tokens of a fake image but not over its grid: the next row's image
-    would get that grid, and wrong positions (or the model stops). Behind the last real image it does no harm.
+    Models with mRoPE hand out the grids of images to attended image tokens, row by row, to find positions.
+    They pass over the hidden tokens of a fake image but not over its grid: the next row's image would get
+    that grid, and wrong positions (or the model stops). Behind the last real image it does no harm.
 
     Args:
         fakes: whether each sample's image is the fake one.
@@ -31,7 +28,7 @@ def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> l
     order = list(range(len(fakes)))
     first = next((place for place in order if fakes[place]), len(order))
     in_the_way = any(images[place] and not fakes[place] for place in order[first:])
-    if not in_the_way or not isinstance(family, _POSITIONS_FROM_GRIDS):
+    if not in_the_way or not family.mrope:
         return order
     return sorted(order, key=lambda place: fakes[place])
 

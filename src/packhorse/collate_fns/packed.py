@@ -29,6 +29,7 @@ _OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos"}
 _NOT_FOR_THE_MODEL = frozenset({"labels", "_packed_seq_ids", "n_images_per_sample", "n_videos_per_sample"})
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CONTIGUOUS = ("flash_attention_2", "varlen")
+_DENSE = 4  # axes of a mask: [B, 1, S, S]
 
 
 def neat_packed_vlm_collater(
@@ -109,15 +110,52 @@ def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, con
     return made
 
 
-def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
     """What of a packed batch a model of transformers is called with.
 
     Labels stay out (the model would shift them a second time), and so do counts and document numbers. With
     ``cu_seq_lens_q`` the mask stays out too: where there is one, transformers' flash attention goes by it,
     and takes each row for one document.
+
+    Args:
+        batch: from one of the collate functions.
+        model: the one that is called, to see that its decoder runs the attention that the batch was made for.
+            With another one, documents see each other, and nothing else says so.
+
+    Raises:
+        ConfigError: the batch was made for another attention.
     """
+    if model is not None:
+        _check_attention(batch, model)
     left_out = _NOT_FOR_THE_MODEL | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
     return {key: value for key, value in batch.items() if key not in left_out}
+
+
+def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
+    runs = str(getattr(model, "module", model).config.get_text_config()._attn_implementation)
+    right = _backends_of(batch)
+    if right and runs not in right:
+        raise ConfigError(
+            f"the batch was made for {' or '.join(right)}, the model's decoder runs {runs}: documents would "
+            f"see each other. Call packhorse.integrations.attention.use_attention(model, {right[0]!r}), or "
+            f"make batches with attn_implementation={runs!r}"
+        )
+
+
+def _backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """The attention that a batch is right for; none named if it is not packed: then all are."""
+    if "cu_seq_lens_q" in batch:
+        return _CONTIGUOUS[::-1]
+    mask = batch.get("attention_mask")
+    if mask is None:  # transformers makes it from the positions
+        return ("sdpa", "eager", "flex_attention") if "use_cache" in batch else ()
+    if isinstance(mask, Mapping):  # one for each kind of layer
+        mask = next(iter(mask.values()))
+    if not isinstance(mask, torch.Tensor):
+        return ("flex_attention",)
+    if mask.dim() != _DENSE:
+        return ()
+    return ("sdpa",) if mask.dtype == torch.bool else ("eager", "sdpa")
 
 
 class PackedRows:
@@ -169,7 +207,8 @@ class PackedRows:
             key = self.family.both_ways
             if key is None:
                 return None
-            return made.get(key, torch.zeros_like(made["input_ids"])) > 0
+            marked = made.get(key, torch.zeros_like(made["input_ids"]))
+            return (marked == 1) | (marked == 2)  # images and videos; sound is a 3, and looks back only
         types = made.get("token_type_ids")
         return types == 1 if types is not None and bool((types == 1).any()) else None
 

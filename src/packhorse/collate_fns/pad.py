@@ -17,13 +17,13 @@ from packhorse.collate_fns.contract import pad_token_id
 from packhorse.collate_fns.finish import counted, row_order, shifted
 from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import Family, Generic, family_of
-from packhorse.types import MediaKind, TensorLayout
+from packhorse.families import Family, family_of
+from packhorse.neat_packing_vlm.media import count_items, join, layout_of
 
 Sample = Mapping[str, Any]
 
 _PER_TOKEN = (*TOKEN_KEYS, "labels", "position_ids")
-_COUNTS: dict[str, MediaKind] = {"n_images": "image", "n_videos": "video"}
+_COUNTS = ("n_images", "n_videos")
 
 
 def pad_collate_fn(
@@ -158,42 +158,18 @@ def join_media(samples: Sequence[Sample], family: Family) -> dict[str, torch.Ten
     joined = {}
     for key in keys:
         given = [sample.get(key) for sample in samples]
-        layout = layout_of(key, given, family)
+        layout = layout_of(key, family, given)
         tensors = [None if value is None else torch.as_tensor(value) for value in given]
         if all(tensor is None for tensor in tensors):
             continue
         if layout.owner == "sample":
             tensors = _row_for_each(key, tensors)
-        present = [tensor for tensor in tensors if tensor is not None]
-        if layout.ragged:
-            present = _filled_up(key, present, family.fill.get(key, 0.0))
-        _check_alike(key, present)
-        joined[key] = torch.cat(present)
+        joined[key] = join(key, [tensor for tensor in tensors if tensor is not None], family)
     return joined
 
 
 def _is_media(key: str) -> bool:
     return key not in _PER_TOKEN and key not in _COUNTS and not key.startswith("_")
-
-
-def layout_of(key: str, values: Iterable[Any], family: Family) -> TensorLayout:
-    """The declared layout of a media tensor; for processors nobody listed, one entry per medium.
-
-    Raises:
-        ConfigError: a known family does not declare it, or it is no tensor.
-    """
-    if key in family.layout:
-        return family.layout[key]
-    wrong = [value for value in values if value is not None and not hasattr(value, "shape")]
-    if not isinstance(family, Generic) or wrong:
-        what = f"a {type(wrong[0]).__name__}" if wrong else "a tensor"
-        raise ConfigError(
-            f"the samples hold '{key}' ({what}), which family '{family.name}' does not declare "
-            f"({', '.join(family.layout)}): take it out, or it would be lost"
-        )
-    kind: MediaKind = "video" if "video" in key else "audio" if "audio" in key else "image"
-    grid = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(key)
-    return TensorLayout((kind,), "rows" if grid else "item", grid)
 
 
 def _row_for_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -205,57 +181,15 @@ def _row_for_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torc
     return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
 
 
-def _filled_up(key: str, tensors: Sequence[torch.Tensor], fill: float) -> list[torch.Tensor]:
-    """All tensors with the largest size along every axis but the first."""
-    if len({tensor.dim() for tensor in tensors}) > 1:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise ConfigError(f"'{key}' has shapes {shapes} in one batch: they differ in their number of axes")
-    sizes = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    filled = []
-    for tensor in tensors:
-        missing = [size - side for size, side in zip(sizes, tensor.shape[1:], strict=True)]
-        padding = [number for left in reversed(missing) for number in (0, left)]
-        filled.append(F.pad(tensor, padding, value=fill) if any(missing) else tensor)
-    return filled
-
-
-def _check_alike(key: str, tensors: Sequence[torch.Tensor]) -> None:
-    if len({tuple(tensor.shape[1:]) for tensor in tensors}) > 1:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise ConfigError(
-            f"'{key}' has shapes {shapes} in one batch: all but the first axis must be the same (the family "
-            "does not declare it ragged)"
-        )
-
-
 def count_media(samples: Sequence[Sample], family: Family) -> tuple[list[int], list[int]]:
     """How many images and videos each sample has, as far as its tensors tell."""
-    given = {kind: [_own_count(sample, name) for sample in samples] for name, kind in _COUNTS.items()}
-    counts = {
-        kind: [
-            _count(sample, kind, family) if own is None else own
-            for sample, own in zip(samples, owns, strict=True)
-        ]
-        for kind, owns in given.items()
-    }
-    return counts["image"], counts["video"]
-
-
-def _own_count(sample: Sample, name: str) -> int | None:
-    value = sample.get(name)
-    return None if value is None else int(value)
-
-
-def _count(sample: Sample, kind: MediaKind, family: Family) -> int:
-    """Entries of the first tensor that has one per medium; else rows of the kind's own tensor."""
     layouts = {
-        key: layout_of(key, [value], family)
+        key: layout_of(key, family, [value])
+        for sample in samples
         for key, value in sample.items()
         if _is_media(key) and value is not None
     }
-    own = {key: layout for key, layout in layouts.items() if layout.kinds[0] == kind}
-    for owner in ("item", "rows", "sample"):
-        for key, layout in own.items():
-            if layout.owner == owner and (owner != "rows" or layout.rows_from not in sample):
-                return len(sample[key])
-    return 0
+    images, videos = (
+        [count_items(sample, kind, layouts) for sample in samples] for kind in ("image", "video")
+    )
+    return images, videos

@@ -111,6 +111,11 @@ class CountReport:
     verified: Verified | None = None
     files: tuple[CountedFile, ...] = field(default=(), repr=False)
 
+    @property
+    def opening_seconds(self) -> float:
+        """For all but the counting: opening processor and files, looking what there is, summing up."""
+        return max(0.0, self.seconds - self.counting_seconds)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {

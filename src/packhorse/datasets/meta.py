@@ -17,6 +17,9 @@ from itertools import accumulate
 from logging import getLogger
 from typing import Any, Literal, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
 from packhorse.datasets.progress import Progress
 from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
@@ -39,7 +42,7 @@ _FIRST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """One dataset of a mixture: its open file, this rank's rows of it, and how they are written."""
 
     config: DatasetConfig
@@ -50,9 +53,15 @@ class _Source:
         return len(self.selection)
 
     def key(self, position: int) -> str:
+        """The name of the example at a position of this rank's rows."""
         return row_key(self.config.name, self.selection.row(position), self.selection.copy(position))
 
     def convert(self, row: Row | BadSample, position: int, ledger: Ledger) -> dict[str, Any]:
+        """The example that a row becomes.
+
+        Raises:
+            BadSample: it cannot be read, or is no conversation.
+        """
         key = self.key(position)
         if isinstance(row, BadSample):
             raise BadSample(row.detail, reason=row.reason, key=key, stage=row.stage) from row
@@ -69,10 +78,15 @@ class MetaDataset(Sequence[dict[str, Any]]):
         ledger: what was left out when opening, and what conversion found since.
     """
 
-    def __init__(self, sources: Sequence[_Source], ledger: Ledger) -> None:
+    def __init__(self, sources: Sequence[Source], ledger: Ledger) -> None:
         self._sources = tuple(sources)
         self._ends = list(accumulate(map(len, self._sources)))
         self.ledger = ledger
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The datasets of the mixture, in order: each has its ``config``, ``file`` and ``selection``."""
+        return self._sources
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -118,7 +132,7 @@ class MetaDataset(Sequence[dict[str, Any]]):
         """Media and estimated tokens; reads every row, so it costs a pass over the data."""
         return collect_sample_stats(self)
 
-    def _find(self, index: int) -> tuple[_Source, int]:
+    def _find(self, index: int) -> tuple[Source, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
@@ -170,7 +184,7 @@ def open_meta_dataset(
     for config, file in zip(configs, files, strict=True):
         selection = RowSelection(len(file), config.sample_ratio, world, remainder)
         selection.record_losses(config.name, ledger)
-        sources.append(_Source(config, file, selection))
+        sources.append(Source(config, file, selection))
         _check_first_rows(config, file)
     _record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
@@ -228,12 +242,12 @@ def make_meta_dataset(
         index_dir=index_dir,
     )
     with gc_paused(), ThreadPoolExecutor(_THREADS) as pool:
-        loaded = list(pool.map(lambda source: _load(source, lazy.ledger, on_bad), lazy._sources))
+        loaded = list(pool.map(lambda source: _load(source, lazy.ledger, on_bad), lazy.sources))
     examples = MetaExamples(example for part in loaded for example in part.examples)
     timings = [part.timing for part in loaded]
     examples.stats = add_stats(timings)
     examples.ledger = lazy.ledger
-    examples.key = _Keys(lazy, [part.skipped for part in loaded])
+    examples.key = RowKeys(lazy, [part.skipped for part in loaded])
     rank = _world(shard_data, rank, world_size).rank if shard_data else rank
     log_dataset_loading_summary(timings, time.perf_counter() - started, len(examples), rank)
     if len(lazy.ledger):
@@ -250,25 +264,37 @@ class _Loaded:
     timing: dict[str, Any]
 
 
-class _Keys:
-    """Names of the examples of a loaded list, where rows may have been left out."""
+class RowKeys:
+    """Names of the examples of a loaded list, where rows may have been left out.
 
-    def __init__(self, lazy: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
-        self._lazy = lazy
-        starts = [0, *lazy._ends]
+    Attributes:
+        mixture: what the list was loaded from.
+    """
+
+    def __init__(self, mixture: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
+        self.mixture = mixture
+        starts = accumulate(map(len, mixture.sources), initial=0)
         gone = [start + place for start, part in zip(starts, skipped, strict=False) for place in part]
         # For each place left out: how many examples of the list come before it.
         self._before = [place - number for number, place in enumerate(gone)]
 
+    def __len__(self) -> int:
+        return len(self.mixture) - len(self._before)
+
     def __call__(self, index: int) -> str:
-        length = len(self._lazy) - len(self._before)
-        if not -length <= index < length:
-            raise IndexError(f"example {index} of {length}")
-        index %= length
-        return self._lazy.key(index + bisect.bisect_right(self._before, index))
+        """The name of an example by its place in the list."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        return self.mixture.key(index + bisect.bisect_right(self._before, index))
+
+    def places(self) -> npt.NDArray[np.int64]:
+        """Where each example of the list, as it was loaded, stands in the mixture."""
+        numbers = np.arange(len(self), dtype=np.int64)
+        return numbers + np.searchsorted(np.asarray(self._before, np.int64), numbers, side="right")
 
 
-def _load(source: _Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
+def _load(source: Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
     """Read and convert one dataset, block by block."""
     name, numbers = source.config.name, source.selection.rows()
     report = Progress(f"loading {name}", len(numbers))
@@ -291,7 +317,7 @@ def _load(source: _Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
 
 
 def _converted(
-    source: _Source,
+    source: Source,
     rows: list[Row | BadSample],
     first: int,
     ledger: Ledger,
@@ -365,7 +391,7 @@ def _check_first_rows(config: DatasetConfig, file: RowFile) -> None:
         )
 
 
-def _record_same_files(sources: Sequence[_Source], ledger: Ledger) -> None:
+def _record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:
     first: dict[str, str] = {}
     for source in sources:
         name, path = source.config.name, os.path.realpath(source.file.path)

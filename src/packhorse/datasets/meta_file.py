@@ -14,6 +14,8 @@ from packhorse.errors import ConfigError
 from packhorse.media.source import is_address
 
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
+_DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,27 @@ def _parsed(path: str) -> dict[str, Any]:
         try:
             meta = json.load(file, object_pairs_hook=_no_duplicates)
         except ValueError as error:
+            if path.endswith(_DATA_SUFFIXES) or "Extra data: line 2 column 1 " in str(error):
+                raise _data_file(path) from error
             raise ConfigError(f"{path}: not a valid meta file: {error}") from error
     if not isinstance(meta, dict):
+        if isinstance(meta, list) and meta:
+            raise _data_file(path)
         raise ConfigError(f"{path}: expected an object of datasets, found a {type(meta).__name__}")
+    if any(isinstance(meta.get(name), list) for name in _CONVERSATIONS):
+        raise _data_file(path)
     return meta
+
+
+def _data_file(path: str) -> ConfigError:
+    """Rows where a meta file was expected: what to write instead."""
+    file = os.path.basename(path)
+    entry = json.dumps({file.partition(".")[0] or "train": {"file_name": file}})
+    name = "meta.json" if file != "meta.json" else "mixture.json"
+    return ConfigError(
+        f"{path} looks like a data file; expected a meta file, which names data files. Write one beside it, "
+        f"{name}: {entry} (and its media_dir, if media lie elsewhere), and pass that"
+    )
 
 
 def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:

@@ -73,7 +73,7 @@ class Family(Counting):
         sampling_rate: of sound, as the model wants it.
         least_samples: shorter sound has no token, or breaks the feature extractor.
         chats: whether conversations are written by a chat template.
-        mrope: the model's positions are three rows (time, height, width), not one.
+        mrope: the model's positions are three rows (time, height, width), not one, found from media grids.
         both_ways: the tensor per token that marks media whose tokens see each other in both directions.
     """
 
@@ -373,8 +373,8 @@ class Family(Counting):
     def _check_media_tokens(self, processor: Any, encoded: Encoded, conversation: Conversation) -> None:
         if not self.exact:
             return
-        content = self.media_token_ids(processor)
-        found = sum(token in content for token in encoded.tokens["input_ids"].tolist())
+        ids = encoded.tokens["input_ids"]
+        found = sum(int((ids == token).sum()) for token in self.media_token_ids(processor))
         images = sum(kind == "image" for kind, _ in encoded.sizes)
         expected = sum(self.media_tokens(processor, kind, size, images) for kind, size in encoded.sizes)
         if found != expected:

@@ -33,10 +33,30 @@ def use_attention(model: Any, attn_implementation: str) -> None:
 
     Some classes refuse a backend for the model as a whole that their decoder runs well (Qwen-VL and
     ``flex_attention``), so the decoder's own config is set.
+
+    Raises:
+        ConfigError: transformers knows no attention of that name, or what it needs is not installed.
     """
-    if attn_implementation == VARLEN:
-        register_varlen()
+    check_attention(attn_implementation)
     model.config.get_text_config()._attn_implementation = attn_implementation
+
+
+def check_attention(attn_implementation: str) -> None:
+    """Refuse an attention that cannot run here; ``"varlen"`` is made known to transformers.
+
+    Raises:
+        ConfigError: nobody has registered the name with transformers, or what it needs is not installed.
+    """
+    register_varlen()
+    known = {"eager", *require("transformers", "train").AttentionInterface()}
+    if attn_implementation not in known:
+        raise ConfigError(f"attention {attn_implementation!r}: expected one of {', '.join(sorted(known))}")
+    flash = attn_implementation == "flash_attention_2"
+    if flash and not require("transformers.utils", "train").is_flash_attn_2_available():
+        raise ConfigError(
+            "flash_attention_2 needs the package flash-attn and a GPU, and transformers does not find them "
+            "here: pip install flash-attn, or take varlen, PyTorch's own kernel"
+        )
 
 
 def attention_of(model: Any) -> str:
@@ -44,12 +64,19 @@ def attention_of(model: Any) -> str:
     return str(model.config.get_text_config()._attn_implementation)
 
 
-def varlen_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """The mask of ordinary batches: none without padding, otherwise as for sdpa."""
-    if attention_mask is None:
+def varlen_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+    """The mask of ordinary batches, as for sdpa; none where every token may see all before it.
+
+    Here nobody knows whether the batch is packed, so no mask is made of what may be a pack: as many keys as
+    queries, and none of them hidden. What lies in a cache before the queries, or behind them in a static one,
+    is transformers' to say.
+    """
+    # Earlier releases of transformers tell the queries' places in the cache instead of their number.
+    queries = options["q_length"] if "q_length" in options else len(options["cache_position"])
+    if attention_mask is None and queries == kv_length:
         return None
     utilities = require("transformers.masking_utils", "train")
-    return utilities.sdpa_mask(*arguments, attention_mask=attention_mask, **options)
+    return utilities.sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **options)
 
 
 def varlen_attention(
@@ -90,7 +117,7 @@ def varlen_attention(
     if cu_seq_lens_q is None or not causal or attention_mask is not None:
         sdpa = require("transformers.integrations.sdpa_attention", "train").sdpa_attention_forward
         if cu_seq_lens_q is None and causal and attention_mask is None:
-            attention_mask = _unpacked_mask(query, key, sliding_window)
+            attention_mask = _window_mask(query, key, sliding_window)
             is_causal = is_causal if attention_mask is None else False
         passed = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
         output: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **passed)
@@ -109,15 +136,12 @@ def varlen_attention(
     return made.view(rows, length, *made.shape[1:]), None
 
 
-def _unpacked_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """What sdpa's own causal mask does not say: that a cache lies before the queries, and the window."""
-    queries, keys = query.shape[2], key.shape[2]
-    if not (queries > 1 and queries != keys) and not (window and keys > window):
+def _window_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """What :func:`varlen_mask` left open: the window, where there are as many keys as queries."""
+    length = query.shape[2]
+    if window is None or length != key.shape[2] or length <= window:
         return None
-    at = torch.arange(keys - queries, keys, device=query.device)[:, None]
-    seen = torch.arange(keys, device=query.device)
-    mask = seen <= at
-    return (mask & (seen > at - window) if window else mask)[None, None]
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
 
 
 def _kernel(
@@ -178,10 +202,7 @@ def _document_by_document(
     made = []
     for start, stop in pairwise(bounds):
         q, k, v = (states[start:stop].transpose(0, 1)[None] for states in (query, key, value))
-        mask = None
-        if window is not None and stop - start > window:
-            size = stop - start
-            mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        mask = _window_mask(q, k, window)
         seen = F.scaled_dot_product_attention(
             q,
             k,

@@ -8,6 +8,7 @@ is, and stops with the names of its samples.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,9 +106,10 @@ class Feed:
             except (RuntimeError, OSError, EOFError) as error:
                 if not self.settings.workers or not self._is_about_workers(error):
                     raise
+                what = self._how_workers_ended() or _first_line(error)
                 self.close(at_once=True)
                 died += 1
-                self._judge(error, died, make, step)
+                self._judge(error, what, died, make(step))
 
     def close(self, *, at_once: bool = False) -> None:
         """End the workers; ``at_once`` does not wait for what they are doing."""
@@ -134,25 +136,35 @@ class Feed:
             time.sleep(0.01)
         return False
 
-    def _judge(self, error: Exception, died: int, make: Callable[[int], Ticket], step: int) -> None:
-        what = _first_line(error)
+    def _how_workers_ended(self) -> str:
+        ended = {
+            worker.pid: worker.exitcode
+            for worker in _workers_of(getattr(self._loader, "_iterator", None))
+            if not worker.is_alive()
+        }
+        return "; ".join(
+            f"process {pid}: {signal.strsignal(-code) if code < 0 else f'exit code {code}'}"
+            for pid, code in ended.items()
+        )
+
+    def _judge(self, error: Exception, what: str, died: int, ticket: Ticket) -> None:
         if _TOO_SLOW in what:
             raise SystemFault(
-                f"micro step {step} did not come within {self.settings.timeout:g} s (timeout): "
-                f"{self._named(make(step))}. A read hangs, or workers are too few: see sample_timeout"
+                f"micro step {ticket.step} did not come within {self.settings.timeout:g} s (timeout): "
+                f"{self._named(ticket)}. A read hangs, or workers are too few: see sample_timeout"
             ) from error
         if died <= self.settings.deaths:
             logger.warning(
                 "a worker died (%s); building micro step %s and those behind it again (%s of %s)",
                 what,
-                step,
+                ticket.step,
                 died,
                 self.settings.deaths,
             )
             return
         raise SystemFault(
-            f"workers died {died} times over micro step {step} ({what}), the last time building it alone"
-            f"{self._culprit()}: {self._named(make(step))}. A medium that crashes its decoder, or too little "
+            f"workers died {died} times over micro step {ticket.step} ({what}), the last time building it "
+            f"alone{self._culprit()}: {self._named(ticket)}. A medium that crashes its decoder, or too little "
             "memory (fewer workers, a smaller prefetch, shared memory)"
         ) from error
 

@@ -10,7 +10,7 @@ from packhorse.neat_packing_vlm.balance import (
 )
 from packhorse.neat_packing_vlm.dataset import PackedDatasetWrapper, logger
 from packhorse.neat_packing_vlm.knapsack import greedy_knapsack, greedy_knapsack_vt_balanced
-from packhorse.neat_packing_vlm.make import neat_pack_dataset_vlm
+from packhorse.neat_packing_vlm.make import neat_pack_dataset_vlm, pack_lengths
 from packhorse.neat_packing_vlm.media import MEDIA_KEYS
 from packhorse.neat_packing_vlm.order import StepOrder, main_stratum, order_packs
 from packhorse.neat_packing_vlm.pack import (
@@ -45,6 +45,7 @@ __all__ = [
     "order_packs",
     "pack_costs",
     "pack_kinds",
+    "pack_lengths",
     "patch_pairs_of",
     "plan_key",
     "plan_packs",

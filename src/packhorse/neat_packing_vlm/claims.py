@@ -51,16 +51,22 @@ class Claims:
                 self._known[index] = self._counted(index) if self.countable else self._encoded(index)
         return [int(self._known[index]) for index in indices]
 
-    def _counted(self, index: int) -> int:
+    def total(self, index: int) -> int:
+        """The tokens of a sample before anything is cut or refused; 0 if it cannot be encoded.
+
+        Only where samples are ``countable``.
+        """
         if self._counter is None:
             self._counter = TokenCounter(self.dataset.family, self.dataset.processor)
         try:
-            total = self._counter.count(self._conversation(index)).count.total
+            return self._counter.count(self._conversation(index)).count.total
         except DATA_ERRORS as error:
             if not is_data_error(error):
                 raise
             return 0  # encoding it fails too, and says why
-        limit = self.dataset.max_length
+
+    def _counted(self, index: int) -> int:
+        total, limit = self.total(index), self.dataset.max_length
         if limit is None or total <= limit:
             return total
         return int(limit) if self.dataset.truncate else 0

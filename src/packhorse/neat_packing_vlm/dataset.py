@@ -21,8 +21,9 @@ from packhorse.neat_packing_vlm.pack import (
     _compute_mrope_position_ids,
     _shift_sample,
 )
+from packhorse.neat_packing_vlm.pack_plan import PackPlan
 from packhorse.positions import RopeIndex
-from packhorse.types import Drop
+from packhorse.types import Action, Drop
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -41,11 +42,19 @@ GROUP = 4
 
 
 class EmptyPack(BadSample):
-    """A pack of which no sample could be used; each of them is in the ledger."""
+    """A pack of which no sample could be used.
+
+    Attributes:
+        failures: each of its samples, and why. They are recorded when it is known what comes instead.
+    """
+
+    def __init__(self, key: str, failures: Sequence[tuple[int, BaseException]]) -> None:
+        super().__init__(f"none of its {len(failures)} samples can be used", key=key, stage="encode")
+        self.failures = failures
 
 
 class PackedDatasetWrapper(ReplacingDataset):
-    """A torch dataset of packs.
+    """A torch dataset of packs; :func:`neat_pack_dataset_vlm` plans and makes one.
 
     A sample that fails is taken out and recorded, and its pack goes on. Where lengths were estimated, a pack
     may turn out too full: what does not fit is carried over to a pack of the same group (``GROUP``
@@ -74,6 +83,8 @@ class PackedDatasetWrapper(ReplacingDataset):
 
     Attributes:
         has_mrope: whether positions are three rows.
+        plan: the plan whose packs these are, in the order in which they are trained, and what is in none of
+            them; None where ``bins`` were lists.
     """
 
     def __init__(
@@ -105,6 +116,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         if pack_size < 1 or sequence_alignment < 1:
             raise ConfigError(f"{pack_size=}, {sequence_alignment=}: expected at least 1")
         self.inner_dataset, self.bins, self.pack_size = inner_dataset, bins, pack_size
+        self.plan: PackPlan | None = bins if isinstance(bins, PackPlan) else None
         self.padding_idx, self.get_rope_index = padding_idx, get_rope_index
         self.sequence_alignment, self.exact = sequence_alignment, exact
         self.has_mrope = get_rope_index is not None
@@ -143,25 +155,29 @@ class PackedDatasetWrapper(ReplacingDataset):
             EmptyPack: none of its samples can be used.
         """
         chosen, left_out = self.dealt(idx)
+        failures: list[tuple[int, BaseException]] = []
         for index in left_out:
-            self._drop(index, f"no room in pack {idx} of {self.pack_size:,} tokens, nor in those beside it")
+            length = self._claims.lengths([index])[0]
+            failures.append((index, self._no_room(idx, self._aligned(length - 1))))
         samples, used = [], 0
         for index in chosen:
-            sample = self.sample(index)
-            if sample is None:
+            try:
+                sample = self.prepared(load(self.inner_dataset, index))
+            except DATA_ERRORS as error:
+                if self.on_bad == "raise" or not is_data_error(error):
+                    raise
+                failures.append((index, error))
                 continue
             room = self.room_of(sample)
             if used + room > self.pack_size:
-                self._drop(index, f"{room:,} tokens where pack {idx} has {self.pack_size - used:,} left")
+                failures.append((index, self._no_room(idx, room, self.pack_size - used)))
                 continue
             samples.append(sample)
             used += room
         if not samples:
-            raise EmptyPack(
-                f"none of its {len(list(self.bins[idx]))} samples can be used",
-                key=self.key(idx),
-                stage="encode",
-            )
+            raise EmptyPack(self.key(idx), failures)
+        for index, failure in failures:
+            self._record_sample(index, failure)
         return self.joined(samples)
 
     def joined(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -193,20 +209,20 @@ class PackedDatasetWrapper(ReplacingDataset):
 
     def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
         """Write into the ledger what became of the samples of a pack."""
-        if idx is None or isinstance(error, EmptyPack):
-            logger.warning(
-                "%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "left out", error, more
+        if isinstance(error, EmptyPack):
+            for index, failure in error.failures:
+                self._record_sample(index, failure, more, replaced=replaced)
+        elif idx is not None:
+            bad = error if isinstance(error, BadSample) else None
+            what = bad.detail if bad else f"{type(error).__name__}: {error}"
+            failure = BadSample(
+                f"with pack {idx}: {what}{more}",
+                reason=bad.reason if bad else "collate_failed",
+                stage=bad.stage if bad else "collate",
             )
-            return
-        for index in self.dealt(idx)[0]:
-            stage = error.stage if isinstance(error, BadSample) else "collate"
-            reason = error.reason if isinstance(error, BadSample) else "collate_failed"
-            what = error.detail if isinstance(error, BadSample) else f"{type(error).__name__}: {error}"
-            action: Literal["replaced", "left_out"] = "replaced" if replaced else "left_out"
-            key = self.sample_key(index)
-            detail = f"with pack {idx}: {what}{more}"
-            self.ledger.record(Drop(key, stage, reason, detail, action, key.rpartition("/")[0], self.epoch))
-        logger.warning("%s %s: %s%s", self.key(idx), "replaced" if replaced else "left out", error, more)
+            for index in self.dealt(idx)[0]:
+                self._enter(index, failure, "replaced" if replaced else "left_out")
+        logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "left out", error, more)
 
     def room_of(self, sample: dict[str, Any]) -> int:
         """How many tokens of a pack a shifted sample takes up."""
@@ -219,23 +235,49 @@ class PackedDatasetWrapper(ReplacingDataset):
         except DATA_ERRORS as error:
             if self.on_bad == "raise" or not is_data_error(error):
                 raise
-            if isinstance(self.inner_dataset, ReplacingDataset):
-                self.inner_dataset.record(index, error, replaced=False)
-            else:
-                bad = error if isinstance(error, BadSample) else None
-                what = bad.detail if bad else f"{type(error).__name__}: {error}"
-                reason = bad.reason if bad else "sample_failed"
-                drop = Drop(self.sample_key(index), "encode", reason, what, epoch=self.epoch)
-                self.ledger.record(drop)
-                logger.warning("%s left out: %s", drop.key, what)
+            self._record_sample(index, error)
             return None
+
+    def _record_sample(
+        self, index: int, error: BaseException, more: str = "", *, replaced: bool = False
+    ) -> None:
+        """Write into the ledger what became of one sample."""
+        bad = error if isinstance(error, BadSample) else None
+        if isinstance(self.inner_dataset, ReplacingDataset) and (bad is None or bad.stage != "plan"):
+            self.inner_dataset.record(index, error, more, replaced=replaced)
+            return
+        what = (bad.detail if bad else f"{type(error).__name__}: {error}") + more
+        failure = BadSample(
+            what, reason=bad.reason if bad else "sample_failed", stage=bad.stage if bad else "encode"
+        )
+        self._enter(index, failure, "replaced" if replaced else "left_out")
+        logger.warning("%s %s: %s", self.sample_key(index), "replaced" if replaced else "left out", what)
+
+    def _enter(self, index: int, failure: BadSample, action: Action) -> None:
+        key = self.sample_key(index)
+        dataset = key.rpartition("/")[0]
+        entry = Drop(key, failure.stage, failure.reason, failure.detail, action, dataset, self.epoch)
+        self.ledger.record(entry)
+
+    def _no_room(self, idx: int, room: int, left: int | None = None) -> BadSample:
+        """Why a sample of so many tokens is not in its pack."""
+        if room > self.pack_size:
+            detail = f"it takes up {room:,} tokens, for packs of {self.pack_size:,}"
+            return BadSample(detail, reason="too_long", stage="plan")
+        detail = f"no room in pack {idx} of {self.pack_size:,} tokens, nor in those beside it"
+        if left is not None:
+            detail = f"{room:,} tokens where pack {idx} has {left:,} left"
+        return BadSample(detail, reason="pack_full", stage="plan")
 
     def prepared(self, sample: Any) -> dict[str, Any]:
         """An encoded sample, shifted and with its positions.
 
         Raises:
             BadSample: it has no two tokens.
+            ConfigError: it is not encoded.
         """
+        if "input_ids" not in sample:
+            raise not_encoded(self.inner_dataset)
         if len(sample["input_ids"].reshape(-1)) < 2:
             raise BadSample("a single token has no next one to learn", reason="empty_sample", stage="encode")
         positions = None
@@ -249,12 +291,13 @@ class PackedDatasetWrapper(ReplacingDataset):
     def _aligned(self, length: int) -> int:
         return max(length, 0) + -max(length, 0) % self.sequence_alignment
 
-    def _drop(self, index: int, detail: str) -> None:
-        key = self.sample_key(index)
-        self.ledger.record(
-            Drop(key, "plan", "pack_full", detail, dataset=key.rpartition("/")[0], epoch=self.epoch)
-        )
-        logger.warning("%s left out: %s", key, detail)
+
+def not_encoded(dataset: Any) -> ConfigError:
+    """What to say where examples are to be packed."""
+    return ConfigError(
+        f"the samples of a {type(dataset).__name__} have no 'input_ids', and packs are made of encoded "
+        "samples: wrap the examples, PreTokenizedDatasetWrapper(dataset, processor), and pack that"
+    )
 
 
 @lru_cache(maxsize=64)

@@ -11,32 +11,38 @@ from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm.balance import straggler_ratio
 from packhorse.neat_packing_vlm.fill import Integers
 from packhorse.neat_packing_vlm.order import order_packs
-from packhorse.neat_packing_vlm.pack_plan import PackPlan
+from packhorse.neat_packing_vlm.pack_plan import BAD_ROW, DROP_REASONS, PackPlan
+
+_WORLD_SIZES = (8, 64, 512)
 
 
-def describe(plan: PackPlan, world_sizes: Iterable[int] = (8, 64, 512)) -> str:
+def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
     """A few lines about a plan.
 
     Args:
         plan: the plan; straggler ratios need the costs of its packs (``PackPlan.with_costs``).
-        world_sizes: for which to predict the straggler ratio of ``order_packs``.
+        world_sizes: for which to predict the straggler ratio of ``order_packs``; None for some usual ones,
+            where costs are known.
     """
-    samples = np.diff(plan.offsets)
+    samples, bad = np.diff(plan.offsets), int((plan.drop_codes == BAD_ROW).sum())
+    counted = f"{len(plan.indices):,} packed, " + (f"{bad:,} bad, " if bad else "")
     lines = [
         f"packs      {len(plan):,} of {plan.capacity:,} tokens (no plan has fewer than {plan.bound:,})",
         f"fill       {100 * plan.fill:.3f} %: {plan.tokens.sum():,} tokens",
-        f"samples    {len(plan.indices):,} packed, {len(plan.dropped):,} dropped",
+        f"samples    {counted}{len(plan.dropped) - bad:,} dropped",
     ]
     if len(plan):
         quartiles = ", ".join(f"{value:.0f}" for value in np.percentile(samples, (0, 25, 50, 75, 100)))
         lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
     for reason, positions in plan.dropped_by_reason().items():
         some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
-        lines.append(f"dropped    {reason}: {len(positions):,} of {plan.samples:,} (samples {some})")
-    if plan.costs is None:
-        lines.append("straggler  not known: the plan has no costs")
-    else:
-        lines.extend(_straggler_line(plan, world_size) for world_size in world_sizes)
+        what = "bad        " if reason == DROP_REASONS[BAD_ROW] else f"dropped    {reason}: "
+        lines.append(f"{what}{len(positions):,} of {plan.samples:,} (samples {some})")
+    if plan.costs is not None:
+        sizes = _WORLD_SIZES if world_sizes is None else world_sizes
+        lines.extend(_straggler_line(plan, world_size) for world_size in sizes)
+    elif world_sizes is not None and list(world_sizes):
+        lines.append("straggler  not known: the plan has no costs (PackPlan.with_costs)")
     return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ counted the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -15,16 +14,14 @@ import numpy.typing as npt
 
 from packhorse.conversation import parse_conversation
 from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.count_part import as_processor
+from packhorse.datasets.lengths import Ints, examples_at, recorded_counts
 from packhorse.datasets.robust import ReplacingDataset
-from packhorse.datasets.sidecar import counts_of
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError
 from packhorse.media import inject_fake_image
 from packhorse.tokens.count import TokenCounter
 from packhorse.tokens.estimate import estimate, image_config, outline, video_config
-
-Integers = npt.NDArray[np.int64]
 
 _PLAIN = [
     {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
@@ -39,11 +36,13 @@ class Lengths(NamedTuple):
         tokens: of each sample, before the shift; 0 where the row cannot be read.
         visual: those of its media.
         exact: whether all are what the processor makes.
+        counts: what they were taken from; None where they are estimated.
     """
 
-    tokens: Integers
-    visual: Integers
+    tokens: Ints
+    visual: Ints
     exact: bool
+    counts: CountColumns | None = None
 
 
 def lengths_of(
@@ -65,8 +64,8 @@ def lengths_of(
     wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
     raw = wrapped if ds_raw is None else ds_raw
     processor = getattr(dataset, "processor", None) if processor is None else processor
-    if counts is None and isinstance(raw, MetaDataset) and processor is not None:
-        counts = counts_of(raw, processor)
+    processor = as_processor(processor)
+    counts = recorded_counts(raw, processor) if counts is None else counts
     for what, found in (("ds_raw", raw), ("counts", counts)):
         if found is not None and len(found) != len(dataset):
             raise ConfigError(f"{what} has {len(found):,} rows for a dataset of {len(dataset):,} samples")
@@ -87,14 +86,16 @@ def lengths_of(
         if dataset.truncate and limit is not None and (tokens > limit).any():
             # Whole turns are cut, so these have at most so many.
             tokens, visual, exact = np.minimum(tokens, limit), np.minimum(visual, limit), False
-    return Lengths(tokens, visual, exact)
+    return Lengths(tokens, visual, exact, counts)
 
 
-def _estimated(raw: Any, processor: Any) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
+def _estimated(raw: Any, processor: Any) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
     image_cfg, video_cfg = image_config(processor), video_config(processor)
     tokens, visual = np.zeros(len(raw), np.int64), np.zeros(len(raw), np.int64)
     plain = np.zeros(len(raw), bool)
-    for place, row in _rows(raw):
+    for place, row in examples_at(raw, np.arange(len(raw), dtype=np.int64)):
+        if row is None:
+            continue  # it cannot be read
         if row.get("input_ids") is not None:
             tokens[place] = np.asarray(row["input_ids"]).size
             continue
@@ -102,19 +103,6 @@ def _estimated(raw: Any, processor: Any) -> tuple[Integers, Integers, npt.NDArra
         tokens[place], visual[place] = found.text + found.media, found.media
         plain[place] = seen.images + seen.videos == 0
     return tokens, visual, plain
-
-
-def _rows(raw: Any) -> Iterator[tuple[int, Any]]:
-    """The rows that can be read; whoever encodes the others records them."""
-    for place in range(len(raw)):
-        try:
-            row = raw[place]
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            continue
-        if row is not None:
-            yield place, row
 
 
 def _fake_image(dataset: Any) -> int:

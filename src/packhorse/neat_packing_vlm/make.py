@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, overload
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.robust import OnBad
-from packhorse.errors import ConfigError
+from packhorse.datasets.lengths import Ints
+from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.robust import OnBad, ReplacingDataset
+from packhorse.datasets.summary import MetaExamples
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.ledger import Ledger
-from packhorse.neat_packing_vlm.dataset import OnOverflow, PackedDatasetWrapper, logger
+from packhorse.neat_packing_vlm.claims import load
+from packhorse.neat_packing_vlm.dataset import OnOverflow, PackedDatasetWrapper, logger, not_encoded
+from packhorse.neat_packing_vlm.judge import Judged, after_shift, judge
 from packhorse.neat_packing_vlm.lengths import Lengths, lengths_of
 from packhorse.neat_packing_vlm.pack_plan import PackPlan
 from packhorse.neat_packing_vlm.plan import plan_packs
@@ -20,23 +28,18 @@ from packhorse.positions import RopeIndex
 from packhorse.types import Drop, Reason
 
 
-class OrderedPacks(Sequence[npt.NDArray[np.integer]]):
-    """The packs of a plan in another order; no pack is copied."""
+def pack_lengths(samples: Any, counts: CountColumns | None = None) -> Ints:
+    """How many tokens of a pack each sample takes up: what :func:`neat_pack_dataset_vlm` plans with itself.
 
-    def __init__(self, plan: PackPlan, order: npt.NDArray[np.integer]) -> None:
-        self.plan, self.order = plan, order
+    That is one less than its ``input_ids`` has, for the shift of labels; the fake image of a sample without
+    pictures is in it, and what truncation cuts is not. A row that could not be counted has 0.
 
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @overload
-    def __getitem__(self, pack: int) -> npt.NDArray[np.integer]: ...
-    @overload
-    def __getitem__(self, pack: slice) -> OrderedPacks: ...
-    def __getitem__(self, pack: int | slice) -> npt.NDArray[np.integer] | OrderedPacks:
-        if isinstance(pack, slice):
-            return OrderedPacks(self.plan, self.order[pack])
-        return self.plan[int(self.order[pack])]
+    Args:
+        samples: a :class:`packhorse.datasets.PreTokenizedDatasetWrapper`, or any dataset of encoded samples.
+        counts: exact counts of the rows; without them those of ``packhorse count``, where there are any,
+            else lengths are estimated (or, of encoded samples, measured).
+    """
+    return after_shift(lengths_of(samples, counts=counts).tokens)
 
 
 def neat_pack_dataset_vlm(
@@ -57,6 +60,7 @@ def neat_pack_dataset_vlm(
     on_bad: OnBad | None = None,
     seed: int | None = None,
     ledger: Ledger | None = None,
+    plan: PackPlan | str | os.PathLike[str] | None = None,
 ) -> PackedDatasetWrapper:
     """Plan packs for a dataset and wrap it so that they are built when asked for.
 
@@ -64,8 +68,10 @@ def neat_pack_dataset_vlm(
         dataset: a :class:`packhorse.datasets.PreTokenizedDatasetWrapper`, or any dataset of encoded samples.
         pack_size: the most tokens of a pack, after the shift.
         padding_idx: fills documents up to ``sequence_alignment``.
-        drop_long_samples: leave out samples that seem to be longer than ``pack_size``, and record them. They
-            get a pack of their own otherwise, and are recorded if they really are too long for it.
+        drop_long_samples: where lengths are estimated: leave out samples that seem to be longer than
+            ``pack_size``, and record them. They get a pack of their own otherwise, and are recorded if they
+            really are too long for it. What is known to be too long (by exact counts) is left out and
+            recorded in any case.
         max_packs: keep no more packs than this, taken evenly from all of them; what is in the others is
             recorded.
         get_rope_index: for models with mRoPE: :func:`packhorse.positions.rope_index` of the model.
@@ -75,70 +81,122 @@ def neat_pack_dataset_vlm(
             dataset's.
         balance_media_tokens: neighbouring packs carry similar numbers of media tokens.
         sequence_alignment: each document takes up a multiple of so many tokens.
-        counts: exact counts, where the caller has them.
+        counts: exact counts, where the caller has them. Rows that could not be counted are in no pack; they
+            are recorded with the reason that was found then.
         on_overflow: see :class:`PackedDatasetWrapper`, like ``on_bad`` and ``ledger``.
         on_bad: see there.
         seed: deals samples of the same length at random, and chooses replacements; None for neither.
         ledger: see there.
+        plan: take these packs in their order (a plan, or the file of one) instead of planning: made with
+            ``plan_packs(pack_lengths(dataset), pack_size)``.
 
     Returns:
-        The packs. Counting or estimating lengths and planning is all that happened until now.
+        The packs; ``.plan`` says what is in them, and what is in none. Counting or estimating lengths and
+        planning is all that happened until now.
 
     Raises:
-        ConfigError: a setting is out of range, or rows and samples are not equally many.
+        ConfigError: a setting is out of range, rows and samples are not equally many, the samples are not
+            encoded, or a given plan is not one of these samples and packs.
+        BadSample: ``on_bad="raise"``, and a row could not be counted.
     """
     if not 0 < packing_ratio <= 1:
         raise ConfigError(f"{packing_ratio=}: expected more than 0 and at most 1")
     if max_packs is not None and max_packs < 0:
         raise ConfigError(f"{max_packs=}: expected 0 or more")
+    if plan is not None and packing_ratio != 1:
+        raise ConfigError(
+            f"{packing_ratio=} with a plan: that was planned already, with a capacity of its own"
+        )
+    _refuse_examples(dataset)
     found = lengths_of(dataset, ds_raw, processor, counts)
-    # Labels are shifted before documents are joined, so each takes up one token less.
-    lengths = np.maximum(found.tokens - 1, 0)
-    too_long = lengths > pack_size - pack_size % sequence_alignment
-    dropped = too_long & drop_long_samples
-    plan = _planned(lengths, dropped, pack_size, int(pack_size * packing_ratio), sequence_alignment, seed)
-    order = _order(plan, found, balance_media_tokens)
-    kept = _spread(len(order), max_packs)
-    packs = OrderedPacks(plan, order[kept])
+    judged = judge(dataset, found, pack_size, sequence_alignment, drop_long_samples)
+    if plan is None:
+        capacity = int(pack_size * packing_ratio)
+        planned = _planned(judged, pack_size, capacity, sequence_alignment, seed)
+        order = _order(planned, found, balance_media_tokens)
+    else:
+        planned = _given(plan, judged, pack_size, sequence_alignment)
+        order = np.arange(len(planned))
+    trained = planned.in_order(order[_spread(len(order), max_packs)])
     made = PackedDatasetWrapper(
         dataset,
-        packs,
+        trained,
         pack_size,
         padding_idx,
         get_rope_index,
         sequence_alignment=sequence_alignment,
         on_overflow=on_overflow,
-        exact=found.exact and not bool((too_long & ~dropped).any()),
+        exact=found.exact and not bool(judged.doubtful.any()),
         on_bad=on_bad,
         seed=seed or 0,
         ledger=ledger,
     )
-    tokens = [
-        f"{length + 1:,} tokens for packs of {pack_size:,}" for length in lengths[plan.dropped].tolist()
-    ]
-    _record(made, plan.dropped, "too_long", tokens)
-    beyond = [index for pack in order[~kept] for index in plan[int(pack)].tolist()]
-    _record(made, beyond, "left_over", [f"beyond max_packs={max_packs}"] * len(beyond))
-    logger.info("%s", plan.describe(()))
+    _record(made, trained, judged, max_packs)
+    logger.info("%s", trained.describe(()))
     return made
 
 
-def _planned(
-    lengths: npt.NDArray[np.int64],
-    dropped: npt.NDArray[np.bool_],
-    pack_size: int,
-    capacity: int,
-    alignment: int,
-    seed: int | None,
-) -> PackPlan:
-    """The plan: what is longer than the planned capacity, but not dropped, has a pack of its own."""
+def _refuse_examples(dataset: Any) -> None:
+    """Say at once that samples are not encoded; asks for one where the class does not tell.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if isinstance(dataset, PreTokenizedDatasetWrapper):
+        return
+    wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
+    if isinstance(wrapped, MetaDataset | MetaExamples):
+        raise not_encoded(wrapped)
+    try:
+        first = load(dataset, 0) if len(dataset) else None
+    except DATA_ERRORS as error:
+        if not is_data_error(error):
+            raise
+        return  # whoever builds its pack records it
+    if isinstance(first, Mapping) and "input_ids" not in first:
+        raise not_encoded(dataset)
+
+
+def _planned(judged: Judged, pack_size: int, capacity: int, alignment: int, seed: int | None) -> PackPlan:
+    """The plan: what may be longer than the planned capacity, but is not left out, has a pack of its own."""
     room = capacity - capacity % alignment
     if room < 1:
         raise ConfigError(
             f"packs planned with {capacity} of {pack_size} tokens hold no document of {alignment}"
         )
-    planned = np.where(dropped, pack_size + 1, np.minimum(lengths, room))
-    return plan_packs(planned, capacity, alignment=alignment, seed=seed, empty="keep")
+    gone = judged.bad | judged.too_long
+    planned = np.where(gone, pack_size + 1, np.minimum(judged.lengths, room))
+    plan = plan_packs(planned, capacity, alignment=alignment, seed=seed, empty="keep")
+    return plan.without(judged.bad, planned, "sample_failed")
+
+
+def _given(
+    plan: PackPlan | str | os.PathLike[str], judged: Judged, pack_size: int, alignment: int
+) -> PackPlan:
+    """A plan from elsewhere, without what can never be built.
+
+    Raises:
+        ConfigError: it is of other samples, or its packs are too large.
+    """
+    name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
+    plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
+    lengths = judged.lengths
+    if plan.samples != len(lengths):
+        raise ConfigError(
+            f"{name} is one of {plan.samples:,} samples, the dataset has {len(lengths):,}: plan anew"
+        )
+    plan = plan.without(judged.bad, lengths, "sample_failed").without(judged.too_long, lengths, "too_long")
+    # Estimates are no reason to refuse a plan: who made it may have known better.
+    rooms = lengths + -lengths % alignment
+    tokens = plan.sums(rooms) if judged.counts is not None else plan.tokens
+    over = np.flatnonzero((tokens > pack_size) & (np.diff(plan.offsets) > 1))
+    if len(over):
+        raise ConfigError(
+            f"pack {over[0]} of {name} has {tokens[over[0]]:,} tokens, for packs of {pack_size:,} "
+            f"({len(over):,} of {len(plan):,} packs are too large): plan with "
+            f"plan_packs(pack_lengths(dataset), {pack_size})"
+        )
+    return plan
 
 
 def _order(plan: PackPlan, found: Lengths, balance: bool) -> npt.NDArray[np.integer]:
@@ -157,11 +215,27 @@ def _spread(packs: int, most: int | None) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def _record(
-    made: PackedDatasetWrapper, indices: Iterable[Any], reason: Reason, details: Sequence[str]
-) -> None:
-    for index, detail in zip(indices, details, strict=True):
-        key = made.sample_key(int(index))
-        made.ledger.record(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
-    if details:
-        logger.warning("%s samples left out: %s", f"{len(details):,}", reason)
+def _record(made: PackedDatasetWrapper, plan: PackPlan, judged: Judged, max_packs: int | None) -> None:
+    """Write into the ledger why samples are in no pack, whichever pack is ever built.
+
+    Raises:
+        BadSample: ``on_bad="raise"``, and a row could not be counted.
+    """
+    details = {"over_limit": "alone over a limit of the plan", "empty_sample": "no tokens"}
+    if max_packs is not None:
+        details["left_over"] = f"beyond max_packs={max_packs}"
+    found: Counter[Reason] = Counter()
+    for reason, positions in plan.dropped_by_reason().items():
+        for index in positions.tolist():
+            key = made.sample_key(index)
+            drop, detail = reason, details.get(reason, "the plan leaves it out")
+            if judged.bad[index]:
+                drop, detail = judged.why_bad(index, made.inner_dataset)
+                if made.on_bad == "raise":
+                    raise BadSample(detail, reason=drop, key=key, stage="plan")
+            elif reason == "too_long":
+                detail = judged.why_too_long(index)
+            made.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
+            found[drop] += 1
+    for reason, number in found.items():
+        logger.warning("%s of %s samples left out: %s", f"{number:,}", f"{plan.samples:,}", reason)

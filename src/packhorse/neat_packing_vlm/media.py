@@ -7,7 +7,8 @@ model wants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from packhorse.errors import ConfigError
 from packhorse.families import FAMILIES, Family, Generic
-from packhorse.types import MediaLayout, TensorLayout
+from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # A key that several families declare is joined alike in all of them, but for what one of them calls ragged.
 _DECLARED: MediaLayout = {
@@ -43,33 +44,42 @@ class Parts(list[torch.Tensor]):
         return self[0].dtype
 
 
-def is_ragged(key: str, family: Family | None) -> bool:
-    """Whether axes but the first may differ."""
-    return key in _RAGGED if family is None else layout_of(key, family).ragged
-
-
-def layout_of(key: str, family: Family | None) -> TensorLayout:
-    """The declared layout of a media tensor.
+def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> TensorLayout:
+    """The declared layout of a media tensor; for processors nobody listed, what its name says.
 
     Args:
         key: of the tensor.
         family: None where it is not known: then what any family declares under this key counts.
+        values: what samples hold under the key, where that need not be tensors.
 
     Raises:
-        ConfigError: nobody declares it.
+        ConfigError: nobody declares it, or it is no tensor.
     """
-    table = _DECLARED if family is None else family.layout
+    table = layouts_of(family)
     if key in table:
         return table[key]
-    if isinstance(family, Generic) and key in _DECLARED:
-        return _DECLARED[key]
+    wrong = [value for value in values if value is not None and not hasattr(value, "shape")]
+    if isinstance(family, Generic) and not wrong:
+        return _named_layout(key)
+    what = type(wrong[0]).__name__ if wrong else "tensor"
     who = "no family declares" if family is None else f"family '{family.name}' does not declare"
-    raise ConfigError(f"the samples hold '{key}', which {who}: take it out, or it would be lost")
+    known = "" if family is None else f" ({', '.join(table)})"
+    raise ConfigError(
+        f"the samples hold '{key}' (a {what}), which {who}{known}: take it out, or it would be lost"
+    )
 
 
-def fill_of(key: str, family: Family | None) -> float:
-    """What a ragged tensor is filled up with."""
-    return (_FILL if family is None else family.fill).get(key, 0.0)
+def layouts_of(family: Family | None) -> MediaLayout:
+    """The table of a family, or of all where it is not known."""
+    return _DECLARED if family is None else family.layout
+
+
+def _named_layout(key: str) -> TensorLayout:
+    """One entry per medium, but for pixels that come with a grid."""
+    kind: MediaKind = "video" if "video" in key else "audio" if "audio" in key else "image"
+    grid = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(key)
+    ragged = key in _DECLARED and _DECLARED[key].ragged
+    return TensorLayout((kind,), "rows" if grid else "item", grid, ragged)
 
 
 def join(
@@ -81,25 +91,21 @@ def join(
         key: for messages, and to know whether other axes may differ.
         parts: at least one.
         family: None where it is not known.
-        dtype: the type to convert to on the way; None leaves it.
+        dtype: the type to convert to on the way; None leaves it (parts of several get the widest).
 
     Raises:
         ConfigError: the parts do not fit together.
     """
-    dtype = parts[0].dtype if dtype is None else dtype
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts)) if dtype is None else dtype
     shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1 and (not is_ragged(key, family) or len({len(shape) for shape in shapes}) > 1):
-        found = [tuple(part.shape) for part in parts]
-        raise ConfigError(
-            f"'{key}' has shapes {found} in one batch: all but the first axis must be the same (the family "
-            "does not declare it ragged)"
-        )
+    if len(shapes) > 1:
+        _check_ragged(key, parts, family)
     if len(shapes) == 1 and all(part.dtype == dtype for part in parts):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
     whole = Parts(parts).shape
     joined = torch.empty(whole, dtype=dtype)
     if len(shapes) > 1:
-        joined.fill_(fill_of(key, family))
+        joined.fill_((_FILL if family is None else family.fill).get(key, 0.0))
     first = 0
     for part in parts:
         places = (slice(first, first + len(part)), *(slice(0, side) for side in part.shape[1:]))
@@ -108,16 +114,30 @@ def join(
     return joined
 
 
-def count_items(sample: Mapping[str, Any], kind: str, family: Family | None) -> int:
-    """How many media of a kind a sample has: its own ``n_images``/``n_videos``, else by its tensors."""
+def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None) -> None:
+    axes = {part.dim() for part in parts}
+    if len(axes) == 1 and (key in _RAGGED if family is None else layout_of(key, family).ragged):
+        return
+    shapes = [tuple(part.shape) for part in parts]
+    why = "all but the first axis must be the same (the family does not declare it ragged)"
+    if len(axes) > 1:
+        why = "they differ in their number of axes"
+    raise ConfigError(f"'{key}' has shapes {shapes} in one batch: {why}")
+
+
+def count_items(sample: Mapping[str, Any], kind: str, layouts: MediaLayout) -> int:
+    """How many media of a kind a sample has: its own ``n_images``/``n_videos``, else by its tensors.
+
+    These are the entries of the first tensor that has one per medium; else rows of the kind's own tensor.
+    """
     own = sample.get(f"n_{kind}s")
     if own is not None:
         return int(own)
-    table = _DECLARED if family is None else family.layout
-    given = {key: table[key] for key in table if sample.get(key) is not None and table[key].kinds[0] == kind}
+    given = {key: layout for key, layout in layouts.items() if sample.get(key) is not None}
     for owner in ("item", "rows", "sample"):
         for key, layout in given.items():
-            if layout.owner == owner and (owner != "rows" or layout.rows_from not in sample):
+            fits = layout.kinds[0] == kind and layout.owner == owner
+            if fits and (owner != "rows" or layout.rows_from not in sample):
                 return len(sample[key])
     return 0
 

@@ -14,7 +14,15 @@ import torch
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS, shift_tokens
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, count_items, join, layout_of, pad_end
+from packhorse.neat_packing_vlm.media import (
+    MEDIA_KEYS,
+    Parts,
+    count_items,
+    join,
+    layout_of,
+    layouts_of,
+    pad_end,
+)
 from packhorse.positions import RopeIndex, mrope_position_ids
 
 Sample = Mapping[str, Any]
@@ -103,7 +111,8 @@ def _build_packed_vlm_sample(
         missing = [after - before for before, after in zip(lengths, padded, strict=True)]
         pack[key] = torch.cat([pad_end(c, n, fill) for c, n in zip(columns, missing, strict=True)], dim=-1)
     pack |= _media_of(samples, family, keep_parts)
-    counts = [[count_items(sample, kind, family) for sample in samples] for kind in ("image", "video")]
+    layouts = layouts_of(family)
+    counts = [[count_items(sample, kind, layouts) for sample in samples] for kind in ("image", "video")]
     return {
         **pack,
         "seq_lens": lengths,

@@ -15,7 +15,11 @@ from packhorse.datasets.rows import gc_paused
 from packhorse.neat_packing_vlm.fill import Integers
 from packhorse.types import Reason
 
-DROP_REASONS: tuple[Reason, ...] = ("too_long", "over_limit", "empty_sample")
+DROP_REASONS: tuple[Reason, ...] = ("too_long", "over_limit", "empty_sample", "left_over", "sample_failed")
+"""``plan_packs`` gives the first three. ``left_over`` is beyond ``max_packs``; ``sample_failed`` is a row
+that could not be counted, whose own reason is in the ledger."""
+
+BAD_ROW = DROP_REASONS.index("sample_failed")
 
 PlanKey = Mapping[str, Any]
 """What a plan was made from: a digest of the counts, and every setting. See ``plan_key``."""
@@ -98,8 +102,12 @@ class PackPlan:
         kinds = None if kinds is None else np.asarray(kinds, np.uint8)
         return replace(self, costs=np.asarray(costs, np.float64), kinds=kinds)
 
-    def describe(self, world_sizes: Iterable[int] = (8, 64, 512)) -> str:
-        """Fill, packs, documents per pack, drops and straggler ratios, for reading."""
+    def describe(self, world_sizes: Iterable[int] | None = None) -> str:
+        """Fill, packs, documents per pack and drops, for reading.
+
+        Where costs are known (:meth:`with_costs`) straggler ratios too: for these world sizes, or for 8, 64
+        and 512.
+        """
         from packhorse.neat_packing_vlm.describe import describe
 
         return describe(self, world_sizes)
@@ -109,6 +117,62 @@ class PackPlan:
         from packhorse.neat_packing_vlm.describe import diff
 
         return diff(self, other)
+
+    def in_order(self, order: npt.ArrayLike) -> PackPlan:
+        """The packs of these numbers, in this order; samples of the others are dropped as ``left_over``.
+
+        Costs a copy of the plan.
+        """
+        packs = np.asarray(order, np.int64)
+        sizes = np.diff(self.offsets)[packs]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        first = np.repeat(self.offsets[packs] - offsets[:-1], sizes)
+        indices = self.indices[first + np.arange(len(first))]
+        beyond = np.ones(self.samples, bool)
+        beyond[indices] = beyond[self.dropped] = False
+        more = np.flatnonzero(beyond)
+        dropped = np.concatenate([self.dropped, more])
+        codes = np.concatenate([self.drop_codes, np.full(len(more), DROP_REASONS.index("left_over"))])
+        rising = np.argsort(dropped, kind="stable")
+        tokens = self.tokens[packs]
+        return replace(
+            self,
+            offsets=offsets,
+            indices=indices,
+            tokens=tokens,
+            bound=-(-int(tokens.sum()) // self.capacity) if len(more) else self.bound,
+            dropped=dropped[rising],
+            drop_codes=codes[rising].astype(np.uint8),
+            costs=None if self.costs is None else self.costs[packs],
+            kinds=None if self.kinds is None else self.kinds[packs],
+        )
+
+    def without(self, samples: npt.NDArray[np.bool_], lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
+        """The plan without some samples, which are dropped for a reason, whether they were in a pack or not.
+
+        Args:
+            samples: True for those that go.
+            lengths: tokens of every sample.
+            reason: one of ``DROP_REASONS``.
+        """
+        if not samples.any():
+            return self
+        code = DROP_REASONS.index(reason)
+        codes = np.full(self.samples, -1, np.int16)
+        codes[self.dropped] = self.drop_codes
+        codes[samples] = code
+        dropped = np.flatnonzero(codes >= 0)
+        why = codes[dropped].astype(np.uint8)
+        stay = ~samples[self.indices]
+        if stay.all():
+            return replace(self, dropped=dropped, drop_codes=why)
+        left = np.bincount(np.repeat(np.arange(len(self)), np.diff(self.offsets))[stay], minlength=len(self))
+        packs = np.flatnonzero(left)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(left[packs])])
+        indices = self.indices[stay]
+        tokens = sums_by_pack(np.asarray(lengths, np.int64)[indices], offsets)
+        bound = -(-int(tokens.sum()) // self.capacity)
+        return PackPlan(offsets, indices, tokens, dropped, why, self.capacity, bound)
 
     def save(self, path: str | os.PathLike[str], key: PlanKey | None = None) -> None:
         """Write the plan to an Arrow file; it appears when it is whole."""

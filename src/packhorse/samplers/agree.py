@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.meta import MetaDataset, Source
 from packhorse.datasets.sidecar import counts_of
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
@@ -84,23 +84,23 @@ def smallest_without_talking(
 
 def _smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
     """From the files alone; every rank comes to the same number."""
-    dealt = {source.selection.world.size for source in dataset._sources}
+    dealt = {source.selection.world.size for source in dataset.sources}
     if dealt - {1, world.size}:
         raise ConfigError(
             f"the dataset is dealt to {sorted(dealt)} ranks: expected {world.size}, as in {world}"
         )
     kept = np.zeros(world.size, np.int64)
     if max_length is None:
-        for source in dataset._sources:
+        for source in dataset.sources:
             kept += [len(_as_rank(source, rank).selection) for rank in range(world.size)]
         return int(kept.min())
-    whole = [_of_everybody(source) for source in dataset._sources]
+    whole = [_of_everybody(source) for source in dataset.sources]
     counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
     if counts is None:
         return None
     fits = ~are_too_long(counts.total, counts.exact, max_length)
     first = 0
-    for source, all_rows in zip(dataset._sources, whole, strict=True):
+    for source, all_rows in zip(dataset.sources, whole, strict=True):
         part = fits[first : first + len(all_rows)]
         first += len(all_rows)
         for rank in range(world.size):
@@ -109,7 +109,7 @@ def _smallest_share(dataset: MetaDataset, world: World, max_length: int | None, 
     return int(kept.min())
 
 
-def _as_rank(source: Any, rank: int) -> Any:
+def _as_rank(source: Source, rank: int) -> Source:
     """A dataset's rows as another rank has them; the same where rows are not dealt."""
     size = source.selection.world.size
     return (
@@ -117,5 +117,5 @@ def _as_rank(source: Any, rank: int) -> Any:
     )
 
 
-def _of_everybody(source: Any) -> Any:
+def _of_everybody(source: Source) -> Source:
     return replace(source, selection=replace(source.selection, world=World(), remainder="keep"))

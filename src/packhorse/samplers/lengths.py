@@ -7,9 +7,7 @@ A dataset may be wrapped (in ``RobustDatasetWrapper``, ``PreTokenizedDatasetWrap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -17,26 +15,18 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
 from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.lengths import Ints, examples_at, recorded_counts
 from packhorse.datasets.progress import Progress
-from packhorse.datasets.sidecar import counts_of, is_counted
-from packhorse.datasets.summary import MetaExamples
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.tokens.columns import LengthColumns, estimate_lengths
 from packhorse.tokens.estimate import Geometry, estimate
 
-logger = getLogger("packhorse.samplers")
-
-Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Counts = CountColumns | LengthColumns | npt.ArrayLike
 
 GIVEN, SIDECAR, FIELDS, ESTIMATE, UNKNOWN = "given", "sidecar", "row fields", "estimate", "unknown"
 """Where a length comes from, the best first. An unknown one (the row cannot be read) counts 0."""
-
-_ROWS_COMPARED = 16
-
 
 MARGIN = 512
 """Rows are left out only if they are so much above ``max_length``, where their length is not exact."""
@@ -88,7 +78,7 @@ def lengths_of(dataset: Any, measure: Measure, rows: Ints | None = None) -> Leng
     inner = _wrapped(dataset)
     if inner is not None:
         return lengths_of(inner, measure, rows)
-    counts = _sidecar_counts(dataset, measure.processor)
+    counts = recorded_counts(dataset, measure.processor)
     if counts is None:
         return _lengths_by_rows(dataset, measure, rows)
     counted = Counter({SIDECAR: int(counts.ok[rows].sum())})
@@ -184,88 +174,13 @@ def _lengths_by_rows(dataset: Any, measure: Measure, rows: Ints) -> Lengths:
     lengths = np.zeros(len(rows), np.int64)
     sources: Counter[str] = Counter()
     report = Progress("estimating lengths", len(rows))
-    examples = _of_mixture(dataset, rows) if isinstance(dataset, MetaDataset) else _one_by_one(dataset, rows)
-    for done, (place, example) in enumerate(examples):
+    for done, (place, example) in enumerate(examples_at(dataset, rows)):
         if done % 4096 == 0:
             report(done)
         if example is None:
-            sources[UNKNOWN] += 1  # whoever loads it decides what becomes of it, and records that
+            sources[UNKNOWN] += 1
             continue
         found = estimate(example, measure.image_cfg, measure.video_cfg)
         lengths[place] = found.text + found.media
         sources[FIELDS if found.told else ESTIMATE] += 1
     return Lengths(lengths, np.zeros(len(rows), np.bool_), sources)
-
-
-Examples = Iterator[tuple[int, Any]]
-"""Places in a list of rows with the examples there; None for one that cannot be read."""
-
-
-def _one_by_one(dataset: Any, rows: Ints) -> Examples:
-    for place, row in enumerate(rows):
-        try:
-            example = dataset[int(row)]
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            example = None
-        yield place, example
-
-
-def _of_mixture(dataset: MetaDataset, rows: Ints) -> Examples:
-    """File by file, as they are read several times faster."""
-    first = 0
-    for source in dataset._sources:
-        places = np.flatnonzero((rows >= first) & (rows < first + len(source)))
-        positions = rows[places] - first
-        first += len(source)
-        read = source.file.read(source.selection.row(int(position)) for position in positions)
-        for place, position, row in zip(places, positions, read, strict=True):
-            try:
-                example = source.convert(row, int(position), dataset.ledger)
-            except BadSample:
-                example = None
-            yield int(place), example
-
-
-def _sidecar_counts(dataset: Any, processor: Any) -> CountColumns | None:
-    """Exact counts of a mixture's rows, if all its files have been counted for this processor."""
-    if isinstance(dataset, MetaDataset):
-        mixture, places = dataset, None
-    else:
-        found = _mixture_of(dataset) if isinstance(dataset, MetaExamples) else None
-        if found is None:
-            return None
-        mixture, places = found
-    if not any(hasattr(processor, name) for name in ("tokenizer", "convert_tokens_to_ids")):
-        # None, or one that only tells a geometry: nothing was ever counted with it.
-        if is_counted(mixture):
-            logger.warning(
-                "there are count files for this data, but lengths are estimated: no processor %s. Pass the "
-                "one that the rows were counted with as processor=",
-                "was given" if processor is None else "with a tokenizer was given",
-            )
-        return None
-    counts = counts_of(mixture, processor)
-    return counts if counts is None or places is None else counts.take(places)
-
-
-def _mixture_of(examples: MetaExamples) -> tuple[MetaDataset, Ints] | None:
-    """The mixture that a list was loaded from, and where each of its examples stands there.
-
-    None if the list no longer is what was loaded: a list can be shuffled or filtered, so some of its examples
-    are compared with the files.
-    """
-    keys = getattr(examples, "key", None)
-    mixture: MetaDataset | None = getattr(keys, "_lazy", None)
-    if mixture is None:
-        return None
-    gone_before = np.asarray(keys._before, np.int64)  # type: ignore[union-attr]
-    if len(examples) != len(mixture) - len(gone_before):
-        return None
-    numbers = np.arange(len(examples), dtype=np.int64)
-    places = numbers + np.searchsorted(gone_before, numbers, side="right")
-    for number in np.linspace(0, len(examples) - 1, min(len(examples), _ROWS_COMPARED)).astype(int).tolist():
-        if examples[number].get("conversation") != mixture[int(places[number])]["conversation"]:
-            return None
-    return mixture, places

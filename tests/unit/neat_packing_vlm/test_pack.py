@@ -114,7 +114,7 @@ def test_images_of_different_shape_are_filled_up_where_the_family_says_so() -> N
     [
         ([], 8, "without samples"),
         ([sample(1, 2, 3)], 2, "in a pack of 2"),
-        ([sample(1, 2, mystery=torch.ones(1, 3))], 8, "'mystery', which no family declares"),
+        ([sample(1, 2, mystery=torch.ones(1, 3))], 8, r"'mystery' \(a tensor\), which no family declares"),
         ([{"input_ids": torch.tensor([1])}], 8, "no labels"),
         ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 ids"),
     ],

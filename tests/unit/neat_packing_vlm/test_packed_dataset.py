@@ -116,7 +116,31 @@ def test_a_pack_without_a_usable_sample_is_skipped_replaced_or_raised() -> None:
     dataset = packed([3, 3], bins, 10, bad=[0], on_bad="skip")
     with pytest.raises(EmptyPack, match="pack/0"):
         dataset.load(0)
+    assert dataset[0] is None
     assert recorded(dataset) == {("set/0", "broken_media")}
+
+
+def test_the_samples_of_a_replaced_pack_are_recorded_with_what_came_instead() -> None:
+    dataset = packed([3, 90, 3, 3], [[0, 1], [2, 3]], 10, bad=[0], on_bad="replace")
+    delivered = [members(pack) for pack in dataset]
+    assert delivered == [[2, 3], [2, 3]]
+    entries = {drop.key: drop for drop in dataset.ledger}
+    assert sorted(entries) == ["set/0", "set/1"]
+    assert {(drop.reason, drop.action) for drop in entries.values()} == {
+        ("broken_media", "replaced"),
+        ("too_long", "replaced"),
+    }
+    assert all(drop.detail.endswith("; pack/1 instead") for drop in entries.values())
+    as_themselves = {index for pack in delivered for index in pack}
+    assert len(as_themselves) + dataset.ledger.lost() == 4
+
+
+def test_samples_that_are_not_encoded_stop_the_run_with_the_wrapper_that_is_missing() -> None:
+    said = {"conversation": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(ConfigError, match="PreTokenizedDatasetWrapper"):
+        PackedDatasetWrapper([said], [[0]], 10, ledger=Ledger())[0]
+    with pytest.raises(ConfigError, match="PreTokenizedDatasetWrapper"):
+        neat_pack_dataset_vlm([said], 10, ledger=Ledger())
 
 
 def test_a_skipped_pack_is_taken_out_of_the_batch() -> None:
@@ -220,7 +244,7 @@ def test_samples_too_long_for_a_pack_are_dropped_only_if_asked_for() -> None:
     kept = neat_pack_dataset_vlm(Encoded(lengths), 100, ds_raw=rows(*lengths), on_bad="skip", ledger=Ledger())
     assert len(kept) == 2
     assert sorted(str(kept[pack] is None) for pack in range(2)) == ["False", "True"]
-    assert recorded(kept) == {("set/1", "pack_full")}
+    assert recorded(kept) == {("set/1", "too_long")}
     dropping = neat_pack_dataset_vlm(
         Encoded(lengths), 100, ds_raw=rows(*lengths), drop_long_samples=True, ledger=Ledger()
     )

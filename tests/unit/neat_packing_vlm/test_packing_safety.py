@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.robust import RobustDatasetWrapper
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.integrations.attention import varlen_attention
+from packhorse.integrations.attention import varlen_attention, varlen_mask
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
 from packhorse.neat_packing_vlm.lengths import lengths_of
@@ -136,16 +137,28 @@ def test_keys_are_compared_as_they_are_saved(tmp_path):
         PackPlan.load(tmp_path / "plan", {"source": object()})
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
-    ("queries", "keys", "window"), [(6, 6, None), (6, 6, 3), (3, 6, None), (3, 6, 2), (1, 6, 4)]
+    ("before", "queries", "keys"),
+    [(0, 6, 6), (3, 3, 6), (5, 1, 6), (0, 3, 8), (2, 3, 8), (4, 1, 8)],
+    ids=["whole", "cache", "next", "static, empty", "static", "static, next"],
 )
-def test_batches_that_are_not_packed_see_the_cache_and_the_window(queries, keys, window):
+def test_batches_that_are_not_packed_see_the_cache_and_the_window(before, queries, keys, window):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, length, 8) for length in (queries, keys, keys))
-    module = torch.nn.Module()
-    at, seen = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
-    mask = (seen <= at) & (seen > at - (window or keys))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask[None, None]).transpose(1, 2)
+    at, seen = torch.arange(before, before + queries)[:, None], torch.arange(keys)
+    expected = (seen <= at) & (seen > at - (window or keys))
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    mask = varlen_mask(
+        batch_size=1,
+        q_length=queries,
+        kv_length=keys,
+        q_offset=before,
+        mask_function=function,
+        local_size=window,
+        allow_is_causal_skip=before + queries == keys or not before,
+    )
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, expected[None, None])
     for causal in (None, True):
-        made, _ = varlen_attention(module, q, k, v, None, is_causal=causal, sliding_window=window)
-        torch.testing.assert_close(made, expected)
+        made, _ = varlen_attention(torch.nn.Module(), q, k, v, mask, is_causal=causal, sliding_window=window)
+        torch.testing.assert_close(made, attended.transpose(1, 2))

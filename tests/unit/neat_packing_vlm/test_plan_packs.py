@@ -219,3 +219,33 @@ def test_visual_token_order_puts_similar_packs_side_by_side():
     assert loads == sorted(loads)
     with pytest.raises(ConfigError, match="visual_tokens: expected one for each of the 2,000 samples"):
         greedy_knapsack_vt_balanced(lengths, 8192, [1])
+
+
+def test_packs_in_another_order_are_the_same_packs_and_the_others_are_named():
+    lengths = np.array([7, 6, 5, 4, 3, 2, 20, 1])
+    plan = plan_packs(lengths, 8).with_costs(np.arange(4.0), np.arange(4))
+    turned = plan.in_order(np.arange(len(plan))[::-1])
+    assert turned.bins() == plan.bins()[::-1]
+    assert (turned.costs.tolist(), turned.kinds.tolist()) == ([3.0, 2.0, 1.0, 0.0], [3, 2, 1, 0])
+    assert (turned.bound, turned.dropped.tolist()) == (plan.bound, [6])
+    two = plan.in_order([2, 0])
+    assert two.bins() == [plan.bins()[2], plan.bins()[0]]
+    assert two.samples == plan.samples
+    reasons = {reason: found.tolist() for reason, found in two.dropped_by_reason().items()}
+    assert reasons == {"too_long": [6], "left_over": sorted([*plan.bins()[1], *plan.bins()[3]])}
+    assert (two.tokens == two.sums(lengths)).all()
+    nothing = plan.in_order([])
+    assert (len(nothing), nothing.samples, nothing.fill) == (0, 8, 0.0)
+
+
+def test_samples_taken_out_of_a_plan_leave_no_empty_pack_and_are_named():
+    lengths = np.array([7, 6, 5, 4, 3, 2, 20, 1])
+    plan = plan_packs(lengths, 8)
+    gone = np.isin(np.arange(8), [*plan.bins()[1], 6, 7])
+    left = plan.without(gone, lengths, "sample_failed")
+    assert left.bins() == [[i for i in pack if not gone[i]] for k, pack in enumerate(plan.bins()) if k != 1]
+    assert left.dropped_by_reason()["sample_failed"].tolist() == np.flatnonzero(gone).tolist()
+    assert (left.tokens == left.sums(lengths)).all()
+    assert left.bound <= len(left)
+    assert plan.without(np.zeros(8, bool), lengths, "too_long") is plan
+    assert len(plan.without(np.ones(8, bool), lengths, "too_long")) == 0

@@ -1,0 +1,123 @@
+"""A batch and a model that do not belong together are refused, not trained with leaking attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contract.cases import conversation
+from contract.processors import processor
+from contract.tiny_models import tiny_model
+from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
+from packhorse.collate_fns.packed import ATTENTION
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import ConfigError
+from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.ledger import Ledger
+from packhorse.neat_packing_vlm import PackedDatasetWrapper
+from packhorse.positions import rope_index
+
+INSTALLED = ("sdpa", "eager", "flex_attention", "varlen")
+# A batch is right for the attention it was made for; and numbers to add are right for sdpa, too.
+RIGHT = {
+    "sdpa": {"sdpa"},
+    "eager": {"eager", "sdpa"},
+    "flex_attention": {"flex_attention"},
+    "varlen": {"varlen"},
+    "flash_attention_2": {"varlen"},
+}
+
+
+def encoded(name: str, files: dict[str, Path], **options: Any) -> PreTokenizedDatasetWrapper:
+    rows = [{"conversation": conversation(name, case, files)} for case in ("text", "one image", "many turns")]
+    return PreTokenizedDatasetWrapper(rows, processor(name), on_bad="raise", ledger=Ledger(), **options)
+
+
+def pack(name: str, files: dict[str, Path], **options: Any) -> dict[str, Any]:
+    samples = encoded(name, files, **options)
+    made = PackedDatasetWrapper(samples, [[0, 1, 2]], 8192, 0, rope_index(tiny_model(name)), exact=True)
+    return dict(made[0])
+
+
+@pytest.fixture(autouse=True)
+def _attention_as_before() -> Iterator[None]:
+    before = {name: attention_of(tiny_model(name)) for name in ("qwen2_vl", "gemma3")}
+    yield
+    for name, attention in before.items():
+        use_attention(tiny_model(name), attention)
+
+
+@pytest.mark.parametrize("made_for", ATTENTION)
+def test_a_batch_for_another_attention_than_the_decoders_is_refused(
+    made_for: str, files: dict[str, Path]
+) -> None:
+    model = tiny_model("qwen2_vl")
+    batch = neat_packed_vlm_collater([pack("qwen2_vl", files)], attn_implementation=made_for)
+    for runs in INSTALLED:
+        use_attention(model, runs)
+        if runs in RIGHT[made_for]:
+            assert model_inputs(batch, model).keys() == model_inputs(batch).keys()
+            continue
+        with pytest.raises(ConfigError, match=f"was made for .*{made_for}.* decoder runs {runs}: "):
+            model_inputs(batch, model)
+
+
+def test_a_leaking_batch_is_the_one_that_is_refused(files: dict[str, Path]) -> None:
+    model, packs = tiny_model("qwen2_vl"), [pack("qwen2_vl", files)]
+    batches = {name: neat_packed_vlm_collater(packs, attn_implementation=name) for name in ("sdpa", "varlen")}
+    places = {name: batch["_packed_seq_ids"][0] == 2 for name, batch in batches.items()}
+    use_attention(model, "sdpa")
+    with torch.no_grad():
+        right, wrong = (
+            model(**model_inputs(batches[name])).logits[0][places[name]] for name in ("sdpa", "varlen")
+        )
+    assert float((right - wrong).abs().max()) > 1e-2
+    with pytest.raises(ConfigError, match=r"use_attention\(model, 'varlen'\)"):
+        model_inputs(batches["varlen"], model)
+
+
+def test_a_model_inside_a_wrapper_is_asked_for_its_attention(files: dict[str, Path]) -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.module = module
+
+    use_attention(tiny_model("qwen2_vl"), "sdpa")
+    batch = neat_packed_vlm_collater([pack("qwen2_vl", files)], attn_implementation="varlen")
+    with pytest.raises(ConfigError, match="decoder runs sdpa"):
+        model_inputs(batch, Wrapper(tiny_model("qwen2_vl")))
+
+
+def test_batches_that_are_not_packed_go_with_any_attention(files: dict[str, Path]) -> None:
+    batch = pad_collate_fn([encoded("qwen2_vl", files)[0]], processor("qwen2_vl"))
+    for runs in INSTALLED:
+        use_attention(tiny_model("qwen2_vl"), runs)
+        assert "input_ids" in model_inputs(batch, tiny_model("qwen2_vl"))
+
+
+@pytest.mark.parametrize("fakes", [True, False])
+def test_images_that_see_both_ways_are_refused_where_no_mask_is_made(
+    fakes: bool, files: dict[str, Path]
+) -> None:
+    model = tiny_model("gemma3")
+    packs = [pack("gemma3", files, inject_fake_images=fakes)]
+    batch = neat_packed_vlm_collater(packs, attn_implementation="sdpa", config=model.config)
+    use_attention(model, "sdpa")
+    assert model_inputs(batch, model)
+    use_attention(model, "varlen")
+    with pytest.raises(ConfigError, match="decoder runs varlen"):
+        model_inputs(batch, model)
+
+
+def test_an_attention_that_nobody_knows_is_refused_and_the_model_stays_as_it_was() -> None:
+    model = tiny_model("qwen2_vl")
+    before = attention_of(model)
+    with pytest.raises(ConfigError, match=r"'bogus': expected one of eager, .*sdpa.*varlen"):
+        use_attention(model, "bogus")
+    with pytest.raises(ConfigError, match="flash_attention_2 needs the package flash-attn"):
+        use_attention(model, "flash_attention_2")
+    assert attention_of(model) == before

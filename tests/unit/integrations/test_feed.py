@@ -1,0 +1,154 @@
+"""A loader in a trainer that fetches ahead and counts steps: what was trained is what a checkpoint says."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import packhorse
+from contract.processors import processor
+from contract.torchvision_ops import make_torchvision_importable
+from packhorse.errors import ConfigError
+from packhorse.integrations.feed import Feed, StepFeed, check_world
+from packhorse.integrations.loss import supervised
+from packhorse.types import World
+
+make_torchvision_importable()
+
+
+def examples(number: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "conversation": [
+                {"role": "user", "content": f"Question {n}?"},
+                {"role": "assistant", "content": "Answer. " * (1 + n % 4)},
+            ]
+        }
+        for n in range(number)
+    ]
+
+
+def loader(accumulation: int = 2, number: int = 12, **settings: Any) -> Any:
+    settings = {"pack_size": 128, "max_documents": 1, **settings}
+    return packhorse.load(
+        examples(number), processor("qwen2_vl"), accumulation=accumulation, world=World(), **settings
+    )
+
+
+def taken(batches: Iterator[Any], loader: Any, number: int) -> list[int]:
+    samples: list[int] = []
+    for _ in range(number):
+        next(batches)
+        samples += loader.last.samples
+    return samples
+
+
+def test_a_trainer_that_never_asks_for_the_end_gets_every_epoch() -> None:
+    source = loader()
+    feed = Feed(source)
+    assert len(feed) == 12
+    for epoch in range(3):
+        assert sorted(taken(iter(feed), source, len(feed))) == list(range(12))
+        assert source.epoch == epoch
+        assert source.account.epoch == epoch, "the epoch was added up"
+        assert source.account.delivered == 12
+
+
+def test_the_state_counts_what_was_trained_not_what_was_fetched() -> None:
+    source = loader()
+    feed = Feed(source)
+    batches = iter(feed)
+    first = taken(batches, source, 4)
+    feed.trained += 2
+    state = feed.state_dict()
+    other = loader()
+    resumed = Feed(other)
+    resumed.load_state_dict(state)
+    assert taken(iter(resumed), other, 2) == first[2:]
+    feed.trained += 2
+    assert feed.state_dict() == source.state_dict()
+
+
+def test_the_state_behind_the_last_batch_begins_the_next_epoch() -> None:
+    source = loader()
+    feed = Feed(source)
+    taken(iter(feed), source, 12)
+    feed.trained += 12
+    other = loader()
+    resumed = Feed(other)
+    resumed.load_state_dict(feed.state_dict())
+    assert taken(iter(resumed), other, 12) == taken(iter(feed), source, 12)
+    assert other.epoch == source.epoch == 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_each_batch_comes_with_the_tokens_of_its_step(accumulation: int) -> None:
+    pairs = list(StepFeed(loader(accumulation)))
+    assert len(pairs) == 12
+    for first in range(0, len(pairs), accumulation):
+        step = pairs[first : first + accumulation]
+        assert {tokens for _, tokens in step} == {sum(supervised(batch) for batch, _ in step)}
+
+
+def test_a_step_is_fetched_as_a_whole_but_trained_batch_by_batch() -> None:
+    source = loader(3)
+    feed = StepFeed(source)
+    batches = iter(feed)
+    for number in range(1, 5):
+        next(batches)
+        assert feed.state_dict()["batches"] == feed.trained == number
+        assert feed.state_dict()["loader"]["segments"][-1][-1] == number
+    assert source.cursor == 6
+
+
+def test_a_run_that_goes_on_inside_a_step_keeps_to_the_steps() -> None:
+    """Lightning may save at any batch; the rest of that step comes first."""
+    source = loader(3)
+    feed = StepFeed(source)
+    batches = iter(feed)
+    for _ in range(4):
+        next(batches)
+    resumed = StepFeed(loader(3))
+    resumed.load_state_dict(feed.state_dict())
+    assert len(resumed) == 12
+    pairs = list(resumed)
+    assert len(pairs) == 8
+    sizes = [2, 3, 3]
+    for size in sizes:
+        step, pairs = pairs[:size], pairs[size:]
+        assert {tokens for _, tokens in step} == {sum(supervised(batch) for batch, _ in step)}
+
+
+def test_an_epoch_that_goes_on_in_other_steps_is_as_long_as_what_was_and_what_comes() -> None:
+    feed = StepFeed(loader(2))
+    batches = iter(feed)
+    for _ in range(4):
+        next(batches)
+    resumed = StepFeed(loader(1, batch_size=2))
+    resumed.load_state_dict(feed.state_dict())
+    assert len(resumed) == 4 + 4
+    assert len(list(resumed)) == 4
+    assert len(resumed) == 8, "until the next epoch begins"
+    iter(resumed)
+    assert len(resumed) == 6
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "accumulation", "match"),
+    [
+        (0, 2, 2, "rank 0 of 1, but rank 0 of 2 trains"),
+        (0, 1, 4, "4 micro batches are accumulated, but the loader has accumulation=2"),
+    ],
+)
+def test_a_loader_for_others_is_refused(rank: int, size: int, accumulation: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check_world(loader(), rank, size, accumulation)
+
+
+def test_rows_of_its_own_are_refused_where_only_the_first_rank_saves() -> None:
+    config = SimpleNamespace(shard_data=True, accumulation=1)
+    own = SimpleNamespace(world=World(1, 2), config=config)
+    with pytest.raises(ConfigError, match="Leave shard_data out"):
+        check_world(own, 1, 2, 1)
+    check_world(own, 1, 2, 1, saved_by_all=True)

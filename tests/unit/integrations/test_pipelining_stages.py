@@ -1,0 +1,212 @@
+"""Cutting models into stages and batches into microbatches, in one process."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
+
+from contract.tiny_models import tiny_model
+from packhorse.collate_fns.flex import document_block_mask
+from packhorse.collate_fns.masks import segments
+from packhorse.errors import ConfigError
+from packhorse.integrations.pipelining import VlmPipeline, pipeline_inputs, split_vlm
+from packhorse.integrations.pipelining.microbatches import even_rows, segment_starts, varlen_arguments
+from packhorse.pp_media import VLM_PP_MEDIA_KEY
+
+CONFIG = SimpleNamespace(image_token_id=0, video_token_id=1)
+
+
+def batch_of(rows: int, length: int = 6, **more: Any) -> dict[str, Any]:
+    ids = torch.arange(2, 2 + rows * length).view(rows, length)
+    return {"input_ids": ids, "labels": ids.clone(), **more}
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "placed"),
+    [
+        (7, 3, [0, 1, 2, 3, 4, -1, 5, 6, -1]),
+        (4, 2, [0, 1, 2, 3]),
+        (2, 4, [0, 1, -1, -1]),
+        (1, 1, [0]),
+    ],
+)
+def test_rows_are_added_behind_shorter_microbatches(rows: int, microbatches: int, placed: list[int]) -> None:
+    assert even_rows(rows, microbatches).tolist() == placed
+
+
+def test_microbatches_hold_the_rows_that_torch_would_give_them() -> None:
+    """And where torch makes fewer chunks than asked for, which its schedules refuse, we make as many."""
+    for rows in range(1, 12):
+        for microbatches in range(1, 7):
+            ids = torch.arange(rows)[:, None]
+            theirs, _ = split_args_kwargs_into_chunks((ids,), {}, microbatches)
+            ours = [
+                part[part >= 0].tolist()
+                for part in torch.tensor_split(even_rows(rows, microbatches), microbatches)
+            ]
+            assert len(theirs) == min(rows, microbatches)
+            assert [part.flatten().tolist() for (part,) in theirs] == ours[: len(theirs)]
+            assert ours[len(theirs) :] == [[]] * (microbatches - len(theirs))
+
+
+def test_added_rows_have_no_label_no_media_token_and_a_sound_mask() -> None:
+    mask = torch.ones(3, 6, 6, dtype=torch.bool).tril()[:, None]
+    positions = torch.arange(6).expand(3, 3, 6)
+    made = pipeline_inputs(batch_of(3, attention_mask=mask, position_ids=positions), 2, None, CONFIG)
+    assert made.ids.shape == made.labels.shape == (4, 6)
+    assert made.ids[3].tolist() == [2] * 6, "neither image nor video token"
+    assert made.labels[3].tolist() == [-100] * 6
+    assert made.kwargs["attention_mask"].shape == (4, 1, 6, 6)
+    assert torch.equal(made.kwargs["attention_mask"][3], mask[0])
+    assert made.kwargs["position_ids"].shape == (3, 4, 6)
+    assert made.axes == {"attention_mask": 0, "position_ids": 1}
+    assert made.tokens == 18
+
+
+def test_a_batch_that_comes_out_even_is_not_copied() -> None:
+    batch = batch_of(4)
+    made = pipeline_inputs(batch, 2, None, CONFIG)
+    assert made.ids is batch["input_ids"]
+
+
+def test_where_documents_begin_can_be_split_and_put_together_again() -> None:
+    documents = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 2, 3, 0, 0, 0]])
+    whole = segments(documents)
+    starts = segment_starts(whole.cumulative, 3, 6)
+    assert varlen_arguments(starts)["cu_seq_lens_q"].tolist() == whole.cumulative.tolist()
+    for rows in ([0, 1], [2]):
+        alone = segments(documents[rows])
+        found = varlen_arguments(starts[rows])
+        assert found["cu_seq_lens_k"].tolist() == alone.cumulative.tolist()
+        assert found["max_length_q"] == found["max_length_k"] == alone.longest
+
+
+@pytest.mark.parametrize("places", [[0, 4, 8, 12], [0, 6], [0, 6, 13], [1, 6, 12]])
+def test_documents_that_cross_rows_cannot_be_split(places: list[int]) -> None:
+    with pytest.raises(ConfigError, match="cu_seq_lens_q goes from"):
+        segment_starts(torch.tensor(places, dtype=torch.int32), 2, 6)
+
+
+def test_a_block_mask_is_split_by_rows_but_no_row_can_be_added_to_it() -> None:
+    documents = torch.ones(4, 256, dtype=torch.int64)
+    documents[1, 100:] = 2
+    batch = batch_of(4, 256, attention_mask=document_block_mask(documents))
+    made = pipeline_inputs(batch, 2, None, CONFIG)
+    _, kwargs = split_args_kwargs_into_chunks((), made.kwargs, 2, None, TensorChunkSpec.from_dict(made.axes))
+    dense = batch["attention_mask"].to_dense()
+    assert torch.equal(torch.cat([part["attention_mask"].to_dense() for part in kwargs]), dense)
+    with pytest.raises(ConfigError, match="is a PackedBlockMask, to which no row can be added"):
+        pipeline_inputs(batch, 3, None, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pixel_values": torch.rand(4, 3)}, "'pixel_values', which the stages would not be given"),
+        ({"seq_lens": torch.ones(2, 3)}, "'seq_lens', which the stages would not be given"),
+        ({"attention_mask": torch.ones(1, 6)}, r"'attention_mask' of shape \(1, 6\) cannot be split"),
+        ({"position_ids": torch.ones(3, 1, 6)}, r"'position_ids' of shape \(3, 1, 6\).*2 rows along axis 1"),
+        ({"attention_mask": {"full_attention": 1}}, r"'attention_mask' \(dict\) cannot be split"),
+        ({"labels": None}, "no 'labels'"),
+    ],
+)
+def test_what_stages_cannot_be_given_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pipeline_inputs({**batch_of(2), **more}, 2, None, CONFIG)
+
+
+def test_media_without_positions_need_token_types_and_packs_need_positions() -> None:
+    media = {VLM_PP_MEDIA_KEY: {"image_grid_thw": [torch.ones(1, 3), torch.ones(0, 3)]}}
+    with pytest.raises(ConfigError, match="neither 'position_ids' nor 'mm_token_type_ids'"):
+        pipeline_inputs(batch_of(2, **media), 2, lambda **given: given, CONFIG)
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="a packed batch without 'position_ids'"):
+        pipeline_inputs(batch_of(2, attention_mask=mask, **media), 2, lambda **given: given, CONFIG)
+
+
+# --- stages -------------------------------------------------------------------------------------------------
+
+
+def deeper(name: str, layers: int) -> Any:
+    config = copy.deepcopy(tiny_model(name).config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = [text.layer_types[0]] * layers
+    return type(tiny_model(name))(config)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_stages_share_the_weights_of_the_model_under_their_names(name: str) -> None:
+    model = deeper(name, 5)
+    parts = split_vlm(model, 3)
+    whole = dict(model.named_parameters())
+    together = [(key, weight) for part in parts for key, weight in part.named_parameters()]
+    assert sorted(key for key, _ in together) == sorted(whole)
+    assert all(weight is whole[key] for key, weight in together)
+    layers = [{key.split(".")[3] for key, _ in p.named_parameters() if ".layers." in key} for p in parts]
+    assert layers == [{"0", "1"}, {"2", "3"}, {"4"}]
+    assert any("visual" in key for key, _ in parts[0].named_parameters())
+    assert set(model.model._modules) == {"visual", "language_model"}, "the model itself is whole"
+    assert len(model.model.language_model.layers) == 5
+
+
+def test_one_stage_is_the_model() -> None:
+    model = tiny_model("qwen2_vl")
+    (only,) = split_vlm(model, 1)
+    ids = torch.randint(5, 90, (2, 12))
+    assert torch.equal(only(ids), model(input_ids=ids).logits)
+
+
+def test_layers_that_take_visual_features_stay_on_stage_0() -> None:
+    model = deeper("qwen3_vl", 4)
+    model.config.vision_config.deepstack_visual_indexes = [0, 0, 1]
+    assert [len(part.model.language_model.layers) for part in split_vlm(model, 2)] == [3, 1]
+    with pytest.raises(ConfigError, match=r"stage 0 has 2 decoder layers.*the first 3.*at least 3"):
+        split_vlm(model, 2, [2, 2])
+
+
+@pytest.mark.parametrize("layers", [[1], [2, 1], [0, 2], [1, 1, 0]])
+def test_layers_that_do_not_add_up_are_refused(layers: list[int]) -> None:
+    with pytest.raises(ConfigError, match="expected 2 positive numbers that make 2"):
+        split_vlm(tiny_model("qwen2_vl"), 2, layers)
+
+
+def test_more_stages_than_layers_and_no_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected 3 positive numbers that make 2"):
+        split_vlm(tiny_model("qwen2_vl"), 3)
+    with pytest.raises(ConfigError, match="n_stages=0"):
+        split_vlm(tiny_model("qwen2_vl"), 0)
+
+
+def test_tied_embeddings_and_other_models_are_refused() -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
+        split_vlm(model, 2)
+    with pytest.raises(ConfigError, match="cannot split a model of type 'gemma3'"):
+        split_vlm(tiny_model("gemma3"), 2)
+
+
+# --- the pipeline -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_prepared_for_other_microbatches_is_refused() -> None:
+    pipeline = VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), 2, ScheduleGPipe)
+    batch = batch_of(3, **{VLM_PP_MEDIA_KEY: {"pixel_values": [torch.rand(1, 3)] * 3}})
+    with pytest.raises(ConfigError, match=r"split for \[3\] microbatches, the schedule has 2"):
+        pipeline.step(batch)
+
+
+def test_two_stages_on_a_schedule_of_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ScheduleGPipe runs one stage a rank, and here are 2"):
+        VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleGPipe)
+    with pytest.raises(ConfigError, match="n_microbatches=0"):
+        VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), 0, ScheduleGPipe)

@@ -1,0 +1,198 @@
+"""The attention of packed training: the fastest that is right for the model, nothing that is wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from contract.tiny_models import MODELS, tiny_model
+from contract.torchvision_ops import make_torchvision_importable
+from packhorse.collate_fns.packed import ATTENTION
+from packhorse.errors import ConfigError
+from packhorse.integrations.attention import attention_of
+from packhorse.integrations.choose_attention import (
+    BEST_ELSEWHERE,
+    BEST_ON_CUDA,
+    Facts,
+    choose,
+    facts_of,
+    objections,
+)
+from packhorse.integrations.transformers import prepare
+
+make_torchvision_importable()
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def gpu(**facts: Any) -> Facts:
+    return Facts("cuda", **{"capability": (9, 0), "flash": True, **facts})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_cpu_every_tested_family_gets_sdpa_and_no_cache(name: str) -> None:
+    model = tiny_model(name, seed=5)  # not the one of other tests: prepare changes it
+    assert prepare(model) == "sdpa"
+    assert attention_of(model) == "sdpa"
+    assert model.config.use_cache is False
+    assert model.config.get_text_config().use_cache is False
+
+
+def test_only_the_decoder_changes() -> None:
+    model = tiny_model("qwen2_5_vl", seed=5)
+    before = model.config.vision_config._attn_implementation
+    assert prepare(model, "varlen") == "varlen"
+    assert attention_of(model) == "varlen"
+    assert model.config.vision_config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (gpu(), "varlen"),
+        (gpu(window=512), "varlen"),
+        (gpu(varlen=False), "flash_attention_2"),
+        (gpu(varlen_windows=False, window=512), "flash_attention_2"),
+        (gpu(varlen=False, flash=False), "flex_attention"),
+        (gpu(softcap=True), "flash_attention_2"),
+        (gpu(softcap=True, flash=False), "flex_attention"),
+        (gpu(sinks=True, flash=False), "flex_attention"),
+        (gpu(dropout=0.1), "flash_attention_2"),
+        (gpu(dropout=0.1, flash=False), "sdpa"),
+        (gpu(both_ways=True, window=512), "flex_attention"),
+        (gpu(dtype=torch.float32), "flex_attention"),
+        (gpu(autocast=True), "flash_attention_2"),
+        (gpu(autocast=True, flash=False), "flex_attention"),
+        (gpu(capability=(7, 5), dtype=torch.float16), "flex_attention"),
+        (gpu(head=512), "flex_attention"),
+        (Facts("cpu"), "sdpa"),
+        (Facts("cpu", varlen=False), "sdpa"),
+        (Facts("cpu", window=512), "varlen"),
+        (Facts("cpu", softcap=True), "eager"),
+        (Facts("mps"), "sdpa"),
+    ],
+)
+def test_auto_takes_the_fastest_backend_that_is_right(facts: Facts, expected: str) -> None:
+    assert choose(facts) == expected
+    order = BEST_ON_CUDA if facts.device == "cuda" else BEST_ELSEWHERE
+    for faster in order[: order.index(expected)]:
+        assert objections(facts, faster)
+        with pytest.raises(ConfigError, match=f"^{faster} is wrong here"):
+            choose(facts, faster)
+
+
+def test_auto_considers_every_backend_that_batches_are_made_for() -> None:
+    assert set(BEST_ON_CUDA) == set(ATTENTION)
+    assert set(BEST_ELSEWHERE) < set(ATTENTION)
+
+
+def test_a_window_that_no_document_is_longer_than_is_none() -> None:
+    facts = gpu(window=4096, dropout=0.1, flash=False)
+    with pytest.raises(ConfigError, match="sees 4,096 tokens only"):
+        choose(facts)
+    with pytest.raises(ConfigError, match="up to 4,097 tokens"):
+        choose(facts, longest=4097)
+    assert choose(facts, longest=4096) == "sdpa"
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
+def test_gemma_3_is_refused_where_images_would_see_one_direction_only(backend: str) -> None:
+    with pytest.raises(ConfigError, match="both ways"):
+        prepare(tiny_model("gemma3", seed=5), backend)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"attn='fast': expected 'auto' or one of sdpa, .*varlen"):
+        prepare(tiny_model("qwen2_vl", seed=5), "fast")
+
+
+def test_attention_dropout_is_refused_where_it_would_be_left_out() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**SMALL, attention_dropout=0.1))
+    assert prepare(model) == "sdpa"
+    with pytest.raises(ConfigError, match="attention_dropout=0"):
+        prepare(model, "varlen")
+    assert attention_of(model) == "sdpa", "what is refused changes nothing"
+
+
+def test_capped_scores_are_refused_where_they_would_not_be_capped() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, sliding_window=64))
+    assert facts_of(model).softcap
+    with pytest.raises(ConfigError, match="no cap on scores"):
+        prepare(model, "sdpa")
+    assert prepare(model, longest=64) == "eager"
+
+
+def test_attention_sinks_are_found_in_the_weights() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(**SMALL, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    facts = facts_of(GptOssForCausalLM(config))
+    assert facts.sinks
+    assert facts.window is not None
+    for backend in ("varlen", "sdpa"):
+        assert any("sinks" in why for why in objections(facts, backend))
+
+
+def test_a_sliding_window_is_kept_by_varlen_and_refused_for_one_mask() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=32))
+    assert prepare(model) == "varlen"
+    with pytest.raises(ConfigError, match="sees 32 tokens only"):
+        prepare(model, "sdpa")
+
+
+def stateful(name: str) -> Any:
+    import transformers
+
+    if name == "Qwen3Next":
+        config: Any = transformers.Qwen3NextConfig(
+            **SMALL,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=1,
+            linear_num_value_heads=1,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        )
+        return transformers.Qwen3NextForCausalLM(config)
+    if name == "Lfm2":
+        config = transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
+        return transformers.Lfm2ForCausalLM(config)
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    return transformers.MambaForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2", "Mamba"])
+def test_models_that_carry_a_state_across_documents_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="from one document of a row to the next") as caught:
+        prepare(stateful(name))
+    assert 'mode="pad"' in str(caught.value)
+
+
+def test_models_that_look_at_images_across_documents_are_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM
+
+    text = MllamaTextConfig(**SMALL, cross_attention_layers=[1], pad_token_id=0)
+    with pytest.raises(ConfigError, match="cross attention"):
+        prepare(MllamaForCausalLM(text))
+    t5 = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ConfigError, match="encoder"):
+        prepare(T5ForConditionalGeneration(t5))

@@ -1,0 +1,118 @@
+"""One mean over the supervised tokens of a step, however they are spread over batches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from packhorse.errors import ConfigError
+from packhorse.integrations import loss as module
+from packhorse.integrations.loss import count_supervised, grouped, to_device, token_loss
+
+
+def logits_and_labels(rows: int, length: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, length, 50, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 50, (rows, length), generator=generator)
+    labels[torch.rand(rows, length, generator=generator) > share] = -100
+    return logits, labels
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_loss_and_gradient_are_those_of_cross_entropy(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROWS", 7)  # several pieces, the last one short
+    logits, labels = logits_and_labels(3, 31, share, seed=1)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 40
+    (wanted,) = torch.autograd.grad(expected, logits)
+    found = token_loss(logits, labels, 40)
+    (gradient,) = torch.autograd.grad(found, logits)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_bfloat16_logits_are_summed_in_float32_and_get_a_bfloat16_gradient() -> None:
+    exact, labels = logits_and_labels(2, 300, 1.0, seed=2)
+    logits = exact.detach().bfloat16().requires_grad_()
+    expected = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    found = token_loss(logits, labels, labels.numel())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_a_batch_without_a_label_gives_zero_and_zero_gradients() -> None:
+    logits, labels = logits_and_labels(1, 9, 0.0, seed=3)
+    assert bool((labels == -100).all())
+    for tokens in (0, 12, torch.tensor(0)):
+        found = token_loss(logits, labels, tokens)
+        assert float(found) == 0.0
+        (gradient,) = torch.autograd.grad(found, logits)
+        assert not bool(gradient.any())
+    assert bool(F.cross_entropy(logits.flatten(0, 1), labels.flatten()).isnan()), "the mean would be NaN"
+
+
+def test_what_hidden_rows_hold_never_matters() -> None:
+    logits, labels = logits_and_labels(1, 20, 0.5, seed=4)
+    spoiled = logits.detach().clone()
+    spoiled[labels == -100] = float("inf")
+    spoiled.requires_grad_()
+    found = token_loss(spoiled, labels, 3)
+    torch.testing.assert_close(found, token_loss(logits, labels, 3))
+    found.backward()
+    assert spoiled.grad is not None
+    assert bool(spoiled.grad.isfinite().all())
+
+
+def test_parts_add_up_to_one_big_batch() -> None:
+    logits, labels = logits_and_labels(4, 25, 0.4, seed=5)
+    tokens = int((labels != -100).sum())
+    parts = sum(token_loss(logits[row : row + 1], labels[row : row + 1], tokens) for row in range(4))
+    torch.testing.assert_close(parts, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def test_labels_of_another_length_are_refused() -> None:
+    logits, labels = logits_and_labels(1, 9, 1.0, seed=6)
+    with pytest.raises(ConfigError, match="already shifted"):
+        token_loss(logits, labels[:, 1:], 8)
+
+
+def test_groups_hold_the_micro_batches_of_a_step() -> None:
+    assert list(grouped(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(grouped([], 3)) == []
+    with pytest.raises(ConfigError, match="accumulation=0"):
+        list(grouped([1], 0))
+
+
+def test_a_group_is_handed_on_before_the_next_one_is_fetched() -> None:
+    fetched: list[int] = []
+
+    def fetch():
+        for number in range(4):
+            fetched.append(number)
+            yield number
+
+    groups = grouped(fetch(), 2)
+    assert next(groups) == [0, 1]
+    assert fetched == [0, 1], "a checkpoint made now must not count batches of the next step"
+
+
+def test_without_a_process_group_the_own_tokens_are_all() -> None:
+    batches = [{"labels": torch.tensor([[1, -100, 2]])}, {"labels": torch.full((1, 4), -100)}]
+    assert count_supervised(batches) == 2
+    assert count_supervised([]) == 0
+
+
+def test_masks_of_every_kind_are_moved_with_the_batch() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device="cpu")
+    batch = {
+        "input_ids": torch.zeros(1, 2),
+        "attention_mask": {"full_attention": torch.zeros(1, 2), "block": block},
+        "max_length_q": 2,
+    }
+    moved = to_device(batch, "meta")
+    assert moved["input_ids"].device.type == moved["attention_mask"]["full_attention"].device.type == "meta"
+    assert moved["attention_mask"]["block"].kv_indices.device.type == "meta"
+    assert moved["max_length_q"] == 2

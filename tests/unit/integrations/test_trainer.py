@@ -1,0 +1,199 @@
+"""The Trainer of transformers in front of a loader: what it trains, saves, resumes and refuses."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import packhorse
+from contract.processors import processor
+from contract.tiny_models import tiny_model
+from contract.torchvision_ops import make_torchvision_importable
+from packhorse.errors import ConfigError
+from packhorse.integrations.transformers import LOADER_STATE, TrainFromLoader, prepare
+from packhorse.types import World
+
+make_torchvision_importable()
+
+STEPS = 4  # of an epoch: eight packs of one sample, two micro batches a step
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trainer(
+    folder: Path, loader: Any = None, callbacks: Any = None, eval_dataset: Any = None, **settings: Any
+) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    class PackedTrainer(TrainFromLoader, Trainer):
+        seen: list[tuple[int, ...]]
+
+        def training_step(self, *arguments: Any, **options: Any) -> Any:
+            return super().training_step(*arguments, **options)
+
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    prepare(model)
+    plain = {
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(str(folder), **{**plain, **settings})
+    return PackedTrainer(
+        model, args, loader=loader or make_loader(model), callbacks=callbacks, eval_dataset=eval_dataset
+    )
+
+
+def make_loader(model: Any, **settings: Any) -> Any:
+    examples = [
+        {
+            "conversation": [
+                {"role": "user", "content": f"Question {n}?"},
+                {"role": "assistant", "content": "Answer. " * (1 + n % 4)},
+            ]
+        }
+        for n in range(8)
+    ]
+    plain = {"pack_size": 128, "max_documents": 1, "accumulation": 2}
+    return packhorse.load(
+        examples, processor("qwen2_vl"), model=model, world=World(), **{**plain, **settings}
+    )
+
+
+def losses(made: Any) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def test_epochs_steps_and_metrics_are_logged(tmp_path: Path) -> None:
+    made = trainer(tmp_path, save_strategy="no")
+    made.train()
+    entries = [entry for entry in made.state.log_history if "loss" in entry]
+    assert [entry["epoch"] for entry in entries] == pytest.approx([(n + 1) / STEPS for n in range(2 * STEPS)])
+    assert all(0 < entry["data/fill"] <= 1 for entry in entries)
+    assert made.loader.epoch == 1
+    assert not made.loader.remaining
+
+
+def test_the_logged_loss_is_the_mean_over_the_tokens_of_the_step(tmp_path: Path) -> None:
+    from packhorse.collate_fns import model_inputs
+
+    made = trainer(tmp_path, save_strategy="no", max_steps=1)
+    model = copy.deepcopy(made.model)
+    made.train()
+    batches = iter(make_loader(model))
+    rows = [next(batches), next(batches)]
+    with torch.no_grad():
+        logits = [model(**model_inputs(batch)).logits[0] for batch in rows]
+    labels = [batch["labels"][0] for batch in rows]
+    expected = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels))
+    assert len({int((one != -100).sum()) for one in labels}) == 2, "a mean of means would be another number"
+    assert losses(made) == pytest.approx([float(expected)], rel=1e-5)
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1.5, 2])
+def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path: Path, epochs: float) -> None:
+    whole = trainer(tmp_path / "whole", num_train_epochs=epochs)
+    whole.train()
+    assert whole.state.global_step == epochs * STEPS
+    resumed = trainer(tmp_path / "whole", num_train_epochs=epochs)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert resumed.state.global_step == whole.state.global_step
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_finished_run_trains_nothing_more(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    resumed = trainer(tmp_path)
+    before = [p.detach().clone() for p in resumed.model.parameters()]
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2 * STEPS
+    assert not resumed.loader.metrics.steps
+    assert any(not torch.equal(a, b) for a, b in zip(before, resumed.model.parameters(), strict=True))
+
+
+def test_a_resumed_run_may_be_given_more_epochs_or_steps(tmp_path: Path) -> None:
+    trainer(tmp_path, num_train_epochs=1).train()
+    longer = trainer(tmp_path, num_train_epochs=3)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 3 * STEPS
+    assert longer.loader.epoch == 2
+    counted = trainer(tmp_path, max_steps=2 * STEPS + 1)
+    counted.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert counted.state.global_step == 2 * STEPS + 1
+    assert losses(counted) == losses(longer)[: 2 * STEPS + 1]
+
+
+def test_training_again_goes_on_with_the_loader(tmp_path: Path) -> None:
+    made = trainer(tmp_path, max_steps=1, save_strategy="no")
+    made.train()
+    made.train()
+    assert made.loader.cursor == 4
+    assert made.loader.epoch == 0
+
+
+def test_a_trainer_stopped_within_a_step_loses_none_of_its_batches(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class StopWithin(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 1
+
+    made = trainer(tmp_path, callbacks=[StopWithin()], save_strategy="no")
+    made.train()
+    assert made.loader.cursor == 4, "two were trained, and one of the two fetched after them"
+    made.pop_callback(StopWithin)
+    made.train()
+    assert made.loader.epoch == 1
+    assert made.loader.metrics.samples == 16 + 1
+
+
+def test_checkpoints_hold_the_loaders_state(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    state = json.loads((tmp_path / "checkpoint-1" / LOADER_STATE).read_text())
+    assert state["segments"] == [[1, 1, 2, 2]]
+    assert not [path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.name.startswith(".")]
+
+
+def test_a_checkpoint_without_the_loaders_state_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    (tmp_path / "checkpoint-1" / LOADER_STATE).unlink()
+    with pytest.raises(ConfigError, match=f"holds no {LOADER_STATE}"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        trainer(tmp_path / "empty").train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"gradient_accumulation_steps": 3}, "give both the same"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    ],
+)
+def test_what_would_undo_the_loaders_work_is_refused(tmp_path: Path, settings: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path, **settings)
+
+
+def test_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
+    ids = torch.tensor([1, 5, 9, 7, 3])
+    row = {"input_ids": ids, "labels": ids}
+    made = trainer(tmp_path, eval_dataset=[row, row], save_strategy="no", max_steps=1)
+    with torch.no_grad():
+        expected = made.model(input_ids=ids[None], labels=ids[None]).loss
+    assert made.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
