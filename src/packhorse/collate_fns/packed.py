@@ -18,7 +18,8 @@ from packhorse.collate_fns.masks import Segments, additive, block_causal_mask, p
 from packhorse.collate_fns.records import check_present
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join
+from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join, layout_of
+from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 
 Pack = Mapping[str, Any]
 
@@ -26,7 +27,12 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
 """The attention backends that packed batches are made for."""
 
 _OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos"})
-_NOT_FOR_THE_MODEL = frozenset({"labels", "_packed_seq_ids", "n_images_per_sample", "n_videos_per_sample"})
+_NOT_FOR_THE_MODEL = frozenset(
+    {
+        *("labels", "_packed_seq_ids", "n_images_per_sample", "n_videos_per_sample"),
+        *(MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY),
+    }
+)
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CONTIGUOUS = ("flash_attention_2", "varlen")
 _DENSE = 4  # axes of a mask: [B, 1, S, S]
@@ -41,6 +47,7 @@ def neat_packed_vlm_collater(
     pixel_dtype: torch.dtype | None = None,
     mask_dtype: torch.dtype = torch.float32,
     config: Any = None,
+    media_layout: bool = False,
 ) -> dict[str, Any]:
     """Make a batch of packs from :class:`packhorse.neat_packing_vlm.PackedDatasetWrapper`.
 
@@ -54,6 +61,8 @@ def neat_packed_vlm_collater(
         pixel_dtype: what pixels are converted to while they are copied; None leaves them.
         mask_dtype: of the mask for ``"eager"``: the model's.
         config: the model's; only needed for Gemma 3 and 4 where packs hold fake images.
+        media_layout: also say whose the entries of each media tensor are, for a pipeline
+            (:mod:`packhorse.pp_media`).
 
     Returns:
         ``input_ids``, ``labels`` [B, S] (already shifted) and other tensors per token; ``position_ids``
@@ -80,6 +89,8 @@ def neat_packed_vlm_collater(
     rows = PackedRows(batch, padding_idx, max_length)
     made = _with_attention(rows, attn_implementation, mask_dtype, config)
     made |= rows.media(pixel_dtype)
+    if media_layout:
+        made |= rows.whose_media()
     return counted(made, *rows.counts())
 
 
@@ -245,8 +256,25 @@ class PackedRows:
 
     def media(self, pixel_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Media tensors of all packs, joined in one copy."""
-        joined: dict[str, Parts] = {}
-        for pack in self.packs:
+        return {
+            key: join(key, parts, self.family, pixel_dtype if _are_pixels(key, parts) else None)
+            for key, (parts, _) in self._media_parts().items()
+        }
+
+    def whose_media(self) -> dict[str, Any]:
+        """The layout of each media tensor, and its entries for each pack; nothing without media."""
+        found = self._media_parts()
+        if not found:
+            return {}
+        return {
+            MEDIA_LAYOUT_KEY: {key: layout_of(key, self.family) for key in found},
+            MEDIA_ROWS_KEY: {key: torch.tensor(rows) for key, (_, rows) in found.items()},
+        }
+
+    def _media_parts(self) -> dict[str, tuple[Parts, list[int]]]:
+        """The parts of each media tensor, and how many entries of it each pack has."""
+        found: dict[str, tuple[Parts, list[int]]] = {}
+        for number, pack in enumerate(self.packs):
             for key, value in pack.items():
                 if (
                     key in _OF_THE_PACK
@@ -255,11 +283,11 @@ class PackedRows:
                     or self._is_per_token(key, pack)
                 ):
                     continue
-                joined.setdefault(key, Parts()).extend(value if isinstance(value, list) else [value])
-        return {
-            key: join(key, parts, self.family, pixel_dtype if _are_pixels(key, parts) else None)
-            for key, parts in joined.items()
-        }
+                parts, rows = found.setdefault(key, (Parts(), [0] * len(self.packs)))
+                own = value if isinstance(value, list) else [value]
+                parts.extend(own)
+                rows[number] = sum(map(len, own))
+        return found
 
     def counts(self) -> tuple[list[int], list[int]]:
         """Images and videos of each pack."""

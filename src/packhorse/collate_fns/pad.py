@@ -19,6 +19,7 @@ from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
 from packhorse.neat_packing_vlm.media import count_items, join, layout_of
+from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 
 Sample = Mapping[str, Any]
 
@@ -27,7 +28,7 @@ _COUNTS = ("n_images", "n_videos")
 
 
 def pad_collate_fn(
-    examples: Sequence[Sample], processor: Any, max_length: int | None = None
+    examples: Sequence[Sample], processor: Any, max_length: int | None = None, *, media_layout: bool = False
 ) -> dict[str, Any]:
     """Make a batch of samples from :class:`packhorse.datasets.PreTokenizedDatasetWrapper`.
 
@@ -36,6 +37,8 @@ def pad_collate_fn(
             ``attention_mask`` and other tensors per token, and the media tensors of the family.
         processor: tells the pad token and the family.
         max_length: pad every batch to so many tokens; None pads to the longest sample.
+        media_layout: also say whose the entries of each media tensor are, for a pipeline
+            (:mod:`packhorse.pp_media`).
 
     Returns:
         Tensors per token of shape [B, S - 1], padded on the right (ids with the pad token, masks and types
@@ -60,6 +63,8 @@ def pad_collate_fn(
             _check_length(sample.get("input_ids"), max_length)
     samples = _ordered(examples, family)
     batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
+    if media_layout:
+        batch |= whose_media(samples, family)
     images, videos = count_media(samples, family)
     return shifted(counted(batch, images, videos), family)
 
@@ -166,6 +171,22 @@ def join_media(samples: Sequence[Sample], family: Family) -> dict[str, torch.Ten
             tensors = _row_for_each(key, tensors)
         joined[key] = join(key, [tensor for tensor in tensors if tensor is not None], family)
     return joined
+
+
+def whose_media(samples: Sequence[Sample], family: Family) -> dict[str, Any]:
+    """The layout of each media tensor, and its entries for each sample; nothing where there are no media."""
+    keys = dict.fromkeys(key for sample in samples for key in sample if _is_media(key))
+    found = {key: [sample.get(key) for sample in samples] for key in keys}
+    found = {key: values for key, values in found.items() if any(value is not None for value in values)}
+    if not found:
+        return {}
+    layouts = {key: layout_of(key, family, values) for key, values in found.items()}
+    absent = {key: int(layout.owner == "sample") for key, layout in layouts.items()}
+    rows = {
+        key: torch.tensor([absent[key] if value is None else len(value) for value in values])
+        for key, values in found.items()
+    }
+    return {MEDIA_LAYOUT_KEY: layouts, MEDIA_ROWS_KEY: rows}
 
 
 def _is_media(key: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 
@@ -14,8 +15,6 @@ from packhorse.loader.build import BatchReport
 from packhorse.loader.talk import Ranks
 
 logger = getLogger("packhorse.loader")
-
-_GONE = ("left_out", "replaced")
 
 
 class TooManyBad(PackhorseError):
@@ -131,15 +130,9 @@ def close_epoch(
         ledger: this rank's.
         ranks: to add up over; those that cannot talk tell their own part only.
     """
-    # The file has what an earlier run, or a process that was killed, has recorded too.
-    written = Ledger.load(ledger.path) if ledger.path is not None and ledger.path.exists() else ledger
-    found = ranks.gather(replace(mine, reasons=written.counts()))
+    found = ranks.gather(mine)
+    reasons = _reasons(ledger, ranks)
     everybody = ranks.can_talk or ranks.world.size == 1
-    reasons: Counter[str] = Counter()
-    for one in found:
-        reasons.update(one.reasons)
-    for path in _left_behind(ledger, ranks):
-        reasons.update(Ledger.load(path).counts())
     delivered = sum(one.delivered or 0 for one in found) if everybody and whole else None
     account = EpochAccount(
         mine.epoch,
@@ -147,7 +140,7 @@ def close_epoch(
         sum(one.planned for one in found) if shard_data else mine.planned,
         delivered,
         sum(one.lost for one in found),
-        dict(reasons.most_common()),
+        reasons,
     )
     if account.delivered is not None and account.delivered + account.lost != account.planned:
         raise PackhorseError(
@@ -164,10 +157,40 @@ def rank_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}.jsonl"
 
 
-def _left_behind(ledger: Ledger, ranks: Ranks) -> list[Path]:
-    """Files of ranks that there were in an earlier, larger run."""
-    if ledger.path is None or ranks.world.rank:
-        return []
-    found = sorted(ledger.path.parent.glob("rank-*.jsonl"))
-    numbers = {path: path.stem.partition("-")[2] for path in found}
-    return [path for path in found if numbers[path].isdigit() and int(numbers[path]) >= ranks.world.size]
+def _reasons(ledger: Ledger, ranks: Ranks) -> dict[str, int]:
+    """How many entries there are for each reason, over all ranks.
+
+    Files are read: they have what an earlier run, or a process that was killed, has recorded too. After a
+    restart a sample may be in the files of two ranks; where the first rank sees all files, it counts once.
+    """
+    path = ledger.path
+    written = Ledger.load(path) if path is not None and path.exists() else ledger
+    parts = ranks.gather((written.counts(), len(written)))
+    files = {} if path is None else _rank_files(path.parent)
+    seen = {rank: Ledger.load(file) for rank, file in files.items()} if not ranks.world.rank else {}
+    if ranks.can_talk:
+        all_seen = all(
+            not number or len(seen.get(rank, ())) >= number for rank, (_, number) in enumerate(parts)
+        )
+        merged = ranks.gather(_merged(seen.values()).counts() if all_seen else None)[0]
+        if merged is not None:
+            return dict(merged)
+    total: Counter[str] = Counter()
+    for counts, _ in parts:
+        total.update(counts)
+    for rank, left_behind in seen.items():
+        if rank >= ranks.world.size:  # of an earlier, larger run
+            total.update(left_behind.counts())
+    return dict(total.most_common())
+
+
+def _merged(ledgers: Iterable[Ledger]) -> Ledger:
+    merged = Ledger()
+    for ledger in ledgers:
+        merged.merge(ledger)
+    return merged
+
+
+def _rank_files(folder: Path) -> dict[int, Path]:
+    numbers = {path: path.stem.partition("-")[2] for path in sorted(folder.glob("rank-*.jsonl"))}
+    return {int(number): path for path, number in numbers.items() if number.isdigit()}

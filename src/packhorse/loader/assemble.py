@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from packhorse.loader.model_facts import ModelFacts, as_dtype
 from packhorse.loader.plans import PlanSettings
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
+from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS
 
 
@@ -95,7 +95,8 @@ def batch_builder(
     finish = _finish(config)
     if config.mode == "pad":
         pad_to = config.pack_size if config.pad_to_size else None
-        return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout)
+        for_pipeline = config.pipeline_microbatches is not None
+        return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout, media_layout=for_pipeline)
     padding = pad_token_id(samples.processor)
     packer = PackedDatasetWrapper(
         samples,
@@ -114,6 +115,7 @@ def batch_builder(
         "attn_implementation": config.attention or facts.attention,
         "pixel_dtype": dtype,
         "config": facts.config,
+        "media_layout": config.pipeline_microbatches is not None,
     }
     if facts.dtype is not None:
         collater["mask_dtype"] = facts.dtype
@@ -123,14 +125,11 @@ def batch_builder(
 def _finish(config: LoaderConfig) -> Finish | None:
     if config.pipeline_microbatches is None:
         return None
-    from packhorse.pp_media import prepare_vlm_media_for_pp
-
-    return partial(_chunked, prepare_vlm_media_for_pp, config.pipeline_microbatches)
+    return partial(_chunked, config.pipeline_microbatches)
 
 
-def _chunked(prepare: Any, microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:
-    prepared: MutableMapping[str, Any] = prepare(batch, n_microbatches=microbatches)
-    return dict(prepared)
+def _chunked(microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:
+    return dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
 
 
 def worker_settings(config: LoaderConfig) -> WorkerSettings:

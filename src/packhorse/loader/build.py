@@ -319,6 +319,7 @@ class PadBuilder(BatchBuilder):
         pixel_dtype: what pixels are converted to; None leaves them.
         finish: see there.
         sample_timeout: see there.
+        media_layout: see :func:`~packhorse.collate_fns.pad_collate_fn`.
     """
 
     def __init__(
@@ -328,9 +329,11 @@ class PadBuilder(BatchBuilder):
         pixel_dtype: torch.dtype | None = None,
         finish: Finish | None = None,
         sample_timeout: float | None = None,
+        *,
+        media_layout: bool = False,
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
-        self.pad_to, self.pixel_dtype = pad_to, pixel_dtype
+        self.pad_to, self.pixel_dtype, self.media_layout = pad_to, pixel_dtype, media_layout
 
     def sample(self, index: int) -> Sample | None:
         """One sample, not yet shifted."""
@@ -353,7 +356,8 @@ class PadBuilder(BatchBuilder):
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A padded batch."""
         width = None if self.pad_to is None else self.pad_to + 1
-        batch = pad_collate_fn([sample for row in rows for sample in row], self.samples.processor, width)
+        samples = [sample for row in rows for sample in row]
+        batch = pad_collate_fn(samples, self.samples.processor, width, media_layout=self.media_layout)
         return cast_pixels(batch, self.pixel_dtype)
 
 

@@ -160,6 +160,11 @@ class LoaderConfig:
             settings["data"] = beside if os.path.exists(beside) else data
         return cls.from_dict(settings)
 
+    def of_all_ranks(self) -> str:
+        """What has to be the same on all ranks, beside what the plan depends on."""
+        names = ("mode", "batch_size", "accumulation", "placeholder", "shard_data")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
     def with_changes(self, **changes: Any) -> LoaderConfig:
         """The same settings but for these."""
         return dataclasses.replace(self, **changes)

@@ -131,9 +131,8 @@ def counts_for(
     if ranks.all_agree(found is not None) and found is not None:
         return found
     meta = dict(meta) if isinstance(meta, Mapping) else str(meta)
-    if ranks.world.rank == 0 or not ranks.can_talk:
-        _count_meta(meta, names, processor, workers, len(dataset))
-    ranks.wait()
+    first = ranks.world.rank == 0 or not ranks.can_talk
+    ranks.together(lambda: _count_meta(meta, names, processor, workers, len(dataset)) if first else None)
     found = counts_of(dataset, processor)
     if found is None:  # another machine has counted, whose files cannot be seen from here
         _count_meta(meta, names, processor, workers, len(dataset))

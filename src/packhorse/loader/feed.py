@@ -164,8 +164,8 @@ class Feed:
             return
         raise SystemFault(
             f"workers died {died} times over micro step {ticket.step} ({what}), the last time building it "
-            f"alone{self._culprit()}: {self._named(ticket)}. A medium that crashes its decoder, or too little "
-            "memory (fewer workers, a smaller prefetch, shared memory)"
+            f"alone{self._culprit()}: {self._named(ticket)}. A medium that crashes its decoder, or too "
+            "little memory (fewer workers, a smaller prefetch, shared memory)"
         ) from error
 
     def _culprit(self) -> str:

@@ -7,7 +7,7 @@ built in workers. How far the run has come is a handful of numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -36,7 +36,7 @@ from packhorse.loader.metrics import Metrics
 from packhorse.loader.model_facts import facts_of
 from packhorse.loader.plans import Planner, record_left_out, refuse_overlong, strata_of
 from packhorse.loader.progress import Progress
-from packhorse.loader.talk import Ranks
+from packhorse.loader.talk import Ranks, Result
 from packhorse.neat_packing_vlm import PackPlan
 from packhorse.types import World
 
@@ -100,6 +100,7 @@ class Loader:
         self.config, self.processor = config, as_processor(processor)
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
+        self._ranks.same("settings", config.of_all_ranks())
         facts = facts_of(model)
         folder = config.ledger_dir
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank))
@@ -107,8 +108,7 @@ class Loader:
         opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
         shard = self.world if config.shard_data else None
         self.dataset = open_data(config.data, config.dataset_names, opening, shard)
-        if not len(self.dataset):
-            raise ConfigError("there is no example in the data")
+        self._together(self._refuse_nothing)
         if counts is None:
             names, workers = config.dataset_names, config.count_workers
             counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
@@ -234,6 +234,8 @@ class Loader:
             ledger=self.ledger,
             ranks=self._ranks,
         )
+        if not self.config.shard_data:
+            now.guard.check(self.account.lost)
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
@@ -307,11 +309,18 @@ class Loader:
         progress = self._progress
         if packs is None:
             packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
-        guard = self._guard(packs.plan)
-        if not len(packs.plan):
-            raise ConfigError(f"no example can be used:\n{self.ledger.summary(len(self.dataset))}")
+        guard = self._together(partial(self._guard, packs.plan))
         whole = len(progress.segments) == 1 and not progress.cursor
         return _Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
+
+    def _together(self, do: Callable[[], Result]) -> Result:
+        """Do what may fail; with rows of their own it may fail on some ranks only."""
+        return self._ranks.together(do) if self.config.shard_data else do()
+
+    def _refuse_nothing(self) -> None:
+        if not len(self.dataset):
+            where = f" for {self.world}: it has fewer rows than ranks" if self.config.shard_data else ""
+            raise ConfigError(f"there is no example in the data{where}")
 
     def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
         deal = partial(Dealt, packs, progress.segments, seed=self.config.seed, epoch=progress.epoch)
@@ -332,6 +341,8 @@ class Loader:
         if not self._told and (self.world.rank == 0 or self.config.shard_data):
             record_left_out(self._planner, plan, self.key, self.ledger)
         self._told = True
+        if not len(plan):
+            raise ConfigError(f"no example can be used:\n{self.ledger.summary(len(self.dataset))}")
         bad = int((~self.counts.ok).sum())
         config = self.config
         return Guard(

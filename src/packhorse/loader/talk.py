@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, PackhorseError
 from packhorse.types import World
+
+Result = TypeVar("Result")
 
 
 class Ranks:
@@ -54,7 +57,18 @@ class Ranks:
             told = "; ".join(f"{one} on ranks {ranks}" for one, ranks in by_value.items())
             raise ConfigError(f"the ranks have different {what}: {told}. Give all of them the same settings")
 
-    def wait(self) -> None:
-        """Until all ranks are here."""
-        if self.can_talk:
-            self.gather(None)
+    def together(self, do: Callable[[], Result]) -> Result:
+        """Do something that only some ranks may fail at: then all of them fail, and none waits.
+
+        Raises:
+            PackhorseError: it failed on another rank; what it raised here is raised here.
+        """
+        try:
+            result = do()
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        failed = [f"rank {rank}: {told}" for rank, told in enumerate(self.gather("")) if told]
+        if failed:
+            raise PackhorseError(f"another rank cannot go on. {'; '.join(failed)}")
+        return result

@@ -35,10 +35,7 @@ def trainer(
     from transformers import Trainer, TrainingArguments
 
     class PackedTrainer(TrainFromLoader, Trainer):
-        seen: list[tuple[int, ...]]
-
-        def training_step(self, *arguments: Any, **options: Any) -> Any:
-            return super().training_step(*arguments, **options)
+        pass
 
     model = copy.deepcopy(tiny_model("qwen2_vl"))
     prepare(model)

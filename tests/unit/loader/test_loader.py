@@ -389,3 +389,20 @@ def test_feeding_draws_nothing_from_the_programs_random_numbers():
     loader.close()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm", "internvl"])
+def test_media_can_be_cut_for_a_pipeline(mode, family):
+    from packhorse.pp_media import VLM_PP_MEDIA_KEY
+
+    settings = {"family": family, "mode": mode, "batch_size": 4, "pack_size": 700, "max_bad_share": None}
+    plain, cut = load(mixed(20), **settings), load(mixed(20), **settings, pipeline_microbatches=2)
+    for whole, batch in zip(plain, cut, strict=True):
+        chunks = batch.pop(VLM_PP_MEDIA_KEY, {})
+        for key, parts in chunks.items():
+            assert len(parts) == 2
+            assert torch.equal(torch.cat(parts), whole[key]), key
+        counts = {"n_images_per_sample", "n_videos_per_sample"}
+        assert whole.keys() - batch.keys() - counts == chunks.keys()
+        assert not any(key.startswith("_media") for key in batch)

@@ -1,0 +1,181 @@
+"""Cutting a model into the modules of its stages, without copying a weight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from packhorse.errors import ConfigError
+from packhorse.integrations.pipelining.microbatches import varlen_arguments
+from packhorse.positions import rope_index
+
+SPLITTABLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types that :func:`split_vlm` knows how to cut, and that are tested."""
+
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+class VlmStage(torch.nn.Module):
+    """Some decoder layers of a model; with the embedding and the vision tower in front, or the head behind.
+
+    Parameters have the names they have in the whole model, so a checkpoint of it loads with
+    ``load_state_dict(…, strict=False)`` and the state dicts of all stages together are one.
+
+    Attributes:
+        index: the stage's number; ``n_stages`` of how many.
+        config: the model's.
+        rope_index: the model's ``get_rope_index``, without its weights.
+    """
+
+    def __init__(self, model: Any, index: int, n_stages: int, layers: range) -> None:
+        super().__init__()
+        self.index, self.n_stages, self.config = index, n_stages, model.config
+        self.rope_index = rope_index(model)
+        # packhorse.pp_media.stage_vlm_media_for_pp sets them during a schedule call.
+        self._vlm_media_chunks: Mapping[str, Sequence[torch.Tensor]] | None = None
+        self._vlm_chunk_idx: int | None = None
+        whole = model.model.language_model
+        kept = torch.nn.ModuleList()
+        # The names are the numbers that the layers have in the whole model.
+        kept._modules = {str(number): whole.layers[number] for number in layers}
+        parts: dict[str, Any] = {"layers": kept}
+        if not self.is_first:
+            parts["embed_tokens"] = None
+        if not self.is_last:
+            parts["norm"] = torch.nn.Identity()
+        decoder = _shell(whole, parts)
+        decoder.config = copy.copy(whole.config)
+        decoder.config.num_hidden_layers = len(layers)
+        if getattr(whole.config, "layer_types", None) is not None:
+            decoder.config.layer_types = [whole.config.layer_types[number] for number in layers]
+        self.model = _shell(
+            model.model, {"language_model": decoder, **({} if self.is_first else {"visual": None})}
+        )
+        if self.is_last:
+            self.lm_head = model.lm_head
+
+    @property
+    def is_first(self) -> bool:
+        """Whether ids and media go in; otherwise hidden states."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits come out; otherwise hidden states."""
+        return self.index == self.n_stages - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, which is that of the hidden states."""
+        weights: torch.Tensor = next(self.model.language_model.parameters())
+        return weights.dtype
+
+    def forward(
+        self,
+        given: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        segment_starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One microbatch.
+
+        Args:
+            given: ``input_ids`` [b, S] for the first stage, hidden states [b, S, H] for the others.
+            attention_mask: as the model takes it, of these rows.
+            position_ids: [3, b, S].
+            segment_starts: bool [b, S], where documents begin, for varlen and flash attention.
+
+        Returns:
+            Hidden states [b, S, H], or the logits [b, S, V] of the last stage.
+        """
+        more = {} if segment_starts is None else varlen_arguments(segment_starts)
+        more |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        if self.is_first:
+            output = self.model(input_ids=given, **more, **self._next_media(given.device))
+        else:
+            output = self.model.language_model(inputs_embeds=given, **more)
+        hidden: torch.Tensor = output.last_hidden_state
+        return self.lm_head(hidden) if self.is_last else hidden
+
+    def _next_media(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The media of the microbatch at the cursor, which moves on; those without entries are left out."""
+        chunks = self._vlm_media_chunks
+        if not chunks:
+            return {}
+        place = self._vlm_chunk_idx or 0
+        number = len(next(iter(chunks.values())))
+        if place >= number:
+            raise RuntimeError(f"microbatch {place + 1} of a batch whose media were split for {number}")
+        self._vlm_chunk_idx = place + 1
+        taken = {key: chunks[key][place] for key in _MEDIA if key in chunks}
+        return {key: value.to(device, non_blocking=True) for key, value in taken.items() if len(value)}
+
+
+def _shell(module: Any, replaced: Mapping[str, Any]) -> Any:
+    """The same module with other children (None: left out). Weights are shared, not copied."""
+    made = copy.copy(module)
+    for name in ("_parameters", "_buffers"):
+        setattr(made, name, dict(getattr(module, name)))
+    children = {**module._modules, **replaced}
+    made._modules = {name: child for name, child in children.items() if child is not None}
+    return made
+
+
+def split_vlm(model: Any, n_stages: int, layers: Sequence[int] | None = None) -> list[VlmStage]:
+    """Cut a model into stages that share its weights.
+
+    Args:
+        model: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model for conditional generation.
+        n_stages: how many stages; of these a rank takes its own (``stages[rank::size]`` for the schedules of
+            torch that loop over ranks).
+        layers: decoder layers of each stage; without it they are dealt evenly.
+
+    Returns:
+        All stages. Nothing is copied: drop the ones of other ranks and the model to free their weights.
+
+    Raises:
+        ConfigError: another kind of model, tied embeddings, too few layers, or layers of Qwen3-VL that take
+            features of the vision tower would not be on stage 0.
+    """
+    kind = model.config.model_type
+    if kind not in SPLITTABLE:
+        raise ConfigError(
+            f"cannot split a model of type '{kind}', only {', '.join(SPLITTABLE)}: write its stages yourself "
+            "and hand them their media with packhorse.pp_media.stage_vlm_media_for_pp"
+        )
+    decoder = model.model.language_model
+    total = len(decoder.layers)
+    if n_stages > 1 and model.lm_head.weight is decoder.embed_tokens.weight:
+        raise ConfigError(
+            "the model ties its head to its embedding, which would be on different stages: load it with "
+            "tie_word_embeddings=False"
+        )
+    # Features of the vision tower's inner layers are added behind the first decoder layers.
+    deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
+    numbers = _dealt(total, n_stages, deep) if layers is None else list(layers)
+    if len(numbers) != n_stages or sum(numbers) != total or min(numbers, default=0) < 1:
+        raise ConfigError(
+            f"layers={numbers} for {n_stages} stages of a decoder of {total} layers: expected {n_stages} "
+            f"positive numbers that make {total}"
+        )
+    if numbers[0] < deep:
+        raise ConfigError(
+            f"stage 0 has {numbers[0]} decoder layers, but features of the vision tower go into the first "
+            f"{deep} ('deepstack_visual_indexes'): give stage 0 at least {deep}"
+        )
+    edges = pairwise([0, *accumulate(numbers)])
+    return [VlmStage(model, index, n_stages, range(*edge)) for index, edge in enumerate(edges)]
+
+
+def _dealt(total: int, n_stages: int, least: int) -> list[int]:
+    """Layers of each stage, as even as it gets with at least so many on stage 0."""
+    if n_stages < 1:
+        raise ConfigError(f"{n_stages=}: expected at least 1")
+    first = max(-(-total // n_stages), least)
+    if n_stages == 1 or first == -(-total // n_stages):
+        return [len(part) for part in torch.tensor_split(torch.arange(total), n_stages)]
+    return [first, *(len(part) for part in torch.tensor_split(torch.arange(total - first), n_stages - 1))]

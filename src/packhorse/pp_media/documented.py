@@ -1,0 +1,121 @@
+"""The layouts of batches that declare none: the documented rules, by the names of the tensors.
+
+A family's own declaration is better where there is one. These rules cover the well-known names; pixels are
+told apart by their grid: one entry per image (whole images, padded patches), or flat patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from packhorse.pp_media.rows import COUNT_KEYS
+from packhorse.types import MediaKind, MediaLayout, TensorLayout
+
+_IMAGE_GRIDS = ("image_grid_hws", "image_grid_thw", "image_sizes", "image_position_ids")
+_MORE_IMAGE_GRIDS = ("grid_thws", "image_grid_hw")
+_VIDEO_GRIDS = ("video_grid_thw", "num_frames_per_video")
+_PIXELS: Mapping[str, tuple[MediaKind, tuple[str, ...]]] = {
+    "pixel_values": ("image", (*_IMAGE_GRIDS, *_MORE_IMAGE_GRIDS)),
+    "pixel_values_videos": ("video", _VIDEO_GRIDS),
+}
+_NOT_GRIDS = frozenset({"image_sizes", "image_position_ids"})  # one entry per image, but not its patches
+
+_IMAGE, _VIDEO, _AUDIO = (TensorLayout((kind,), "item") for kind in ("image", "video", "audio"))
+_BY_NAME: MediaLayout = {
+    "patch_pixel_values": TensorLayout(("image",), "rows", "num_patches"),
+    "num_patches": _IMAGE,
+    "patch_newline_mask": TensorLayout(("image",), "rows", "num_patches"),
+    **dict.fromkeys((*_IMAGE_GRIDS, *_MORE_IMAGE_GRIDS), _IMAGE),
+    **dict.fromkeys(("image_pixel_values", "image_attention_mask"), _IMAGE),
+    "pixel_attention_mask": TensorLayout(("image",), "sample"),
+    "batch_num_images": TensorLayout(("image",), "sample"),
+    **dict.fromkeys((*_VIDEO_GRIDS, "second_per_grid_ts", "video_second_per_grid"), _VIDEO),
+    "video_position_ids": TensorLayout(("video",), "rows", "num_frames_per_video"),
+    **dict.fromkeys(("input_features", "feature_attention_mask", "input_features_mask"), _AUDIO),
+    **dict.fromkeys(("audio_input_features", "audio_embed_sizes", "audio_attention_mask"), _AUDIO),
+}
+
+_VLM_MEDIA_KEYS: tuple[str, ...] = (*_PIXELS, *_BY_NAME, *COUNT_KEYS.values())
+"""Every key that is taken out of a batch which declares no layout."""
+
+
+def _select_image_grid(
+    image_grid_hws: torch.Tensor | None,
+    image_grid_thw: torch.Tensor | None,
+    image_sizes: torch.Tensor | None,
+    image_position_ids: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The tensor that tells about each image: the first that is there."""
+    given = (image_grid_hws, image_grid_thw, image_sizes, image_position_ids)
+    return next((grid for grid in given if grid is not None), None)
+
+
+def image_grid_of(media: Mapping[str, Any]) -> Any:
+    """What :func:`_select_image_grid` selects, by the names of the tensors; also of names beyond it."""
+    chosen = _select_image_grid(*(media.get(key) for key in _IMAGE_GRIDS))
+    more = (media.get(key) for key in _MORE_IMAGE_GRIDS)
+    return chosen if chosen is not None else next((grid for grid in more if grid is not None), None)
+
+
+def documented_layout(batch: Mapping[str, Any], declared: MediaLayout) -> dict[str, TensorLayout]:
+    """Layouts of the batch's media tensors that nobody declares.
+
+    Raises:
+        ValueError: flat patches come without a grid, or pixels do not fit theirs.
+    """
+    layout = {key: value for key, value in _BY_NAME.items() if batch.get(key) is not None}
+    for key, (kind, grids) in _PIXELS.items():
+        pixels = batch.get(key)
+        if pixels is not None and key not in declared:
+            grid_key = next((name for name in grids if batch.get(name) is not None), None)
+            grid = None if grid_key is None else batch[grid_key]
+            layout[key] = pixels_layout(key, pixels, kind, grid_key, grid, grids)
+    return {key: value for key, value in layout.items() if key not in declared}
+
+
+def pixels_layout(
+    key: str,
+    pixels: Any,
+    kind: MediaKind,
+    grid_key: str | None,
+    grid: Any,
+    grids: tuple[str, ...] = (),
+) -> TensorLayout:
+    """One entry per medium, or flat patches: where both fit, each medium has one patch and both are the same.
+
+    Args:
+        key: of the pixels.
+        pixels: the tensor.
+        kind: of the media.
+        grid_key: of the tensor that tells about each medium; None where there is none.
+        grid: that tensor.
+        grids: the keys it could have, for messages.
+
+    Raises:
+        ValueError: neither fits.
+    """
+    if not isinstance(pixels, torch.Tensor):
+        raise ValueError(f"'{key}' is a {type(pixels).__name__}: expected a tensor")
+    if grid_key is None:
+        if pixels.dim() <= 2:
+            raise ValueError(
+                f"'{key}' has shape {tuple(pixels.shape)}, flat patches, and the batch has no grid that says "
+                f"how many belong to each medium: expected one of {', '.join(grids)}"
+            )
+        return TensorLayout((kind,), "item")
+    grid = torch.as_tensor(grid)
+    patches = None
+    if grid_key not in _NOT_GRIDS and grid.dim() <= 2 and not grid.is_floating_point():
+        patches = int(grid.reshape(len(grid), -1).to(torch.int64).prod(1).sum())
+    if patches == len(pixels):
+        return TensorLayout((kind,), "rows", grid_key)
+    if len(grid) == len(pixels):
+        return TensorLayout((kind,), "item")
+    make = "" if patches is None else f" or {patches} (one per patch of the grid)"
+    raise ValueError(
+        f"'{key}' has shape {tuple(pixels.shape)} and '{grid_key}' {tuple(grid.shape)}: expected "
+        f"{len(grid)} entries (one per {kind}){make} along axis 0, found {len(pixels)}"
+    )
