@@ -63,12 +63,12 @@ def train(options: argparse.Namespace) -> None:
             optimizer.zero_grad()
             step += 1
             if loss is not None:  # where the last stage is
-                print(f"epoch {epoch} step {step} loss {loss:.4f}", flush=True)  # noqa: T201
+                print(f"epoch {epoch} step {step} loss {loss:.4f}", flush=True)
     evaluated = list(batches(loader, processor, options.microbatches))
     losses = [pipeline.eval(batch, tokens=1) for batch in evaluated]  # sums over tokens
     if losses[0] is not None:
         mean = sum(map(float, losses)) / sum(map(supervised, evaluated))
-        print(f"evaluation loss {mean:.4f}", flush=True)  # noqa: T201
+        print(f"evaluation loss {mean:.4f}", flush=True)
     for part in parts:  # the names are those of the whole model: together they are its checkpoint
         torch.save(part.state_dict(), options.folder / f"stage-{part.index}.pt")
 

@@ -106,7 +106,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             step += 1
             loader.trained(step, loss)
             if dist.get_rank() == 0:
-                print(f"epoch {epoch} step {step} loss {loss:.4f} · {loader.metrics.summary()}", flush=True)  # noqa: T201
+                print(f"epoch {epoch} step {step} loss {loss:.4f} · {loader.metrics.summary()}", flush=True)
             if writer is not None:
                 writer.add_scalar("loss", loss, step)
                 loader.metrics.log(writer, step)

@@ -31,7 +31,7 @@ class Observe(TrainerCallback):
             self.loader.trained(state.global_step, logs["loss"])
             if state.is_world_process_zero:
                 line = f"step {state.global_step} loss {logs['loss']:.4f} · {self.loader.metrics.summary()}"
-                print(line)  # noqa: T201
+                print(line)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An interruption."""

@@ -121,3 +121,28 @@ def test_an_attention_that_nobody_knows_is_refused_and_the_model_stays_as_it_was
     with pytest.raises(ConfigError, match="flash_attention_2 needs the package flash-attn"):
         use_attention(model, "flash_attention_2")
     assert attention_of(model) == before
+
+
+def test_varlen_runs_under_autocast(files):
+    """Queries leave the rotary embedding in float32 there; a kernel wants one type for all."""
+    import torch
+
+    from contract.tiny_models import tiny_model
+    from packhorse.integrations.attention import attention_of, use_attention, varlen_attention
+
+    model = tiny_model("qwen2_vl")
+    before = attention_of(model)
+    use_attention(model, "varlen")
+    try:
+        layer = model.model.language_model.layers[0].self_attn
+        states = torch.randn(1, 4, 6, 16)
+        value = torch.randn(1, 2, 6, 16).bfloat16()
+        ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+        with torch.autocast("cpu", torch.bfloat16):
+            made, _ = varlen_attention(
+                layer, states, states[:, :2], value, None, cu_seq_lens_q=ends, max_length_q=4, is_causal=True
+            )
+        assert made.dtype == torch.bfloat16
+        assert made.shape == (1, 6, 4, 16)
+    finally:
+        use_attention(model, before)

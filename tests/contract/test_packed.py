@@ -203,12 +203,12 @@ def test_positions_without_the_models_weights_are_the_models(name: str, unpacked
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_gemma_refuses_kernels_that_cannot_look_both_ways(name: str, unpacked: Any) -> None:
     given = unpacked(name)
+    packs = list(PackedDatasetWrapper(given.samples, given.bins, 8192, on_bad="raise"))
     for backend in ("varlen", "flash_attention_2"):
-        with pytest.raises(ConfigError, match="both ways"):
-            packed_batch(name, given, backend)
-    packs = PackedDatasetWrapper(given.samples, given.bins, 8192, on_bad="raise")
-    with pytest.raises(ConfigError, match="Transformer Engine"):
-        packed_sequence_thd_vlm_collater([packs[0], packs[1]])
+        with pytest.raises(ConfigError, match=f"both ways, which {backend} cannot do"):
+            neat_packed_vlm_collater(packs, attn_implementation=backend)
+    with pytest.raises(ConfigError, match="both ways, which Transformer Engine cannot do"):
+        packed_sequence_thd_vlm_collater(packs)
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)

@@ -127,6 +127,11 @@ def varlen_attention(
             raise ConfigError(f"varlen attention has no {name}, which this model uses: take flex_attention")
     if dropout:
         raise ConfigError(f"varlen attention has no dropout: set attention_dropout=0 (it is {dropout})")
+    # Under autocast queries and keys leave the rotary embedding in float32, which no kernel for packs takes.
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        half = torch.get_autocast_dtype(device)
+        query, key, value = (states.to(half) for states in (query, key, value))
     rows, _, length, _ = query.shape
     if max_length_q is None:
         raise ConfigError("cu_seq_lens_q without max_length_q: use the batch as the collater made it")

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
+from packhorse.samplers.agree import reachable_device
 
 Batch = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -111,12 +112,6 @@ def count_supervised(batches: Sequence[Batch], group: Any = None, device: Any = 
     number = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
     dist.all_reduce(number, group=group)
     return int(number)
-
-
-def reachable_device(group: Any = None) -> torch.device:
-    """Where a process group moves data: ``cuda`` for NCCL, ``cpu`` for gloo and MPI."""
-    devices = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
-    return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
 def grouped(batches: Iterable[Item], accumulation: int) -> Iterator[list[Item]]:

@@ -37,7 +37,7 @@ def smallest_by_talking(count: int, **settings: int) -> int:
     values = list(settings.values())
     # The smallest of -x is the negative of the largest x: one call tells both ends.
     numbers = torch.tensor(
-        [count, *values, *(-value for value in values)], dtype=torch.int64, device=_device()
+        [count, *values, *(-value for value in values)], dtype=torch.int64, device=reachable_device()
     )
     dist.all_reduce(numbers, dist.ReduceOp.MIN)
     smallest, *ends = numbers.tolist()
@@ -47,9 +47,9 @@ def smallest_by_talking(count: int, **settings: int) -> int:
     return int(smallest)
 
 
-def _device() -> str:
+def reachable_device(group: Any = None) -> str:
     """The kind of device that the backend moves data on: ``cuda`` for NCCL, ``cpu`` for gloo and MPI."""
-    devices = [entry.partition(":")[0] for entry in str(dist.get_backend_config()).split(",")]
+    devices = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
     return "cpu" if "cpu" in devices else devices[0]
 
 

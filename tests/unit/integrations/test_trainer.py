@@ -110,11 +110,17 @@ def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path: Path, epochs: flo
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     assert resumed.state.global_step == whole.state.global_step
     assert losses(resumed) == losses(whole)
+    epochs_logged = [entry["epoch"] for entry in resumed.state.log_history if "loss" in entry]
+    assert epochs_logged == pytest.approx([(n + 1) / STEPS for n in range(int(epochs * STEPS))])
 
 
-def test_a_finished_run_trains_nothing_more(tmp_path: Path) -> None:
-    trainer(tmp_path).train()
-    resumed = trainer(tmp_path)
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_a_finished_run_trains_nothing_more(tmp_path: Path, accumulation: int) -> None:
+    """In other steps too, of which the steps so far are no whole number of epochs."""
+    first = trainer(tmp_path)
+    first.train()
+    loader = make_loader(first.model, accumulation=accumulation)
+    resumed = trainer(tmp_path, loader, gradient_accumulation_steps=accumulation)
     before = [p.detach().clone() for p in resumed.model.parameters()]
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2 * STEPS

@@ -240,7 +240,7 @@ def test_the_agreement_happens_where_the_backend_can_reach(
     backends: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(agree.dist, "get_backend_config", lambda: backends)
-    assert agree._device() == device
+    assert agree.reachable_device() == device
 
 
 @pytest.mark.parametrize("position", range(12))

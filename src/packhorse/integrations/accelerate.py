@@ -1,0 +1,51 @@
+"""A loader in a loop of Accelerate.
+
+``accelerator.prepare`` is for the model and the optimizer; the loader stands beside it, as it deals batches
+to ranks itself. :func:`attach` makes its state part of every ``accelerator.save_state`` and ``load_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from packhorse.integrations.feed import check_world
+from packhorse.integrations.loss import Batch, count_supervised, grouped, to_device
+
+
+def attach(accelerator: Any, loader: Any) -> Any:
+    """Put the loader's state into checkpoints; ``load_state`` goes on behind the last batch handed out.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``, whose ``gradient_accumulation_steps`` is the loader's.
+        loader: a :class:`packhorse.Loader`.
+
+    Returns:
+        The loader.
+
+    Raises:
+        ConfigError: the loader deals to other ranks, or accumulates another number of micro steps.
+    """
+    check_world(
+        loader, accelerator.process_index, accelerator.num_processes, accelerator.gradient_accumulation_steps
+    )
+    accelerator.register_for_checkpointing(loader)
+    return loader
+
+
+def steps(accelerator: Any, loader: Any) -> Iterator[tuple[list[Batch], int]]:
+    """The micro batches of each step on the accelerator's device, and the supervised tokens of all ranks.
+
+    Loop over the micro batches under ``accelerator.accumulate(model)``.
+    """
+    for group in grouped(loader, accelerator.gradient_accumulation_steps):
+        yield [to_device(batch, accelerator.device) for batch in group], count_supervised(group)
+
+
+def replicas(accelerator: Any) -> int:
+    """What :func:`~packhorse.integrations.loss.token_loss` is to be told.
+
+    ``accelerator.backward`` divides by the number of accumulated micro steps, and ranks average gradients:
+    both are undone, as the loss is divided by the tokens of all of them already.
+    """
+    return int(accelerator.num_processes * accelerator.gradient_accumulation_steps)

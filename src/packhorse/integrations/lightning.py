@@ -1,0 +1,76 @@
+"""A loader in PyTorch Lightning: ``trainer.fit(module, LoaderDataModule(loader))``.
+
+Importing this imports Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from packhorse.errors import require
+from packhorse.integrations.feed import StepFeed, check_world
+from packhorse.integrations.loss import Batch, token_loss
+
+_lightning: Any = require("lightning.pytorch", "lightning")
+
+
+class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
+    """Trains from a loader; its state is in every checkpoint, and ``ckpt_path`` goes on behind it.
+
+    Each item is a pair: the batch, and the supervised tokens of its whole step over all ranks; see
+    :func:`step_loss`. Lightning adds no sampler of its own, as the loader is no ``DataLoader``.
+
+    A run that goes on with another number of ranks needs ``Trainer(reload_dataloaders_every_n_epochs=1)``:
+    Lightning asks for the length of an epoch once otherwise.
+
+    Args:
+        loader: a :class:`packhorse.Loader`, with ``accumulation`` as Lightning's ``accumulate_grad_batches``;
+            or a function without arguments that builds one, called once the process group is there.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self._build: Callable[[], Any] | None = loader if callable(loader) else None
+        if self._build is None:
+            self._take(loader)
+
+    def _take(self, loader: Any) -> None:
+        self.loader, self._feed = loader, StepFeed(loader)
+
+    def setup(self, stage: str) -> None:
+        """Build the loader, where that was left to this."""
+        if self._build is not None:
+            self._take(self._build())
+            self._build = None
+
+    def train_dataloader(self) -> StepFeed:
+        """The loader.
+
+        Raises:
+            ConfigError: it deals to other ranks, or accumulates another number of micro steps.
+        """
+        trainer = self.trainer
+        check_world(self.loader, trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+        return self._feed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was trained; Lightning puts it into the checkpoint."""
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind it."""
+        self._feed.load_state_dict(state_dict)
+
+
+def step_loss(trainer: Any, logits: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
+    """What ``training_step`` returns: one mean over the supervised tokens of all ranks and micro steps.
+
+    Lightning divides by the number of accumulated micro steps, and ranks average gradients; both are undone
+    here. Divided by both again, and added up, this is the loss to log: see ``examples/train_lightning.py``.
+    """
+    return token_loss(
+        logits, batch["labels"], tokens, replicas=trainer.world_size * trainer.accumulate_grad_batches
+    )

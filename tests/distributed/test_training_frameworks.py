@@ -1,0 +1,123 @@
+"""The Trainer, Accelerate and Lightning train a tiny model from a loader, are stopped, and go on exactly."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from contract.torchvision_ops import make_torchvision_importable
+from distributed.training_runs import DEMO_KEYS, Step, example, samples_of, steps_of
+
+make_torchvision_importable()
+
+FRAMEWORKS = ("trainer", "accelerate", "lightning")
+EPOCH = 5  # steps, with two micro batches each
+# Where the last checkpoint is: in the middle of an epoch, at its end.
+CHECKPOINTS = (2, EPOCH)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A run of two epochs; one that stops a step after its checkpoint; those that go on from there."""
+
+    whole: list[Step]
+    stopped: list[Step]
+    resumed: list[Step]
+    in_other_steps: list[Step]
+
+
+def run(framework: str, folder: Path, *words: str) -> list[Step]:
+    example(f"train_{framework}").main([str(folder), "--epochs", "2", *words])
+    return steps_of(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several threads, and far slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's data, counted by the first run."""
+    return str(example("tiny").demo_meta(tmp_path_factory.mktemp("demo")))
+
+
+class Results:
+    """Runs of one framework, each made once."""
+
+    def __init__(self, framework: str, data: str, folders: pytest.TempPathFactory) -> None:
+        self.framework, self.folders, self.words = framework, folders, ("--meta", data)
+        self.whole = cache(self._whole)
+        self.runs = cache(self._runs)
+
+    def _whole(self) -> list[Step]:
+        return run(self.framework, self.folders.mktemp(self.framework), *self.words)
+
+    def _runs(self, checkpoint: int) -> Runs:
+        folder = self.folders.mktemp(f"{self.framework}{checkpoint}")
+        words = (*self.words, "--save-every", str(checkpoint))
+        stopped = run(self.framework, folder, *words, "--stop-after", str(checkpoint + 1))
+        other = self.folders.mktemp("other") / "copy"
+        shutil.copytree(folder, other)
+        resumed = run(self.framework, folder, *words, "--resume")
+        in_other_steps: list[Step] = []
+        if checkpoint < EPOCH:
+            in_other_steps = run(self.framework, other, *words, "--resume", "--accumulation", "1")
+        return Runs(self.whole(), stopped, resumed, in_other_steps)
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def results(request: pytest.FixtureRequest, data: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(request.param, data, tmp_path_factory)
+
+
+def test_each_epoch_trains_every_sample_once(results: Results) -> None:
+    whole = results.whole()
+    assert [step.number for step in whole] == list(range(1, 2 * EPOCH + 1))
+    for epoch in (whole[:EPOCH], whole[EPOCH:]):
+        assert sorted(samples_of(epoch)) == sorted(DEMO_KEYS)
+    assert samples_of(whole[:EPOCH]) != samples_of(whole[EPOCH:]), "epochs are dealt anew"
+
+
+def test_the_model_learns(results: Results) -> None:
+    whole = results.whole()
+    assert whole[-1].loss < 0.9 * whole[0].loss
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_stopped_run_did_what_the_whole_one_did(results: Results, checkpoint: int) -> None:
+    runs = results.runs(checkpoint)
+    assert runs.stopped == runs.whole[: len(runs.stopped)]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_resumed_run_goes_on_exactly(results: Results, checkpoint: int) -> None:
+    runs = results.runs(checkpoint)
+    assert len(runs.stopped) == checkpoint + 1
+    assert runs.resumed == runs.whole[checkpoint:]
+    assert runs.resumed[0] == runs.stopped[-1], "the step behind the checkpoint is made again"
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_samples_before_and_after_the_checkpoint_are_the_epochs(results: Results, checkpoint: int) -> None:
+    runs = results.runs(checkpoint)
+    before = samples_of(runs.stopped[:-1])
+    assert sorted(before + samples_of(runs.resumed)) == sorted([*DEMO_KEYS, *DEMO_KEYS])
+
+
+def test_a_run_can_go_on_with_other_steps(results: Results) -> None:
+    """One micro batch a step instead of two; the rest of the epoch is dealt anew, and the next one whole."""
+    runs = results.runs(CHECKPOINTS[0])
+    before, after = runs.stopped[:-1], runs.in_other_steps
+    trained = samples_of(before) + samples_of(after)
+    assert len(trained) == 2 * len(DEMO_KEYS)
+    assert sorted(trained[: len(DEMO_KEYS)]) == sorted(trained[len(DEMO_KEYS) :]) == sorted(DEMO_KEYS)
+    assert len(after) > len(runs.resumed)

@@ -1,0 +1,177 @@
+"""What two processes do one after the other under one torchrun: starting Python costs more than training."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import tiny_model, tiny_processor
+from torch.distributed.fsdp import fully_shard
+
+import packhorse
+from packhorse.collate_fns import model_inputs
+from packhorse.errors import ConfigError
+from packhorse.integrations.loss import count_supervised, token_loss
+from packhorse.integrations.trainer import LOADER_STATE
+from packhorse.types import World
+
+
+def keep_traces(folder: Path, name: str, rank: int) -> None:
+    (folder / name).mkdir(exist_ok=True)
+    (folder / f"trace-{rank}.jsonl").rename(folder / name / f"trace-{rank}.jsonl")
+
+
+def plain_loop(folder: Path, strategy: str, rank: int, meet: Callable[[], None]) -> None:
+    """A whole run, and one from its first checkpoint on."""
+    import train_torchrun
+
+    words = [str(folder), "--strategy", strategy, "--epochs", "2", "--save-every", "2"]
+    sys.argv = ["train_torchrun.py", *words, "--tensorboard", str(folder / "board")]
+    meet()
+    train_torchrun.main()
+    keep_traces(folder, "whole", rank)
+    if rank == 0:
+        (folder / "latest").write_text("step-2")
+    sys.argv = ["train_torchrun.py", *words, "--resume"]
+    meet()
+    train_torchrun.main()
+    keep_traces(folder, "resumed", rank)
+
+
+def trainer(folder: Path, rank: int) -> None:
+    """A whole run, and one from its first checkpoint on."""
+    import train_trainer
+
+    words = [str(folder), "--epochs", "2", "--save-every", "2"]
+    made = train_trainer.main(words)
+    keep_traces(folder, "whole", rank)
+    dist.barrier()
+    if rank == 0:
+        for path in folder.glob("checkpoint-*"):
+            path.rename(folder / f"later-{path.name}" if path.name != "checkpoint-2" else path)
+    dist.barrier()
+    made = train_trainer.main([*words, "--resume"])
+    keep_traces(folder, "resumed", rank)
+    weights = torch.stack([p.detach().double().sum() for p in made.model.parameters()])
+    (folder / f"weights-{rank}.json").write_text(json.dumps(weights.tolist()))
+    assert (folder / "checkpoint-2" / LOADER_STATE).exists()
+
+
+def chat(question: str, answer: str, image: Any = None) -> dict[str, Any]:
+    parts = [] if image is None else [{"type": "image", "image": image}]
+    turns = [
+        ("user", [*parts, {"type": "text", "text": question}]),
+        ("assistant", [{"type": "text", "text": answer}]),
+    ]
+    return {"conversation": [{"role": role, "content": content} for role, content in turns]}
+
+
+def mixed_examples() -> list[dict[str, Any]]:
+    """Three with an image and three without, one to a pack: in one step of two ranks both kinds meet."""
+    from PIL import Image
+
+    colours = ("red", "green", "blue")
+    pictures = [chat("Which?", f"It is {c}.", Image.new("RGB", (56, 56), c)) for c in colours]
+    return [*pictures, *(chat(f"Say {word}.", f"I say {word * 3}.") for word in ("one", "two", "six"))]
+
+
+def mixed_loader(processor: Any, model: Any, rank: int, placeholder: str) -> Any:
+    return packhorse.load(
+        mixed_examples(),
+        processor,
+        model=model,
+        world=World(rank, 2),
+        pack_size=256,
+        max_documents=1,
+        placeholder=placeholder,
+    )
+
+
+def sharded_gradients(rank: int, processor: Any) -> list[dict[str, Any]]:
+    """Every step of the mixed data under FSDP2: what this rank had, and the gradients of all."""
+    model = tiny_model(processor)
+    loader = mixed_loader(processor, model, rank, "auto")
+    for block in [*model.model.language_model.layers, *model.model.visual.blocks]:
+        fully_shard(block)
+    fully_shard(model)
+    found = []
+    for batch in loader:
+        loss = token_loss(model(**model_inputs(batch)).logits, batch["labels"], count_supervised([batch]), 2)
+        loss.backward()
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        found.append({"samples": loader.last.samples, "keys": media_keys(batch), "gradients": gradients})
+    return found
+
+
+def media_keys(batch: dict[str, Any]) -> list[str]:
+    return sorted(key for key in batch if "pixel_values" in key)
+
+
+def single_gradients(processor: Any) -> list[dict[str, Any]]:
+    """The same steps in one process, without placeholders: what each rank has, and the gradients."""
+    model = tiny_model(processor)
+    loaders = [mixed_loader(processor, model, rank, "never") for rank in range(2)]
+    found = []
+    for batches in zip(*loaders, strict=True):
+        tokens = count_supervised(batches)
+        for batch in batches:
+            token_loss(model(**model_inputs(batch)).logits, batch["labels"], tokens).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        found.append(
+            {
+                "samples": [loader.last.samples for loader in loaders],
+                "keys": [media_keys(batch) for batch in batches],
+                "gradients": gradients,
+            }
+        )
+    return found
+
+
+def text_only_rank(folder: Path, rank: int) -> None:
+    folder.mkdir(exist_ok=True)
+    processor = tiny_processor()
+    dist.init_process_group("gloo")
+    torch.save(sharded_gradients(rank, processor), folder / f"rank-{rank}.pt")
+    try:
+        packhorse.load(mixed_examples(), processor, world=World(rank, 2), pack_size=256, seed=rank)
+    except ConfigError:
+        pass
+    else:
+        raise AssertionError("loaders with different seeds must not start")
+    dist.destroy_process_group()
+    if rank == 0:
+        torch.save(single_gradients(processor), folder / "single.pt")
+
+
+def main(folder: Path, ports: Iterator[str]) -> None:
+    rank = int(os.environ["RANK"])
+    # A process group cannot be made a second time at the place where torchrun lets ranks meet.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+    def meet() -> None:
+        os.environ["MASTER_PORT"] = next(ports)
+
+    meet()
+    text_only_rank(folder / "text_only", rank)
+    for strategy in ("ddp", "fsdp2"):
+        plain_loop(folder / strategy, strategy, rank, meet)
+    meet()
+    trainer(folder / "trainer", rank)
+    import train_accelerate  # has the Trainer's process group
+
+    train_accelerate.main([str(folder / "accelerate")])
+    dist.destroy_process_group()
+    meet()
+    import train_lightning
+
+    train_lightning.main([str(folder / "lightning")])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), iter(sys.argv[2:]))
