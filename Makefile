@@ -46,13 +46,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchvision
 	touch $@
 
-# torchcodec (one of three video backends) loads the system's FFmpeg libraries.
+# torchcodec (one of three video backends) loads the system's FFmpeg libraries; the pages of the viewer are
+# tested in the system's Chromium.
 system:
-	@if ! ldconfig -p | grep -q libavcodec; then \
-	  echo "installing ffmpeg (for the torchcodec tests)"; \
+	@MISSING=""; \
+	ldconfig -p | grep -q libavcodec || MISSING="ffmpeg"; \
+	test -x /usr/bin/chromium || MISSING="$$MISSING chromium"; \
+	if [ -n "$$MISSING" ]; then \
+	  echo "installing $$MISSING (for the tests)"; \
 	  SUDO=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 	  $$SUDO apt-get update -qq && \
-	  DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -y -qq --no-install-recommends ffmpeg; \
+	  DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -y -qq --no-install-recommends $$MISSING; \
 	fi
 
 clean:

@@ -32,7 +32,7 @@ logger = getLogger(__name__)
 
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
 _GONE: tuple[Action, ...] = ("left_out", "replaced")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

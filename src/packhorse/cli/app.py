@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli import check, ledger, stats
+from packhorse.cli import check, ledger, plan, stats, view
 from packhorse.cli.count import count
 from packhorse.cli.parity import parity
 
@@ -23,6 +23,8 @@ app.command()(parity)
 app.command(epilog=check.EXAMPLES)(check.check)
 app.command(epilog=stats.EXAMPLES)(stats.stats)
 app.command(epilog=ledger.EXAMPLES)(ledger.ledger)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=view.EXAMPLES)(view.view)
 
 
 @app.command()

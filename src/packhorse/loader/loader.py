@@ -18,7 +18,7 @@ from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.count_part import as_processor
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.account import EpochAccount, Guard, close_epoch, rank_file
+from packhorse.loader.account import EpochAccount, Guard, TooManyBad, close_epoch, rank_file
 from packhorse.loader.assemble import (
     batch_builder,
     encoding_dataset,
@@ -121,6 +121,8 @@ class Loader:
         cache = True if config.cache_dir is None else config.cache_dir
         settings = plan_settings(config, facts, reserve)
         self._planner = Planner(self.counts, settings, strata_of(self.dataset), cache)
+        if self._samples.truncate:  # to what was planned: the rest of a pack is the placeholder's
+            self._samples.max_length = self._planner.room + 1
         if not config.shard_data:
             self._ranks.same("plans", self._planner.name)
         # What is dealt: everything to all ranks, or this rank's own rows to itself.
@@ -344,12 +346,11 @@ class Loader:
         if not len(plan):
             raise ConfigError(f"no example can be used:\n{self.ledger.summary(len(self.dataset))}")
         bad = int((~self.counts.ok).sum())
-        config = self.config
-        return Guard(
-            len(self.counts),
-            bad,
-            self._dealing.size,
-            config.max_bad_share,
-            config.max_bad_in_a_row,
-            self.ledger,
-        )
+        config, samples, ranks = self.config, len(self.counts), self._dealing.size
+        guard = partial(Guard, samples, bad, ranks, config.max_bad_share, config.max_bad_in_a_row)
+        try:
+            return guard(self.ledger)
+        except TooManyBad:
+            told = Ledger()  # the first rank alone has the reasons: find them
+            record_left_out(self._planner, plan, self.key, told)
+            return guard(told)
