@@ -9,10 +9,11 @@ is, and stops with the names of its samples.
 from __future__ import annotations
 
 import signal
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -27,6 +28,8 @@ logger = getLogger("packhorse.loader")
 _DEATHS = ("exited unexpectedly", "is killed by signal")
 _TOO_SLOW = "timed out after"
 _RAISED_IN_WORKER = "Caught "
+_LOOK_AFTER = 0.2
+"""Seconds of waiting after which workers are looked after."""
 _DYING = 1.0
 """Seconds in which a process whose connections are broken has ended, if it ends."""
 
@@ -100,7 +103,7 @@ class Feed:
             try:
                 iterator = self._iterator(make, step, until, settings)
                 while step < until:
-                    built = _next(iterator)
+                    built = next(iterator)
                     step, died = step + 1, 0
                     yield built
             except (RuntimeError, OSError, EOFError) as error:
@@ -189,7 +192,8 @@ class Feed:
             self._loader_of = settings
         # Workers that live on get their tickets from this same object.
         self._tickets.make, self._tickets.first, self._tickets.last = make, first, last
-        return iter(self._loader)
+        watched: Iterator[Built] = _watched(iter(self._loader))
+        return watched
 
     def _made(self, settings: WorkerSettings) -> DataLoader[Built]:
         workers = settings.workers
@@ -226,42 +230,31 @@ def _workers_of(iterator: Any) -> list[Any]:
     return list(getattr(iterator, "_workers", ()))
 
 
-def _next(iterator: Any) -> Built:
-    """The next batch; that a worker has died is told while it is waited for, and at no other time.
+def _watched(iterator: Any) -> Any:
+    """The same iterator, which tells of a dead worker within a moment, but only where a batch is waited for.
 
     torch learns of a dead worker by a signal, and raises wherever the program is at that moment: in the
-    middle of a training step, where nobody can handle it. So torch knows the workers in here only.
+    middle of a training step, where nobody can handle it. Without that signal it looks after its workers
+    every five seconds of waiting (or when its time-out is over); here it does so five times a second.
     """
-    workers = _workers_of(iterator)
-    built: Built
-    if not workers:
-        built = next(iterator)
-        return built
-    in_main_thread = threading.current_thread() is threading.main_thread()  # where signals are handled
-    if in_main_thread:
-        _let_torch_watch(iterator, True)
-    try:
-        if dead := [worker.pid for worker in workers if not worker.is_alive()]:
-            raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(map(str, dead))}) exited unexpectedly")
-        built = next(iterator)
-    finally:
-        _let_torch_watch(iterator, False)
-    return built
+    from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
-
-def _let_torch_watch(iterator: Any, wanted: bool) -> None:
-    from torch.utils.data._utils.signal_handling import (  # type: ignore[attr-defined]
-        _remove_worker_pids,
-        _set_worker_pids,
-    )
-
-    if iterator._worker_pids_set and not wanted:
+    if getattr(iterator, "_worker_pids_set", False):
         iterator._worker_pids_set = False
         _remove_worker_pids(id(iterator))
-    elif wanted and not iterator._worker_pids_set:
-        pids = tuple(worker.pid for worker in _workers_of(iterator))
-        _set_worker_pids(id(iterator), pids)
-        iterator._worker_pids_set = True
+        iterator._try_get_data = partial(_try_get_data, weakref.ref(iterator))
+    return iterator
+
+
+def _try_get_data(iterator: weakref.ref[Any], timeout: float = _LOOK_AFTER) -> tuple[bool, Any]:
+    """What torch's method of this name does: whether there are data in time, and which."""
+    end = time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        alive: Any = iterator()
+        found: tuple[bool, Any] = type(alive)._try_get_data(alive, max(0.0, min(_LOOK_AFTER, left)))
+        if found[0] or left <= _LOOK_AFTER:
+            return found
 
 
 def _no_ticket(step: int) -> Ticket:

@@ -128,7 +128,9 @@ class Loader:
         # What is dealt: everything to all ranks, or this rank's own rows to itself.
         self._dealing = World() if config.shard_data else self.world
         self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
-        self._feed = Feed(batch_builder(config, self._samples, facts), worker_settings(config), self.key)
+        self._feed = Feed(
+            batch_builder(config, self._samples, facts), worker_settings(config), self._samples.key
+        )
         self.metrics = Metrics()
         self.last: BatchReport | None = None
         self.account: EpochAccount | None = None
@@ -196,7 +198,7 @@ class Loader:
 
     def _batches(self, epoch: _Epoch) -> Iterator[dict[str, Any]]:
         asked = time.perf_counter()
-        for built in self._feed.batches(self._ticket, self.cursor, len(epoch.dealt)):
+        for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
             if epoch is not self._now:
                 return  # set_epoch or load_state_dict in the middle: this iterator is of the past
             self._note(built, time.perf_counter() - asked)
@@ -205,13 +207,14 @@ class Loader:
         if epoch is self._now:
             self._close()
 
-    def _ticket(self, step: int) -> Ticket:
-        packs = self._now.dealt.samples(step, self._dealing.rank)
-        kinds = 0
+    def _tickets(self, epoch: _Epoch) -> Callable[[int], Ticket]:
+        """What orders the batches of an epoch; holds on to the epoch and not to the loader, whose workers end
+        with the last reference to it."""
+        kinds: int | None = 0
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.
-            kinds = self._present if self.config.shard_data else self._now.dealt.kinds(step)
-        return Ticket(self.epoch, step, tuple(map(tuple, packs)), kinds)
+            kinds = self._present if self.config.shard_data else None
+        return partial(_ticket, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _note(self, built: Built, waited: float) -> None:
         report = built.report
@@ -354,3 +357,8 @@ class Loader:
             told = Ledger()  # the first rank alone has the reasons: find them
             record_left_out(self._planner, plan, self.key, told)
             return guard(told)
+
+
+def _ticket(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> Ticket:
+    packs = tuple(map(tuple, dealt.samples(step, rank)))
+    return Ticket(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)

@@ -239,7 +239,7 @@ def test_a_world_of_one_agrees_with_nobody_and_a_larger_one_needs_to_know():
 def test_the_agreement_happens_where_the_backend_can_reach(
     backends: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(agree.dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(agree.dist, "get_backend_config", lambda group: backends)
     assert agree.reachable_device() == device
 
 
