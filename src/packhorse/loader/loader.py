@@ -208,8 +208,10 @@ class Loader:
             self._close()
 
     def _tickets(self, epoch: _Epoch) -> Callable[[int], Ticket]:
-        """What orders the batches of an epoch; holds on to the epoch and not to the loader, whose workers end
-        with the last reference to it."""
+        """What orders the batches of an epoch.
+
+        It holds on to the epoch and not to the loader, whose workers end with the last reference to it.
+        """
         kinds: int | None = 0
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.

@@ -1,0 +1,207 @@
+"""What the processes of the loader's tests run: ``python loader_work.py runs.json``.
+
+One process imports everything and forks the ranks of each run, one run after the other. As a launcher of
+training jobs does, it ends all ranks of a run when one of them dies. What a rank finds goes into a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import packhorse
+from contract.processors import processor
+from packhorse.errors import PackhorseError
+
+PROCESSOR = "qwen2_vl"
+
+
+def built(run: dict[str, Any], **changes: Any) -> packhorse.Loader:
+    """The loader of a run, in this process's place of the process group."""
+    return packhorse.load(run["meta"], processor(PROCESSOR), **{**run["settings"], **changes})
+
+
+def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
+    """Hand out whole epochs."""
+    loader = built(run, **changes)
+    found: dict[str, Any] = {
+        "plan": loader.plan_key,
+        "planned": [loader.key(int(index)) for index in loader.plan.indices],
+        "length": len(loader),
+        "rows": [loader.key(index) for index in range(len(loader.dataset))],
+        "epochs": [],
+        "media": [],
+    }
+    for number in range(run.get("epochs", 1)):
+        steps = []
+        for batch in loader:
+            assert loader.last is not None
+            steps.append([loader.key(index) for index in loader.last.samples])
+            found["media"].append(sorted(name for name in batch if "pixel" in name or "grid" in name))
+        assert loader.epoch == number
+        found["epochs"].append(steps)
+        account = loader.account
+        assert account is not None
+        found["account"] = [account.rows, account.planned, account.delivered, account.lost, account.reasons]
+    loader.close()
+    return found
+
+
+def refused(run: dict[str, Any], rank: int) -> list[list[str]]:
+    """What each rank is told where the last one has other settings, and its plan when it is alone."""
+    last = dist.get_world_size() - 1
+    told = []
+    for changes in ({"pack_size": 200}, {"seed": 3}, {"batch_size": 2}, {"accumulation": 2}):
+        own = changes if rank == last else {}
+        plan = built(run, **own, world=packhorse.World()).plan_key
+        try:
+            built(run, **own)
+        except PackhorseError as error:
+            told.append([str(error), plan])
+    return told
+
+
+def everything(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """All that one set of processes can show."""
+    return {
+        "dealt": epoch(run, rank),
+        "sharded": epoch(run, rank, shard_data=True, ledger_dir=f"{run['folder']}/sharded"),
+        "refused": refused(run, rank),
+        "too few": too_few(run, rank),
+    }
+
+
+def too_few(run: dict[str, Any], rank: int) -> str:
+    """A shard for each rank, of fewer rows than there are ranks."""
+    turns = [("user", "a"), ("assistant", "b")]
+    content = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    try:
+        packhorse.load([{"conversation": content}], processor(PROCESSOR), shard_data=True)
+    except PackhorseError as error:
+        return str(error)
+    return "not refused"
+
+
+def train(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Use batches, save every few steps how far all ranks have come, and die where that is asked for."""
+    loader = built(run)
+    checkpoint = Path(run["checkpoint"])
+    trained: list[str] = []
+    if checkpoint.exists():
+        saved = json.loads(checkpoint.read_text())
+        loader.load_state_dict(saved["state"])
+        trained = saved["ids"]
+    fresh: list[str] = []
+    after: list[str] = []
+    for step, _ in enumerate(loader, 1):
+        assert loader.last is not None
+        fresh += [loader.key(index) for index in loader.last.samples]
+        dist.barrier()  # as an optimiser's step: no rank is ahead of the others
+        if step % run["save_every"] == 0:
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, fresh)
+            trained = trained + [key for part in parts for key in part]
+            after, fresh = after + fresh, []
+            if rank == 0:
+                save(checkpoint, {"state": loader.state_dict(), "ids": trained, "step": step})
+        if rank == run.get("victim") and step == run["dies_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    loader.close()
+    assert loader.account is not None
+    return {
+        "after": after + fresh,
+        "planned": [loader.key(int(index)) for index in loader.plan.indices],
+        "delivered": loader.account.delivered,
+        "reasons": loader.account.reasons,
+    }
+
+
+def save(path: Path, content: Any) -> None:
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps(content))
+    half.replace(path)
+
+
+def opened(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Open the data in a process that knows no other, at the same moment as others do."""
+    time.sleep(max(0.0, run["start"] - time.time()))
+    loader = built(run, world=packhorse.World(rank, run["world"]))
+    return {"plan": loader.plan_key, "samples": [i for _ in loader for i in loader.last.samples]}  # type: ignore[union-attr]
+
+
+JOBS: dict[str, Callable[[dict[str, Any], int], Any]] = {
+    "everything": everything,
+    "train": train,
+    "opened": opened,
+}
+
+
+def rank_main(run: dict[str, Any], rank: int) -> None:
+    """One rank, from the beginning to the end."""
+    torch.set_num_threads(1)
+    alone = run["job"] == "opened"
+    if not alone:
+        meeting = f"file://{run['folder']}/meeting"
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=run["world"], timeout=timedelta(seconds=60)
+        )
+    found = JOBS[run["job"]](run, rank)
+    Path(run["folder"], f"rank{rank}.json").write_text(json.dumps(found))
+    if not alone:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def start(run: dict[str, Any], rank: int) -> int:
+    """Fork a rank; its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        rank_main(run, rank)
+        code = 0
+    except BaseException:  # noqa: BLE001 (the parent's stack must not run twice)
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_ranks(run: dict[str, Any]) -> list[int]:
+    """The exit codes of the ranks of a run, by rank; when one dies, the others are ended."""
+    Path(run["folder"]).mkdir(parents=True, exist_ok=True)
+    run["start"] = time.time() + 0.5
+    ranks = {start(run, rank): rank for rank in range(run["world"])}
+    codes: dict[int, int] = {}
+    while ranks:
+        pid, status = os.wait()
+        if pid not in ranks:
+            continue
+        code = os.waitstatus_to_exitcode(status)
+        codes[ranks.pop(pid)] = code
+        if code:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return [codes[rank] for rank in range(run["world"])]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(process)d %(name)s %(message)s")
+    processor(PROCESSOR)  # once, before forking
+    file = Path(sys.argv[1])
+    for one in json.loads(file.read_text()):
+        Path(one["folder"]).mkdir(parents=True, exist_ok=True)
+        Path(one["folder"], "codes.json").write_text(json.dumps(run_ranks(one)))
