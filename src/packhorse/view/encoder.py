@@ -1,0 +1,217 @@
+"""One row as its file has it and as the model sees it, side by side.
+
+Encoding costs what it costs in training: media are decoded and the processor runs. One row at a time; the
+last packs are remembered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from packhorse.chat import IGNORE_INDEX, tokenizer_of
+from packhorse.conversation import parse_conversation
+from packhorse.datasets.prepare import with_sound_in_place
+from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.ledger import Ledger
+from packhorse.types import Conversation, Drop, MediaRef, TextPart
+from packhorse.view.planning import Opened
+from packhorse.view.tokens import Run, decoded, positions_of, roles_of, runs_of
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """One medium of a row: its place among the row's media, and what is known of it."""
+
+    number: int
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn as the file has it: texts and media in order."""
+
+    role: str
+    parts: tuple[str | Medium, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One token: its place, id and text, whether it is learned, who says it, its position for the model."""
+
+    place: int
+    id: int
+    text: str
+    learned: bool
+    role: str
+    position: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A row for looking at.
+
+    Attributes:
+        index: its position in the mixture.
+        turns: as the file has it; empty where it cannot be read.
+        media: all its media.
+        runs: as the model sees it; empty where it cannot be encoded.
+        length: tokens it takes up in a pack, after the shift.
+        learned: tokens that are learned.
+        both_ways: stretches of tokens that see each other in both directions.
+        error: why it cannot be read or encoded.
+        found: remarks of the encoder: truncated, nothing supervised.
+        tokens: one by one.
+    """
+
+    index: int
+    turns: tuple[Turn, ...] = ()
+    media: tuple[Medium, ...] = ()
+    runs: tuple[Run, ...] = ()
+    length: int = 0
+    learned: int = 0
+    both_ways: tuple[tuple[int, int], ...] = ()
+    error: BadSample | None = None
+    found: tuple[Drop, ...] = ()
+    tokens: tuple[TokenRow, ...] = field(default=(), repr=False)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a part of it was cut off."""
+        return any(drop.reason == "truncated" for drop in self.found)
+
+    @property
+    def hidden(self) -> int:
+        """Tokens that the model does not look at: a fake image's."""
+        return sum(run.count for run in self.runs if run.hidden)
+
+
+class Encoder:
+    """Shows rows; one at a time, whoever asks.
+
+    Args:
+        opened: examples and processor.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self.samples = opened.samples
+        self.family, self.processor = self.samples.family, self.samples.processor
+        self._lock = threading.Lock()
+
+    @property
+    def three_rows(self) -> bool:
+        """Whether the family's positions are three rows."""
+        return self.family.mrope
+
+    @property
+    def knows_positions(self) -> bool:
+        """Whether positions shown are the model's: three rows need its config."""
+        return not self.family.mrope or self.opened.facts.get_rope_index is not None
+
+    def conversation(self, index: int) -> Conversation:
+        """The row as a conversation.
+
+        Raises:
+            BadSample: it cannot be read.
+        """
+        key = self.opened.dataset.key(index)
+        example = with_sound_in_place(self.opened.dataset[index], self.family, self.processor, key)
+        return parse_conversation(example, key)
+
+    def show(self, index: int) -> Shown:
+        """A row; where it cannot be read or encoded, as much of it as there is, and why."""
+        with self._lock:
+            try:
+                conversation = self.conversation(index)
+            except DATA_ERRORS as error:
+                return Shown(index, error=_as_bad(error))
+            turns, media = told(conversation)
+            self.samples.ledger = Ledger()  # of this row alone
+            try:
+                return self._shown(index, conversation, turns, media)
+            except DATA_ERRORS as error:
+                return Shown(index, turns, media, error=_as_bad(error))
+
+    def _shown(
+        self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[Medium, ...]
+    ) -> Shown:
+        sample = self.samples.load(index)
+        prepared = self.opened.packer.prepared(sample)
+        positions = prepared.get("position_ids") if self.opened.packer.has_mrope else None
+        ids = sample["input_ids"].tolist()
+        roles = roles_of(self.family, self.processor, conversation, ids)
+        runs = runs_of(self.family, self.processor, sample, roles, positions)
+        return Shown(
+            index,
+            turns,
+            media,
+            tuple(runs),
+            len(ids) - 1,
+            int((sample["labels"] != IGNORE_INDEX).sum()),
+            self._both_ways(sample),
+            found=tuple(self.samples.ledger),
+            tokens=self._tokens(ids, sample["labels"].tolist(), roles, positions),
+        )
+
+    def _tokens(
+        self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any
+    ) -> tuple[TokenRow, ...]:
+        tokenizer, last = tokenizer_of(self.processor), len(ids) - 1
+        return tuple(
+            TokenRow(
+                place,
+                token,
+                decoded(tokenizer, [token]),
+                label != IGNORE_INDEX,
+                role,
+                positions_of(positions, place, min(place + 1, last)),
+            )
+            for place, (token, label, role) in enumerate(zip(ids, labels, roles, strict=True))
+        )
+
+    def _both_ways(self, sample: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+        name = self.family.both_ways
+        if name is None or sample.get(name) is None:
+            return ()
+        marks = [bool(mark) for mark in sample[name].reshape(-1).tolist()]
+        edges = [place for place in range(1, len(marks)) if marks[place] != marks[place - 1]]
+        bounds = [0, *edges, len(marks)]
+        return tuple((first, end) for first, end in pairwise(bounds) if first < end and marks[first])
+
+
+def told(conversation: Conversation) -> tuple[tuple[Turn, ...], tuple[Medium, ...]]:
+    """A conversation for reading, and its media in order."""
+    media: list[Medium] = []
+    turns = []
+    for message in conversation.messages:
+        parts: list[str | Medium] = []
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                parts.append(part.text)
+            else:
+                media.append(Medium(len(media), part.kind, _name(part)))
+                parts.append(media[-1])
+        turns.append(Turn(message.role, tuple(parts)))
+    return tuple(turns), tuple(media)
+
+
+def _name(ref: MediaRef) -> str:
+    """What a medium is called: the end of its path, if it has one."""
+    source = ref.source.get("path") if isinstance(ref.source, dict) else ref.source
+    if isinstance(source, list | tuple) and source:
+        return f"{len(source)} frames"
+    return str(source).rpartition("/")[2][-80:] if isinstance(source, str) else ref.kind
+
+
+def _as_bad(error: BaseException) -> BadSample:
+    """The fault of a row; what is none goes on."""
+    if isinstance(error, BadSample):
+        return error
+    if not is_data_error(error):
+        raise error
+    return BadSample(f"{type(error).__name__}: {error}")

@@ -1,0 +1,204 @@
+"""The plan that a loader with the same settings trains, made without starting one.
+
+A meta file, a processor and settings go in; examples, counts, encoder and plan come out. Every step is the
+loader's own function, called in the loader's order. Costs what opening a loader costs: milliseconds where the
+rows are counted, the counting where they are not.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from packhorse.chat import tokenizer_of
+from packhorse.datasets.count_columns import CountColumns
+from packhorse.datasets.count_part import open_processor
+from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import ConfigError, require
+from packhorse.ledger import Ledger
+from packhorse.loader.assemble import (
+    batch_builder,
+    encoding_dataset,
+    media_of_samples,
+    plan_settings,
+    room_for_placeholder,
+)
+from packhorse.loader.build import PackBuilder
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.data import counts_for, digest_of_rows, open_data
+from packhorse.loader.deal import Packs
+from packhorse.loader.model_facts import ModelFacts
+from packhorse.loader.plans import Planner, record_left_out, refuse_overlong, strata_of
+from packhorse.loader.talk import Ranks
+from packhorse.neat_packing_vlm import CostWeights, PackedDatasetWrapper
+from packhorse.positions import WeightlessRopeIndex
+from packhorse.types import Drop, World
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        config: the loader's settings; ``data`` is the meta file.
+        processor: the model's processor, or its folder or hub name.
+        model: folder or hub name of its config, for what tokens and patches cost and for positions; None
+            looks for one beside the processor.
+        epoch: which one is planned.
+        trust_remote_code: run code that comes with the processor.
+    """
+
+    config: LoaderConfig
+    processor: Any
+    model: str | None = None
+    epoch: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def processor_name(self) -> str:
+        """Where the processor is, or was loaded from."""
+        if isinstance(self.processor, str):
+            return self.processor
+        known = getattr(tokenizer_of(self.processor), "name_or_path", "")
+        return str(known or type(self.processor).__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Examples and what encodes them; nothing is counted or planned yet.
+
+    Attributes:
+        request: what was asked for.
+        dataset: the examples.
+        samples: encodes single ones.
+        facts: what is known of the model.
+        ledger: rows that were not drawn.
+    """
+
+    request: Request
+    dataset: MetaDataset
+    samples: PreTokenizedDatasetWrapper
+    facts: ModelFacts
+    ledger: Ledger
+
+    @cached_property
+    def packer(self) -> PackedDatasetWrapper:
+        """Shifts, places and joins samples as the loader does."""
+        builder = batch_builder(self.request.config, self.samples, self.facts)
+        assert isinstance(builder, PackBuilder)  # the settings of a plan are always those of packs
+        return builder.packer
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and all that it was made from.
+
+    Attributes:
+        opened: examples and encoder.
+        counts: exact counts of the examples.
+        planner: the loader's.
+        packs: of the epoch that was asked for.
+        reserve: tokens of each pack that stay free for a placeholder.
+    """
+
+    opened: Opened
+    counts: CountColumns
+    planner: Planner
+    packs: Packs
+    reserve: int
+
+    @cached_property
+    def left_out(self) -> list[Drop]:
+        """Rows that are in no pack, as the loader records them."""
+        ledger = Ledger()
+        record_left_out(self.planner, self.packs.plan, self.opened.dataset.key, ledger)
+        return list(ledger)
+
+
+def open_request(request: Request) -> Opened:
+    """Open the examples and the processor.
+
+    Raises:
+        ConfigError: one of them is not in order, or there is no example.
+    """
+    config = request.config
+    processor = request.processor
+    if isinstance(processor, str):
+        processor = open_processor(processor, request.trust_remote_code)
+    ledger = Ledger()
+    dataset = open_data(config.data, config.dataset_names, ledger, None)
+    if not len(dataset):
+        raise ConfigError(f"{config.data}: there is no example in the data")
+    samples = encoding_dataset(config, dataset, processor, Ledger())
+    return Opened(request, dataset, samples, model_facts(request), ledger)
+
+
+def make_plan(request: Request) -> Planned:
+    """Count what was not counted before, and plan.
+
+    Raises:
+        ConfigError: see :func:`open_request`; or a sample is too long, and that was to be an error.
+    """
+    opened = open_request(request)
+    config, processor = request.config, opened.samples.processor
+    ranks = Ranks(World())
+    counts = counts_for(
+        opened.dataset, config.data, config.dataset_names, processor, ranks, config.count_workers
+    )
+    present, lacking = media_of_samples(counts, ranks, config.shard_data)
+    if config.on_overlong == "truncate" and (counts.total - 1 > config.pack_size).any():
+        lacking = present  # as in the loader: a cut may take the only picture of a sample
+    reserve = room_for_placeholder(config, opened.samples, present & lacking)
+    settings = plan_settings(config, opened.facts, reserve)
+    cache = True if config.cache_dir is None else config.cache_dir
+    rows = digest_of_rows(opened.dataset)
+    planner = Planner(counts, settings, strata_of(opened.dataset), cache, rows)
+    plan = planner.plan(request.epoch)
+    refuse_overlong(planner, plan, opened.dataset.key)
+    return Planned(opened, counts, planner, Packs(plan, planner.facts), reserve)
+
+
+def model_facts(request: Request) -> ModelFacts:
+    """What a model's config tells: the cost of tokens and patches, positions in three rows.
+
+    Without ``request.model`` a config beside the processor is used where there is one, the loader's defaults
+    where there is none.
+
+    Raises:
+        ConfigError: a model was named, and has no config.
+    """
+    path = request.model or request.processor
+    if not isinstance(path, str):
+        return ModelFacts()
+    if (
+        request.model is None
+        and os.path.isdir(path)
+        and not os.path.isfile(os.path.join(path, "config.json"))
+    ):
+        return ModelFacts()
+    transformers: Any = require("transformers", "train")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=request.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if request.model is None:
+            return ModelFacts()
+        raise ConfigError(f"model {path}: no config there ({' '.join(str(error).split())[:200]})") from error
+    try:
+        weights = CostWeights.of_model(config)
+    except ConfigError:
+        weights = CostWeights()
+    return ModelFacts(_rope_index(transformers, config), weights=weights, config=config)
+
+
+def _rope_index(transformers: Any, config: Any) -> WeightlessRopeIndex | None:
+    """Positions without weights: the method of the class that the config is one of."""
+    try:
+        model_class = transformers.AutoModel._model_mapping[type(config)]
+    except KeyError:  # remote code
+        return None
+    if not callable(getattr(model_class, "get_rope_index", None)):
+        return None
+    return WeightlessRopeIndex(model_class, config)

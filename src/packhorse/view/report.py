@@ -1,0 +1,146 @@
+"""A plan in numbers: what ``packhorse plan`` prints, under names that stay, and what the overview draws.
+
+Costs a dealing of the packs for each world size (half a second for a million packs) and a few passes over
+the counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.loader.deal import Dealt, Packs, Segment
+from packhorse.types import MEDIA_KINDS
+from packhorse.view.compare import estimated, padding
+from packhorse.view.planning import Planned
+
+VERSION = 1
+WORLD_SIZES = (1, 8, 64, 512)
+"""For which the straggler ratio is printed."""
+
+_MORE_SIZES = (2, 4, 16, 32, 128, 256)
+_MANY_PACKS = 200_000  # of more, only the sizes above are dealt
+_FILL_BINS = 20
+_KEYS = 5
+_SETTINGS = ("pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media", "max_documents")
+
+
+def plan_report(
+    planned: Planned,
+    *,
+    estimates: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Everything there is to say about a plan, as plain values.
+
+    Args:
+        planned: the plan.
+        estimates: also compare with estimated lengths, for which rows are read.
+        progress: told how many of them were.
+    """
+    request, plan, planner = planned.opened.request, planned.packs.plan, planned.planner
+    config = request.config
+    return {
+        "version": VERSION,
+        "name": planner.name,
+        "meta": str(config.data),
+        "processor": request.processor_name,
+        "model": request.model,
+        "epoch": request.epoch,
+        "settings": {name: getattr(config, name) for name in _SETTINGS},
+        "rows": len(planned.counts),
+        "packed": len(plan.indices),
+        "left_out": len(plan.dropped),
+        "packs": len(plan),
+        "fewest_packs": plan.bound,
+        "pack_size": planner.settings.size,
+        "reserve": planned.reserve,
+        "capacity": plan.capacity,
+        "tokens": int(plan.tokens.sum()),
+        "supervised": int(planned.counts.supervised[plan.indices].sum()),
+        "fill": plan.fill,
+        "documents_per_pack": _spread(np.diff(plan.offsets)),
+        "straggler": stragglers(planned.packs, planner.settings.seed, request.epoch),
+        "reasons": _reasons(planned),
+        "not_drawn": planned.opened.ledger.counts(),
+        "datasets": _datasets(planned),
+        "histograms": _histograms(planned),
+        "padding": padding(planned),
+        "estimated": estimated(planned, progress) if estimates else None,
+    }
+
+
+def stragglers(packs: Packs, seed: int, epoch: int) -> list[dict[str, Any]]:
+    """For each world size: max / mean cost over the ranks of a step, as the loader deals and at random."""
+    many = len(packs.plan) > _MANY_PACKS
+    costs = np.random.default_rng(seed).permutation(packs.costs)
+    found = []
+    for ranks in sorted((*WORLD_SIZES, *(() if many else _MORE_SIZES))):
+        if not len(packs.plan):
+            continue
+        dealt = Dealt(packs, [Segment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
+        steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
+        ratio = float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else None
+        one = {"ranks": ranks, "ratio": dealt.straggler_ratio(), "random": ratio, "steps": len(dealt)}
+        found.append(one)
+    return found
+
+
+def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:
+    if not len(values):
+        return {"mean": 0.0, "min": 0, "p25": 0, "p50": 0, "p75": 0, "max": 0}
+    marks = np.percentile(values, (0, 25, 50, 75, 100), method="lower").astype(int).tolist()
+    names = ("min", "p25", "p50", "p75", "max")
+    return {"mean": float(values.mean()), **dict(zip(names, marks, strict=True))}
+
+
+def _reasons(planned: Planned) -> list[dict[str, Any]]:
+    """Why rows are in no pack, the most frequent reason first, each with some of its rows."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for drop in planned.left_out:
+        found[drop.reason].append(drop)
+    groups = sorted(found.items(), key=lambda group: (-len(group[1]), group[0]))
+    return [
+        {
+            "reason": reason,
+            "rows": len(drops),
+            "keys": [drop.key for drop in drops[:_KEYS]],
+            "detail": drops[0].detail,
+        }
+        for reason, drops in groups
+    ]
+
+
+def _datasets(planned: Planned) -> list[dict[str, Any]]:
+    counts, plan = planned.counts, planned.packs.plan
+    inside = np.zeros(len(counts), bool)
+    inside[plan.indices] = True
+    found, first = [], 0
+    for name, rows in planned.opened.dataset.lengths().items():
+        part = slice(first, first + rows)
+        kept = inside[part]
+        one: dict[str, Any] = {"name": name, "rows": rows, "packed": int(kept.sum())}
+        one["tokens"] = int(counts.total[part][kept].sum())
+        for kind in ("text", *MEDIA_KINDS, "supervised"):
+            one[kind] = int(getattr(counts, kind)[part][kept].sum())
+        found.append(one)
+        first += rows
+    return found
+
+
+def _histograms(planned: Planned) -> dict[str, Any]:
+    plan = planned.packs.plan
+    shares = plan.tokens / plan.capacity
+    fill, _ = np.histogram(shares, _FILL_BINS, (0.0, 1.0))
+    totals = planned.counts.total[planned.counts.ok]
+    longest = int(totals.max()) if len(totals) else 0
+    edges = [0, *(2**power for power in range(4, max(5, longest.bit_length() + 1)))]
+    lengths, _ = np.histogram(totals, edges)
+    return {
+        "fill": {"edges": [n / _FILL_BINS for n in range(_FILL_BINS + 1)], "counts": fill.tolist()},
+        "length": {"edges": edges, "counts": lengths.tolist()},
+    }

@@ -1,0 +1,226 @@
+"""The viewer in a real browser, against the real server, on a small mixed set with three broken rows."""
+
+import http.client
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from browser.conftest import Server
+from view_samples import BROKEN, SCRIPT, SIZES, SPOKEN
+
+
+def number(page: Page, name: str) -> str:
+    return page.locator(f"[data-number={name}]").inner_text().replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_the_overview_has_the_numbers_of_plan_json(page: Page, server: Server, keep: Any) -> None:
+    for name in ("rows", "packed", "left_out", "packs", "tokens"):
+        assert number(page, name) == f"{server.report[name]:,}"
+    assert number(page, "fill") == f"{100 * server.report['fill']:.2f} %"
+    assert number(page, "documents") == f"{server.report['documents_per_pack']['mean']:.2f}"
+    slots = page.locator("section", has_text="What the same rows cost").locator("tbody td:nth-child(2)")
+    ways = [server.report["padding"][way]["slots"] for way in ("packed", "by_length", "random")]
+    assert slots.all_inner_texts() == [f"{value:,}" for value in ways]
+    bars = page.get_by_role("img", name="Histogram of how full").locator("rect.bar")
+    assert bars.count() == len(server.report["histograms"]["fill"]["counts"])
+    keep(page, "overview", full_page=True)
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_a_broken_row_is_found_in_two_clicks(page: Page, key: str, keep: Any) -> None:
+    page.get_by_role("link", name=BROKEN[key].replace("_", " "), exact=True).click()
+    page.get_by_role("link", name=key, exact=True).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(key)
+    expect(page.get_by_text("in no pack", exact=True)).to_be_visible()
+    expect(page.locator(".bad .mark").first).to_have_text(BROKEN[key].replace("_", " "))
+    name, row = key.split("/")
+    expect(page.locator("main code").first).to_contain_text(f"{name}.jsonl:{int(row) + 1}")
+    keep(page, f"broken-{key.replace('/', '-')}", full_page=True)
+
+
+def test_filters_show_what_they_say(page: Page, keep: Any) -> None:
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Packs").click()
+    rows = page.locator("table.list tbody tr")
+    every = rows.count()
+    page.get_by_label("Data set").select_option("clips")
+    page.wait_for_url(re.compile("dataset=clips"))
+    assert 0 < rows.count() < every
+    assert all("clips" in text for text in rows.locator("td:nth-child(7)").all_inner_texts())
+    page.get_by_role("link", name="Clear").click()
+    page.get_by_label("Fill from").fill("95")
+    page.get_by_role("button", name="Filter").click()
+    page.wait_for_url(re.compile("least=95"))
+    shares = [
+        float(text.rstrip("\N{NO-BREAK SPACE}%"))
+        for text in rows.locator("td:nth-child(2) .num").all_inner_texts()
+    ]
+    assert shares == [share for share in shares if share >= 95]
+    assert number(page, "found") == str(len(shares))
+    page.goto("/packs")
+    page.get_by_role("link", name="Fill", exact=True).click()
+    shares = [
+        float(text.rstrip("\N{NO-BREAK SPACE}%"))
+        for text in rows.locator("td:nth-child(2) .num").all_inner_texts()
+    ]
+    assert shares == sorted(shares)
+    keep(page, "packs")
+
+
+def test_a_pack_shows_the_right_pictures_in_their_own_size(page: Page, keep: Any) -> None:
+    seen: dict[str, tuple[int, int]] = {}
+    page.goto("/packs?dataset=charts")
+    for address in [link.get_attribute("href") for link in page.locator("a[data-item]").all()]:
+        page.goto(str(address))
+        for image in page.locator("figure a > img").all():
+            name = str(image.get_attribute("alt")).partition(": ")[2]
+            image.scroll_into_view_if_needed()
+            page.wait_for_function(
+                "image => image.complete && image.naturalWidth", arg=image.element_handle()
+            )
+            size = image.evaluate("image => [image.naturalWidth, image.naturalHeight]")
+            assert name not in seen, "each picture is in one pack only"
+            seen[name] = tuple(size)
+        keep(page, f"pack-{str(address).rpartition('/')[2]}", full_page=True)
+    assert seen == {f"chart{n}.png": size for n, size in enumerate(SIZES)}
+    page.goto("/search?q=charts/9")
+    page.get_by_role("link", name="charts/9", exact=True).first.click()
+    expect(page.locator("figure .bad")).to_contain_text("cut.png")  # what is wrong with it, and no picture
+
+
+def test_a_film_shows_frames(page: Page) -> None:
+    page.goto("/search?q=clips/0")
+    page.get_by_role("link", name="clips/0", exact=True).first.click()
+    frames = page.locator(".frames img")
+    assert frames.count() >= 2
+    for frame in frames.all():
+        frame.scroll_into_view_if_needed()
+        page.wait_for_function(
+            "image => image.complete && image.naturalWidth === 96", arg=frame.element_handle()
+        )
+
+
+def test_tokens_have_the_colour_of_their_speaker_and_answers_are_underlined(page: Page) -> None:
+    page.goto("/search?q=chats/0")
+    page.get_by_role("link", name="chats/0", exact=True).first.click()
+    tokens = page.locator(".tokens")
+    said = {
+        "system": "You are a patient carrier.",
+        "user": "Tell me about mule number 0. ",
+        "assistant": "It carries 0 bales of wool. ",
+    }
+    colours = {}
+    for role, text in said.items():
+        run = tokens.locator(f".run.{role}", has_text=text.strip()).first
+        expect(run).to_be_visible()
+        colours[role] = run.evaluate("run => getComputedStyle(run).backgroundColor")
+    assert len(set(colours.values())) == 3
+    shadows = {
+        role: tokens.locator(f".run.{role}").first.evaluate("run => getComputedStyle(run).boxShadow")
+        for role in said
+    }
+    assert [role for role, shadow in shadows.items() if shadow != "none"] == ["assistant"]
+    title = tokens.locator(".run.assistant").first.get_attribute("title")
+    assert re.match(r"assistant, learned; tokens \d+-\d+; positions \d+-\d+", str(title))
+
+
+def test_a_script_in_a_row_is_text(page: Page) -> None:
+    page.goto(f"/search?q=chats/{SPOKEN}")
+    page.get_by_role("link", name=f"chats/{SPOKEN}", exact=True).first.click()
+    assert SCRIPT in page.locator(".said").first.inner_text()
+    assert SCRIPT in page.locator(".tokens").inner_text().replace("\n", "")
+    assert "owned" not in page.title()
+    assert page.locator("main script").count() == 0
+
+
+def test_every_page_can_be_walked_with_the_keyboard(page: Page) -> None:
+    page.keyboard.press("p")
+    page.wait_for_url("**/packs")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    expect(page.locator("a[data-item]").nth(1)).to_be_focused()
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/pack/0")
+    page.keyboard.press("j")
+    expect(page.locator("#d1")).to_be_focused()
+    outline = page.locator("#d1").evaluate("article => getComputedStyle(article).outlineStyle")
+    assert outline == "solid", "focus is visible"
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**/pack/1")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url("**/pack/0")
+    page.keyboard.press("/")
+    page.keyboard.type("mule number 7")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/search?q=mule*")
+    expect(page.locator("a[data-item]")).to_have_text(["chats/7"])
+    page.keyboard.press("o")
+    page.wait_for_url(re.compile(r"/$"))
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the content")).to_be_focused()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_everything_without_scrolling_sideways(
+    browser: Browser, server: Server, scheme: Any, keep: Any
+) -> None:
+    context = browser.new_context(
+        viewport={"width": 390, "height": 844}, color_scheme=scheme, base_url=server.address
+    )
+    page = context.new_page()
+    for name, target in (
+        ("overview", "/"),
+        ("packs", "/packs"),
+        ("pack", "/pack/0"),
+        ("left-out", "/problems"),
+    ):
+        page.goto(target)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, target
+        keep(page, f"phone-{name}-{scheme}")
+    paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    red = int(str(re.findall(r"\d+", paper)[0]))
+    assert red < 60 if scheme == "dark" else red > 200
+    context.close()
+
+
+def test_pages_work_without_javascript(browser: Browser, server: Server) -> None:
+    context = browser.new_context(java_script_enabled=False, base_url=server.address)
+    page = context.new_page()
+    page.goto("/packs")
+    page.get_by_label("Data set").select_option("clips")
+    page.get_by_role("button", name="Filter").click()
+    assert "dataset=clips" in page.url
+    page.locator("a[data-item]").first.click()
+    expect(page.locator("article.document").first).to_be_visible()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["/media/../../etc/passwd", "/media/%2e%2e/%2e%2e/etc/passwd", "/static/..%2f..%2fetc/passwd"]
+)
+def test_a_path_out_of_the_data_is_refused(server: Server, path: str) -> None:
+    connection = http.client.HTTPConnection(server.address.removeprefix("http://"))
+    connection.request("GET", path)  # as it is written: no client tidies it up
+    answer = connection.getresponse()
+    assert answer.status == 404
+    assert b"root:" not in answer.read()
+
+
+def test_another_host_name_is_refused(server: Server) -> None:
+    connection = http.client.HTTPConnection(server.address.removeprefix("http://"))
+    connection.request("GET", "/", headers={"Host": "evil.example"})
+    assert connection.getresponse().status == 421
+
+
+def test_every_picture_has_an_alternative_text_and_every_field_a_label(page: Page) -> None:
+    for target in ("/", "/packs", "/pack/0", "/problems", "/search?q=mule"):
+        page.goto(target)
+        assert page.locator("img:not([alt])").count() == 0
+        assert page.locator("svg[role=img]:not([aria-label])").count() == 0
+        fields = page.locator("input:not([type=hidden]), select")
+        for place in range(fields.count()):
+            assert fields.nth(place).evaluate("field => field.labels.length") == 1
+        assert page.locator("h1").count() == 1
+        assert page.locator("html").get_attribute("lang") == "en"

@@ -1,0 +1,220 @@
+"""``packhorse plan`` as a user types it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import packhorse
+from contract.processors import build
+from count_samples import python_path, save_processor, sidecars, write_chats, write_rows
+from packhorse.cli.app import app
+from packhorse.neat_packing_vlm import PackPlan
+from packhorse.neat_packing_vlm.plan_file import load_key
+from view_samples import BROKEN, chat, write_samples
+
+SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_processor(tmp_path_factory.mktemp("processor"))
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_samples(tmp_path_factory.mktemp("view") / "data")
+
+
+def run(meta: Path, saved: str, *more: object) -> Result:
+    options = ["--processor", saved, "--pack-size", SIZE, "--workers", 1, *more]
+    return CliRunner().invoke(app, ["plan", str(meta), *map(str, options)])
+
+
+@pytest.fixture(scope="module")
+def report(meta: Path, saved: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("plan") / "made.phplan"
+    result = run(meta, saved, "--json", "--out", out)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_the_plan_is_the_one_that_the_loader_trains(report: dict[str, Any], meta: Path, saved: str) -> None:
+    for epoch in (0, 1):
+        loader = packhorse.load(str(meta), saved, pack_size=SIZE, max_bad_share=None)
+        loader.set_epoch(epoch)
+        out = meta.parent / f"epoch{epoch}.phplan"
+        told = json.loads(run(meta, saved, "--json", "--epoch", epoch, "--out", out).stdout)
+        assert told["name"] == loader.plan_key == report["name"]
+        made = PackPlan.load(out)
+        assert made.bins() == loader.plan.bins()
+        assert made.dropped.tolist() == loader.plan.dropped.tolist()
+        assert told["straggler"][0]["ratio"] == loader.straggler_ratio() == 1.0
+        assert (told["packs"], told["fill"]) == (len(loader.plan), loader.plan.fill)
+
+
+def test_so_it_is_where_long_samples_are_cut(meta: Path, saved: str, tmp_path: Path) -> None:
+    out = tmp_path / "cut.phplan"
+    result = run(meta, saved, "--json", "--pack-size", 128, "--on-overlong", "truncate", "--out", out)
+    loader = packhorse.load(str(meta), saved, pack_size=128, on_overlong="truncate", max_bad_share=None)
+    assert json.loads(result.stdout)["name"] == loader.plan_key
+    assert PackPlan.load(out).bins() == loader.plan.bins()
+
+
+def test_every_row_is_packed_or_left_out_for_a_named_reason(report: dict[str, Any]) -> None:
+    assert report["rows"] == 24 == report["packed"] + report["left_out"]
+    assert report["left_out"] == len(BROKEN) == sum(one["rows"] for one in report["reasons"])
+    found = {key: one["reason"] for one in report["reasons"] for key in one["keys"]}
+    assert found == BROKEN
+    assert sum(one["packed"] for one in report["datasets"]) == report["packed"]
+
+
+def test_the_names_of_the_json_stay(report: dict[str, Any]) -> None:
+    assert list(report) == [
+        *("version", "name", "meta", "processor", "model", "epoch", "settings", "rows", "packed", "left_out"),
+        *("packs", "fewest_packs", "pack_size", "reserve", "capacity", "tokens", "supervised", "fill"),
+        *("documents_per_pack", "straggler", "reasons", "not_drawn", "datasets", "histograms", "padding"),
+        *("estimated", "plan"),
+    ]
+    assert [one["ranks"] for one in report["straggler"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert set(report["padding"]) == {"batch_size", "tokens", "random", "by_length", "packed"}
+    assert report["padding"]["tokens"] == report["tokens"]
+    assert report["padding"]["packed"]["slots"] == report["packs"] * SIZE
+    assert sum(report["histograms"]["fill"]["counts"]) == report["packs"]
+    assert sum(report["histograms"]["length"]["counts"]) == report["packed"]
+
+
+def test_sorted_batches_waste_no_more_than_random_ones(report: dict[str, Any]) -> None:
+    padding = report["padding"]
+    assert 0 < padding["by_length"]["wasted"] <= padding["random"]["wasted"] < 1
+
+
+def test_text_without_a_terminal_has_no_control_codes_and_says_what_json_says(
+    report: dict[str, Any], meta: Path, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "path"))
+    out = tmp_path / "made.phplan"
+    command = [sys.executable, "-m", "packhorse", "plan", str(meta), "--processor", saved]
+    command += ["--pack-size", str(SIZE), "--out", str(out)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
+    assert f"{report['packed']} of {report['rows']} packed" in result.stdout
+    assert f"fill       {report['fill']:.3%}" in result.stdout
+    for ranks in (1, 8, 64, 512):
+        ratio = next(one["ratio"] for one in report["straggler"] if one["ranks"] == ranks)
+        assert re.search(rf"^ *{ranks} +\d+ +{ratio:.4f} ", result.stdout, re.MULTILINE)
+    for key, reason in BROKEN.items():
+        assert re.search(rf"left out: 1 {reason} \({key}\)", result.stdout)
+    assert result.stdout.endswith(f"look at it: packhorse view {out}\n")
+
+
+def test_without_a_name_the_plan_lies_beside_the_meta_file(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path, 8)
+    result = run(meta, saved)
+    assert result.exit_code == 0, result.output
+    assert len(PackPlan.load(tmp_path / "meta.phplan")) >= 1
+    assert len(sidecars(tmp_path)) == 1
+    assert "every row is in a pack" in result.stdout
+
+
+def test_the_file_says_what_it_was_made_from_without_pickle(
+    report: dict[str, Any], meta: Path, saved: str
+) -> None:
+    key = load_key(report["plan"])
+    source = key["made_from"]
+    assert source["meta"]["name"] == str(meta)
+    assert source["processor"]["name"] == saved
+    assert (source["settings"]["pack_size"], source["epoch"]) == (SIZE, 0)
+    assert key["report"] == {name: value for name, value in report.items() if name != "plan"}
+    assert b"pickle" not in Path(report["plan"]).read_bytes()
+
+
+def test_long_samples_are_left_out_cut_or_an_error_as_asked(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path, 6)
+    write_rows(tmp_path / "chats.jsonl", [*[chat("Why?", "So.")] * 5, chat("Why?", "so " * 400)])
+    dropped = json.loads(run(meta, saved, "--json").stdout)
+    assert [(one["reason"], one["keys"]) for one in dropped["reasons"]] == [("too_long", ["chats/5"])]
+    assert "more than the 512 tokens" in dropped["reasons"][0]["detail"]
+    assert json.loads(run(meta, saved, "--json", "--on-overlong", "truncate").stdout)["left_out"] == 0
+    refused = run(meta, saved, "--on-overlong", "raise", "--out", tmp_path / "never.phplan")
+    assert refused.exit_code == 2
+    assert "chats/5" in refused.stderr
+    assert not (tmp_path / "never.phplan").exists()
+
+
+def test_estimates_can_be_left_out_and_tell_what_would_be_lost(
+    meta: Path, saved: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "made.phplan"
+    assert json.loads(run(meta, saved, "--json", "--no-estimates", "--out", out).stdout)["estimated"] is None
+    # A byte is a token here, and an estimate takes three bytes for one: packs overflow.
+    guessed = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", out).stdout)["estimated"]
+    assert guessed["rows"] == 10
+    assert guessed["lost_overflow"] > 0
+    assert guessed["lost"] == guessed["lost_overflow"] + guessed["lost_too_long"]
+    assert 0 < guessed["fill"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no.json", "--processor", "{saved}"], r"no\.json: no such file"),
+        (["{meta}", "--processor", "./nowhere"], "processor ./nowhere: no such folder"),
+        (["{meta}", "--processor", "{saved}", "--dataset", "other"], "no dataset other"),
+        (["s3://bucket/meta.json", "--processor", "{saved}"], "--out"),
+        (["{meta}", "--processor", "{saved}", "--model", "{empty}"], "no config there"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_two(
+    arguments: list[str], says: str, meta: Path, saved: str, tmp_path: Path
+) -> None:
+    filled = [one.format(meta=meta, saved=saved, empty=tmp_path) for one in arguments]
+    result = CliRunner().invoke(app, ["plan", *filled])
+    assert result.exit_code == 2, result.output
+    assert re.search(says, result.stderr)
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("packhorse plan: ")
+
+
+def test_a_model_config_beside_the_processor_changes_costs_but_not_packs(meta: Path, tmp_path: Path) -> None:
+    from contract.tiny_models import tiny_model
+
+    plain = save_processor(tmp_path / "plain")
+    build("qwen2_vl").save_pretrained(tmp_path / "whole")
+    tiny_model("qwen2_vl").config.save_pretrained(tmp_path / "whole")
+    made = [
+        run(meta, folder, "--json", "--out", tmp_path / f"{n}.phplan")
+        for n, folder in enumerate((plain, tmp_path / "whole"))
+    ]
+    one, other = (json.loads(result.stdout) for result in made)
+    assert PackPlan.load(tmp_path / "0.phplan").bins() == PackPlan.load(tmp_path / "1.phplan").bins()
+    assert one["name"] != other["name"]
+    loader = packhorse.load(
+        str(meta), build("qwen2_vl"), model=tiny_model("qwen2_vl"), pack_size=SIZE, max_bad_share=None
+    )
+    assert other["name"] == loader.plan_key
+
+
+def test_ctrl_c_leaves_no_half_plan(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "path"))
+    meta = write_chats(tmp_path / "data", 60_000)
+    command = [sys.executable, "-m", "packhorse", "plan", str(meta), "--processor", saved, "--workers", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as started:
+        while not list(meta.parent.glob("*.parts/*.arrow")) and started.poll() is None:
+            time.sleep(0.02)
+        os.killpg(started.pid, signal.SIGINT)
+        _, errors = started.communicate(timeout=60)
+    assert started.returncode == 130, errors
+    assert b"no plan was written" in errors
+    assert b"Traceback" not in errors
+    assert not list(meta.parent.glob("*.phplan*"))

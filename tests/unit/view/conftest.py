@@ -1,0 +1,43 @@
+"""A plan of the small mixed set, and the application that shows it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from count_samples import save_processor
+from packhorse.loader import LoaderConfig
+from packhorse.view.app import make_app
+from packhorse.view.book import Book
+from packhorse.view.plan_book import save_book
+from packhorse.view.planning import Planned, Request, make_plan
+from packhorse.view.report import plan_report
+from view_samples import write_samples
+
+
+@pytest.fixture(scope="package")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_processor(tmp_path_factory.mktemp("processor"))
+
+
+@pytest.fixture(scope="package")
+def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> Planned:
+    meta = write_samples(tmp_path_factory.mktemp("view") / "data")
+    return make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), saved))
+
+
+@pytest.fixture(scope="package")
+def plan_file(planned: Planned) -> Path:
+    path = Path(planned.opened.request.config.data).parent / "made.phplan"
+    save_book(planned, plan_report(planned), path)
+    return path
+
+
+@pytest.fixture
+def book(plan_file: Path) -> Book:
+    return Book.open(str(plan_file))
+
+
+@pytest.fixture
+def app(book: Book) -> Any:
+    return make_app(book)

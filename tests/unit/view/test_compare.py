@@ -1,0 +1,35 @@
+"""What padding and guessing would cost, on numbers that can be checked by hand."""
+
+import numpy as np
+import pytest
+
+from packhorse.neat_packing_vlm import plan_packs
+from packhorse.view.compare import estimated, overflowing, padded_slots, padding
+from packhorse.view.planning import Planned
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots"), [([], 0), ([7], 7), ([3, 1, 2, 9], 3 * 2 + 9 * 2), ([5, 1, 4], 5 * 2 + 4)]
+)
+def test_a_batch_is_padded_to_its_longest_row(lengths: list[int], slots: int) -> None:
+    assert padded_slots(np.array(lengths, np.int64), 2) == slots
+
+
+def test_a_full_pack_turns_away_what_does_not_fit_and_takes_what_does() -> None:
+    plan = plan_packs([4, 3, 3], 10)
+    assert plan.bins() == [[0, 1, 2]]
+    assert overflowing(plan, np.array([8, 5, 2]), 10) == [1]
+    assert overflowing(plan, np.array([4, 3, 3]), 10) == []
+
+
+def test_wasted_slots_and_tokens_add_up(planned: Planned) -> None:
+    found = padding(planned)
+    for way in ("random", "by_length", "packed"):
+        assert found[way]["slots"] * (1 - found[way]["wasted"]) == pytest.approx(found["tokens"])
+
+
+def test_of_many_rows_some_are_estimated(planned: Planned) -> None:
+    seen: list[tuple[int, int]] = []
+    found = estimated(planned, lambda done, total: seen.append((done, total)), most=5)
+    assert found["rows"] == 5
+    assert seen[-1] == (5, 5)

@@ -1,0 +1,121 @@
+"""Rows by their names, cut rows, sounds, and plans without packs."""
+
+import io
+import json
+import re
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from count_samples import save_processor, write_chats, write_meta, write_rows
+from packhorse.datasets import open_meta_dataset
+from packhorse.loader import LoaderConfig
+from packhorse.view.app import make_app
+from packhorse.view.book import Book
+from packhorse.view.keys import RowFinder
+from packhorse.view.media import picture, sound
+from packhorse.view.plan_book import book_of
+from packhorse.view.planning import Request, make_plan
+from packhorse.view.report import plan_report
+from view_samples import ask, chat
+
+
+def book_for(meta: Path, saved: str, **settings: Any) -> Book:
+    planned = make_plan(Request(LoaderConfig(data=str(meta), **settings), saved))
+    return Book(book_of(planned, plan_report(planned)), planned.opened)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 1.0, 2.5])
+def test_every_row_is_found_by_its_name_whatever_share_is_drawn(tmp_path: Path, ratio: float) -> None:
+    for name in ("a", "a/b"):
+        write_rows(tmp_path / f"{name.replace('/', '-')}.jsonl", [chat(f"{n}?", "So.") for n in range(20)])
+    entries = {
+        name: {"file_name": f"{name.replace('/', '-')}.jsonl", "sample_ratio": ratio} for name in ("a", "a/b")
+    }
+    dataset = open_meta_dataset(str(write_meta(tmp_path, entries)))
+    finder = RowFinder(dataset)
+    assert [finder.find(dataset.key(index)) for index in range(len(dataset))] == list(range(len(dataset)))
+    for index in range(len(dataset)):
+        source, row = finder.place(index)
+        assert source.file[row] == dataset.row(index)
+    for nothing in ("a/99", "c/1", "a", "", "a/-1", "a/1#9", "a/x"):
+        assert finder.find(nothing) is None
+
+
+def test_a_row_that_was_cut_says_so(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path, 3)
+    write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), chat("Why?", "so " * 300)])
+    app = make_app(book_for(meta, saved, pack_size=256, on_overlong="truncate"))
+    page = ask(app, "/pack/0").text
+    assert '<span class="mark">truncated</span>' in page
+    assert "the first answer was cut" in page
+    assert "256 tokens" in page
+
+
+def test_media_that_see_both_ways_are_squares_in_the_picture_of_the_mask(tmp_path: Path) -> None:
+    Image.new("RGB", (90, 60), "tan").save(tmp_path / "mule.png")
+    write_rows(
+        tmp_path / "mules.jsonl",
+        [chat("<image>What is it?", "A mule.", images=["mule.png"]), chat("Why?", "So.")],
+    )
+    meta = write_meta(tmp_path, {"mules": {"file_name": "mules.jsonl", "media_dir": "."}})
+    book = book_for(meta, save_processor(tmp_path / "processor", "gemma3"), pack_size=256)
+    mask = re.findall(r'<svg class="mask".*?</svg>', ask(make_app(book), "/pack/0").text)[0]
+    assert mask.count('class="seen') == 2
+    assert mask.count('class="both"') == 1
+    ((first, end),) = book.encoder.show(0).both_ways
+    assert end - first == 16, "as many as the picture has tokens"
+
+
+def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path, 1)
+    write_rows(tmp_path / "chats.jsonl", ["{", "[]", '{"messages": 3}'])
+    book = book_for(meta, saved, pack_size=256)
+    assert (book.report["packs"], book.report["left_out"], book.report["straggler"]) == (0, 3, [])
+    app = make_app(book)
+    for target in (
+        "/",
+        "/packs",
+        "/packs?sort=cost&dataset=chats&error=any",
+        "/problems",
+        "/row/0",
+        "/search?q=3",
+    ):
+        assert ask(app, target).status == 200, target
+    assert json.loads(ask(app, "/report.json").body)["fill"] == 0.0
+
+
+def test_the_name_of_a_data_set_is_text_on_every_page(tmp_path: Path, saved: str) -> None:
+    name = """<img src="x" onerror='alert(1)'>"""
+    write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), "{"])
+    meta = write_meta(tmp_path, {name: {"file_name": "chats.jsonl"}})
+    app = make_app(book_for(meta, saved, pack_size=256))
+    targets = ("/", "/packs", "/pack/0", "/row/1", "/problems", "/search?q=why", "/search?q=0")
+    echoed = (
+        f"/problems?reason={name}&dataset={name}",
+        f"/packs?dataset={name}&error={name}",
+        f"/search?q={name}",
+    )
+    for target in (*targets, *echoed):
+        page = ask(app, target).text
+        assert '<img src="x' not in page, target
+        assert "onerror='" not in page, target
+
+
+def test_sound_is_sent_as_wav() -> None:
+    made = sound(np.array([0.0, 1.0, -1.0, 2.0], np.float32), 16_000)
+    assert made.kind == "audio/wav"
+    with wave.open(io.BytesIO(made.data)) as file:
+        assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (1, 16_000, 4)
+        assert np.frombuffer(file.readframes(4), "<i2").tolist() == [0, 32767, -32767, 32767]
+
+
+@pytest.mark.parametrize(("size", "kind"), [((30, 20), "image/png"), ((1200, 900), "image/jpeg")])
+def test_pictures_keep_their_size(size: tuple[int, int], kind: str) -> None:
+    made = picture(Image.new("RGB", size, "tan"))
+    assert made.kind == kind
+    assert Image.open(io.BytesIO(made.data)).size == size

@@ -1,0 +1,72 @@
+"""Who says which token, for every family that has a chat template."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from contract.processors import FAMILIES, processor
+from packhorse.chat import IGNORE_INDEX
+from packhorse.conversation import parse_conversation
+from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.view.tokens import roles_of, runs_of
+
+CHATS = [name for name, one in FAMILIES.items() if one.chats]
+ROW = {
+    "conversation": [
+        {"role": "user", "content": "Does the user say assistant?"},
+        {"role": "assistant", "content": "Only the assistant does."},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "No more."},
+    ]
+}
+
+
+def encoded(name: str, row: dict[str, Any]) -> tuple[Any, Any, list[str]]:
+    samples = PreTokenizedDatasetWrapper([row], processor(name), inject_fake_images=False, on_bad="raise")
+    sample = samples[0]
+    ids = sample["input_ids"].tolist()
+    return samples, sample, roles_of(samples.family, samples.processor, parse_conversation(row), ids)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_each_text_is_its_speakers_and_the_rest_the_templates(name: str) -> None:
+    samples, sample, roles = encoded(name, ROW)
+    runs = runs_of(samples.family, samples.processor, sample, roles)
+    said = {role: "".join(run.text for run in runs if run.role == role) for role in ("user", "assistant")}
+    assert "Does the user say assistant?" in said["user"]
+    assert "And now?" in said["user"]
+    assert "Only the assistant does." not in said["user"]
+    assert said["assistant"].startswith("Only the assistant does.")
+    assert "No more." in said["assistant"]
+    assert "And now?" not in said["assistant"]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_runs_cover_every_token_once_and_know_what_is_learned(name: str) -> None:
+    samples, sample, roles = encoded(name, ROW)
+    runs = runs_of(samples.family, samples.processor, sample, roles)
+    labels = sample["labels"].tolist()
+    assert [run.start for run in runs] == [sum(r.count for r in runs[:n]) for n in range(len(runs))]
+    assert sum(run.count for run in runs) == len(labels)
+    for run in runs:
+        inside = labels[run.start : run.start + run.count]
+        assert {label != IGNORE_INDEX for label in inside} == {run.learned}
+    assert [run.beyond for run in runs] == [False] * (len(runs) - 1) + [True]
+
+
+def test_media_are_runs_of_their_own(tmp_path: Path) -> None:
+    Image.new("RGB", (100, 60), "tan").save(tmp_path / "wide.png")
+    image = {"type": "image", "image": str(tmp_path / "wide.png")}
+    row = {
+        "conversation": [
+            {"role": "user", "content": [image, {"type": "text", "text": "What?"}]},
+            {"role": "assistant", "content": "A picture."},
+        ]
+    }
+    samples, sample, roles = encoded("qwen2_vl", row)
+    (medium,) = [run for run in runs_of(samples.family, samples.processor, sample, roles) if run.medium]
+    assert medium.medium == "<|image_pad|>"
+    assert medium.count == int(sample["image_grid_thw"].prod()) // 4
+    assert not medium.learned

@@ -1,0 +1,118 @@
+"""A small mixed data set with known media and known faults, for the tests of plans and of the viewer."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from contract.media_files import write_film
+from count_samples import write_meta, write_rows
+
+SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
+"""Width and height of the pictures, by row of ``charts`` (two more rows are broken)."""
+
+SCRIPT = "<script>document.title = 'owned'</script>"
+"""What one row of ``chats`` says."""
+
+MISSING, CUT, MALFORMED, SHAPELESS, SPOKEN = 8, 9, 3, 2, 5
+"""Rows: ``charts`` with a picture that is not there and one that is cut off behind its header, ``chats`` that
+is not JSON and that is no conversation, ``chats`` with the script in it."""
+
+BROKEN = {f"charts/{MISSING}": "missing_media", f"chats/{MALFORMED}": "malformed_row"}
+BROKEN[f"chats/{SHAPELESS}"] = "wrong_format"
+"""Rows that cannot be counted, and why."""
+
+
+def chat(question: str, answer: str, **media: list[str]) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **media}
+
+
+def write_samples(folder: Path) -> Path:
+    """Ten rows with pictures, two with a film, twelve texts; returns the meta file."""
+    media = folder / "media"
+    media.mkdir(parents=True)
+    charts = []
+    for number, size in enumerate(SIZES):
+        _drawn(size, number).save(media / f"chart{number}.png")
+        charts.append(
+            chat("<image>Which bar is the highest?", f"Bar {number}.", images=[f"chart{number}.png"])
+        )
+    charts.append(chat("<image>What is it?", "Nobody knows.", images=["gone.png"]))
+    _drawn((320, 240), 3).save(media / "cut.png")
+    whole = (media / "cut.png").read_bytes()
+    (media / "cut.png").write_bytes(whole[: len(whole) // 3])
+    charts.append(chat("<image>What is half of it?", "The upper half.", images=["cut.png"]))
+    write_film(media / "film.mp4", frames=12, fps=6, width=96, height=64)
+    film = chat("<video>What happens in the film?", "It gets lighter.", videos=["film.mp4"])
+    chats: list[Any] = [
+        chat(
+            f"Tell me about mule number {n}. " * (1 + n % 4), f"It carries {n} bales of wool. " * (1 + n % 3)
+        )
+        for n in range(12)
+    ]
+    chats[0]["messages"].insert(0, {"role": "system", "content": "You are a patient carrier."})
+    chats[SPOKEN] = chat(f"What does {SCRIPT} do?", f"Nothing here: {SCRIPT}")
+    chats[MALFORMED] = json.dumps(chats[MALFORMED])[:80]
+    chats[SHAPELESS] = {"text": "no messages at all"}
+    write_rows(folder / "charts.jsonl", charts)
+    write_rows(folder / "chats.jsonl", chats)
+    write_rows(folder / "clips.jsonl", [film, film])
+    names = ("charts", "chats", "clips")
+    return write_meta(folder, {name: {"file_name": f"{name}.jsonl", "media_dir": "media"} for name in names})
+
+
+def _drawn(size: tuple[int, int], number: int) -> Image.Image:
+    image = Image.new("RGB", size, (250, 247, 240))
+    draw, width = ImageDraw.Draw(image), size[0] // 9
+    for bar, colour in enumerate([(91, 143, 127), (217, 165, 74), (181, 107, 83), (90, 134, 176)]):
+        height = size[1] * (2 + (bar * 3 + number * 5) % 7) // 9
+        left = width // 2 + bar * 2 * width
+        draw.rectangle((left, size[1] - height, left + width, size[1] - 1), fill=colour)
+    return image
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answers."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+
+def ask(app: Any, target: str, *, host: str | None = "127.0.0.1:8123", method: str = "GET") -> Answer:
+    """Send one request to an ASGI application, its path as it is written."""
+    path, _, query = target.partition("?")
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [] if host is None else [(b"host", host.encode())],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8123),
+    }
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    headers = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+    return Answer(sent[0]["status"], headers, b"".join(part.get("body", b"") for part in sent[1:]))
