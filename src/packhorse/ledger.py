@@ -16,7 +16,7 @@ import threading
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from logging import getLogger
 from pathlib import Path
@@ -114,6 +114,15 @@ class Ledger:
             if self._is_shared():
                 self._append(asdict(drop))
 
+    def record_all(self, drops: Iterable[Drop]) -> None:
+        """Write many entries with one opening of the file."""
+        with self._lock:
+            new = [drop for drop in dict.fromkeys(drops) if drop not in self._drops or not drop.key]
+            for drop in new:
+                self._drops[drop] = self._drops.get(drop, 0) + 1
+            if new and self._is_shared():
+                self._append(*map(asdict, new))
+
     def record_rows(
         self,
         dataset: str,
@@ -137,6 +146,14 @@ class Ledger:
                 self.record(drop)
         for many in list(other._many.values()):
             self._record_many(many)
+
+    def of_epoch(self, epoch: int) -> Ledger:
+        """Another ledger with the entries of one epoch, and with those that belong to none."""
+        self._collect()
+        found = Ledger()
+        found._drops = {drop: n for drop, n in self._drops.items() if drop.epoch in (None, epoch)}
+        found._many = {group: many for group, many in self._many.items() if many.epoch in (None, epoch)}
+        return found
 
     def __len__(self) -> int:
         self._collect()
@@ -243,14 +260,15 @@ class Ledger:
     def _is_shared(self) -> bool:
         return self.path is not None or os.getpid() != self._owner
 
-    def _append(self, entry: dict[str, Any]) -> None:
-        """Write an entry, and those before it that could not be written.
+    def _append(self, *entries: dict[str, Any]) -> None:
+        """Write entries, and those before them that could not be written.
 
         Raises:
             SystemFault: they cannot be written; no sample is at fault.
         """
-        self._unwritten.append(_line({**entry, "pid": os.getpid()}))
-        spool = self._spool
+        pid, entry = os.getpid(), entries[-1]
+        self._unwritten += [_line({**one, "pid": pid}) for one in entries]
+        spool, written = self._spool, 0
         try:
             spool.parent.mkdir(parents=True, exist_ok=True)
             # One write to a file opened for appending: lines of several processes do not mix.
@@ -259,13 +277,14 @@ class Ledger:
                 size = os.fstat(fd).st_size
                 # A crash, or a full disk, has cut the last line off: do not write on in it.
                 line = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
-                while self._unwritten:
-                    line += self._unwritten[0]
+                for entry_line in self._unwritten:
+                    line += entry_line
                     while line:
                         line = line[os.write(fd, line) :]
-                    del self._unwritten[0]
+                    written += 1
             finally:
                 os.close(fd)
+                del self._unwritten[:written]
         except OSError as error:
             why = "the disk is full" if error.errno in _FULL else error.strerror or str(error)
             raise SystemFault(

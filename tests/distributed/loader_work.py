@@ -80,7 +80,54 @@ def everything(run: dict[str, Any], rank: int) -> dict[str, Any]:
         "sharded": epoch(run, rank, shard_data=True, ledger_dir=f"{run['folder']}/sharded"),
         "refused": refused(run, rank),
         "too few": too_few(run, rank),
+        "uneven": uneven(run, rank),
+        "torn": torn(run, rank),
     }
+
+
+def chats(number: int, words: int) -> list[dict[str, Any]]:
+    turns = [("user", "why"), ("assistant", "so " * words)]
+    content = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    return [{"conversation": content}] * number
+
+
+def uneven(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Shards of which the first has long rows only: stopped behind the natural end of the others' steps."""
+    size = dist.get_world_size()
+    rows = [
+        row
+        for pair in zip(*(chats(20, 60 if r == 0 else 4) for r in range(size)), strict=True)
+        for row in pair
+    ]
+    settings: dict[str, Any] = {"shard_data": True, "pack_size": 256}
+    seen: list[int] = []
+    loader = packhorse.load(rows, processor(PROCESSOR), **settings)
+    for _ in loader:
+        assert loader.last is not None
+        seen += loader.last.samples
+        if loader.remaining == 2:
+            break
+    again = packhorse.load(rows, processor(PROCESSOR), **settings)
+    again.load_state_dict(loader.state_dict())
+    left = 0
+    for _ in again:
+        assert again.last is not None
+        seen += again.last.samples
+        left += 1
+    return {"steps": len(loader), "left": left, "seen": sorted(seen), "rows": len(loader.dataset)}
+
+
+def torn(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A ledger of which a crash has left half a line, and one of an earlier rank likewise."""
+    folder = Path(run["folder"], "torn")
+    folder.mkdir(exist_ok=True)
+    for number in (rank, 17):
+        (folder / f"rank-{number:05d}.jsonl").write_text('{"key": "half')
+    loader = packhorse.load(chats(12, 5), processor(PROCESSOR), ledger_dir=str(folder), pack_size=128)
+    for _ in loader:
+        pass
+    assert loader.account is not None
+    return {"delivered": loader.account.delivered, "reasons": loader.account.reasons}
 
 
 def too_few(run: dict[str, Any], rank: int) -> str:

@@ -237,3 +237,14 @@ def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -
     samples = list(chain(*(one["samples"] for one in ranks)))
     assert len(samples) == len(set(samples)) == len(GOOD)
     assert len(sidecars(meta.parent)) == 2, "one count file for each data set"
+
+
+def test_shards_of_unequal_work_go_on_behind_the_shorter_ones_end(ranks: dict[str, Any]) -> None:
+    parts = [one["uneven"] for one in ranks["found"]]
+    assert len({part["steps"] for part in parts}) == 1
+    assert [part["left"] for part in parts] == [2] * ranks["world"]
+    assert all(part["seen"] == list(range(part["rows"])) for part in parts)
+
+
+def test_half_a_line_in_a_ledger_stops_no_epoch(ranks: dict[str, Any]) -> None:
+    assert all(one["torn"] == {"delivered": 12, "reasons": {}} for one in ranks["found"])

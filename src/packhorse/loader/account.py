@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
-from packhorse.errors import PackhorseError
+from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger
 from packhorse.loader.build import BatchReport
 from packhorse.loader.talk import Ranks
+from packhorse.types import World
 
 logger = getLogger("packhorse.loader")
 
@@ -31,16 +33,24 @@ class Guard:
         share: the most that may be bad; None for any.
         in_a_row: the most that may fail one after the other on this rank; None for any.
         ledger: has the reasons.
+        lost: so many have failed on this rank already, before a restart.
 
     Raises:
         TooManyBad: too many were bad when they were counted.
     """
 
     def __init__(
-        self, samples: int, bad: int, ranks: int, share: float | None, in_a_row: int | None, ledger: Ledger
+        self,
+        samples: int,
+        bad: int,
+        ranks: int,
+        share: float | None,
+        in_a_row: int | None,
+        ledger: Ledger,
+        lost: int = 0,
     ) -> None:
         self.samples, self.bad, self.share, self.in_a_row, self.ledger = samples, bad, share, in_a_row, ledger
-        self.ranks, self.lost, self._row = ranks, 0, 0
+        self.ranks, self.lost, self._row = ranks, lost, 0
         self.check(0)
 
     def saw(self, report: BatchReport) -> None:
@@ -57,9 +67,10 @@ class Guard:
         if self.ranks == 1:
             self.check(self.lost)
         elif self.share is not None:
-            # What a rank may lose: its part, and as much more as chance may deal to one of many.
+            # What a rank may lose: its part, and as much more as chance may deal to one of thousands. All
+            # ranks together are judged at the end of the epoch.
             mine = self.share * self.samples / self.ranks
-            if self.lost > mine + 3 * math.sqrt(mine):
+            if self.lost > mine + 5 * math.sqrt(mine) + 5:
                 raise TooManyBad(self._told(f"{self.lost:,} samples failed on this rank in this epoch"))
 
     def check(self, lost: int) -> None:
@@ -100,7 +111,7 @@ class EpochAccount:
         delivered: were handed out to a rank; None where ranks cannot talk, or part of the epoch was before a
             restart.
         lost: failed on the way, of those handed out in this run.
-        reasons: how many entries the ledger has for each reason.
+        reasons: how many entries the ledger has for each reason, in this epoch or in all.
     """
 
     epoch: int
@@ -131,7 +142,7 @@ def close_epoch(
         ranks: to add up over; those that cannot talk tell their own part only.
     """
     found = ranks.gather(mine)
-    reasons = _reasons(ledger, ranks)
+    reasons = _reasons(ledger, ranks, mine.epoch)
     everybody = ranks.can_talk or ranks.world.size == 1
     delivered = sum(one.delivered or 0 for one in found) if everybody and whole else None
     account = EpochAccount(
@@ -157,17 +168,50 @@ def rank_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}.jsonl"
 
 
-def _reasons(ledger: Ledger, ranks: Ranks) -> dict[str, int]:
-    """How many entries there are for each reason, over all ranks.
+def lost_before(ledger: Ledger, epoch: int) -> int:
+    """How many samples of an epoch the file of a ledger names as lost, from before a restart."""
+    if ledger.path is None or not ledger.path.exists():
+        return 0
+    found = _read(ledger.path, epoch)
+    return found.lost() - found.of_epoch(-1).lost()  # without those that belong to no epoch
+
+
+def warn_of_lost_entries(ledger: Ledger, world: World, state: Mapping[str, Any]) -> None:
+    """Say so if the file of a ledger has fewer entries than it had when a state was saved on this rank."""
+    told, path = state.get("ledger") or {}, ledger.path
+    if path is None or told.get("rank") != world.rank:
+        return
+    there = len(_read(path)) if path.exists() else 0
+    if there < int(told.get("entries", 0)):
+        logger.warning(
+            "%s has %s entries, but had %s when the state was saved: entries were lost",
+            path,
+            there,
+            told["entries"],
+        )
+
+
+def _read(path: Path, epoch: int | None = None) -> Ledger:
+    """The entries of a file (that belong to an epoch, or to all); a torn file has those that are whole."""
+    try:
+        whole = Ledger.load(path)
+        return whole if epoch is None else whole.of_epoch(epoch)
+    except ConfigError as error:
+        logger.warning("%s: taken as empty", error)
+        return Ledger()
+
+
+def _reasons(ledger: Ledger, ranks: Ranks, epoch: int) -> dict[str, int]:
+    """How many entries of an epoch there are for each reason, over all ranks.
 
     Files are read: they have what an earlier run, or a process that was killed, has recorded too. After a
     restart a sample may be in the files of two ranks; where the first rank sees all files, it counts once.
     """
     path = ledger.path
-    written = Ledger.load(path) if path is not None and path.exists() else ledger
+    written = _read(path, epoch) if path is not None and path.exists() else ledger.of_epoch(epoch)
     parts = ranks.gather((written.counts(), len(written)))
     files = {} if path is None else _rank_files(path.parent)
-    seen = {rank: Ledger.load(file) for rank, file in files.items()} if not ranks.world.rank else {}
+    seen = {rank: _read(file, epoch) for rank, file in files.items()} if not ranks.world.rank else {}
     if ranks.can_talk:
         all_seen = all(
             not number or len(seen.get(rank, ())) >= number for rank, (_, number) in enumerate(parts)

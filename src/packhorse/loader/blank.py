@@ -8,6 +8,7 @@ no other token sees it, and its gradient is exactly zero.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 from packhorse.chat import IGNORE_INDEX
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
 from packhorse.types import MEDIA_KINDS
 
 _SIDE = 56  # the smallest picture that the families' processors do not enlarge, or refuse
@@ -49,7 +51,9 @@ class Blanks:
     """
 
     def __init__(self, dataset: PreTokenizedDatasetWrapper) -> None:
-        self.dataset = dataset
+        # A copy that cuts nothing off and whose remarks go nowhere: a blank is no row of the data.
+        self.dataset = copy(dataset)
+        self.dataset.ledger, self.dataset.truncate, self.dataset.max_length = Ledger(), False, None
         self._made: dict[str | None, dict[str, Any]] = {}
 
     def samples(self, kinds: int) -> list[dict[str, Any]]:

@@ -6,11 +6,8 @@ have in that step. So workers never see the plan, and live on from epoch to epoc
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, NamedTuple
@@ -24,6 +21,7 @@ from packhorse.collate_fns.finish import cast_pixels
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.loader.blank import Blanks
+from packhorse.loader.time_limit import SampleTimeout, time_limit
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
 from packhorse.types import MEDIA_KINDS
@@ -137,14 +135,14 @@ class BatchBuilder(Dataset[Built]):
         packs: list[list[tuple[int, Sample]]] = []
         for pack in ticket.packs:
             found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
-            packs.append(self.fitting(found))
-        packs = [pack for pack in packs if pack]
+            packs += self.into_rows(found)
         missing = ticket.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
         rows = [[sample for _, sample in pack] for pack in packs]
         blank = bool(missing) or not rows
         if blank:
             self.add_blank(rows, missing)
         batch, refused = self._collated(rows, packs, ticket)
+        blank = blank or bool(refused)
         delivered = [index for at, pack in enumerate(packs) if at not in refused for index, _ in pack]
         tokens = sum(self.length(s) for at, pack in enumerate(packs) if at not in refused for _, s in pack)
         labels = batch["labels"]
@@ -171,9 +169,9 @@ class BatchBuilder(Dataset[Built]):
         """One sample; None if it cannot be used, which is recorded."""
         raise NotImplementedError
 
-    def fitting(self, samples: list[tuple[int, Sample]]) -> list[tuple[int, Sample]]:
-        """The samples of a pack without those for which there is no room, which are recorded."""
-        return samples
+    def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
+        """The samples of a pack in rows: in one, as a rule, and in none if there is no sample."""
+        return [samples] if samples else []
 
     def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add a placeholder with these media: one row at least where there is none."""
@@ -281,29 +279,35 @@ class PackBuilder(BatchBuilder):
         """One sample, shifted and with its positions."""
         return self.packer.sample(index)
 
-    def fitting(self, samples: list[tuple[int, Sample]]) -> list[tuple[int, Sample]]:
-        """The samples that fit; with exact counts all of them do."""
-        kept, used = [], 0
+    def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
+        """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
+        rows: list[list[tuple[int, Sample]]] = []
+        used = self.packer.pack_size
         for index, sample in samples:
             room = self.packer.room_of(sample)
-            if used + room > self.packer.pack_size:
-                left = self.packer.pack_size - used
-                detail = f"{room:,} tokens where its pack has {left:,} left: it is longer than it was counted"
-                bad = BadSample(detail, reason="pack_full", stage="plan")
+            if room > self.packer.pack_size:
+                what = f"{room:,} tokens, more than a pack has, and more than were counted"
+                bad = BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
+                if self.samples.on_bad == "raise":
+                    raise bad
                 self.samples.record(index, bad, replaced=False)
                 continue
-            kept.append((index, sample))
+            if used + room > self.packer.pack_size:
+                rows.append([])
+                used = 0
+            rows[-1].append((index, sample))
             used += room
-        return kept
+        return rows
 
     def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
-        """Add documents to the row that has the most room; room for them was reserved."""
+        """Add documents to the row that has the most room, which was reserved; else a row of their own."""
         blanks = [self.packer.prepared(sample) for sample in self.blanks.samples(kinds)]
-        if not rows:
+        needed = sum(map(self.packer.room_of, blanks))
+        used = [sum(map(self.packer.room_of, row)) for row in rows]
+        if rows and min(used) + needed <= self.packer.pack_size:
+            rows[used.index(min(used))] += blanks
+        else:
             rows.append(blanks)
-            return
-        shortest = min(rows, key=lambda row: sum(map(self.packer.room_of, row)))
-        shortest += blanks
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
@@ -359,36 +363,3 @@ class PadBuilder(BatchBuilder):
         samples = [sample for row in rows for sample in row]
         batch = pad_collate_fn(samples, self.samples.processor, width, media_layout=self.media_layout)
         return cast_pixels(batch, self.pixel_dtype)
-
-
-class SampleTimeout(BaseException):
-    """Raised in the middle of loading a sample; no ordinary handler may take it for something else."""
-
-
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise :class:`SampleTimeout` in this thread if the block takes longer.
-
-    Goes by an alarm of the operating system, which only a main thread can have (a worker of a DataLoader does
-    its work there); elsewhere, and where somebody else uses the alarm, nothing is limited.
-    """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.getsignal(signal.SIGALRM)
-    if previous not in (signal.SIG_DFL, signal.SIG_IGN):
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise SampleTimeout(f"not ready after {seconds:g} s (sample_timeout)")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # even where the alarm goes off this very moment
-            signal.signal(signal.SIGALRM, previous)

@@ -26,6 +26,11 @@ _CHOICES: dict[str, Any] = {
     "on_overlong": OnOverlong,
     "placeholder": Placeholder,
 }
+_NUMBERS_OR_NONE = (
+    *("max_bad_share", "max_bad_in_a_row", "max_patches", "max_media", "max_documents"),
+    *("effort", "timeout", "sample_timeout", "count_workers"),
+)
+_PATHS = ("data", "ledger_dir", "cache_dir")
 _AT_LEAST_ONE = ("pack_size", "batch_size", "accumulation", "alignment", "prefetch")
 
 
@@ -110,16 +115,24 @@ class LoaderConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}: expected one of {', '.join(get_args(choices))}"
                 )
-        for name in _AT_LEAST_ONE:
+        for_pipeline = () if self.pipeline_microbatches is None else ("pipeline_microbatches",)
+        for name in (*_AT_LEAST_ONE, *for_pipeline):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
-        if self.workers < 0:
-            raise ConfigError(f"workers={self.workers}: expected 0 or more")
-        if self.max_bad_share is not None and not 0 <= self.max_bad_share <= 1:
+        for name in ("workers", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or (name == "workers" and value < 0):
+                raise ConfigError(f"{name}={value!r}: expected a whole number of 0 or more")
+        for name in _NUMBERS_OR_NONE:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or value < 0):
+                raise ConfigError(f"{name}={value!r}: expected a number of 0 or more, or None")
+        if self.max_bad_share is not None and self.max_bad_share > 1:
             raise ConfigError(f"max_bad_share={self.max_bad_share}: expected a share from 0 to 1, or None")
-        if self.alignment > 1 and self.mode == "pad":
-            raise ConfigError("alignment is for packs: use mode='pack'")
+        limits = [name for name in ("max_patches", "max_media", "max_documents") if getattr(self, name)]
+        for name in [*(["alignment"] if self.alignment > 1 else []), *limits] if self.mode == "pad" else ():
+            raise ConfigError(f"{name} is for packs: use mode='pack'")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LoaderConfig:
@@ -139,7 +152,7 @@ class LoaderConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> LoaderConfig:
-        """From a YAML file with the names above; a relative ``data`` is looked for beside the file.
+        """From a YAML file with the names above; paths are relative to the file's folder.
 
         Raises:
             ConfigError: it is no such file.
@@ -154,10 +167,11 @@ class LoaderConfig:
             raise ConfigError(
                 f"{os.fspath(path)}: expected settings by name, found {type(settings).__name__}"
             )
-        data = settings.get("data")
-        if isinstance(data, str) and "://" not in data and not os.path.isabs(data):
-            beside = os.path.join(os.path.dirname(os.path.abspath(path)), data)
-            settings["data"] = beside if os.path.exists(beside) else data
+        here = os.path.dirname(os.path.abspath(path))
+        for name in _PATHS:
+            value = settings.get(name)
+            if isinstance(value, str) and "://" not in value:
+                settings[name] = os.path.join(here, value)
         return cls.from_dict(settings)
 
     def of_all_ranks(self) -> str:
@@ -200,6 +214,7 @@ def load(
     model: Any = None,
     world: World | None = None,
     group: Any = None,
+    counts: CountColumns | None = None,
     **settings: Any,
 ) -> Loader:
     """From data to batches, in one call: ``LoaderConfig(data=…, **settings).build(processor, …)``.
@@ -207,4 +222,4 @@ def load(
     For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, workers=8)``.
     """
     config = LoaderConfig.from_dict({"data": data, **settings})
-    return config.build(processor, model=model, world=world, group=group)
+    return config.build(processor, model=model, world=world, group=group, counts=counts)

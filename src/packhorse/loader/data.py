@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
 from logging import getLogger
 from os import PathLike
 from typing import Any
@@ -40,6 +42,7 @@ Data = str | PathLike[str] | Mapping[str, Any] | Sequence[Any]
 _IN_THIS_PROCESS = 20_000
 """Up to so many rows are counted without starting other processes, which takes some seconds."""
 _BLOCK = 256
+_ROWS_LOOKED_AT = 32
 
 
 def open_data(
@@ -56,6 +59,8 @@ def open_data(
     Raises:
         ConfigError: it is nothing of the kind.
     """
+    if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
+        raise ConfigError(f"data has the splits {', '.join(data)}: choose one, as data['{next(iter(data))}']")
     if isinstance(data, str | PathLike | Mapping):
         meta: Any = dict(data) if isinstance(data, Mapping) else str(data)
         if shard is None:
@@ -77,13 +82,40 @@ def open_data(
     if names is not None:
         raise ConfigError("dataset_names= goes with a meta file; data is a sequence of examples")
     if len(data) and shard is None and not isinstance(data, MetaDataset):
-        first = data[0]
+        try:
+            first = data[0]
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            return data  # counting records it
         if not isinstance(first, Mapping) or "conversation" not in first:
             found = ", ".join(first) if isinstance(first, Mapping) else type(first).__name__
             raise ConfigError(
                 f"examples need a 'conversation' (found: {found}): see docs/datasets.md, or give a meta file"
             )
     return data if shard is None else Shard(data, shard)
+
+
+def digest_of_rows(dataset: Any) -> str:
+    """A name for the texts of a data set: of some of its rows, so that it costs milliseconds.
+
+    Two data sets may have the same lengths; a run that is taken up with the other one would feed some samples
+    twice and others never.
+    """
+    hashed = blake2b(str(len(dataset)).encode(), digest_size=12)
+    for index in np.unique(np.linspace(0, len(dataset) - 1, _ROWS_LOOKED_AT).astype(np.int64)).tolist():
+        hashed.update(_text_of(dataset, index).encode("utf-8", "backslashreplace"))
+    return hashed.hexdigest()
+
+
+def _text_of(dataset: Any, index: int) -> str:
+    try:
+        example = dataset[index]
+        return "\n".join(message.text for message in parse_conversation(example, "").messages)
+    except DATA_ERRORS as error:
+        if not is_data_error(error):
+            raise
+        return ""  # counting records it
 
 
 class Shard(Sequence[Any]):
@@ -126,10 +158,14 @@ def counts_for(
         workers: processes to count with; one for each core if None.
     """
     if not isinstance(dataset, MetaDataset):
-        return count_examples(dataset, processor)
+        counted = partial(count_examples, dataset, processor)
+        # Shards are counted by their ranks; what all ranks have, by the first.
+        return counted() if isinstance(dataset, Shard) else ranks.from_first(counted)
     found = counts_of(dataset, processor)
     if ranks.all_agree(found is not None) and found is not None:
         return found
+    if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count
+        return found if found is not None else count_examples(dataset, processor)
     meta = dict(meta) if isinstance(meta, Mapping) else str(meta)
     first = ranks.world.rank == 0 or not ranks.can_talk
     ranks.together(lambda: _count_meta(meta, names, processor, workers, len(dataset)) if first else None)

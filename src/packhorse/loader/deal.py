@@ -90,6 +90,9 @@ class Packs:
         self.kinds: Kinds = (
             np.bitwise_or.reduceat(facts.kinds[ordered], starts) if len(plan) else np.zeros(0, np.uint8)
         )
+        hashed = blake2b(np.ascontiguousarray(plan.offsets).data, digest_size=12)
+        hashed.update(np.ascontiguousarray(plan.indices).data)
+        self.digest = hashed.hexdigest()
         # Of a pack the data set of its longest sample, which stands first.
         self.strata = None if facts.strata is None else facts.strata[ordered[starts]]
 
@@ -101,6 +104,7 @@ class Units:
         self.plan, self.facts = packs.plan, packs.facts
         self.costs, self.kinds, self.strata = packs.costs, packs.kinds, packs.strata
         self.parts: list[Integers] = []
+        self._parents: list[int] = []
 
     def __len__(self) -> int:
         return len(self.plan) + len(self.parts)
@@ -121,16 +125,30 @@ class Units:
             lighter = int(loads[1] < loads[0])
             parts[lighter].append(int(samples[place]))
             loads[lighter] += float(costs[place])
-        first, second = (self._add(np.array(part, np.int64), unit) for part in parts)
-        return first, second
+        self.parts += [np.array(part, np.int64) for part in parts]
+        self._parents += [unit, unit]
+        return len(self) - 2, len(self) - 1
 
-    def _add(self, samples: Integers, parent: int) -> int:
-        self.parts.append(samples)
-        self.costs = np.append(self.costs, self.facts.costs[samples].sum())
-        self.kinds = np.append(self.kinds, np.bitwise_or.reduce(self.facts.kinds[samples]))
+    def cost(self, unit: int) -> float:
+        """What a unit costs, one that was split off just now too."""
+        if unit < len(self.costs):
+            return float(self.costs[unit])
+        return float(self.facts.costs[self.samples(unit)].sum())
+
+    def take_in(self) -> None:
+        """Give the parts that were split off their places in the arrays, all at once."""
+        new = self.parts[len(self.costs) - len(self.plan) :]
+        if not new:
+            return
+        parents = self._parents[len(self._parents) - len(new) :]
+        self.costs = np.append(self.costs, [self.facts.costs[part].sum() for part in new])
+        kinds = np.array([np.bitwise_or.reduce(self.facts.kinds[part]) for part in new], np.uint8)
+        self.kinds = np.append(self.kinds, kinds)
         if self.strata is not None:
-            self.strata = np.append(self.strata, self.strata[parent])
-        return len(self) - 1
+            strata = self.strata.tolist()
+            for parent in parents:  # which may be a part itself
+                strata.append(strata[parent])
+            self.strata = np.array(strata, np.int64)
 
 
 class Dealt:
@@ -175,6 +193,7 @@ class Dealt:
                 self.table = table
             rest = table[segment.steps :].reshape(-1)
             left = np.sort(rest[rest != NOTHING])
+        self._padded = np.append(self.units.costs, 0.0)  # what stands at NOTHING
 
     def __len__(self) -> int:
         return len(self.table)
@@ -200,8 +219,7 @@ class Dealt:
         return float((costs.max(axis=1)[mean > 0] / mean[mean > 0]).mean()) if (mean > 0).any() else 1.0
 
     def _costs(self, table: Integers) -> Floats:
-        padded = np.append(self.units.costs, 0.0)  # what stands at NOTHING
-        costs: Floats = padded[table].sum(axis=2)
+        costs: Floats = self._padded[table].sum(axis=2)
         return costs
 
 
@@ -256,15 +274,16 @@ def _deal_tail(units: Units, ids: Integers, steps: int, world: int, batch: int) 
 def _split(units: Units, ids: list[int], wanted: int) -> list[int]:
     """Split the dearest units in two until there are as many as wanted, or all hold a single sample."""
     whole = [unit for unit in ids if len(units.samples(unit)) < 2]
-    heap = [(-float(units.costs[unit]), unit) for unit in ids if len(units.samples(unit)) > 1]
+    heap = [(-units.cost(unit), unit) for unit in ids if len(units.samples(unit)) > 1]
     heapq.heapify(heap)
     while heap and len(heap) + len(whole) < wanted:
         _, unit = heapq.heappop(heap)
         for half in units.halves(unit):
             if len(units.samples(half)) > 1:
-                heapq.heappush(heap, (-float(units.costs[half]), half))
+                heapq.heappush(heap, (-units.cost(half), half))
             else:
                 whole.append(half)
+    units.take_in()
     return [*whole, *(unit for _, unit in heap)]
 
 

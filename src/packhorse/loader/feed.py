@@ -82,6 +82,7 @@ class Feed:
         self._loader: DataLoader[Built] | None = None
         self._tickets = Tickets(_no_ticket, 0, 0)
         self._loader_of: WorkerSettings | None = None
+        self._turn = 0
 
     def batches(self, make: Callable[[int], Ticket], first: int, last: int) -> Iterator[Built]:
         """The batches of the steps from ``first`` to ``last``.
@@ -95,6 +96,8 @@ class Feed:
             SystemFault: workers die again and again, or a batch does not come in time; names its samples.
         """
         step, died = first, 0
+        self._turn += 1
+        turn = self._turn
         while step < last:
             settings, until = self.settings, last
             if died >= 2:  # carefully, until all that may have been in work is behind us
@@ -106,6 +109,8 @@ class Feed:
                     built = next(iterator)
                     step, died = step + 1, 0
                     yield built
+                    if turn != self._turn:
+                        return  # somebody iterates anew: the workers build that one's batches now
             except (RuntimeError, OSError, EOFError) as error:
                 if not self.settings.workers or not self._is_about_workers(error):
                     raise
@@ -118,9 +123,10 @@ class Feed:
         """End the workers; ``at_once`` does not wait for what they are doing."""
         iterator: Any = getattr(self._loader, "_iterator", None)
         self._loader = self._loader_of = None
-        for worker in _workers_of(iterator) if at_once else ():
-            worker.kill()
-        if hasattr(iterator, "_shutdown_workers"):  # now, not when the last reference to it goes
+        workers = _workers_of(iterator)
+        if at_once or not all(worker.is_alive() for worker in workers):
+            _kill(iterator, workers)
+        elif hasattr(iterator, "_shutdown_workers"):  # now, not when the last reference to it goes
             iterator._shutdown_workers()
 
     def _is_about_workers(self, error: Exception) -> bool:
@@ -173,7 +179,9 @@ class Feed:
 
     def _culprit(self) -> str:
         index = self.builder.at_work_on()
-        return "" if index is None else f", at work on {self.name(index)}"
+        if index is None:
+            return ", between two samples or before the first (can a worker import all it needs?)"
+        return f", at work on {self.name(index)}"
 
     def _named(self, ticket: Ticket) -> str:
         names = [self.name(index) for index in ticket.samples]
@@ -228,6 +236,26 @@ def _first_line(error: Exception) -> str:
 
 def _workers_of(iterator: Any) -> list[Any]:
     return list(getattr(iterator, "_workers", ()))
+
+
+def _kill(iterator: Any, workers: list[Any]) -> None:
+    """End workers of which one may have died with a lock in its hands.
+
+    torch's own way of ending them takes these locks, and would wait for ever. So nothing that the workers
+    share is touched: they are killed, and the iterator is told that it has ended.
+    """
+    if iterator is None or not workers:
+        return
+    iterator._shutdown = True
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(_DYING)
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
+    for queue in (*iterator._index_queues, iterator._worker_result_queue):
+        queue.cancel_join_thread()  # its thread may wait for such a lock; a daemon, it ends with the program
+        queue.close()
 
 
 def _watched(iterator: Any) -> Any:

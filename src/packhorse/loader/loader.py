@@ -16,9 +16,17 @@ from typing import Any
 
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.count_part import as_processor
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger
-from packhorse.loader.account import EpochAccount, Guard, TooManyBad, close_epoch, rank_file
+from packhorse.loader.account import (
+    EpochAccount,
+    Guard,
+    TooManyBad,
+    close_epoch,
+    lost_before,
+    rank_file,
+    warn_of_lost_entries,
+)
 from packhorse.loader.assemble import (
     batch_builder,
     encoding_dataset,
@@ -29,7 +37,7 @@ from packhorse.loader.assemble import (
 )
 from packhorse.loader.build import BatchReport, Built, Ticket
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import counts_for, open_data
+from packhorse.loader.data import counts_for, digest_of_rows, open_data
 from packhorse.loader.deal import Dealt, Packs, Shape
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
@@ -117,10 +125,13 @@ class Loader:
         self.counts = counts
         self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
         self._present, lacking = media_of_samples(self.counts, self._ranks, config.shard_data)
+        if config.on_overlong == "truncate" and (counts.total - 1 > config.pack_size).any():
+            lacking = self._present  # a cut may take the only picture of a sample
         reserve = room_for_placeholder(config, self._samples, self._present & lacking)
         cache = True if config.cache_dir is None else config.cache_dir
         settings = plan_settings(config, facts, reserve)
-        self._planner = Planner(self.counts, settings, strata_of(self.dataset), cache)
+        rows = digest_of_rows(self.dataset)
+        self._planner = Planner(self.counts, settings, strata_of(self.dataset), cache, rows)
         if self._samples.truncate:  # to what was planned: the rest of a pack is the placeholder's
             self._samples.max_length = self._planner.room + 1
         if not config.shard_data:
@@ -141,7 +152,10 @@ class Loader:
     # What there is.
 
     def __len__(self) -> int:
-        """Micro steps of the whole epoch under the present shape; the same on every rank."""
+        """Micro steps of the epoch under the present shape; the same on every rank.
+
+        After a resume under another shape these are the steps of what was left; else of the whole epoch.
+        """
         return len(self._now.dealt)
 
     @property
@@ -182,7 +196,7 @@ class Loader:
         lines = [
             f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}",
             self.plan.describe(()),
-            f"{len(self):,} micro steps of {self._shape.batch} x {self._shape.world} ranks, straggler ratio "
+            f"{len(self):,} micro steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
             f"{self.straggler_ratio():.4f}",
             self.ledger.summary(len(self.dataset)),
         ]
@@ -194,6 +208,7 @@ class Loader:
         """The batches of this epoch that were not handed out yet, or those of the next one."""
         if self._now.over:
             self._go_to(Progress(self.epoch + 1))
+        self.metrics.paused()
         return self._batches(self._now)
 
     def _batches(self, epoch: _Epoch) -> Iterator[dict[str, Any]]:
@@ -202,10 +217,10 @@ class Loader:
             if epoch is not self._now:
                 return  # set_epoch or load_state_dict in the middle: this iterator is of the past
             self._note(built, time.perf_counter() - asked)
+            if not self.remaining:  # now: many trainers never ask for the end
+                self._close(built.report.step)
             yield built.batch
             asked = time.perf_counter()
-        if epoch is self._now:
-            self._close()
 
     def _tickets(self, epoch: _Epoch) -> Callable[[int], Ticket]:
         """What orders the batches of an epoch.
@@ -229,10 +244,17 @@ class Loader:
         self.last = report
         self.metrics.handed_out(report, float(costs.max()) / mean if mean else 1.0, waited)
 
-    def _close(self) -> None:
+    def _close(self, last_step: int) -> None:
+        """Add up the epoch; where that stops the run, its last batch was not handed out."""
+        try:
+            self._add_up()
+        except PackhorseError:
+            self._progress = self._progress.at(last_step)
+            raise
+        self._now.over = True
+
+    def _add_up(self) -> None:
         now = self._now
-        now.over = True
-        self.metrics.paused()
         mine = EpochAccount(self.epoch, len(self.dataset), len(self.plan.indices), now.delivered, now.lost)
         self.account = close_epoch(
             mine,
@@ -258,7 +280,7 @@ class Loader:
             self._go_to(Progress(epoch))
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """How far the run has come: small, plain, and good for every rank.
+        """How far the run has come: small, plain, and good for every rank (of which only ``ledger`` tells).
 
         Args:
             consumed: micro steps of this epoch that count as used since the loader was built or loaded; None
@@ -273,7 +295,7 @@ class Loader:
             if not 0 <= consumed <= handed_out:
                 raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
             progress = progress.at(self._now.first + consumed)
-        state = progress.to_dict(self.plan_key)
+        state = progress.to_dict(self.plan_key) | {"packs": self._now.packs.digest}
         state["ledger"] = {"rank": self.world.rank, "entries": len(self.ledger)}
         if self.config.shard_data:
             state["shard"] = self._shard()
@@ -293,7 +315,16 @@ class Loader:
                 f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
                 "shard_data any of them can go on"
             )
+        before = self._progress, self._now
         self._go_to(Progress.from_dict(state, self.plan_key))
+        if state.get("packs", self._now.packs.digest) != self._now.packs.digest:
+            self._progress, self._now = before
+            raise ConfigError(
+                f"the state belongs to packs {state['packs']}, this loader has planned packs "
+                f"{before[1].packs.digest} from the same counts: another version of scipy may do that. Go on "
+                "with the version that the state was saved with, or set effort=0 from the beginning"
+            )
+        warn_of_lost_entries(self.ledger, self.world, state)
         if not self.remaining:  # the epoch was over
             self._go_to(Progress(self.epoch + 1))
 
@@ -307,7 +338,7 @@ class Loader:
         self._progress = progress.under(self._shape)
         try:
             self._now = self._begun(packs)
-        except ConfigError:
+        except BaseException:
             self._progress = before
             raise
 
@@ -316,6 +347,8 @@ class Loader:
         progress = self._progress
         if packs is None:
             packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
+        if not self.config.shard_data:
+            self._ranks.same("packs", packs.digest)
         guard = self._together(partial(self._guard, packs.plan))
         whole = len(progress.segments) == 1 and not progress.cursor
         return _Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
@@ -330,17 +363,18 @@ class Loader:
             raise ConfigError(f"there is no example in the data{where}")
 
     def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
-        deal = partial(Dealt, packs, progress.segments, seed=self.config.seed, epoch=progress.epoch)
-        made = deal()
+        deal = partial(Dealt, packs, seed=self.config.seed, epoch=progress.epoch)
         if not self.config.shard_data or self.world.size == 1:
-            return made
+            return deal(progress.segments)
         if not self._ranks.can_talk:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
                 "Initialise torch.distributed before building the loader, or leave shard_data out"
             )
-        most = max(self._ranks.gather(len(made)))
-        return made if len(made) == most else deal(at_least=most)
+        # As many as the rank with the most, which is the same whenever it is asked.
+        natural = len(deal(Progress().under(self._shape).segments))
+        most = max(self._ranks.gather(natural))
+        return self._ranks.together(partial(deal, progress.segments, at_least=most))
 
     def _guard(self, plan: PackPlan) -> Guard:
         refuse_overlong(self._planner, plan, self.key)
@@ -349,16 +383,21 @@ class Loader:
             record_left_out(self._planner, plan, self.key, self.ledger)
         self._told = True
         if not len(plan):
-            raise ConfigError(f"no example can be used:\n{self.ledger.summary(len(self.dataset))}")
+            raise ConfigError(f"no example can be used:\n{self._left_out(plan).summary(len(self.dataset))}")
         bad = int((~self.counts.ok).sum())
         config, samples, ranks = self.config, len(self.counts), self._dealing.size
         guard = partial(Guard, samples, bad, ranks, config.max_bad_share, config.max_bad_in_a_row)
+        lost = lost_before(self.ledger, self.epoch) if self._progress.cursor else 0
         try:
-            return guard(self.ledger)
+            return guard(self.ledger, lost)
         except TooManyBad:
-            told = Ledger()  # the first rank alone has the reasons: find them
-            record_left_out(self._planner, plan, self.key, told)
-            return guard(told)
+            return guard(self._left_out(plan))
+
+    def _left_out(self, plan: PackPlan) -> Ledger:
+        """What is in no pack; the ledger of the first rank alone has it."""
+        told = Ledger()
+        record_left_out(self._planner, plan, self.key, told)
+        return told
 
 
 def _ticket(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> Ticket:

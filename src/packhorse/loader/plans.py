@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.meta import MetaDataset
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.loader.config import Mode, OnOverlong
 from packhorse.loader.deal import SampleFacts
 from packhorse.neat_packing_vlm import CostWeights, PackPlan, plan_key, plan_packs, sample_costs
 from packhorse.types import MEDIA_KINDS, Drop, Reason
@@ -30,9 +31,6 @@ from packhorse.types import MEDIA_KINDS, Drop, Reason
 logger = getLogger("packhorse.loader")
 
 Integers = npt.NDArray[np.int64]
-Mode = Literal["pack", "pad"]
-OnOverlong = Literal["drop", "truncate", "raise"]
-
 _ORDER = 1  # goes up when the same plan is dealt in another order
 _CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
 
@@ -76,13 +74,12 @@ class Planner:
         settings: see there.
         strata: a number for each example that says which data set it is from; None if there is one.
         cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
+        rows: tells one data set from another with the same counts.
 
     Attributes:
         facts: what dealing has to know of the samples.
         name: names the plan of every epoch: two loaders with the same name feed the same packs.
 
-    Raises:
-        ConfigError: a sample is longer than a pack, and that was to be told.
     """
 
     def __init__(
@@ -91,13 +88,13 @@ class Planner:
         settings: PlanSettings,
         strata: Integers | None = None,
         cache: bool | str | os.PathLike[str] = True,
+        rows: str = "",
     ) -> None:
-        self.counts, self.settings, self.strata = counts, settings, strata
+        self.counts, self.settings, self.strata, self.rows = counts, settings, strata, rows
         # Labels are shifted before samples are joined, so each takes up one token less.
         lengths = np.maximum(counts.total - 1, 0)
         # Where the family cannot promise the number, there is room for what it may be off.
         lengths = lengths + np.where(counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0))
-        self.too_long = lengths > self.room
         if settings.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.room)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)
@@ -181,6 +178,7 @@ class Planner:
         source: Mapping[str, Any] = {
             "order": _ORDER,
             "mode": one.mode,
+            "rows": self.rows,
             "media": media.hexdigest(),
             "reserve": one.reserve,
             "spread": one.spread_datasets,
@@ -217,11 +215,12 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
     """Write into the ledger which examples are in no pack, and why."""
     counts = planner.counts
     bad = np.flatnonzero(~counts.ok)
+    drops = []
     for index in bad.tolist():
         key = key_of(index)
         reason: Reason = str(counts.status[index])  # type: ignore[assignment]
         detail = f"{counts.detail[index]} (found when it was counted)"
-        ledger.record(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+        drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
     for reason, positions in plan.dropped_by_reason().items():
         positions = positions[counts.ok[positions]]
         if not len(positions):
@@ -235,7 +234,8 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
         }.get(reason, "")
         for index in positions.tolist():
             key = key_of(index)
-            ledger.record(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+            drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+    ledger.record_all(drops)
 
 
 def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:

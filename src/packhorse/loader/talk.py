@@ -39,6 +39,20 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def from_first(self, do: Callable[[], Result]) -> Result:
+        """What the first rank finds, on every rank; each for itself where they cannot talk.
+
+        Raises:
+            PackhorseError: the first rank failed; what it raised there is raised there.
+        """
+        if not self.can_talk:
+            return do()
+        found = self.together(do if not self.world.rank else lambda: None)
+        told: list[Any] = [found]
+        dist.broadcast_object_list(told, group=self.group, group_src=0)
+        result: Result = told[0]
+        return result
+
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank says yes."""
         return all(self.gather(bool(yes)))

@@ -1,7 +1,10 @@
 """The loader in one process: what it opens, what it hands out, what it leaves out and says so."""
 
+import dataclasses
 import json
 import logging
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -318,6 +321,11 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
         ({"workers": -1}, "0 or more"),
         ({"max_bad_share": 7}, "share from 0 to 1"),
         ({"alignment": 2, "mode": "pad"}, "for packs"),
+        ({"max_patches": 50, "mode": "pad"}, "for packs"),
+        ({"seed": 1.5}, "whole number"),
+        ({"workers": "4"}, "whole number"),
+        ({"timeout": -1}, "0 or more"),
+        ({"sample_timeout": "x"}, "a number"),
         ({"pixel_dtype": "bf17"}, "torch type"),
         ({"pack_size": 10}, "no room for the placeholder"),
         ({"dataset_names": ["coco"]}, "goes with a meta file"),
@@ -392,17 +400,160 @@ def test_feeding_draws_nothing_from_the_programs_random_numbers():
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava_onevision", "smolvlm", "internvl"])
 def test_media_can_be_cut_for_a_pipeline(mode, family):
+    """Each chunk is what the samples of its rows have alone; which ones they are is read from the text."""
+    from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+    from packhorse.families import family_of
     from packhorse.pp_media import VLM_PP_MEDIA_KEY
 
-    settings = {"family": family, "mode": mode, "batch_size": 4, "pack_size": 700, "max_bad_share": None}
-    plain, cut = load(mixed(20), **settings), load(mixed(20), **settings, pipeline_microbatches=2)
-    for whole, batch in zip(plain, cut, strict=True):
+    rows = [row for row in mixed(24) if family != "gemma3" or "video" not in str(row)]
+    settings = {"family": family, "mode": mode, "batch_size": 5, "pack_size": 900, "max_bad_share": None}
+    alone = PreTokenizedDatasetWrapper(rows, processor(family), inject_fake_images=False, on_bad="raise")
+    said = [re.search(r"so (\d+) ", str(row)).group(1) for row in rows]
+    layout, compared = family_of(processor(family)).layout, Counter()
+    for batch in load(rows, **settings, pipeline_microbatches=2):
         chunks = batch.pop(VLM_PP_MEDIA_KEY, {})
+        assert not any(key in layout or key.startswith(("_media", "n_")) for key in batch)
+        texts = [processor(family).tokenizer.decode(ids) for ids in batch["input_ids"]]
+        held = [[said.index(number) for number in dict.fromkeys(re.findall(r"so (\d+) ", t))] for t in texts]
         for key, parts in chunks.items():
-            assert len(parts) == 2
-            assert torch.equal(torch.cat(parts), whole[key]), key
-        counts = {"n_images_per_sample", "n_videos_per_sample"}
-        assert whole.keys() - batch.keys() - counts == chunks.keys()
-        assert not any(key.startswith("_media") for key in batch)
+            filled = mode == "pad" and layout[key].owner == "sample"  # a row of zeros without a medium
+            for share, part in zip(torch.tensor_split(torch.arange(len(held)), 2), parts, strict=True):
+                own = [alone[index].get(key) for row in share for index in held[row]]
+                own = [tensor for tensor in own if filled or tensor is not None]
+                assert sum(1 if tensor is None else len(tensor) for tensor in own) == len(part), key
+                place = 0
+                for tensor in own:
+                    entries = part[place : place + (1 if tensor is None else len(tensor))]
+                    place += len(entries)
+                    if tensor is not None:
+                        inside = (slice(None), *(slice(0, side) for side in tensor.shape[1:]))
+                        assert torch.equal(entries[inside], tensor), key
+                        compared[key] += 1
+    assert min(compared.values()) > 2
+    assert "pixel_values" in compared
+
+
+@pytest.mark.parametrize("number", [0, -1, True, 1.5, "2"])
+def test_a_number_of_microbatches_that_is_none_is_refused(number):
+    with pytest.raises(ConfigError, match=r"pipeline_microbatches=.*expected a whole number of at least 1"):
+        LoaderConfig(data=[], pipeline_microbatches=number)
+
+
+def test_pictures_that_truncation_cuts_off_do_not_overfill_a_pack():
+    draw = __import__("random").Random(1)
+    turns = []
+    for _ in range(8):
+        turns += chat("why " * 8, "so " * 8, picture(draw))["conversation"]
+    late = [
+        {**chat("why " * 9, "so " * 9), "conversation": chat("why " * 9, "so " * 9)["conversation"] + turns}
+    ]
+    rows = late * 3 + [chat("why", "so", picture(draw)) for _ in range(9)]
+    for rank in range(2):
+        loader = load(rows, rank, 2, on_overlong="truncate", pack_size=200, pad_to_size=True)
+        assert all(batch["input_ids"].shape == (1, 200) for batch in loader)
+
+
+def test_samples_longer_than_they_were_counted_get_a_row_of_their_own():
+    rows = texts(30)
+    counts = count_examples(rows, processor("qwen2_vl"))
+    short = dataclasses.replace(
+        counts, text=np.maximum(counts.text - 6, 2), exact=~counts.ok, off_by=np.full(30, -1)
+    )
+    loader = packhorse.load(rows, processor("qwen2_vl"), world=World(), pack_size=180, counts=short)
+    assert sorted(handed_out(loader)) == list(range(30))
+    assert not loader.ledger.lost()
+
+
+def test_a_broken_first_row_does_not_stop_the_run():
+    class Broken(list):
+        def __getitem__(self, index):
+            if index == 0:
+                raise OSError("row 0 cannot be read")
+            return super().__getitem__(index)
+
+    loader = load(Broken(texts(30)), max_bad_share=0.1)
+    assert sorted(handed_out(loader)) == list(range(1, 30))
+
+
+def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
+    rows = Breaking(texts(30), {3})
+    loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
+    rows.counted = True
+    for epoch in range(3):
+        handed_out(loader)
+        assert (loader.account.epoch, loader.account.reasons) == (epoch, {"sample_failed": 1})
+
+
+def test_losses_before_a_restart_count(tmp_path):
+    rows = Breaking(texts(60), set())
+    settings = {"max_bad_share": 0.05, "ledger_dir": tmp_path, "mode": "pad"}
+    loader = load(rows, **settings)
+    order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(60)]
+    rows.counted, rows.bad = True, {order[1], order[2], order[30], order[31]}
+    handed_out(loader, 10)
+    rows.counted = False
+    again = load(rows, **settings)
+    again.load_state_dict(loader.state_dict())
+    rows.counted = True
+    with pytest.raises(TooManyBad):
+        handed_out(again)
+
+
+def test_a_ledger_that_has_lost_entries_since_the_state_was_saved_is_told(tmp_path, caplog):
+    rows = Breaking(texts(30), {3})
+    loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
+    rows.counted = True
+    handed_out(loader)
+    state = {**loader.state_dict(), "segments": [[1, 1, 1, 2]]}
+    (tmp_path / "rank-00000.jsonl").write_text("")
+    rows.counted = False
+    load(rows, max_bad_share=0.1, ledger_dir=tmp_path).load_state_dict(state)
+    assert "entries were lost" in caplog.text
+
+
+def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
+    from packhorse.ledger import Ledger
+    from packhorse.loader.account import Guard
+    from packhorse.loader.build import BatchReport
+
+    guard = Guard(1_000_000, 0, 1024, 0.01, None, Ledger())
+    for step in range(30):  # three times its share
+        guard.saw(BatchReport(0, step, (), (step,), (False,)))
+    more = tuple(range(30, 60))
+    with pytest.raises(TooManyBad, match="on this rank"):
+        guard.saw(BatchReport(0, 30, (), more, (False,) * len(more)))
+
+
+def test_data_sets_of_the_same_lengths_have_plans_of_different_names():
+    one = [chat(f"why {n:03}", "so") for n in range(20)]
+    other = [chat(f"who {n:03}", "so") for n in range(20)]
+    assert load(one).plan_key == load(list(one)).plan_key
+    assert load(one).plan_key != load(other).plan_key
+
+
+def test_an_opened_mixture_is_data_too(meta):
+    dataset = packhorse.open_meta_dataset(str(meta))
+    assert len(handed_out(load(dataset, max_bad_share=0.1, pack_size=300))) == 48
+
+
+def test_a_dataset_with_splits_is_refused_with_advice():
+    import datasets
+
+    rows = datasets.DatasetDict({"train": datasets.Dataset.from_list(texts(2))})
+    with pytest.raises(ConfigError, match=r"choose one, as data\['train'\]"):
+        load(rows)
+
+
+def test_plans_of_large_sets_are_kept_and_a_damaged_one_is_made_anew(tmp_path, monkeypatch):
+    from packhorse.loader import plans
+
+    monkeypatch.setattr(plans, "_CACHED_FROM", 10)
+    rows = texts(30)
+    first = load(rows, cache_dir=tmp_path)
+    (path,) = tmp_path.glob("*.phplan")
+    again = load(rows, cache_dir=tmp_path)
+    assert again.plan.bins() == first.plan.bins()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert load(rows, cache_dir=tmp_path).plan.bins() == first.plan.bins()

@@ -204,3 +204,54 @@ def test_no_sample_is_touched_to_resume():
     assert Counting.reads == before
     next(iter(again))
     assert Counting.reads - before == len(again.last.samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_of_two_iterators_the_younger_goes_on_and_the_other_ends(workers):
+    loader = load(texts(30), workers=workers)
+    old, new = iter(loader), iter(loader)
+    seen = []
+    for iterator in (old, old, new, new):
+        next(iterator)
+        seen += loader.last.samples
+    assert list(old) == []
+    for _ in new:
+        seen += loader.last.samples
+    assert sorted(seen) == list(range(30))
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_that_was_left_takes_no_batch_of_the_next_epoch(workers):
+    loader = load(texts(30), workers=workers)
+    old = iter(loader)
+    next(old)
+    loader.set_epoch(5)
+    new = iter(loader)
+    next(new)
+    seen = list(loader.last.samples)
+    assert list(old) == []
+    for _ in new:
+        seen += loader.last.samples
+    assert sorted(seen) == list(range(30))
+    loader.close()
+
+
+def test_taking_exactly_as_many_batches_as_there_are_ends_the_epoch():
+    loader = load(texts(30))
+    for epoch in range(3):
+        seen = []
+        for _ in itertools.islice(loader, len(loader)):
+            seen += loader.last.samples
+        assert (loader.epoch, sorted(seen)) == (epoch, list(range(30)))
+        assert loader.account.epoch == epoch
+
+
+def test_packs_that_another_solver_has_planned_are_refused():
+    loader = load(texts(30))
+    handed_out(loader, 2)
+    state = {**loader.state_dict(), "packs": "of another version"}
+    before = loader.state_dict()
+    with pytest.raises(ConfigError, match=r"packs of another version.*scipy"):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
