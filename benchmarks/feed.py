@@ -3,10 +3,10 @@
     python benchmarks/feed.py [--samples 120] [--repeat 3] [--packs 1000000]
 
 Writes photographs and chats about them (as ``encode.py``) and feeds a consumer that does nothing, with 0, 1
-and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of workers
-over a dataset that opens the picture, renders the template, calls the processor and converts the pixels, one
-sample at a time, without labels, packing or batches. Both start their workers inside the measurement; the best
-of ``--repeat`` counts. To reach: at least 0.9 of its tokens per second.
+and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of
+workers over a dataset that opens the picture, renders the template, calls the processor and converts the
+pixels, one sample at a time, without labels, packing or batches. Both start their workers inside the
+measurement; the best of ``--repeat`` counts. To reach: at least 0.9 of its tokens per second.
 
 Then an epoch of a million packs is taken up at 90 %: under the same shape, and with another number of ranks.
 To reach: under a second. Exit code 1 if a promise is missed.

@@ -13,9 +13,10 @@ from packhorse.ledger import Ledger
 from packhorse.loader.blank import Blanks
 from packhorse.loader.build import BatchBuilder, Finish, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
+from packhorse.loader.data import digest_of_rows
 from packhorse.loader.feed import WorkerSettings
 from packhorse.loader.model_facts import ModelFacts, as_dtype
-from packhorse.loader.plans import PlanSettings
+from packhorse.loader.plans import Planner, PlanSettings, strata_of
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.pp_media import prepare_vlm_media_for_pp
@@ -85,6 +86,30 @@ def room_for_placeholder(config: LoaderConfig, samples: PreTokenizedDatasetWrapp
             "larger, or set placeholder='never'"
         )
     return reserve
+
+
+def make_planner(
+    config: LoaderConfig,
+    samples: PreTokenizedDatasetWrapper,
+    counts: CountColumns,
+    facts: ModelFacts,
+    ranks: Ranks,
+) -> tuple[Planner, int]:
+    """What plans the epochs, and the kinds of media that any sample has, one bit for each.
+
+    Samples that are to be truncated are so from now on: to what fits into a pack beside a placeholder.
+    """
+    present, lacking = media_of_samples(counts, ranks, config.shard_data)
+    if samples.truncate and (counts.total - 1 > config.pack_size).any():
+        lacking = present  # a cut may take the only picture of a sample
+    reserve = room_for_placeholder(config, samples, present & lacking)
+    cache = True if config.cache_dir is None else config.cache_dir
+    settings = plan_settings(config, facts, reserve)
+    rows = digest_of_rows(samples.dataset)
+    planner = Planner(counts, settings, strata_of(samples.dataset), cache, rows)
+    if samples.truncate:
+        samples.max_length = planner.room + 1
+    return planner, present
 
 
 def batch_builder(

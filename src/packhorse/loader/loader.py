@@ -30,19 +30,17 @@ from packhorse.loader.account import (
 from packhorse.loader.assemble import (
     batch_builder,
     encoding_dataset,
-    media_of_samples,
-    plan_settings,
-    room_for_placeholder,
+    make_planner,
     worker_settings,
 )
 from packhorse.loader.build import BatchReport, Built, Ticket
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import counts_for, digest_of_rows, open_data
+from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.deal import Dealt, Packs, Shape
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.model_facts import facts_of
-from packhorse.loader.plans import Planner, record_left_out, refuse_overlong, strata_of
+from packhorse.loader.plans import record_left_out, refuse_overlong
 from packhorse.loader.progress import Progress
 from packhorse.loader.talk import Ranks, Result
 from packhorse.neat_packing_vlm import PackPlan
@@ -124,16 +122,7 @@ class Loader:
             raise ConfigError(f"{len(counts):,} counts for {len(self.dataset):,} examples")
         self.counts = counts
         self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
-        self._present, lacking = media_of_samples(self.counts, self._ranks, config.shard_data)
-        if config.on_overlong == "truncate" and (counts.total - 1 > config.pack_size).any():
-            lacking = self._present  # a cut may take the only picture of a sample
-        reserve = room_for_placeholder(config, self._samples, self._present & lacking)
-        cache = True if config.cache_dir is None else config.cache_dir
-        settings = plan_settings(config, facts, reserve)
-        rows = digest_of_rows(self.dataset)
-        self._planner = Planner(self.counts, settings, strata_of(self.dataset), cache, rows)
-        if self._samples.truncate:  # to what was planned: the rest of a pack is the placeholder's
-            self._samples.max_length = self._planner.room + 1
+        self._planner, self._present = make_planner(config, self._samples, counts, facts, self._ranks)
         if not config.shard_data:
             self._ranks.same("plans", self._planner.name)
         # What is dealt: everything to all ranks, or this rank's own rows to itself.

@@ -22,16 +22,14 @@ from packhorse.ledger import Ledger
 from packhorse.loader.assemble import (
     batch_builder,
     encoding_dataset,
-    media_of_samples,
-    plan_settings,
-    room_for_placeholder,
+    make_planner,
 )
 from packhorse.loader.build import PackBuilder
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import counts_for, digest_of_rows, open_data
+from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.deal import Packs
 from packhorse.loader.model_facts import ModelFacts
-from packhorse.loader.plans import Planner, record_left_out, refuse_overlong, strata_of
+from packhorse.loader.plans import Planner, record_left_out, refuse_overlong
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import CostWeights, PackedDatasetWrapper
 from packhorse.positions import WeightlessRopeIndex
@@ -148,17 +146,10 @@ def make_plan(request: Request) -> Planned:
     counts = counts_for(
         opened.dataset, config.data, config.dataset_names, processor, ranks, config.count_workers
     )
-    present, lacking = media_of_samples(counts, ranks, config.shard_data)
-    if config.on_overlong == "truncate" and (counts.total - 1 > config.pack_size).any():
-        lacking = present  # as in the loader: a cut may take the only picture of a sample
-    reserve = room_for_placeholder(config, opened.samples, present & lacking)
-    settings = plan_settings(config, opened.facts, reserve)
-    cache = True if config.cache_dir is None else config.cache_dir
-    rows = digest_of_rows(opened.dataset)
-    planner = Planner(counts, settings, strata_of(opened.dataset), cache, rows)
+    planner, _ = make_planner(config, opened.samples, counts, opened.facts, ranks)
     plan = planner.plan(request.epoch)
     refuse_overlong(planner, plan, opened.dataset.key)
-    return Planned(opened, counts, planner, Packs(plan, planner.facts), reserve)
+    return Planned(opened, counts, planner, Packs(plan, planner.facts), planner.settings.reserve)
 
 
 def model_facts(request: Request) -> ModelFacts:
