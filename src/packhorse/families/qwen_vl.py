@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from packhorse.families.base import Family, Pieces, token_named
-from packhorse.families.media import frame_times
+from packhorse.families.media import LoadedMedia, frame_times
 from packhorse.media import VideoInfo
 from packhorse.tokens.resize import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
@@ -28,6 +29,25 @@ class Qwen2VL(Family):
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
     layout: ClassVar[MediaLayout] = {**VISION, "second_per_grid_ts": TensorLayout(("video",), "item")}
     mrope: ClassVar[bool] = True
+
+    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+        """The processor's own output, the tensors of the tokens made here.
+
+        transformers looks at every token before it makes a tensor of them, which takes as long as a tenth of
+        an image. So it is asked for tensors of the media alone.
+        """
+        import torch
+
+        arguments = self.call_arguments(processor, media) | self.text_arguments(processor, text)
+        for kind in ("images", "videos"):
+            if kind in arguments:
+                own = arguments.get(f"{kind}_kwargs", {})
+                arguments[f"{kind}_kwargs"] = {**own, "return_tensors": "pt"}
+        output: Mapping[str, Any] = processor(text=[text], **arguments)
+        return {
+            key: value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for key, value in output.items()
+        }
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
