@@ -11,9 +11,7 @@ its text.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +19,10 @@ from tiny import demo_meta, tiny_model, tiny_processor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import packhorse
-from packhorse.families import family_of
 from packhorse.integrations.loss import supervised
 from packhorse.integrations.pipelining import VlmPipeline, split_vlm
-from packhorse.pp_media import prepare_vlm_media_for_pp
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-
-
-def batches(loader: Any, processor: Any, microbatches: int) -> Iterator[dict[str, Any]]:
-    """Batches whose media are in chunks, one for each microbatch."""
-    layout = family_of(processor).layout
-    for batch in loader:
-        yield prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches, layout=layout)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -50,6 +39,7 @@ def train(options: argparse.Namespace) -> None:
         world=packhorse.World(),  # stages of one model share their batches; data-parallel copies would not
         pack_size=options.pack_size,
         batch_size=options.batch_size,
+        pipeline_microbatches=options.microbatches,  # media come in chunks, one for each microbatch
         max_bad_share=0.1,  # three rows of the demo's data are broken on purpose
     )
     parts = split_vlm(model, n_stages)[rank::ranks]
@@ -57,14 +47,14 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW([weight for part in parts for weight in part.parameters()], lr=3e-3)
     step = 0
     for epoch in range(options.epochs):
-        for batch in batches(loader, processor, options.microbatches):
+        for batch in loader:
             loss = pipeline.step(batch)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             if loss is not None:  # where the last stage is
                 print(f"epoch {epoch} step {step} loss {loss:.4f}", flush=True)
-    evaluated = list(batches(loader, processor, options.microbatches))
+    evaluated = list(loader)
     losses = [pipeline.eval(batch, tokens=1) for batch in evaluated]  # sums over tokens
     if losses[0] is not None:
         mean = sum(map(float, losses)) / sum(map(supervised, evaluated))

@@ -101,7 +101,7 @@ def test_a_batch_is_the_processors_own_shifted_by_one(name, function, cases, col
                 assert batch[key].dtype == expected.dtype or function is not default_collate_fn
                 assert torch.equal(batch[key], expected.to(batch[key].dtype)), key
         assert batch.keys() - own.keys() <= {
-            *("labels", "n_images_per_sample", "n_videos_per_sample", "input_mode"),
+            *("labels", "n_images_per_sample", "n_videos_per_sample", "n_audios_per_sample", "input_mode"),
         }
     else:
         # Neither processor takes films beside other samples; each sample is as it is alone.
@@ -129,7 +129,8 @@ def test_labels_are_the_next_tokens_of_the_answers(name, function, cases, collat
 @pytest.mark.parametrize(("name", "function", "cases"), GOLDEN)
 def test_media_are_counted_for_each_sample(name, function, cases, collated, files):
     batch = collated(name, function, cases)
-    for kind, key in (("image", "n_images_per_sample"), ("video", "n_videos_per_sample")):
+    for kind in ("image", "video", "audio"):
+        key = f"n_{kind}s_per_sample"
         numbers = [
             sum(part["type"] == kind for turn in conversation(name, case, files) for part in turn["content"])
             for case in cases

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -163,10 +165,11 @@ def pipelined(
     schedule: type,
     n: int,
     n_stages: int = 2,
+    wrap: Callable[[Any], Any] = lambda part: part,
 ) -> dict[str, Any]:
     """Three steps, each followed by an evaluation of the first batch."""
     parts = split_vlm(copy.deepcopy(whole), n_stages)[rank::2]
-    pipeline = VlmPipeline(parts, n, schedule)
+    pipeline = VlmPipeline([wrap(part) for part in parts], n, schedule)
     compared = Compared(whole, parts)
     for batch in batches:
         compared.step(batch, pipeline.step(data.prepared(batch, n)))
@@ -245,6 +248,15 @@ def found(rank: int, folder: Path) -> dict[str, Any]:
         batches = data.padded(fakes=True)
         results[f"{name} 1f1b fakes"] = pipelined(
             rank, copy.deepcopy(model), batches, data, Schedule1F1B, MICROBATCHES
+        )
+        results[f"{name} 1f1b checkpointed"] = pipelined(
+            rank,
+            copy.deepcopy(model),
+            data.padded(),
+            data,
+            Schedule1F1B,
+            MICROBATCHES,
+            wrap=checkpoint_wrapper,
         )
         results[f"{name} interleaved"] = pipelined(
             rank, with_layers(name, 4), data.padded(), data, ScheduleInterleaved1F1B, 4, n_stages=4

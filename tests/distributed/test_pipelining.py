@@ -23,7 +23,7 @@ CASES = [
         for kind in ("gpipe", "1f1b")
         for shape in ("padded", "packed")
     ),
-    *(f"{name} 1f1b {kind}" for name in MODELS for kind in ("varlen", "fakes")),
+    *(f"{name} 1f1b {kind}" for name in MODELS for kind in ("varlen", "fakes", "checkpointed")),
     *(f"{name} interleaved" for name in MODELS),
 ]
 

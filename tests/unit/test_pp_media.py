@@ -4,8 +4,6 @@ import inspect
 import pickle
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +11,6 @@ import torch
 
 import packhorse.pp_media as pp_media
 from contract.calls import rendered  # noqa: F401 - makes torchvision importable beside a CPU torch
-from contract.cases import REFUSED, conversation, takes
-from contract.media_files import write_media
-from contract.processors import FAMILIES, processor
-from packhorse.collate_fns import neat_packed_vlm_collater, pad_collate_fn
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
-from packhorse.families import family_of
-from packhorse.ledger import Ledger
-from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.pp_media import (
     MEDIA_LAYOUT_KEY,
     MEDIA_ROWS_KEY,
@@ -29,13 +19,13 @@ from packhorse.pp_media import (
     chunk_step3_media,
     chunk_vlm_media,
     prepare_vlm_media_for_pp,
-    stage_vlm_media_for_pp,
     wrap_vlm_collate_for_pp,
 )
 from packhorse.types import TensorLayout
 
 GRID = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 4]])  # 4, 8 and 16 patches
 PATCHES = torch.arange(28.0)[:, None].expand(28, 3)
+_IMAGES = {"pixel_values": PATCHES, "image_grid_thw": GRID}
 LAYOUT = {
     "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
     "image_grid_thw": TensorLayout(("image",), "item"),
@@ -228,184 +218,157 @@ def test_a_batch_without_media_is_left_as_it_is() -> None:
     assert set(prepare_vlm_media_for_pp(batch, 2, 2)) == {"input_ids", "labels"}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_media(tmp_path_factory.mktemp("media"))
+# --- pixels and their mask --------------------------------------------------------------------------------
 
 
-CASES = ("one image", "text", "video", "two images", "audio", "image and video", "two sounds", "text")
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].chats])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_each_microbatch_gets_what_its_samples_have_alone(
-    name: str, packed: bool, files: dict[str, Path]
-) -> None:
-    """Real processors and batches; the family's layout, and the rows as collate functions know them."""
-    refused = {case for family, case in REFUSED if family == name}
-    refused |= {"image and video"} if name == "llava_onevision" else set()  # its films have as many frames
-    cases = [case for case in CASES if takes(name, case) and case not in refused]
-    rows = [{"conversation": conversation(name, case, files)} for case in cases]
-    encoded = PreTokenizedDatasetWrapper(
-        rows, processor(name), inject_fake_images=False, on_bad="raise", ledger=Ledger()
-    )
-    samples = [encoded[index] for index in range(len(cases))]
-    family = family_of(processor(name))
-    per_row = [[index] for index in range(len(cases))]
-    if packed:
-        per_row = [[0, 1], [2], list(range(3, len(cases)))]
-        packs = PackedDatasetWrapper(samples, per_row, 8192, 0, None, on_bad="raise")
-        batch = neat_packed_vlm_collater(
-            [packs[row] for row in range(3)], attn_implementation="flex_attention"
-        )
-    else:
-        batch = pad_collate_fn(samples, processor(name))
-    present = {key: value for key, value in family.layout.items() if key in batch}
-    padding = 0 if packed else 1  # padded batches have a row of zeros for samples without their entry
-    batch[MEDIA_ROWS_KEY] = {
-        key: torch.tensor([sum(_entries(samples[i], key, layout, padding) for i in row) for row in per_row])
-        for key, layout in present.items()
+def test_a_mask_of_pixels_follows_them() -> None:
+    """Patches that are filled up, one entry per image; by counts, which are not one per row."""
+    media = {
+        "pixel_values": torch.rand(3, 6, 5),
+        "pixel_attention_mask": torch.ones(3, 6),
+        "spatial_shapes": torch.tensor([[2, 3], [1, 6], [1, 1]]),
     }
-    whole = {key: batch[key] for key in present}
-    n = len(per_row) - 1  # the first microbatch has two rows
-    chunks = prepare_vlm_media_for_pp(batch, len(per_row), n, layout=family.layout)[VLM_PP_MEDIA_KEY]
-    assert set(chunks) == set(present)
-    shares = torch.tensor_split(torch.arange(len(per_row)), n)
-    for key, parts in chunks.items():
-        assert torch.equal(torch.cat(parts), whole[key])
-        for share, part in zip(shares, parts, strict=True):
-            own = [samples[index].get(key) for row in share.tolist() for index in per_row[row]]
-            total = sum(_entries({key: value}, key, present[key], padding) for value in own)
-            assert len(part) == total
-            known = [value for value in own if value is not None]
-            if known and not present[key].ragged and padding == 0:
-                assert torch.equal(part, torch.cat(known))
+    batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
+    assert {key: lengths(parts) for key, parts in chunks.items()} == {key: [2, 0, 1] for key in media}
+    assert set(batch) == {"input_ids", VLM_PP_MEDIA_KEY}, "nothing is left that the schedule would split"
 
 
-def _entries(sample: Any, key: str, layout: TensorLayout, missing: int) -> int:
-    value = sample.get(key)
-    return (missing if layout.owner == "sample" else 0) if value is None else len(value)
+def test_images_of_samples_are_one_entry_a_row_whatever_the_counts_say() -> None:
+    """[B, images, C, H, W] with a mask [B, images, H, W]: three images, three rows, not one each."""
+    media = {"pixel_values": torch.rand(3, 2, 3, 4, 4), "pixel_attention_mask": torch.ones(3, 2, 4, 4)}
+    batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
+    assert {key: lengths(parts) for key, parts in chunks.items()} == {key: [1, 1, 1] for key in media}
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision"])
-def test_the_familys_layout_and_the_counts_of_collate_functions_are_enough(
-    name: str, files: dict[str, Path]
-) -> None:
-    cases = [case for case in ("one image", "text", "two images", "video", "text") if takes(name, case)]
-    rows = [{"conversation": conversation(name, case, files)} for case in cases]
-    samples = PreTokenizedDatasetWrapper(
-        rows, processor(name), inject_fake_images=False, on_bad="raise", ledger=Ledger()
+@pytest.mark.parametrize("key", ["pixel_values", "pixel_attention_mask"])
+def test_the_one_that_is_declared_speaks_for_both(key: str) -> None:
+    media = {"pixel_values": torch.rand(3, 6, 5), "pixel_attention_mask": torch.ones(3, 6)}
+    batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
+    layout = {key: TensorLayout(("image",), "sample")}
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)[VLM_PP_MEDIA_KEY]
+    assert {key: lengths(parts) for key, parts in chunks.items()} == {key: [1, 1, 1] for key in media}
+
+
+def test_pixels_and_a_mask_that_do_not_agree_are_refused() -> None:
+    media = {"pixel_values": torch.rand(3, 6, 5), "pixel_attention_mask": torch.ones(3, 6)}
+    batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
+    layout = {
+        "pixel_values": TensorLayout(("image",), "item"),
+        "pixel_attention_mask": TensorLayout(("image",), "sample"),
+    }
+    with pytest.raises(
+        ValueError, match=r"\[2, 0, 1\] entries of 'pixel_values' and \[1, 1, 1\] of 'pixel_att"
+    ):
+        prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)
+
+
+# --- layouts that are declared in two places ---------------------------------------------------------------
+
+
+def test_a_given_layout_and_that_of_the_batch_are_put_together_and_the_given_one_wins() -> None:
+    carried = {
+        "depth_maps": TensorLayout(("image",), "item"),
+        "pixel_values": TensorLayout(("image",), "sample"),
+    }
+    batch = batch_of(
+        3,
+        depth_maps=torch.rand(3, 4),
+        pixel_values=torch.rand(3, 4, 4),
+        n_images_per_sample=torch.tensor([1, 2, 0]),
+        **{MEDIA_LAYOUT_KEY: carried},
     )
-    own = [samples[index] for index in range(len(cases))]
-    collate = wrap_vlm_collate_for_pp(
-        lambda given: pad_collate_fn(given, processor(name)),
-        len(cases),
-        layout=family_of(processor(name)).layout,
+    layout = {"pixel_values": TensorLayout(("image",), "item")}
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)[VLM_PP_MEDIA_KEY]
+    assert lengths(chunks["depth_maps"]) == [1, 2, 0], "what only the batch declares"
+    assert lengths(chunks["pixel_values"]) == [1, 2, 0], "what both declare"
+
+
+def test_counts_of_all_kinds_that_share_a_tensor_are_added_up() -> None:
+    batch = batch_of(
+        3,
+        pixel_values=torch.rand(4, 3, 2, 2),
+        n_images_per_sample=torch.tensor([0, 2, 0]),
+        n_videos_per_sample=torch.tensor([1, 0, 1]),
     )
-    chunks = collate(own)[VLM_PP_MEDIA_KEY]
-    assert "pixel_values" in chunks
-    for key, parts in chunks.items():
-        if key == "batch_num_images":
-            continue
-        for sample, part in zip(own, parts, strict=True):
-            assert len(part) == (0 if sample.get(key) is None else len(sample[key]))
+    layout = {"pixel_values": TensorLayout(("image", "video"), "item")}
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)[VLM_PP_MEDIA_KEY]
+    assert lengths(chunks["pixel_values"]) == [1, 2, 1]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------
-
-_IMAGES = {"pixel_values": PATCHES, "image_grid_thw": GRID}
-BAD = {
-    "counts too small": (
-        {**_IMAGES, "n_images_per_sample": torch.tensor([1, 1])},
-        r"'image_grid_thw' has shape \(3, 3\).*\[1, 1\] by row \(n_images_per_sample\) make 2 entries, not 3",
-    ),
-    "counts of other rows": (
-        {**_IMAGES, "n_images_per_sample": torch.tensor([1, 1, 1])},
-        r"'n_images_per_sample' is torch.int64 of shape \(3,\), expected .* \(2,\)",
-    ),
-    "a negative count": (
-        {**_IMAGES, "n_images_per_sample": torch.tensor([4, -1])},
-        r"'n_images_per_sample' is \[4, -1\]",
-    ),
-    "no counts": (
-        _IMAGES,
-        r"'image_grid_thw' of shape \(3, 3\) in a batch of 2 rows without 'n_images_per_sample'",
-    ),
-    "no grid": (
-        {"pixel_values": PATCHES, "n_images_per_sample": torch.tensor([1, 2])},
-        r"'pixel_values'.*\(28, 3\).*image_grid_thw",
-    ),
-    "patches and grid apart": (
-        {**_IMAGES, "pixel_values": PATCHES[:27], "n_images_per_sample": torch.tensor([1, 2])},
-        r"'pixel_values' has shape \(27, 3\).*28",
-    ),
-    "a list of tensors": (
-        {**_IMAGES, "pixel_values": [PATCHES], "n_images_per_sample": torch.tensor([1, 2])},
-        "'pixel_values' is a list",
-    ),
-}
+# --- names -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [None, LAYOUT], ids=["by name", "declared"])
-@pytest.mark.parametrize("case", BAD)
-def test_media_that_do_not_add_up_are_refused_by_name_and_the_batch_stays(
-    case: str, layout: dict[str, TensorLayout] | None
-) -> None:
-    media, message = BAD[case]
-    batch = batch_of(2, **media)
-    with pytest.raises(ValueError, match=message):
-        prepare_vlm_media_for_pp(batch, 2, 2, layout=layout)
-    assert set(batch) == {"input_ids", *media}
+@pytest.mark.parametrize("grid", ["grid_thws", "image_grid_hw", "image_grid_hws", "image_grid_thw"])
+def test_flat_patches_are_counted_by_every_grid_that_is_known(grid: str) -> None:
+    sides = GRID[:, 1:] if "hw" in grid.removesuffix("s").removesuffix("thw") else GRID
+    media = {"pixel_values": PATCHES, grid: sides}
+    batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
+    assert lengths(chunks["pixel_values"]) == [12, 0, 16]
+    assert lengths(chunks[grid]) == [2, 0, 1]
+
+
+def test_what_is_no_grid_is_not_multiplied_out() -> None:
+    """Sizes that come to as many as there are images; and positions of patches."""
+    sizes = torch.tensor([[1, 2], [1, 1], [0, 5]])
+    batch = batch_of(
+        3, pixel_values=torch.rand(3, 4), image_sizes=sizes, n_images_per_sample=torch.tensor([2, 0, 1])
+    )
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
+    assert lengths(chunks["pixel_values"]) == [2, 0, 1]
+
+
+def test_frames_and_their_positions_are_told_by_the_frames_of_each_film() -> None:
+    batch = batch_of(
+        3,
+        pixel_values_videos=torch.rand(7, 6, 5),
+        video_position_ids=torch.zeros(7, 6, 2, dtype=torch.int64),
+        num_frames_per_video=torch.tensor([3, 4]),
+        n_videos_per_sample=torch.tensor([0, 1, 1]),
+    )
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
+    assert lengths(chunks["pixel_values_videos"]) == lengths(chunks["video_position_ids"]) == [0, 3, 4]
+    assert lengths(chunks["num_frames_per_video"]) == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("owner", "message"),
+    "key",
     [
-        (
-            "sample",
-            r"'pixel_values' has shape \(28, 3\).*the sample\): \[1, 1\] by row.*make 2 entries, not 28",
-        ),
-        ("item", r"'pixel_values' has shape \(28, 3\).*the item\): \[1, 2\] by row.*make 3 entries, not 28"),
-        ("rows", "'_media_rows' must say how many each row has"),
+        *("input_features", "feature_attention_mask", "input_features_mask"),
+        *("audio_input_features", "audio_embed_sizes", "audio_attention_mask", "input_audio_embeds"),
     ],
 )
-def test_a_tensor_that_contradicts_its_declaration_is_refused(owner: Any, message: str) -> None:
-    batch = batch_of(2, **_IMAGES, n_images_per_sample=torch.tensor([1, 2]))
-    layout = {**LAYOUT, "pixel_values": TensorLayout(("image",), owner)}
-    with pytest.raises(ValueError, match=message):
-        prepare_vlm_media_for_pp(batch, 2, 2, layout=layout)
+def test_sound_is_taken_out_by_every_name_and_never_taken_for_one_each(key: str) -> None:
+    sound = {key: torch.rand(3, 8)}
+    batch = batch_of(3, **sound, n_audios_per_sample=torch.tensor([2, 0, 1]))
+    assert lengths(prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY][key]) == [2, 0, 1]
+    with pytest.raises(ValueError, match=f"'{key}' of shape .*without 'n_audios_per_sample'"):
+        prepare_vlm_media_for_pp(batch_of(3, **sound), 3, 3)
 
 
-def test_a_declared_batch_is_not_taken_for_one_image_a_row() -> None:
+def test_videos_are_never_taken_for_one_each() -> None:
+    media = {"pixel_values_videos": PATCHES, "video_grid_thw": GRID}
+    with pytest.raises(ValueError, match=r"'video_grid_thw' of shape .*without 'n_videos_per_sample'"):
+        prepare_vlm_media_for_pp(batch_of(3, **media), 3, 3)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n_audios_per_sample": torch.tensor([0, 1, 0])},
+        {"_packed_seq_ids": torch.ones(3, 5)},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 10, 15])},
+        {"attention_mask": torch.ones(3, 1, 5, 5)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_one_image_a_row_is_taken_for_granted_in_batches_that_count_nothing_only(
+    more: dict[str, Any],
+) -> None:
     with pytest.raises(ValueError, match="without 'n_images_per_sample'"):
-        prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, 3, layout=LAYOUT)
-    assert VLM_PP_MEDIA_KEY in prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, 3)
-
-
-@pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
-def test_a_number_of_microbatches_that_is_none_is_refused_everywhere(number: Any) -> None:
-    with pytest.raises(ValueError, match="n_microbatches="):
-        prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, number)
-    with pytest.raises(ValueError, match="n_microbatches="):
-        chunk_vlm_media(PATCHES, GRID, 3, number)
-    with pytest.raises(ValueError, match="n_microbatches="):
-        chunk_step3_media(PATCHES, 3, number)
-    with pytest.raises(ValueError, match="n_microbatches="):
-        wrap_vlm_collate_for_pp(dict, number)
-
-
-def test_a_batch_size_that_the_ids_contradict_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_size=3, but 'input_ids' has shape \(4, 5\)"):
-        prepare_vlm_media_for_pp(batch_of(4, **_IMAGES), 3, 2)
-
-
-def test_step3_crops_without_their_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'patch_pixel_values' of shape .* without 'num_patches'"):
-        chunk_step3_media(torch.rand(3, 3, 8, 8), 3, 2, None, torch.rand(5, 3, 4, 4))
-    with pytest.raises(ValueError, match=r"'pixel_values' has shape \(4, 3, 8, 8\)"):
-        chunk_step3_media(torch.rand(4, 3, 8, 8), 3, 2)
-    with pytest.raises(ValueError, match=r"'patch_pixel_values' .*make 6 entries, not 5"):
-        chunk_step3_media(torch.rand(3, 3), 3, 2, torch.tensor([1, 2, 3]), torch.rand(5, 3))
+        prepare_vlm_media_for_pp(batch_of(3, **_IMAGES, **more), 3, 3)
 
 
 # --- collate functions -------------------------------------------------------------------------------------
@@ -427,85 +390,3 @@ def test_a_wrapped_collate_function_prepares_its_batches_in_workers_too() -> Non
 def test_a_collate_function_without_ids_is_told_so() -> None:
     with pytest.raises(ValueError, match="no tensor 'input_ids' to tell its rows, only labels"):
         wrap_vlm_collate_for_pp(dict, 2)({"labels": 1})
-
-
-# --- stage 0 -----------------------------------------------------------------------------------------------
-
-STAGED = (
-    *("_vlm_pixel_values_chunks", "_vlm_image_grid_hws_chunks", "_vlm_pixel_values_videos_chunks"),
-    *("_vlm_video_grid_thw_chunks", "_vlm_num_patches_chunks", "_vlm_patch_pixel_values_chunks"),
-    *("_vlm_patch_newline_mask_chunks", "_vlm_chunk_idx", "_vlm_media_chunks"),
-)
-
-
-class Taking(torch.nn.Module):
-    """Stage 0 of someone's own: notes which chunk each forward takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: list[int] = []
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.taken.append(self._vlm_chunk_idx)
-        self._vlm_chunk_idx += 1
-        return ids
-
-
-def pipe(first: bool) -> Any:
-    return SimpleNamespace(info=SimpleNamespace(has_first_stage=first))
-
-
-def prepared() -> dict[str, Any]:
-    return dict(prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, 3))
-
-
-def test_stage_0_holds_the_chunks_during_the_call_and_nothing_afterwards() -> None:
-    stage, batch = Taking(), prepared()
-    chunks = batch[VLM_PP_MEDIA_KEY]
-    with stage_vlm_media_for_pp(pipe(True), [stage, torch.nn.Identity()], batch):
-        assert stage._vlm_pixel_values_chunks is chunks["pixel_values"]
-        assert stage._vlm_image_grid_hws_chunks is chunks["image_grid_thw"]
-        assert stage._vlm_media_chunks == chunks
-        assert stage._vlm_num_patches_chunks is None
-        assert stage._vlm_chunk_idx == 0
-        assert set(batch) == {"input_ids"}, "the rest can go to the schedule"
-    assert {name: getattr(stage, name) for name in STAGED} == dict.fromkeys(STAGED)
-    assert batch[VLM_PP_MEDIA_KEY] is chunks, "the batch can be used again"
-    assert not stage._forward_pre_hooks
-
-
-def test_an_exception_inside_the_call_leaves_nothing_staged() -> None:
-    stage, batch = Taking(), prepared()
-    with pytest.raises(KeyError), stage_vlm_media_for_pp(pipe(True), [stage], batch):
-        raise KeyError("inside the schedule")
-    assert {name: getattr(stage, name) for name in STAGED} == dict.fromkeys(STAGED)
-    assert not stage._forward_pre_hooks
-
-
-def test_other_ranks_hold_nothing() -> None:
-    stage, batch = Taking(), prepared()
-    with stage_vlm_media_for_pp(pipe(False), [stage], batch):
-        assert not any(hasattr(stage, name) for name in STAGED)
-        assert VLM_PP_MEDIA_KEY not in batch
-    assert VLM_PP_MEDIA_KEY in batch
-
-
-@pytest.mark.parametrize("probe", ["none", "the same microbatch", "on the meta device"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_cursor_starts_again_after_a_probe(probe: str, rows: int) -> None:
-    stage, ids = Taking(), torch.arange(rows * 5).view(rows, 5)
-    microbatches = torch.tensor_split(ids, rows)
-    with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
-        if probe != "none":
-            stage(microbatches[0].detach().to("meta" if "meta" in probe else "cpu"))
-        for microbatch in microbatches:
-            stage(microbatch)
-    assert stage.taken == [0] * (probe != "none") + list(range(rows))
-
-
-def test_a_batch_that_was_not_prepared_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match="the batch holds 'pixel_values', which the schedule would split"),
-        stage_vlm_media_for_pp(pipe(True), [Taking()], batch_of(3, **_IMAGES)),
-    ):
-        pass

@@ -16,9 +16,9 @@ from packhorse.collate_fns.contract import (
     padding_side,
     takes_grouped_options,
 )
-from packhorse.collate_fns.finish import cast_pixels, counted, per_token, shifted
+from packhorse.collate_fns.finish import Counts, cast_pixels, counted, per_token, shifted
 from packhorse.collate_fns.labels import make_labels, report_unsupervised
-from packhorse.collate_fns.media import _count_media_per_sample, leave_out, token_length
+from packhorse.collate_fns.media import count_turns, leave_out, token_length
 from packhorse.collate_fns.pad import pad_last, pad_samples
 from packhorse.collate_fns.prepare import (
     Ready,
@@ -64,7 +64,8 @@ def default_collate_fn(
 
     Returns:
         The processor's tensors, those per token [B, S - 1]; ``labels`` [B, S - 1], each the next token;
-        ``n_images_per_sample`` and ``n_videos_per_sample`` [B] where there is any. Tokens of fake images
+        ``n_images_per_sample``, ``n_videos_per_sample`` and ``n_audios_per_sample`` [B], each where there is
+        any; they are not for the model. Tokens of fake images
         (``_injected_fake``) and padding have ``attention_mask`` 0. Rows come in the order of the examples,
         but for Qwen models those with a fake image come last.
 
@@ -158,7 +159,7 @@ def finish(
     ready: Sequence[Ready],
     processor: Any,
     family: Family,
-    counts: tuple[list[int], list[int]] | None = None,
+    counts: Counts | None = None,
 ) -> Batch:
     """Labels, counts and the shift.
 
@@ -167,15 +168,15 @@ def finish(
         ready: what it was made of.
         processor: made it.
         family: the processor's.
-        counts: images and videos of each sample, where they are not those of the conversations.
+        counts: media of each sample, where they are not those of the conversations.
     """
     conversations = [one.turns for one in ready]
     labels = make_labels(batch["input_ids"], conversations, processor)
     report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
-    images, videos = counts or _count_media_per_sample(conversations)
-    return shifted(counted({**batch, "labels": labels}, images, videos), family)
+    made = counted({**batch, "labels": labels}, counts or count_turns(conversations))
+    return shifted(made, family)
 
 
 def _tokenised(ready: Sequence[Ready], processor: Any, family: Family, max_length: int | None) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,13 +33,20 @@ def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> l
     return sorted(order, key=lambda place: fakes[place])
 
 
-def counted(batch: Mapping[str, Any], images: Sequence[int], videos: Sequence[int]) -> dict[str, Any]:
-    """The batch with ``n_images_per_sample`` and ``n_videos_per_sample`` [B], each where there is any."""
+class Counts(NamedTuple):
+    """How many media each row of a batch has."""
+
+    images: Sequence[int] = ()
+    videos: Sequence[int] = ()
+    audios: Sequence[int] = ()
+
+
+def counted(batch: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
+    """The batch with ``n_images_per_sample`` [B] and its like, each where there is any such medium."""
     result = dict(batch)
-    if any(images):
-        result["n_images_per_sample"] = torch.tensor(images)
-    if any(videos):
-        result["n_videos_per_sample"] = torch.tensor(videos)
+    for kind, numbers in counts._asdict().items():
+        if any(numbers):
+            result[f"n_{kind}_per_sample"] = torch.tensor(numbers)
     return result
 
 

@@ -12,6 +12,7 @@ import torch
 from packhorse.chat import TOKEN_KEYS, tokenizer_of
 from packhorse.collate_fns.contract import call, is_transformers, names, pad_token_id, text_ids
 from packhorse.collate_fns.default import Batch, finish, within_length
+from packhorse.collate_fns.finish import Counts
 from packhorse.collate_fns.media import _extract_media_from_conversations
 from packhorse.collate_fns.pad import pad_samples
 from packhorse.collate_fns.prepare import Ready, hide_fakes, make_ready, rendered
@@ -141,7 +142,7 @@ def kimi_k25_vl_collate_fn(
     batch = pad_samples(samples, family, pad, max_length=max_length)
     if "grid_thws" in batch:
         batch["image_grid_hws"] = batch["grid_thws"][:, 1:]
-    numbers = [kept["image"] for kept in counts], [kept["video"] for kept in counts]
+    numbers = Counts([kept["image"] for kept in counts], [kept["video"] for kept in counts])
     return finish(batch, ready, processor, family, numbers)
 
 

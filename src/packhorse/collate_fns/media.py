@@ -12,6 +12,7 @@ from PIL import Image
 
 from packhorse.chat import CannotAlign, template_errors, tokenizer_of
 from packhorse.collate_fns.contract import Turns, plain_turns, render, text_ids, tolerated
+from packhorse.collate_fns.finish import Counts
 from packhorse.collate_fns.records import Records
 from packhorse.collate_fns.search import _extract_assistant_text
 from packhorse.errors import BadSample, ConfigError
@@ -50,8 +51,14 @@ def _extract_media_from_conversations(
 
 def _count_media_per_sample(conversations: Sequence[Turns]) -> tuple[list[int], list[int]]:
     """How many images and how many videos each conversation has: two lists as long as ``conversations``."""
+    images, videos, _ = count_turns(conversations)
+    return list(images), list(videos)
+
+
+def count_turns(conversations: Sequence[Turns]) -> Counts:
+    """How many media of each kind each conversation has."""
     kinds = [[ref.kind for ref in _media(conversation)] for conversation in conversations]
-    return [found.count("image") for found in kinds], [found.count("video") for found in kinds]
+    return Counts(*([found.count(kind) for found in kinds] for kind in ("image", "video", "audio")))
 
 
 def _ensure_rgb(conversations: Sequence[Turns]) -> Sequence[Turns]:

@@ -10,7 +10,7 @@ import torch
 from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens
 from packhorse.collate_fns.contract import call, plain_turns, tolerated
 from packhorse.collate_fns.default import Batch
-from packhorse.collate_fns.finish import cast_pixels, counted, shifted
+from packhorse.collate_fns.finish import Counts, cast_pixels, counted, shifted
 from packhorse.collate_fns.labels import report_unsupervised
 from packhorse.collate_fns.prepare import make_ready
 from packhorse.collate_fns.search import search_answers
@@ -60,7 +60,7 @@ def nemotron_parse_collate_fn(
     labels = _labels(ids, mask, turns, texts, processor, family)
     report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
     batch["labels"] = labels
-    made = shifted(counted(batch, [1] * len(ready), []), family)
+    made = shifted(counted(batch, Counts([1] * len(ready))), family)
     # The task prompt begins with the decoder's start token, so nothing is put in front.
     return {**made, "decoder_input_ids": made["input_ids"], "decoder_attention_mask": made["attention_mask"]}
 

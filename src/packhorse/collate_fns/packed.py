@@ -13,23 +13,24 @@ import torch
 
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns.contract import logger
-from packhorse.collate_fns.finish import counted
+from packhorse.collate_fns.finish import Counts, counted
 from packhorse.collate_fns.masks import Segments, additive, block_causal_mask, positions_tell, segments
 from packhorse.collate_fns.records import check_present
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join, layout_of
-from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
+from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join, layout_of, layouts_of
+from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
+from packhorse.types import TensorLayout
 
 Pack = Mapping[str, Any]
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
 """The attention backends that packed batches are made for."""
 
-_OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos"})
+_OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos", "n_audios"})
 _NOT_FOR_THE_MODEL = frozenset(
     {
-        *("labels", "_packed_seq_ids", "n_images_per_sample", "n_videos_per_sample"),
+        *("labels", "_packed_seq_ids", *COUNT_KEYS.values()),
         *(MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY),
     }
 )
@@ -66,9 +67,9 @@ def neat_packed_vlm_collater(
 
     Returns:
         ``input_ids``, ``labels`` [B, S] (already shifted) and other tensors per token; ``position_ids``
-        [B, S], or [3, B, S] with mRoPE; media tensors joined along axis 0; ``n_images_per_sample`` and
-        ``n_videos_per_sample`` [B] where there are any; ``_packed_seq_ids`` [B, S], the document numbers,
-        where a row has more than one. And by backend:
+        [B, S], or [3, B, S] with mRoPE; media tensors joined along axis 0; ``n_images_per_sample``,
+        ``n_videos_per_sample`` and ``n_audios_per_sample`` [B] where there are any; ``_packed_seq_ids``
+        [B, S], the document numbers, where a row has more than one. And by backend:
 
         - ``sdpa``: ``attention_mask``, bool [B, 1, S, S], True where a token is seen; ``eager``: the same
           as numbers to add.
@@ -91,7 +92,7 @@ def neat_packed_vlm_collater(
     made |= rows.media(pixel_dtype)
     if media_layout:
         made |= rows.whose_media()
-    return counted(made, *rows.counts())
+    return counted(made, rows.counts())
 
 
 def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, config: Any) -> dict[str, Any]:
@@ -267,9 +268,14 @@ class PackedRows:
         if not found:
             return {}
         return {
-            MEDIA_LAYOUT_KEY: {key: layout_of(key, self.family) for key in found},
+            MEDIA_LAYOUT_KEY: {key: self._layout(key) for key in found},
             MEDIA_ROWS_KEY: {key: torch.tensor(rows) for key, (_, rows) in found.items()},
         }
+
+    def _layout(self, key: str) -> TensorLayout:
+        layout = layout_of(key, self.family)
+        # Families differ in what they have under a name; where the family is not known, rows tell all.
+        return layout if self.family is not None else TensorLayout(layout.kinds, "sample")
 
     def _media_parts(self) -> dict[str, tuple[Parts, list[int]]]:
         """The parts of each media tensor, and how many entries of it each pack has."""
@@ -289,12 +295,18 @@ class PackedRows:
                 rows[number] = sum(map(len, own))
         return found
 
-    def counts(self) -> tuple[list[int], list[int]]:
-        """Images and videos of each pack."""
+    def counts(self) -> Counts:
+        """Images, videos and sounds of each pack."""
         images, videos = (
             [int(pack.get(name, 0)) for pack in self.packs] for name in ("n_images", "n_videos")
         )
-        return images, videos
+        table = layouts_of(self.family)
+        sound = (
+            rows
+            for key, (_, rows) in self._media_parts().items()
+            if key in table and (table[key].kinds, table[key].owner) == (("audio",), "item")
+        )
+        return Counts(images, videos, next(sound, ()))
 
 
 def _are_pixels(key: str, parts: Parts) -> bool:

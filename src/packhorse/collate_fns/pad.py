@@ -14,17 +14,18 @@ import torch.nn.functional as F
 
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns.contract import pad_token_id
-from packhorse.collate_fns.finish import counted, row_order, shifted
+from packhorse.collate_fns.finish import Counts, counted, row_order, shifted
 from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
 from packhorse.neat_packing_vlm.media import count_items, join, layout_of
 from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
+from packhorse.types import MEDIA_KINDS
 
 Sample = Mapping[str, Any]
 
 _PER_TOKEN = (*TOKEN_KEYS, "labels", "position_ids")
-_COUNTS = ("n_images", "n_videos")
+_COUNTS = ("n_images", "n_videos", "n_audios")
 
 
 def pad_collate_fn(
@@ -44,12 +45,11 @@ def pad_collate_fn(
         Tensors per token of shape [B, S - 1], padded on the right (ids with the pad token, masks and types
         with 0, labels with :data:`~packhorse.chat.IGNORE_INDEX`) and shifted by one; media tensors joined
         along axis 0, shorter ones filled up where the layout says that they may differ, and one row per
-        sample where the sample owns the axis; ``n_images_per_sample`` and ``n_videos_per_sample`` [B] where
-        there is such a medium: what the samples' own ``n_images`` and ``n_videos`` say, or else the entries
-        of their tensors (which are rows where no tensor tells one medium from the next, as InternVL's
-        tiles). Rows come in the order of the samples, but for Qwen models samples with a fake image come
-        last (see
-        :func:`~packhorse.collate_fns.finish.row_order`).
+        sample where the sample owns the axis; ``n_images_per_sample``, ``n_videos_per_sample`` and
+        ``n_audios_per_sample`` [B] where there is such a medium: what the samples' own ``n_images`` and its
+        like say, or else the entries of their tensors (which are rows where no tensor tells one medium from
+        the next, as InternVL's tiles). Rows come in the order of the samples, but for Qwen models samples
+        with a fake image come last (see :func:`~packhorse.collate_fns.finish.row_order`).
 
     Raises:
         BadSample: a sample is longer than ``max_length``.
@@ -65,8 +65,7 @@ def pad_collate_fn(
     batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
     if media_layout:
         batch |= whose_media(samples, family)
-    images, videos = count_media(samples, family)
-    return shifted(counted(batch, images, videos), family)
+    return shifted(counted(batch, count_media(samples, family)), family)
 
 
 def _ordered(samples: Sequence[Sample], family: Family) -> list[Sample]:
@@ -202,15 +201,12 @@ def _row_for_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torc
     return [torch.zeros_like(like) if tensor is None else tensor for tensor in tensors]
 
 
-def count_media(samples: Sequence[Sample], family: Family) -> tuple[list[int], list[int]]:
-    """How many images and videos each sample has, as far as its tensors tell."""
+def count_media(samples: Sequence[Sample], family: Family) -> Counts:
+    """How many images, videos and sounds each sample has, as far as its tensors tell."""
     layouts = {
         key: layout_of(key, family, [value])
         for sample in samples
         for key, value in sample.items()
         if _is_media(key) and value is not None
     }
-    images, videos = (
-        [count_items(sample, kind, layouts) for sample in samples] for kind in ("image", "video")
-    )
-    return images, videos
+    return Counts(*([count_items(sample, kind, layouts) for sample in samples] for kind in MEDIA_KINDS))

@@ -9,6 +9,7 @@ import torch
 
 from packhorse.collate_fns.contract import call, is_transformers, names
 from packhorse.collate_fns.default import Batch, finish
+from packhorse.collate_fns.finish import Counts
 from packhorse.collate_fns.prepare import Opened, decode, hide_fakes, open_batch, rendered
 from packhorse.collate_fns.records import named
 from packhorse.conversation import sounds_beside
@@ -54,7 +55,8 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
     if batch.get("input_mode") is None:
         mode = (_IMAGE if any(images) else _TEXT) + (_AUDIO if any(sounds) else _TEXT)
         batch["input_mode"] = torch.tensor([mode])
-    return finish(hide_fakes(batch, ready, processor, family), ready, processor, family)
+    counts = Counts([len(found) for found in images], audios=[len(found) for found in sounds])
+    return finish(hide_fakes(batch, ready, processor, family), ready, processor, family, counts)
 
 
 def _sounds(one: Opened, family: Family) -> list[tuple[Any, int]]:

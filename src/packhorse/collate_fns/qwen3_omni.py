@@ -19,6 +19,7 @@ from packhorse.collate_fns.contract import (
     plain_turns,
 )
 from packhorse.collate_fns.default import Batch, finish
+from packhorse.collate_fns.media import count_turns
 from packhorse.collate_fns.pad import pad_samples
 from packhorse.collate_fns.prepare import (
     Opened,
@@ -89,7 +90,10 @@ def qwen3_omni_collate_fn(
         ]
         pad, side = pad_token_id(processor), padding_side(processor)
         batch = pad_samples(samples, family, pad, side=side)
-    return finish(hide_fakes(batch, ready, processor, family), ready, processor, family)
+    # The sound of a video counts too.
+    sounds = [len(one.audio) for one in media]
+    counts = count_turns([one.turns for one in ready])._replace(audios=sounds)
+    return finish(hide_fakes(batch, ready, processor, family), ready, processor, family, counts)
 
 
 def _process_mm_info() -> Callable[..., Any]:

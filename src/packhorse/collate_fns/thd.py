@@ -18,6 +18,7 @@ def packed_sequence_thd_vlm_collater(
     seq_lens_padding_value: int = -1000,
     *,
     pixel_dtype: torch.dtype | None = None,
+    media_layout: bool = False,
 ) -> dict[str, Any]:
     """Make a batch of packs for attention in Transformer Engine's "thd" format.
 
@@ -27,6 +28,8 @@ def packed_sequence_thd_vlm_collater(
         max_length: pad every batch to so many tokens; None pads to the longest pack.
         seq_lens_padding_value: fills up the lengths of rows with fewer documents.
         pixel_dtype: what pixels are converted to while they are copied; None leaves them.
+        media_layout: also say whose the entries of each media tensor are, for a pipeline
+            (:mod:`packhorse.pp_media`).
 
     Returns:
         Tensors per token [B, S] without a mask; ``position_ids`` [B, S] or [3, B, S]; ``seq_lens``
@@ -44,7 +47,10 @@ def packed_sequence_thd_vlm_collater(
     made["seq_lens"] = _rectangular(found.lengths, seq_lens_padding_value)
     made["seq_lens_padded"] = _rectangular(found.padded, seq_lens_padding_value)
     made["qkv_format"] = "thd"
-    return counted(made | rows.media(pixel_dtype), *rows.counts())
+    made |= rows.media(pixel_dtype)
+    if media_layout:
+        made |= rows.whose_media()
+    return counted(made, rows.counts())
 
 
 def _rectangular(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:

@@ -14,10 +14,11 @@ from packhorse.pp_media.chunks import (
     wrap_vlm_collate_for_pp,
 )
 from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, _select_image_grid
-from packhorse.pp_media.rows import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
+from packhorse.pp_media.rows import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.pp_media.stage import stage_vlm_media_for_pp
 
 __all__ = [
+    "COUNT_KEYS",
     "MEDIA_LAYOUT_KEY",
     "MEDIA_ROWS_KEY",
     "VLM_PP_MEDIA_KEY",

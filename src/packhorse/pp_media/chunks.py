@@ -14,6 +14,7 @@ from packhorse.pp_media.rows import (
     MEDIA_LAYOUT_KEY,
     MEDIA_ROWS_KEY,
     MediaRows,
+    check_named,
     check_sizes,
     split_rows,
 )
@@ -49,14 +50,14 @@ def chunk_vlm_media(
     Raises:
         ValueError: the numbers do not add up; the message names shapes and counts.
     """
+    rows, number = check_sizes({}, batch_size, n_microbatches)
     media = {"pixel_values": pixel_values, "image_grid": image_grid}
-    check_sizes({}, batch_size, n_microbatches)
     layout: MediaLayout = {
         "pixel_values": pixels_layout("pixel_values", pixel_values, "image", "image_grid", image_grid),
         "image_grid": TensorLayout(("image",), "item"),
     }
     counted = {**media, COUNT_KEYS["image"]: n_images_per_sample}
-    chunks = _chunks(MediaRows(counted, batch_size, layout, one_each=True), n_microbatches)
+    chunks = _chunks(MediaRows(counted, rows, layout, one_each=True), number)
     return chunks["pixel_values"], chunks["image_grid"]
 
 
@@ -84,7 +85,7 @@ def chunk_step3_media(
     Raises:
         ValueError: crops come without ``num_patches``, or the numbers do not add up.
     """
-    check_sizes({}, batch_size, n_microbatches)
+    rows, number = check_sizes({}, batch_size, n_microbatches)
     crops = TensorLayout(("image",), "rows", "num_patches")
     layout: MediaLayout = {
         "pixel_values": TensorLayout(("image",), "sample"),
@@ -93,9 +94,10 @@ def chunk_step3_media(
         "patch_newline_mask": crops,
     }
     tensors = (pixel_values, num_patches, patch_pixel_values, patch_newline_mask)
-    media = {key: value for key, value in zip(layout, tensors, strict=True) if value is not None}
+    given = dict(zip(layout, tensors, strict=True))
+    media = {key: value for key, value in given.items() if value is not None or key == "pixel_values"}
     present = {key: layout[key] for key in media}
-    return _chunks(MediaRows(media, batch_size, present), n_microbatches)
+    return _chunks(MediaRows(media, rows, present), number)
 
 
 def prepare_vlm_media_for_pp(
@@ -103,9 +105,10 @@ def prepare_vlm_media_for_pp(
 ) -> Batch:
     """Take the media tensors out of a batch and put their chunks under :data:`VLM_PP_MEDIA_KEY`.
 
-    Whose the entries of a tensor are is read, in this order, from ``layout``, from what the batch carries
-    under :data:`MEDIA_LAYOUT_KEY`, and from the documented rules for well-known names. How many each row has
-    comes from ``n_images_per_sample`` and its like, or from :data:`MEDIA_ROWS_KEY`.
+    Whose the entries of a tensor are is read, key by key and in this order, from ``layout``, from what the
+    batch carries under :data:`MEDIA_LAYOUT_KEY`, and from the documented rules for well-known names. How many
+    each row has comes from ``n_images_per_sample`` and its like, and from :data:`MEDIA_ROWS_KEY`; where both
+    tell it, they must agree.
 
     Args:
         batch: changed in place, after everything has been checked; what is not about media stays as it is.
@@ -114,23 +117,53 @@ def prepare_vlm_media_for_pp(
         layout: the family's layout, where the batch does not carry it.
 
     Returns:
-        The same batch. Its chunks are views of the tensors it had. Without media there is no key.
+        The same batch. Its chunks are views of the tensors it had. Without media there is no key. A batch
+        that was prepared for as many microbatches stays as it is.
 
     Raises:
-        ValueError: numbers do not add up, a grid is missing, or a tensor contradicts its layout; the message
-            names key, shapes and counts.
+        ValueError: numbers do not add up, a grid is missing, a tensor contradicts its layout, or the batch
+            was prepared for another number of microbatches; the message names key, shapes and counts.
     """
-    check_sizes(batch, batch_size, n_microbatches)
-    table = layout if layout is not None else batch.get(MEDIA_LAYOUT_KEY) or {}
+    rows, number = check_sizes(batch, batch_size, n_microbatches)
+    table = {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(layout or {})}
     declared = {key: value for key, value in table.items() if batch.get(key) is not None}
     present = {**declared, **documented_layout(batch, declared)}
-    chunks = _chunks(MediaRows(batch, batch_size, present, one_each=not declared), n_microbatches)
+    _check_unprepared(batch, present, number)
+    check_named(batch.get(MEDIA_ROWS_KEY), {*table, *_VLM_MEDIA_KEYS})
+    found = MediaRows(batch, rows, present, one_each=not declared)
+    chunks = _chunks(found, number)
+    _check_mask(found)
     # Known names may also be there without a value, and must not reach the schedule.
     for key in (*chunks, *table, *_VLM_MEDIA_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY):
         batch.pop(key, None)
     if chunks:
         batch[VLM_PP_MEDIA_KEY] = chunks
     return batch
+
+
+def _check_unprepared(batch: Batch, media: MediaLayout, n_microbatches: int) -> None:
+    chunks = batch.get(VLM_PP_MEDIA_KEY) or {}
+    numbers = {len(parts) for parts in chunks.values()}
+    if numbers - {n_microbatches}:
+        raise ValueError(
+            f"the media of the batch were split for {sorted(numbers)} microbatches, and now for "
+            f"{n_microbatches}: prepare a batch once, from the batch that its collate function made"
+        )
+    if chunks and media:
+        raise ValueError(
+            f"the batch holds chunks of {', '.join(chunks)} and media beside them ({', '.join(media)}): "
+            "prepare a batch once"
+        )
+
+
+def _check_mask(found: MediaRows) -> None:
+    """Pixels and their mask must come out alike, whoever declared them."""
+    pixels, mask = "pixel_values", "pixel_attention_mask"
+    if {pixels, mask} <= set(found.layout) and not torch.equal(found.of(pixels), found.of(mask)):
+        raise ValueError(
+            f"the rows of the batch have {found.of(pixels).tolist()} entries of '{pixels}' and "
+            f"{found.of(mask).tolist()} of '{mask}': expected as many; declare both alike"
+        )
 
 
 def _chunks(found: MediaRows, n_microbatches: int) -> dict[str, list[torch.Tensor]]:
@@ -142,7 +175,11 @@ def wrap_vlm_collate_for_pp(
 ) -> Callable[[Any], Batch]:
     """Wrap a collate function so that its batches are ready for pipeline stages.
 
-    Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through.
+    Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through. Let the function
+    say whose its media are where it can: ``partial(pad_collate_fn, processor=…, media_layout=True)`` and
+    ``partial(neat_packed_vlm_collater, media_layout=True)`` do for every family. Batches of the other collate
+    functions are split by ``layout`` and their counts, which does for all but tiles, films and samples that
+    no tensor counts; these are refused by name.
 
     Args:
         collate_fn: makes batches with ``input_ids`` [B, S].
@@ -155,8 +192,8 @@ def wrap_vlm_collate_for_pp(
     Raises:
         ValueError: ``n_microbatches`` is not a positive number.
     """
-    check_sizes({}, 1, n_microbatches)
-    return _PreparingCollate(collate_fn, n_microbatches, None if layout is None else dict(layout))
+    _, number = check_sizes({}, 1, n_microbatches)
+    return _PreparingCollate(collate_fn, number, None if layout is None else dict(layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +208,7 @@ class _PreparingCollate:
         batch: Any = self.collate_fn(samples)
         if batch is None:
             return None
-        if not isinstance(batch.get("input_ids"), torch.Tensor):
+        ids = batch.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() == 0:
             raise ValueError(f"the batch has no tensor 'input_ids' to tell its rows, only {', '.join(batch)}")
-        rows = len(batch["input_ids"])
-        return prepare_vlm_media_for_pp(batch, rows, self.n_microbatches, layout=self.layout)
+        return prepare_vlm_media_for_pp(batch, len(ids), self.n_microbatches, layout=self.layout)

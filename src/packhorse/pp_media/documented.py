@@ -1,7 +1,9 @@
 """The layouts of batches that declare none: the documented rules, by the names of the tensors.
 
-A family's own declaration is better where there is one. These rules cover the well-known names; pixels are
-told apart by their grid: one entry per image (whole images, padded patches), or flat patches.
+A family's own declaration is better where there is one. These rules cover the well-known names, for batches
+of collate functions that know no family; the names stand here a second time because this package imports no
+family (a test compares the two). Pixels are told apart by their grid: one entry per image (whole images,
+padded patches), or flat patches.
 """
 
 from __future__ import annotations
@@ -11,17 +13,22 @@ from typing import Any
 
 import torch
 
-from packhorse.pp_media.rows import COUNT_KEYS
+from packhorse.pp_media.rows import COUNT_KEYS, multiplied_out, tensor_of
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _IMAGE_GRIDS = ("image_grid_hws", "image_grid_thw", "image_sizes", "image_position_ids")
-_MORE_IMAGE_GRIDS = ("grid_thws", "image_grid_hw")
+_MORE_IMAGE_GRIDS = ("grid_thws", "image_grid_hw", "spatial_shapes")
 _VIDEO_GRIDS = ("video_grid_thw", "num_frames_per_video")
 _PIXELS: Mapping[str, tuple[MediaKind, tuple[str, ...]]] = {
     "pixel_values": ("image", (*_IMAGE_GRIDS, *_MORE_IMAGE_GRIDS)),
     "pixel_values_videos": ("video", _VIDEO_GRIDS),
 }
-_NOT_GRIDS = frozenset({"image_sizes", "image_position_ids"})  # one entry per image, but not its patches
+# One entry per image, but not its patches; with spatial_shapes patches are padded, one entry per image.
+_NOT_GRIDS = frozenset({"image_sizes", "image_position_ids", "spatial_shapes"})
+_MASK = "pixel_attention_mask"
+_IMAGES_OF_A_SAMPLE = (
+    5  # axes of pixels [B, n, C, H, W] that come with a mask [B, n, H, W] (Idefics, SmolVLM)
+)
 
 _IMAGE, _VIDEO, _AUDIO = (TensorLayout((kind,), "item") for kind in ("image", "video", "audio"))
 _BY_NAME: MediaLayout = {
@@ -29,13 +36,14 @@ _BY_NAME: MediaLayout = {
     "num_patches": _IMAGE,
     "patch_newline_mask": TensorLayout(("image",), "rows", "num_patches"),
     **dict.fromkeys((*_IMAGE_GRIDS, *_MORE_IMAGE_GRIDS), _IMAGE),
-    **dict.fromkeys(("image_pixel_values", "image_attention_mask"), _IMAGE),
-    "pixel_attention_mask": TensorLayout(("image",), "sample"),
+    **dict.fromkeys(("image_pixel_values", "input_image_embeds", "image_attention_mask"), _IMAGE),
+    _MASK: _IMAGE,  # or what the pixels are, see documented_layout
     "batch_num_images": TensorLayout(("image",), "sample"),
     **dict.fromkeys((*_VIDEO_GRIDS, "second_per_grid_ts", "video_second_per_grid"), _VIDEO),
     "video_position_ids": TensorLayout(("video",), "rows", "num_frames_per_video"),
     **dict.fromkeys(("input_features", "feature_attention_mask", "input_features_mask"), _AUDIO),
     **dict.fromkeys(("audio_input_features", "audio_embed_sizes", "audio_attention_mask"), _AUDIO),
+    "input_audio_embeds": _AUDIO,
 }
 
 _VLM_MEDIA_KEYS: tuple[str, ...] = (*_PIXELS, *_BY_NAME, *COUNT_KEYS.values())
@@ -73,7 +81,23 @@ def documented_layout(batch: Mapping[str, Any], declared: MediaLayout) -> dict[s
             grid_key = next((name for name in grids if batch.get(name) is not None), None)
             grid = None if grid_key is None else batch[grid_key]
             layout[key] = pixels_layout(key, pixels, kind, grid_key, grid, grids)
+    if batch.get("pixel_values") is not None and batch.get(_MASK) is not None:
+        whose = _pixels_and_mask(batch["pixel_values"], batch[_MASK], declared, layout)
+        layout |= {"pixel_values": whose, _MASK: whose}
     return {key: value for key, value in layout.items() if key not in declared}
+
+
+def _pixels_and_mask(
+    pixels: Any, mask: Any, declared: MediaLayout, by_name: Mapping[str, TensorLayout]
+) -> TensorLayout:
+    """Pixels and their mask are the same owner's, whichever of the two says whose they are."""
+    for key in ("pixel_values", _MASK):
+        if key in declared:
+            return declared[key]
+    of_samples = tensor_of("pixel_values", pixels).dim() == _IMAGES_OF_A_SAMPLE
+    if of_samples and tensor_of(_MASK, mask).dim() == _IMAGES_OF_A_SAMPLE - 1:
+        return TensorLayout(("image", "video"), "sample")
+    return by_name["pixel_values"]
 
 
 def pixels_layout(
@@ -97,8 +121,7 @@ def pixels_layout(
     Raises:
         ValueError: neither fits.
     """
-    if not isinstance(pixels, torch.Tensor):
-        raise ValueError(f"'{key}' is a {type(pixels).__name__}: expected a tensor")
+    pixels = tensor_of(key, pixels)
     if grid_key is None:
         if pixels.dim() <= 2:
             raise ValueError(
@@ -106,10 +129,10 @@ def pixels_layout(
                 f"how many belong to each medium: expected one of {', '.join(grids)}"
             )
         return TensorLayout((kind,), "item")
-    grid = torch.as_tensor(grid)
+    grid = tensor_of(grid_key, grid)
     patches = None
     if grid_key not in _NOT_GRIDS and grid.dim() <= 2 and not grid.is_floating_point():
-        patches = int(grid.reshape(len(grid), -1).to(torch.int64).prod(1).sum())
+        patches = int(multiplied_out(grid_key, grid).sum())
     if patches == len(pixels):
         return TensorLayout((kind,), "rows", grid_key)
     if len(grid) == len(pixels):

@@ -6,9 +6,10 @@ what the layout and the counts say must add up to what the tensors hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from operator import index
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ COUNT_KEYS: Mapping[MediaKind, str] = {kind: f"n_{kind}s_per_sample" for kind in
 """``n_images_per_sample``, ``n_videos_per_sample``, ``n_audios_per_sample``: [B], media of each row."""
 
 
+_PACKED_KEYS = ("_packed_seq_ids", "cu_seq_lens_q", "seq_lens", "qkv_format")
+_TELL_ROWS = (
+    "Where no layout tells it, let the collate function say it: pad_collate_fn(…, media_layout=True), "
+    "neat_packed_vlm_collater(…, media_layout=True), or packhorse.load(…, pipeline_microbatches=…), which "
+    f"does; or put '{MEDIA_ROWS_KEY}' into the batch yourself"
+)
+
+
 @dataclass(slots=True)
 class MediaRows:
     """Entries of each media tensor by row of the batch.
@@ -34,8 +43,8 @@ class MediaRows:
         batch: the batch, or its media alone.
         batch_size: the number of its rows.
         layout: of the tensors that are asked for.
-        one_each: where a kind of media is not counted and there is one entry per row, take it that each row
-            has one. Otherwise that is an error.
+        one_each: in a batch that counts nothing, take it that each row has one image if there are as many
+            images as rows. Otherwise, and for all other media, that is an error.
     """
 
     batch: Mapping[str, Any]
@@ -56,19 +65,18 @@ class MediaRows:
 
     def tensor(self, key: str) -> torch.Tensor:
         """A media tensor of the batch."""
-        value = self.batch[key]
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            what = "a number" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise ValueError(f"'{key}' is {what}: expected a tensor with one entry per medium, patch or row")
-        return value
+        return tensor_of(key, self.batch[key])
 
     def _rows(self, key: str, layout: TensorLayout) -> torch.Tensor:
         tensor = self.tensor(key)
-        given = self.batch.get(MEDIA_ROWS_KEY) or {}
-        if key in given:
-            rows, source = self._counts(f"{MEDIA_ROWS_KEY}['{key}']", given[key]), "its rows"
+        given = (self.batch.get(MEDIA_ROWS_KEY) or {}).get(key)
+        if given is not None:
+            name = f"{MEDIA_ROWS_KEY}['{key}']"
+            rows = self._counts(name, given)
+            self._check_given(key, layout, rows)
+            source = name
         elif layout.owner == "sample":
-            rows, source = torch.ones(self.batch_size, dtype=torch.int64), "one per row of the batch"
+            rows, source = self._samples(key, layout, len(tensor))
         elif layout.owner == "rows" and layout.rows_from is not None:
             rows, source = self._from_grid(key, layout.rows_from), f"'{layout.rows_from}' multiplied out"
         else:
@@ -76,29 +84,78 @@ class MediaRows:
         self._check(key, layout, tensor, rows, source)
         return rows
 
+    def _check_given(self, key: str, layout: TensorLayout, rows: torch.Tensor) -> None:
+        """What the batch says about its rows must not contradict what its grids and counts say."""
+        if layout.owner == "rows" and layout.rows_from is not None:
+            other, source = self._from_grid(key, layout.rows_from), f"'{layout.rows_from}' multiplied out"
+        else:
+            counted = None if layout.owner == "sample" else self._counted(layout)
+            if counted is None:
+                return
+            other, source = counted
+            if layout.owner == "rows":  # each medium has at least one
+                other, source = torch.where(other > 0, rows.maximum(other), 0), f"{source} (at least)"
+        if not torch.equal(rows, other):
+            raise ValueError(
+                f"'{MEDIA_ROWS_KEY}' says that the rows have {rows.tolist()} entries of '{key}', and "
+                f"{source} says {other.tolist()}: expected the same"
+            )
+
+    def _samples(self, key: str, layout: TensorLayout, entries: int) -> tuple[torch.Tensor, str]:
+        """One for each sample: that is one per row, unless rows hold several samples."""
+        if self._packed():
+            raise ValueError(
+                f"'{key}' of shape {tuple(self.tensor(key).shape)} has one entry per sample, and the rows of "
+                f"this batch are packs of several: how many each row has cannot be told. {_TELL_ROWS}"
+            )
+        counted = self._counted(layout)
+        if counted is not None and entries < self.batch_size:  # processors leave out samples without media
+            return (counted[0] > 0).to(torch.int64), f"one per row with media by {counted[1]}"
+        return torch.ones(self.batch_size, dtype=torch.int64), "one per row of the batch"
+
+    def _packed(self) -> bool:
+        """Whether rows may hold several samples: then something has to keep these apart."""
+        mask = self.batch.get("attention_mask")
+        kept_apart = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() <= 2)
+        return kept_apart or any(self.batch.get(key) is not None for key in _PACKED_KEYS)
+
     def _from_grid(self, key: str, grid_key: str) -> torch.Tensor:
         """What the entries of a grid come to, row by row."""
+        what = f"'{key}' of shape {tuple(self.tensor(key).shape)}"
         if self.batch.get(grid_key) is None:
             raise ValueError(
-                f"'{key}' of shape {tuple(self.tensor(key).shape)} without '{grid_key}', which says how many "
-                f"entries each medium has: keep '{grid_key}' in the batch"
+                f"{what} without '{grid_key}', which says how many entries each medium has: keep "
+                f"'{grid_key}' in the batch"
             )
-        grid, items = self.tensor(grid_key), self.of(grid_key)
-        sizes = grid.reshape(len(grid), -1).to(torch.int64).prod(1).cpu()
+        if grid_key not in self.layout:
+            raise ValueError(
+                f"{what} has its rows from '{grid_key}', which no layout declares: declare '{grid_key}' too"
+            )
+        items = self.of(grid_key)
+        sizes = multiplied_out(grid_key, self.tensor(grid_key))
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         last = items.cumsum(0)
         return before[last] - before[last - items]
 
+    def _counted(self, layout: TensorLayout) -> tuple[torch.Tensor, str] | None:
+        """Media of the tensor's kinds in each row, and who says so; None where no kind is counted."""
+        counted = {COUNT_KEYS[kind]: self.batch.get(COUNT_KEYS[kind]) for kind in layout.kinds}
+        known = {name: self._counts(name, value) for name, value in counted.items() if value is not None}
+        if not known:
+            return None
+        return torch.stack(list(known.values())).sum(0), " + ".join(known)
+
     def _items(self, key: str, layout: TensorLayout, entries: int) -> tuple[torch.Tensor, str]:
         """Media of the tensor's kinds in each row; for tiles that no grid counts, right if each has one."""
-        counted = {kind: self.batch.get(COUNT_KEYS[kind]) for kind in layout.kinds}
-        known = {COUNT_KEYS[kind]: value for kind, value in counted.items() if value is not None}
-        if known:
-            rows = sum(self._counts(name, value) for name, value in known.items())
-            assert isinstance(rows, torch.Tensor)
-            return rows, " + ".join(known)
+        counted = self._counted(layout)
+        if counted is not None:
+            return counted
+        if entries == 0:
+            return torch.zeros(self.batch_size, dtype=torch.int64), "no entries"
+        legacy = self.one_each and layout.kinds == ("image",) and not self._packed()
+        legacy = legacy and all(self.batch.get(name) is None for name in COUNT_KEYS.values())
         names = " and ".join(f"'{COUNT_KEYS[kind]}'" for kind in layout.kinds)
-        if not self.one_each or entries != self.batch_size:
+        if not legacy or entries != self.batch_size:
             raise ValueError(
                 f"'{key}' of shape {tuple(self.tensor(key).shape)} in a batch of {self.batch_size} rows "
                 f"without {names}: how many each row has cannot be told. Add {names} [{self.batch_size}] "
@@ -108,7 +165,8 @@ class MediaRows:
 
     def _counts(self, name: str, value: Any) -> torch.Tensor:
         counts = torch.as_tensor(value).cpu()
-        if counts.is_floating_point() or tuple(counts.shape) != (self.batch_size,):
+        whole = not counts.is_floating_point() and not counts.is_complex() and counts.dtype != torch.bool
+        if not whole or tuple(counts.shape) != (self.batch_size,):
             raise ValueError(
                 f"'{name}' is {counts.dtype} of shape {tuple(counts.shape)}, expected whole numbers of shape "
                 f"({self.batch_size},): one for each row of the batch"
@@ -123,29 +181,91 @@ class MediaRows:
         expected = int(rows.sum())
         if len(tensor) == expected:
             return
-        hint = ""
-        if layout.owner == "rows" and layout.rows_from is None and len(tensor) > expected:
-            hint = f"; where media have several entries, '{MEDIA_ROWS_KEY}' must say how many each row has"
         raise ValueError(
             f"'{key}' has shape {tuple(tensor.shape)}, which contradicts its layout (axis 0 belongs to the "
             f"{layout.owner}): {rows.tolist()} by row ({source}) make {expected} entries, not {len(tensor)}"
-            + hint
+            + (f". {_TELL_ROWS}" if layout.rows_from is None and MEDIA_ROWS_KEY not in source else "")
         )
 
 
-def check_sizes(batch: Mapping[str, Any], batch_size: int, n_microbatches: int) -> None:
-    """Refuse numbers that make no sense, or that the batch contradicts.
+def tensor_of(key: str, value: Any) -> torch.Tensor:
+    """A value that is a tensor with an axis 0.
 
     Raises:
-        ValueError: they are not positive, or ``input_ids`` has another number of rows.
+        ValueError: it is something else.
     """
-    for name, value in (("batch_size", batch_size), ("n_microbatches", n_microbatches)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        what = "a number" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"'{key}' is {what}: expected a tensor with one entry per medium, patch or row")
+    return value
+
+
+def multiplied_out(key: str, grid: torch.Tensor) -> torch.Tensor:
+    """How many entries each medium has by its grid: int64 [N], on the CPU.
+
+    Args:
+        key: of the grid. One that begins with ``num_`` holds numbers, which may be 0; others hold the sides
+            of grids.
+        grid: [N], [N, 2] or [N, 3].
+
+    Raises:
+        ValueError: it holds no whole numbers, or has sides below 1.
+    """
+    counts, shape = key.startswith("num_"), tuple(grid.shape)
+    fits = len(shape) == 1 or (len(shape) == 2 and (not counts or shape[1] == 1))
+    if grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool or not fits:
+        expected = "[N]" if counts else "[N], [N, 2] or [N, 3]"
+        raise ValueError(f"'{key}' is {grid.dtype} of shape {shape}: expected whole numbers {expected}")
+    sides = grid.to(torch.int64).cpu()
+    least = 0 if counts else 1
+    if bool((sides < least).any()):
+        wrong = int(sides.min())
+        raise ValueError(f"'{key}' of shape {shape} holds {wrong}: expected no number below {least}")
+    return sides if sides.dim() == 1 else sides.prod(1)
+
+
+def check_sizes(batch: Mapping[str, Any], batch_size: int, n_microbatches: int) -> tuple[int, int]:
+    """Both numbers as plain ones, where they make sense and the batch does not contradict them.
+
+    Raises:
+        ValueError: they are not positive whole numbers, or ``input_ids`` has another number of rows.
+    """
+    rows, number = _whole("batch_size", batch_size), _whole("n_microbatches", n_microbatches)
     ids = batch.get("input_ids")
-    if isinstance(ids, torch.Tensor) and len(ids) != batch_size:
+    if isinstance(ids, torch.Tensor) and (ids.dim() == 0 or len(ids) != rows):
         raise ValueError(
-            f"batch_size={batch_size}, but 'input_ids' has shape {tuple(ids.shape)}: expected as many rows"
+            f"batch_size={rows}, but 'input_ids' has shape {tuple(ids.shape)}: expected as many rows"
+        )
+    return rows, number
+
+
+def _whole(name: str, value: Any) -> int:
+    wrong = ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+    if isinstance(value, bool | torch.Tensor):
+        raise wrong
+    try:
+        number = index(value)  # numbers of numpy too
+    except TypeError:
+        raise wrong from None
+    if number < 1:
+        raise wrong
+    return number
+
+
+def check_named(rows: Any, known: Collection[str]) -> None:
+    """Refuse a table of rows that names tensors nobody knows.
+
+    Raises:
+        ValueError: it does, or it is no table.
+    """
+    if rows is None:
+        return
+    if not isinstance(rows, Mapping):
+        raise ValueError(f"'{MEDIA_ROWS_KEY}' is a {type(rows).__name__}: expected a table: key -> [B]")
+    if unknown := sorted(set(rows) - set(known)):
+        raise ValueError(
+            f"'{MEDIA_ROWS_KEY}' names '{unknown[0]}', which is no media tensor of the batch or of its "
+            f"layout ({', '.join(sorted(known))})"
         )
 
 

@@ -37,8 +37,13 @@ def stage_vlm_media_for_pp(
     ``_vlm_media_chunks``; and the cursor ``_vlm_chunk_idx``, 0 at first, which its forward moves on by one.
     Afterwards all are None, also after an exception.
 
-    A schedule's first call may begin with a probe that runs the first microbatch to learn shapes. It is known
-    by its input, which comes a second time (or is on the meta device), and the cursor starts again.
+    Before each forward the cursor is set to the number of the microbatch, which is told by its input: the
+    memory of a microbatch's tokens is its own. So a schedule's first call may begin with a probe that runs
+    the first microbatch to learn shapes (or a tensor on the meta device): the cursor starts again. And where
+    the whole stage is under activation checkpointing, a microbatch that is run again gets the same media.
+
+    Where the stage is wrapped (DDP, FSDP, ``checkpoint_wrapper``, ``torch.compile``), the innermost module
+    has the attributes.
 
     Args:
         pp: has ``pp.info.has_first_stage``; only where that is true is anything attached.
@@ -47,7 +52,10 @@ def stage_vlm_media_for_pp(
             while this lasts, so that the rest can go to the schedule, and back in it afterwards.
 
     Raises:
-        ValueError: the batch holds media that were not prepared: the schedule would split them by row.
+        ValueError: the batch holds media that were not prepared: the schedule would split them by row. Or,
+            from a forward: all its tensors are expanded, so that microbatches share their memory.
+        RuntimeError: (from a forward) a microbatch is run again with a copy of its tokens, or there are more
+            microbatches than chunks.
     """
     left = [key for key in _VLM_MEDIA_KEYS if batch.get(key) is not None and key not in _COUNTS]
     if left:
@@ -59,7 +67,7 @@ def stage_vlm_media_for_pp(
     chunks = batch.pop(VLM_PP_MEDIA_KEY, None)
     try:
         if pp.info.has_first_stage:
-            with _attached(_unwrapped(model_parts[0]), chunks or {}):
+            with _attached(innermost(model_parts[0]), chunks or {}):
                 yield
         else:
             yield
@@ -70,7 +78,8 @@ def stage_vlm_media_for_pp(
 
 @contextmanager
 def _attached(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> Iterator[None]:
-    hook = module.register_forward_pre_hook(_ProbeHook(), with_kwargs=True, prepend=True)
+    number = len(next(iter(chunks.values()))) if chunks else None
+    hook = module.register_forward_pre_hook(_CursorHook(number), with_kwargs=True, prepend=True)
     try:
         for key, attribute in _ATTRIBUTES.items():
             setattr(module, attribute, chunks.get(key))
@@ -84,25 +93,73 @@ def _attached(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> I
             setattr(module, attribute, None)
 
 
-class _ProbeHook:
-    """Sets the cursor back when the first forward turns out to have been a probe."""
+class _CursorHook:
+    """Sets the cursor before each forward: microbatches are numbered in the order in which they first come.
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.first: tuple[int, bool] | None = None
+    Args:
+        chunks: how many there are; None without media.
+    """
+
+    def __init__(self, chunks: int | None) -> None:
+        self.chunks, self.calls, self.again = chunks, 0, False
+        self.numbers: dict[tuple[tuple[int, ...], ...], int] = {}
+        self.kept: list[list[torch.Tensor]] = []  # so that no other microbatch gets their memory
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
-        values = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        given = next((value for value in values if value.numel()), None)
-        # Microbatches are different parts of one tensor, so the same memory is the same microbatch.
-        seen = None if given is None else (0 if given.is_meta else given.data_ptr(), given.is_meta)
-        if self.calls == 0:
-            self.first = seen
-        elif self.calls == 1 and self.first is not None and (self.first[1] or self.first == seen):
-            setattr(module, _CURSOR, 0)
-        self.calls += 1
+        number = self._number([value for value in (*args, *kwargs.values()) if _has_memory(value)])
+        if self.chunks is not None and number >= self.chunks:
+            raise RuntimeError(f"microbatch {number + 1} of a batch whose media were split for {self.chunks}")
+        setattr(module, _CURSOR, number)
+
+    def _number(self, given: list[torch.Tensor]) -> int:
+        if any(value.is_meta for value in given):
+            return 0
+        if not given:  # nothing tells one from the next
+            self.calls += 1
+            return self.calls - 1
+        # Wrappers may cast what is no whole number, so that it lies elsewhere each time.
+        tokens = [value for value in given if not value.is_floating_point()] or given
+        # An expanded tensor has one row for all: its microbatches are the same memory.
+        if all(0 in value.stride() for value in tokens):
+            raise ValueError(
+                f"all inputs of stage 0 are expanded (strides {[value.stride() for value in tokens]}), "
+                "so its microbatches cannot be told apart: call .contiguous() on the ids"
+            )
+        key = tuple((value.data_ptr(), *value.shape) for value in tokens)
+        in_backward = torch._C._current_graph_task_id() != -1  # then it is a microbatch that is run again
+        if key not in self.numbers:
+            if in_backward:
+                raise RuntimeError(
+                    "stage 0 is run again by activation checkpointing with a copy of its input, so whose "
+                    "media it needs cannot be told: checkpoint its layers, or hand it tokens on its device"
+                )
+            self.numbers[key] = len(self.numbers)
+            self.kept.append(tokens)
+        elif not in_backward:
+            if self.again or len(self.numbers) > 1:
+                raise RuntimeError(
+                    f"microbatch {self.numbers[key] + 1} comes to stage 0 a second time: expected a part of "
+                    "the ids of its own for each microbatch"
+                )
+            self.again = True  # the first was a probe
+        return self.numbers[key]
 
 
-def _unwrapped(module: Any) -> Any:
-    wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-    return module.module if wrapped else module
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def innermost(module: Any) -> Any:
+    """The module itself, without what wraps it: DDP, FSDP 1, activation checkpointing, ``torch.compile``."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+            continue
+        # Not by getattr: wrappers pass on what they do not have, so the inner names would be found too.
+        inner = next((name for name in _WRAPPED if name in module._modules), None)
+        if inner is None:
+            return module
+        module = module._modules[inner]

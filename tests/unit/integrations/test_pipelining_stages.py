@@ -1,12 +1,16 @@
 """Cutting models into stages and batches into microbatches, in one process."""
 
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import ScheduleGPipe
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleLoopedBFS
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 
 from contract.tiny_models import tiny_model
@@ -14,8 +18,13 @@ from packhorse.collate_fns.flex import document_block_mask
 from packhorse.collate_fns.masks import segments
 from packhorse.errors import ConfigError
 from packhorse.integrations.pipelining import VlmPipeline, pipeline_inputs, split_vlm
-from packhorse.integrations.pipelining.microbatches import even_rows, segment_starts, varlen_arguments
-from packhorse.pp_media import VLM_PP_MEDIA_KEY
+from packhorse.integrations.pipelining.microbatches import (
+    _filled,
+    even_rows,
+    segment_starts,
+    varlen_arguments,
+)
+from packhorse.pp_media import VLM_PP_MEDIA_KEY, prepare_vlm_media_for_pp
 
 CONFIG = SimpleNamespace(image_token_id=0, video_token_id=1)
 
@@ -106,9 +115,34 @@ def test_a_block_mask_is_split_by_rows_but_no_row_can_be_added_to_it() -> None:
         pipeline_inputs(batch, 3, None, CONFIG)
 
 
+@pytest.mark.parametrize("number", [0, -1, True])
+def test_no_microbatches_are_refused(number: Any) -> None:
+    with pytest.raises(ConfigError, match=r"n_microbatches=.*expected at least 1"):
+        pipeline_inputs(batch_of(2), number, None, CONFIG)
+
+
+def test_expanded_ids_get_memory_of_their_own() -> None:
+    """Stage 0 tells microbatches by it."""
+    batch = {"input_ids": torch.arange(6).expand(4, 6), "labels": torch.arange(6).expand(4, 6)}
+    assert pipeline_inputs(batch, 2, None, CONFIG).ids.stride() == (6, 1)
+
+
+def test_rows_are_added_on_the_device_of_the_batch() -> None:
+    """Without a GPU: torch's fake tensors refuse to mix devices as real ones do."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros(3, 6, dtype=torch.int64, device="cuda:0")
+        mask = torch.zeros(3, 1, 6, 6, dtype=torch.bool, device="cuda:0")
+        rows = even_rows(3, 2)
+        made = _filled(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, rows, CONFIG)
+    for tensor in (*made[:2], made[2]["attention_mask"]):
+        assert tensor.device.type == "cuda"
+        assert len(tensor) == 4
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"labels": torch.zeros(2, 5)}, r"'input_ids' of shape \(2, 6\) and 'labels' of shape \(2, 5\)"),
         ({"pixel_values": torch.rand(4, 3)}, "'pixel_values', which the stages would not be given"),
         ({"seq_lens": torch.ones(2, 3)}, "'seq_lens', which the stages would not be given"),
         ({"attention_mask": torch.ones(1, 6)}, r"'attention_mask' of shape \(1, 6\) cannot be split"),
@@ -186,11 +220,42 @@ def test_more_stages_than_layers_and_no_stages_are_refused() -> None:
         split_vlm(tiny_model("qwen2_vl"), 0)
 
 
-def test_tied_embeddings_and_other_models_are_refused() -> None:
-    model = copy.deepcopy(tiny_model("qwen2_vl"))
+def tied(name: str) -> Any:
+    model = copy.deepcopy(tiny_model(name))
     model.lm_head.weight = model.model.language_model.embed_tokens.weight
-    with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
-        split_vlm(model, 2)
+    model.config.tie_word_embeddings = True
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_a_tied_head_is_copied_on_request_and_the_model_says_the_same(name: str) -> None:
+    model = tied(name)
+    embedding = model.model.language_model.embed_tokens.weight
+    first, last = split_vlm(model, 2, untie=True)
+    head = last.lm_head.weight
+    assert torch.equal(head, embedding)
+    assert head is not embedding
+    assert head.data_ptr() != embedding.data_ptr()
+    assert not last.config.tie_word_embeddings
+    assert model.lm_head.weight is embedding, "the model itself stays as it is"
+    assert model.config.tie_word_embeddings
+    ids = torch.randint(5, 90, (2, 12))
+    logits = last(first(ids))
+    assert torch.allclose(logits, model(input_ids=ids).logits, atol=1e-5)
+    logits.sum().backward()
+    assert bool(head.grad.any())
+    assert bool(embedding.grad.any())
+    assert not torch.equal(head.grad, embedding.grad), "they are trained apart"
+
+
+def test_a_head_that_is_not_tied_is_not_copied() -> None:
+    model = tiny_model("qwen2_vl")
+    assert split_vlm(model, 2, untie=True)[1].lm_head is model.lm_head
+
+
+def test_tied_embeddings_and_other_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"split_vlm\(…, untie=True\)"):
+        split_vlm(tied("qwen2_vl"), 2)
     with pytest.raises(ConfigError, match="cannot split a model of type 'gemma3'"):
         split_vlm(tiny_model("gemma3"), 2)
 
@@ -208,5 +273,113 @@ def test_a_batch_prepared_for_other_microbatches_is_refused() -> None:
 def test_two_stages_on_a_schedule_of_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="ScheduleGPipe runs one stage a rank, and here are 2"):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleGPipe)
-    with pytest.raises(ConfigError, match="n_microbatches=0"):
-        VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), 0, ScheduleGPipe)
+    for number in (0, True):
+        with pytest.raises(ConfigError, match="n_microbatches="):
+            VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), number, ScheduleGPipe)
+
+
+def test_a_schedule_that_cannot_be_told_the_axes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ScheduleLoopedBFS cannot be told .*ScheduleInterleaved1F1B"):
+        VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleLoopedBFS)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def media_batch(rows: list[int]) -> dict[str, Any]:
+    """Rows with so many images of four patches each (one token), ready for as many microbatches as rows."""
+    config = tiny_model("qwen2_vl").config
+    seeded = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 90, (len(rows), 12), generator=seeded)
+    ids[ids == config.image_token_id] = 5
+    for row, number in enumerate(rows):
+        ids[row, 2 : 2 + number] = config.image_token_id
+    patch = config.vision_config.in_channels * config.vision_config.temporal_patch_size
+    pixels = torch.rand(4 * sum(rows), patch * config.vision_config.patch_size**2, generator=seeded)
+    batch = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.arange(12).expand(3, len(rows), 12).clone(),
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * sum(rows)),
+        "n_images_per_sample": torch.tensor(rows),
+    }
+    return dict(prepare_vlm_media_for_pp(batch, len(rows), len(rows)))
+
+
+def gradients(part: torch.nn.Module) -> list[torch.Tensor]:
+    return [weight.grad.clone() for weight in part.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        checkpoint_wrapper,
+        torch.nn.parallel.DistributedDataParallel,
+        lambda part: torch.nn.parallel.DistributedDataParallel(checkpoint_wrapper(part)),
+    ],
+    ids=["checkpoint_wrapper", "DDP", "both"],
+)
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_wrapped_stage_learns_from_its_media_what_it_learns_alone(
+    wrapper: Any, schedule: type, group: None
+) -> None:
+    found = []
+    for wrap in (lambda part: part, wrapper):
+        (part,) = split_vlm(copy.deepcopy(tiny_model("qwen2_vl")).train(), 1)
+        pipeline = VlmPipeline([wrap(part)], 3, schedule)
+        loss = pipeline.step(media_batch([2, 0, 1]))
+        assert loss is not None
+        found.append((loss, gradients(part)))
+        assert bool(part.model.visual.patch_embed.proj.weight.grad.any()), "the vision tower learns"
+    (loss, alone), (again, wrapped) = found
+    assert torch.allclose(loss, again)
+    assert len(alone) == len(wrapped)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(alone, wrapped, strict=True))
+
+
+def test_placeholders_without_their_media_are_refused(group: None) -> None:
+    (part,) = split_vlm(tiny_model("qwen2_vl"), 1)
+    batch = media_batch([2, 0, 1])
+    with pytest.raises(RuntimeError, match=r"image_token_id .* and stage 0 has no 'pixel_values'"):
+        part(batch["input_ids"])
+    config = tiny_model("qwen2_vl").config
+    film = torch.full((1, 4), config.video_token_id)
+    with pytest.raises(RuntimeError, match=r"video_token_id .* and stage 0 has no 'pixel_values_videos'"):
+        part(film)
+    del batch[VLM_PP_MEDIA_KEY]
+    with pytest.raises(RuntimeError) as raised:
+        VlmPipeline([part], 3, ScheduleGPipe).step(batch)
+    assert "stage 0 has no 'pixel_values'" in str(raised.value.__cause__)
+
+
+def test_evaluation_is_in_evaluation_mode_without_gradients_and_gives_the_mode_back(group: None) -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    whole = copy.deepcopy(model).eval()
+    (part,) = split_vlm(model.train(), 1)
+    part.model.visual.eval()  # frozen, say
+    graphs: list[Any] = []
+    part.register_forward_hook(lambda _, __, logits: graphs.append(logits.grad_fn))
+    pipeline = VlmPipeline([part], 3, ScheduleGPipe)
+    modes = [module.training for module in part.modules()]
+    batch = media_batch([2, 0, 1])
+    loss = pipeline.eval(batch)
+    assert graphs == [None] * 3
+    assert not gradients(part)
+    assert [module.training for module in part.modules()] == modes
+    chunks = {key: torch.cat(parts) for key, parts in batch[VLM_PP_MEDIA_KEY].items()}
+    given = {key: batch[key] for key in ("input_ids", "position_ids")}
+    logits = whole(**given, **chunks).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert torch.allclose(loss, wanted, atol=1e-5)
+    torch.manual_seed(0)
+    assert not torch.allclose(pipeline.step(batch), wanted, atol=1e-3), "training does drop"
+    with pytest.raises(ConfigError):
+        pipeline.eval({**batch, "labels": None})
+    assert [module.training for module in part.modules()] == modes, "after an exception too"

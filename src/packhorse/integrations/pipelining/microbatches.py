@@ -65,10 +65,18 @@ def pipeline_inputs(
         config: the model's: tells the tokens that stand for media.
 
     Raises:
-        ConfigError: the batch holds something that stages would not be given, or cannot be split.
+        ConfigError: the batch holds something that stages would not be given, or cannot be split; or there is
+            not at least one microbatch.
     """
+    if isinstance(n_microbatches, bool) or n_microbatches < 1:
+        raise ConfigError(f"{n_microbatches=}: expected at least 1")
     _check_keys(batch)
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids, labels = batch["input_ids"].contiguous(), batch["labels"]  # microbatches are told by their memory
+    if ids.dim() != 2 or labels.shape != ids.shape:
+        raise ConfigError(
+            f"'input_ids' of shape {tuple(ids.shape)} and 'labels' of shape {tuple(labels.shape)}: expected "
+            "[B, S] both"
+        )
     kwargs: dict[str, Any] = {}
     if "cu_seq_lens_q" in batch:
         kwargs["segment_starts"] = segment_starts(batch["cu_seq_lens_q"], *ids.shape)
@@ -193,7 +201,9 @@ def _filled(
     added, source = rows < 0, rows.clamp(min=0)
     media = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
     word = next(number for number in range(len(media) + 1) if number not in media)
-    taken = {name: value.index_select(axes[name], source) for name, value in kwargs.items()}
-    ids, labels = ids[source], labels[source]
-    ids[added], labels[added] = word, IGNORE_INDEX
+    taken = {name: value.index_select(axes[name], source.to(value.device)) for name, value in kwargs.items()}
+    ids, labels = (
+        value.index_select(0, source.to(value.device)).masked_fill(added[:, None].to(value.device), fill)
+        for value, fill in ((ids, word), (labels, IGNORE_INDEX))
+    )
     return ids, labels, taken

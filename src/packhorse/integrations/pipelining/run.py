@@ -16,6 +16,7 @@ from packhorse.integrations.loss import token_loss
 from packhorse.integrations.pipelining.microbatches import PipelineInputs, pipeline_inputs
 from packhorse.integrations.pipelining.stages import VlmStage
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, stage_vlm_media_for_pp
+from packhorse.pp_media.stage import innermost
 
 Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -36,20 +37,21 @@ class VlmPipeline:
     buffers are then made anew, without a probe.
 
     Args:
-        parts: this rank's stages, in their order.
+        parts: this rank's stages, in their order; wrapped (DDP, ``checkpoint_wrapper``) or not.
         n_microbatches: as in the collate function's wrapper.
         schedule: a schedule class of ``torch.distributed.pipelining``.
         device: where this rank's stages are; token tensors and media are moved there.
         group: of the pipeline's ranks; all ranks without it.
         loss_fn: takes logits [b, S, V], labels [b, S] and the learned tokens of the whole step; what it
             returns for all microbatches is added up. Without it
-            :func:`packhorse.integrations.loss.token_loss`.
+            :func:`packhorse.integrations.loss.token_loss`. Where data-parallel copies of the pipeline
+            average their gradients: ``partial(token_loss, replicas=copies)``.
         hidden_dtype: of what stages send each other; the weights' without it.
     """
 
     def __init__(
         self,
-        parts: Sequence[VlmStage],
+        parts: Sequence[torch.nn.Module],
         n_microbatches: int,
         schedule: type = Schedule1F1B,
         *,
@@ -58,8 +60,13 @@ class VlmPipeline:
         loss_fn: Loss = token_loss,
         hidden_dtype: torch.dtype | None = None,
     ) -> None:
-        if not parts or n_microbatches < 1:
+        if not parts or isinstance(n_microbatches, bool) or n_microbatches < 1:
             raise ConfigError(f"{len(parts)} stages, {n_microbatches=}: expected at least one of each")
+        if "kwargs_chunk_spec" not in inspect.signature(schedule).parameters:
+            raise ConfigError(
+                f"{schedule.__name__} cannot be told along which axis positions are split (it takes no "
+                "kwargs_chunk_spec): use ScheduleInterleaved1F1B, Schedule1F1B or ScheduleGPipe"
+            )
         self.single = issubclass(schedule, PipelineScheduleSingle)
         if self.single and len(parts) > 1:
             raise ConfigError(
@@ -68,7 +75,8 @@ class VlmPipeline:
             )
         self.parts, self.n_microbatches, self.schedule = list(parts), n_microbatches, schedule
         self.device, self.group, self.hidden_dtype = torch.device(device), group, hidden_dtype
-        self.info = PipelineInfo(parts[0].is_first, any(part.is_last for part in parts))
+        self.inner: list[VlmStage] = [innermost(part) for part in parts]
+        self.info = PipelineInfo(self.inner[0].is_first, any(part.is_last for part in self.inner))
         self._loss = _StepLoss(loss_fn)
         self._built: dict[bool, tuple[Any, Any]] = {}
 
@@ -79,7 +87,8 @@ class VlmPipeline:
             batch: of a wrapped collate function; labels are already shifted.
             tokens: learned tokens of the step, where other data-parallel ranks or accumulated batches have a
                 part in it (:func:`packhorse.integrations.loss.count_supervised`); those of the batch without
-                it.
+                it. With data-parallel copies of the pipeline whose gradients are averaged (DDP, FSDP), build
+                it with ``loss_fn=partial(token_loss, replicas=copies)``: their average is then the sum.
 
         Returns:
             The loss where the last stage is, otherwise None.
@@ -91,9 +100,20 @@ class VlmPipeline:
         return self._run(batch, tokens, train=True)
 
     def eval(self, batch: dict[str, Any], tokens: int | None = None) -> torch.Tensor | None:
-        """The loss of one batch, without gradients; see :meth:`step`."""
-        with torch.no_grad():
-            return self._run(batch, tokens, train=False)
+        """The loss of one batch, without gradients and in evaluation mode; see :meth:`step`.
+
+        Every module is afterwards in the mode that it was in.
+        """
+        modules = [module for part in self.parts for module in part.modules()]
+        training = [module.training for module in modules]
+        try:
+            for part in self.parts:
+                part.eval()
+            with torch.no_grad():
+                return self._run(batch, tokens, train=False)
+        finally:
+            for module, mode in zip(modules, training, strict=True):
+                module.training = mode
 
     def _run(self, batch: dict[str, Any], tokens: int | None, *, train: bool) -> torch.Tensor | None:
         chunks = batch.get(VLM_PP_MEDIA_KEY) or {}
@@ -103,7 +123,8 @@ class VlmPipeline:
                 f"the media of the batch were split for {sorted(found)} microbatches, the schedule has "
                 f"{self.n_microbatches}: give wrap_vlm_collate_for_pp the same number"
             )
-        inputs = pipeline_inputs(batch, self.n_microbatches, self.parts[0].rope_index, self.parts[0].config)
+        first = self.inner[0]
+        inputs = pipeline_inputs(batch, self.n_microbatches, first.rope_index, first.config)
         self._loss.tokens = inputs.tokens if tokens is None else tokens
         losses: list[torch.Tensor] = []
         sent = inputs.to(self.device)
@@ -129,7 +150,8 @@ class VlmPipeline:
         key = (rows, length, tuple(sorted(inputs.axes.items())))
         if self._built.get(train, (None,))[0] == key:
             return self._built[train][1]
-        stages = [self._stage(part, rows, length) for part in self.parts]
+        pairs = zip(self.parts, self.inner, strict=True)
+        stages = [self._stage(part, inner, rows, length) for part, inner in pairs]
         made = self.schedule(
             stages[0] if self.single else stages,
             n_microbatches=self.n_microbatches,
@@ -140,19 +162,19 @@ class VlmPipeline:
         self._built[train] = (key, made)
         return made
 
-    def _stage(self, part: VlmStage, rows: int, length: int) -> PipelineStage:
-        text = part.config.get_text_config()
-        dtype = part.dtype if self.hidden_dtype is None else self.hidden_dtype
+    def _stage(self, part: torch.nn.Module, inner: VlmStage, rows: int, length: int) -> PipelineStage:
+        text = inner.config.get_text_config()
+        dtype = inner.dtype if self.hidden_dtype is None else self.hidden_dtype
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(rows, length, text.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         logits = torch.empty(rows, length, text.vocab_size, dtype=dtype, device="meta", requires_grad=True)
         return PipelineStage(
             part,
-            part.index,
-            part.n_stages,
+            inner.index,
+            inner.n_stages,
             self.device,
-            input_args=ids if part.is_first else hidden,
-            output_args=logits if part.is_last else hidden,
+            input_args=ids if inner.is_first else hidden,
+            output_args=logits if inner.is_last else hidden,
             group=self.group,
         )
 

@@ -17,6 +17,7 @@ SPLITTABLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types that :func:`split_vlm` knows how to cut, and that are tested."""
 
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+_PLACEHOLDERS = {"pixel_values": "image_token_id", "pixel_values_videos": "video_token_id"}
 
 
 class VlmStage(torch.nn.Module):
@@ -31,9 +32,12 @@ class VlmStage(torch.nn.Module):
         rope_index: the model's ``get_rope_index``, without its weights.
     """
 
-    def __init__(self, model: Any, index: int, n_stages: int, layers: range) -> None:
+    def __init__(
+        self, model: Any, index: int, n_stages: int, layers: range, *, head: Any = None, config: Any = None
+    ) -> None:
         super().__init__()
-        self.index, self.n_stages, self.config = index, n_stages, model.config
+        self.index, self.n_stages = index, n_stages
+        self.config = model.config if config is None else config
         self.rope_index = rope_index(model)
         # packhorse.pp_media.stage_vlm_media_for_pp sets them during a schedule call.
         self._vlm_media_chunks: Mapping[str, Sequence[torch.Tensor]] | None = None
@@ -56,7 +60,7 @@ class VlmStage(torch.nn.Module):
             model.model, {"language_model": decoder, **({} if self.is_first else {"visual": None})}
         )
         if self.is_last:
-            self.lm_head = model.lm_head
+            self.lm_head = model.lm_head if head is None else head
 
     @property
     def is_first(self) -> bool:
@@ -95,24 +99,38 @@ class VlmStage(torch.nn.Module):
         more = {} if segment_starts is None else varlen_arguments(segment_starts)
         more |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
         if self.is_first:
-            output = self.model(input_ids=given, **more, **self._next_media(given.device))
+            output = self.model(input_ids=given, **more, **self._next_media(given))
         else:
             output = self.model.language_model(inputs_embeds=given, **more)
         hidden: torch.Tensor = output.last_hidden_state
         return self.lm_head(hidden) if self.is_last else hidden
 
-    def _next_media(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def _next_media(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The media of the microbatch at the cursor, which moves on; those without entries are left out."""
-        chunks = self._vlm_media_chunks
-        if not chunks:
-            return {}
+        chunks = self._vlm_media_chunks or {}
         place = self._vlm_chunk_idx or 0
-        number = len(next(iter(chunks.values())))
-        if place >= number:
-            raise RuntimeError(f"microbatch {place + 1} of a batch whose media were split for {number}")
-        self._vlm_chunk_idx = place + 1
+        if chunks:
+            number = len(next(iter(chunks.values())))
+            if place >= number:
+                raise RuntimeError(f"microbatch {place + 1} of a batch whose media were split for {number}")
+            self._vlm_chunk_idx = place + 1
         taken = {key: chunks[key][place] for key in _MEDIA if key in chunks}
-        return {key: value.to(device, non_blocking=True) for key, value in taken.items() if len(value)}
+        taken = {key: value for key, value in taken.items() if len(value)}
+        self._check_staged(ids, taken, place)
+        return {key: value.to(ids.device, non_blocking=True) for key, value in taken.items()}
+
+    def _check_staged(self, ids: torch.Tensor, taken: Mapping[str, torch.Tensor], place: int) -> None:
+        """Without its pixels a model takes the placeholder for a word, and says nothing."""
+        for key, name in _PLACEHOLDERS.items():
+            token = getattr(self.config, name, None)
+            if key in taken or token is None or ids.is_meta:
+                continue
+            if bool((ids == token).any()):
+                raise RuntimeError(
+                    f"microbatch {place + 1} holds {name} {token} and stage 0 has no '{key}' for it: prepare "
+                    "the batch (packhorse.pp_media.wrap_vlm_collate_for_pp) and run the schedule within "
+                    "stage_vlm_media_for_pp, or with VlmPipeline"
+                )
 
 
 def _shell(module: Any, replaced: Mapping[str, Any]) -> Any:
@@ -125,7 +143,9 @@ def _shell(module: Any, replaced: Mapping[str, Any]) -> Any:
     return made
 
 
-def split_vlm(model: Any, n_stages: int, layers: Sequence[int] | None = None) -> list[VlmStage]:
+def split_vlm(
+    model: Any, n_stages: int, layers: Sequence[int] | None = None, *, untie: bool = False
+) -> list[VlmStage]:
     """Cut a model into stages that share its weights.
 
     Args:
@@ -133,9 +153,12 @@ def split_vlm(model: Any, n_stages: int, layers: Sequence[int] | None = None) ->
         n_stages: how many stages; of these a rank takes its own (``stages[rank::size]`` for the schedules of
             torch that loop over ranks).
         layers: decoder layers of each stage; without it they are dealt evenly.
+        untie: where the head is tied to the embedding, give the last stage a copy of it, which is trained
+            apart; ``config.tie_word_embeddings`` of the stages is then False. The model stays as it is.
 
     Returns:
-        All stages. Nothing is copied: drop the ones of other ranks and the model to free their weights.
+        All stages. Nothing is copied but an untied head: drop the stages of other ranks and the model to free
+        their weights.
 
     Raises:
         ConfigError: another kind of model, tied embeddings, too few layers, or layers of Qwen3-VL that take
@@ -149,10 +172,11 @@ def split_vlm(model: Any, n_stages: int, layers: Sequence[int] | None = None) ->
         )
     decoder = model.model.language_model
     total = len(decoder.layers)
-    if n_stages > 1 and model.lm_head.weight is decoder.embed_tokens.weight:
+    tied = n_stages > 1 and model.lm_head.weight is decoder.embed_tokens.weight
+    if tied and not untie:
         raise ConfigError(
-            "the model ties its head to its embedding, which would be on different stages: load it with "
-            "tie_word_embeddings=False"
+            "the model ties its head to its embedding, which would be on different stages: with "
+            "split_vlm(…, untie=True) the head gets a copy of the weights and is trained apart"
         )
     # Features of the vision tower's inner layers are added behind the first decoder layers.
     deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
@@ -168,7 +192,19 @@ def split_vlm(model: Any, n_stages: int, layers: Sequence[int] | None = None) ->
             f"{deep} ('deepstack_visual_indexes'): give stage 0 at least {deep}"
         )
     edges = pairwise([0, *accumulate(numbers)])
-    return [VlmStage(model, index, n_stages, range(*edge)) for index, edge in enumerate(edges)]
+    own = _untied(model) if tied else {}
+    return [VlmStage(model, index, n_stages, range(*edge), **own) for index, edge in enumerate(edges)]
+
+
+def _untied(model: Any) -> dict[str, Any]:
+    """A head with a copy of the embedding's weights, and a configuration that says so."""
+    head = _shell(model.lm_head, {})
+    weight = model.lm_head.weight
+    head._parameters["weight"] = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    config = copy.deepcopy(model.config)
+    for each in (config, config.get_text_config()):
+        each.tie_word_embeddings = False
+    return {"head": head, "config": config}
 
 
 def _dealt(total: int, n_stages: int, least: int) -> list[int]:
