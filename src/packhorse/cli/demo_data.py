@@ -34,14 +34,41 @@ def write_demo_data(folder: Path, seed: int = 0) -> Path:
         "clips": {"file_name": "clips.jsonl", "media_dir": "media"},
         "chats": {"file_name": "chats.json", "columns": {"messages": "conversations"}, "tags": from_value},
     }
+    return _write_meta(folder, meta)
+
+
+def write_demo_mix(folder: Path, seed: int = 0) -> Path:
+    """Fill ``folder`` with four data sets that are enough to train on, and return their meta file.
+
+    64 chart questions, 64 questions about drawings (one to three of them a row), 8 clip questions, 80 text
+    chats of very unequal length. Seven rows are broken or odd on purpose: the three of
+    :func:`write_demo_data`, a drawing that is not there, a video that is cut off, a chat that is too long for
+    any pack, and one that is there twice.
+    """
+    rng = random.Random(seed)
+    media = folder / "media"
+    media.mkdir(parents=True, exist_ok=True)
+    _write_charts(folder / "charts.jsonl", media, rng, 64)
+    _write_drawings(folder / "drawings.jsonl", media, rng, 64)
+    _write_clips(folder / "clips.jsonl", media, rng, 8)
+    clip = media / "clip5.mp4"
+    clip.write_bytes(clip.read_bytes()[:600])
+    _write_long_chats(folder / "chats.jsonl", rng, 80)
+    meta: dict[str, Any] = {
+        name: {"file_name": f"{name}.jsonl", "media_dir": "media"} for name in ("charts", "drawings", "clips")
+    }
+    return _write_meta(folder, meta | {"chats": {"file_name": "chats.jsonl"}})
+
+
+def _write_meta(folder: Path, meta: dict[str, Any]) -> Path:
     path = folder / "meta.json"
     path.write_text(json.dumps(meta, indent=2) + "\n")
     return path
 
 
-def _write_charts(path: Path, media: Path, rng: random.Random) -> None:
+def _write_charts(path: Path, media: Path, rng: random.Random, rows: int = 24) -> None:
     lines = []
-    for number in range(24):
+    for number in range(rows):
         name = f"chart{number:02}.png"
         values = {colour: rng.randint(5, 95) for colour in _COLOURS}
         _draw_chart(values, rng.choice([160, 224, 320])).save(media / name)
@@ -65,9 +92,40 @@ def _draw_chart(values: dict[str, int], size: int) -> Image.Image:
     return image
 
 
-def _write_clips(path: Path, media: Path, rng: random.Random) -> None:
+def _write_drawings(path: Path, media: Path, rng: random.Random, rows: int) -> None:
     lines = []
-    for number in range(4):
+    for number in range(rows):
+        names, shapes = [], []
+        for place in range(rng.choice([1, 1, 1, 2, 3])):
+            colour, shape = rng.choice(list(_COLOURS)), rng.choice(["circle", "square", "triangle"])
+            names.append(f"drawing{number:02}-{place}.jpg")
+            size = rng.choice([(120, 120), (160, 240), (320, 200), (400, 100)])
+            _draw_shape(_COLOURS[colour], shape, size).save(media / names[-1], quality=90)
+            shapes.append(f"a {colour} {shape}")
+        answer = f"I see {' and then '.join(shapes)}."
+        lines.append(_row("<image>" * len(names) + "What is drawn here?", answer, images=names))
+    (media / "drawing31-0.jpg").unlink()  # the row that asks for it is there
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _draw_shape(colour: tuple[int, int, int], shape: str, size: tuple[int, int]) -> Image.Image:
+    image = Image.new("RGB", size, (246, 244, 238))
+    side = min(size) * 3 // 4
+    left, top = (size[0] - side) // 2, (size[1] - side) // 2
+    box = (left, top, left + side, top + side)
+    draw = ImageDraw.Draw(image)
+    if shape == "circle":
+        draw.ellipse(box, fill=colour)
+    elif shape == "square":
+        draw.rectangle(box, fill=colour)
+    else:
+        draw.polygon([(left, box[3]), (box[2], box[3]), (size[0] // 2, top)], fill=colour)
+    return image
+
+
+def _write_clips(path: Path, media: Path, rng: random.Random, rows: int = 4) -> None:
+    lines = []
+    for number in range(rows):
         name = f"clip{number}.mp4"
         colour, to_right = rng.choice(list(_COLOURS)), rng.random() < 0.5
         _draw_clip(media / name, _COLOURS[colour], to_right)
@@ -104,6 +162,26 @@ def _write_chats(path: Path) -> None:
             ]
             rows.append({"conversations": turns})
     path.write_text(json.dumps(rows, indent=1))
+
+
+def _write_long_chats(path: Path, rng: random.Random, rows: int) -> None:
+    """Chats of one to five questions; most are short and a few are long, as in real data sets."""
+    things = ("mule", "saddle", "bridle", "bale of wool", "bridge", "toll gate", "inn", "ford", "lantern")
+    lines = []
+    for _ in range(rows):
+        turns = [{"role": "system", "content": "You are a patient guide."}] if rng.random() < 0.5 else []
+        for _ in range(rng.choice([1, 1, 1, 2, 3, 5])):
+            thing = rng.choice(things)
+            said = rng.randint(1, 4)
+            answer = " ".join(f"The {rng.choice(things)} comes before the {thing}." for _ in range(said))
+            turns += [
+                {"role": "user", "content": f"What does a carrier do with a {thing}?"},
+                {"role": "assistant", "content": answer},
+            ]
+        lines.append(json.dumps({"messages": turns}))
+    lines[23] = _row("Tell me all of it.", "The road goes on and on. " * 200)  # longer than any pack
+    lines[41] = lines[40]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _row(question: str, answer: str, **media: Any) -> str:
