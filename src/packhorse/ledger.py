@@ -16,7 +16,7 @@ import threading
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from logging import getLogger
 from pathlib import Path
@@ -147,6 +147,27 @@ class Ledger:
         for many in list(other._many.values()):
             self._record_many(many)
 
+    def take_back(self, epoch: int, keys: Collection[str]) -> int:
+        """Forget the entries of an epoch about these samples, which will be handed out (again); how many.
+
+        A run that was killed has recorded what failed behind its last checkpoint. Taken up there, it tries
+        these samples once more. The file is written anew, and appears when it is whole.
+        """
+        if self.path is not None and self.path.exists():
+            whole = Ledger.load(self.path)
+            whole._collect()
+        else:
+            whole = self
+        gone = [drop for drop in whole._drops if drop.epoch == epoch and drop.key in keys]
+        for drop in gone:
+            self._drops.pop(drop, None)
+            if whole is not self:
+                whole._drops.pop(drop, None)
+        if gone and self.path is not None and whole is not self:
+            whole.save(self.path)
+            self._spool_read = _size(self.path)
+        return len(gone)
+
     def of_epoch(self, epoch: int) -> Ledger:
         """Another ledger with the entries of one epoch, and with those that belong to none."""
         self._collect()
@@ -175,6 +196,13 @@ class Ledger:
         for many in list(self._many.values()):
             counter[getattr(many, by)] += len(many)
         return dict(counter.most_common())
+
+    def samples_by_reason(self) -> dict[str, int]:
+        """How many distinct samples there are for each reason, the most frequent first."""
+        found: Counter[str] = Counter()
+        for (reason, _), number in self._samples(by_reason=True).items():
+            found[reason] += number
+        return dict(found.most_common())
 
     def lost(self) -> int:
         """How many samples were not delivered (left out or replaced), each counted once per epoch."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger
@@ -108,10 +108,10 @@ class EpochAccount:
         epoch: which one.
         rows: examples of the data set.
         planned: of them are in the plan; the others are in the ledger.
-        delivered: were handed out to a rank; None where ranks cannot talk, or part of the epoch was before a
-            restart.
-        lost: failed on the way, of those handed out in this run.
-        reasons: how many entries the ledger has for each reason, in this epoch or in all.
+        delivered: were handed out to a rank; None where that is not known: ranks cannot talk, or part of the
+            epoch was before a restart and there is no ``ledger_dir``.
+        lost: failed on the way (before a restart too, where there is a ``ledger_dir``).
+        reasons: how many samples the ledger has for each reason, in this epoch or in all.
     """
 
     epoch: int
@@ -120,6 +120,11 @@ class EpochAccount:
     delivered: int | None
     lost: int
     reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> int:
+        """Rows that are in no pack: bad already when they were counted, too long, empty."""
+        return self.rows - self.planned
 
     def __str__(self) -> str:
         handed = "" if self.delivered is None else f", {self.delivered:,} delivered"
@@ -142,16 +147,23 @@ def close_epoch(
         ranks: to add up over; those that cannot talk tell their own part only.
     """
     found = ranks.gather(mine)
-    reasons = _reasons(ledger, ranks, mine.epoch)
+    written = _written(ledger, ranks, mine.epoch)
     everybody = ranks.can_talk or ranks.world.size == 1
-    delivered = sum(one.delivered or 0 for one in found) if everybody and whole else None
+    lost = sum(one.lost for one in found)
+    planned = sum(one.planned for one in found) if shard_data else mine.planned
+    delivered = None
+    if everybody and whole:
+        delivered = sum(one.delivered or 0 for one in found)
+    elif everybody and ledger.path is not None:  # what was lost before a restart is in the files
+        lost = written.lost
+        delivered = planned - lost
     account = EpochAccount(
         mine.epoch,
         sum(one.rows for one in found) if shard_data else mine.rows,
-        sum(one.planned for one in found) if shard_data else mine.planned,
+        planned,
         delivered,
-        sum(one.lost for one in found),
-        reasons,
+        lost,
+        written.reasons,
     )
     if account.delivered is not None and account.delivered + account.lost != account.planned:
         raise PackhorseError(
@@ -172,8 +184,36 @@ def lost_before(ledger: Ledger, epoch: int) -> int:
     """How many samples of an epoch the file of a ledger names as lost, from before a restart."""
     if ledger.path is None or not ledger.path.exists():
         return 0
-    found = _read(ledger.path, epoch)
-    return found.lost() - found.of_epoch(-1).lost()  # without those that belong to no epoch
+    return _lost_in(_read(ledger.path, epoch))
+
+
+def _lost_in(ledger: Ledger) -> int:
+    """Samples that failed on the way, without those that belong to no epoch: they were never planned."""
+    return ledger.lost() - ledger.of_epoch(-1).lost()
+
+
+def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Collection[str]]) -> None:
+    """Forget what was recorded behind a state about samples that it says are still to come.
+
+    Args:
+        ledger: this rank's.
+        world: the first rank also looks after the files of ranks that are no more.
+        epoch: of the state.
+        unused: the names of these samples; asked for only if there is anything to take back.
+    """
+    if ledger.path is None:
+        if any(drop.epoch == epoch for drop in ledger.of_epoch(epoch)):
+            ledger.take_back(epoch, unused())
+        return
+    files = [rank_file(ledger.path.parent, world.rank)]
+    if not world.rank:
+        files += [path for rank, path in _rank_files(ledger.path.parent).items() if rank >= world.size]
+    for path in files:
+        if path.exists() and any(drop.epoch == epoch for drop in _read(path, epoch)):
+            own = ledger if path == ledger.path else Ledger(path)
+            number = own.take_back(epoch, unused())
+            if number:
+                logger.info("%s: %s entries behind the state are taken back", path, number)
 
 
 def warn_of_lost_entries(ledger: Ledger, world: World, state: Mapping[str, Any]) -> None:
@@ -201,31 +241,39 @@ def _read(path: Path, epoch: int | None = None) -> Ledger:
         return Ledger()
 
 
-def _reasons(ledger: Ledger, ranks: Ranks, epoch: int) -> dict[str, int]:
-    """How many entries of an epoch there are for each reason, over all ranks.
+class _Written(NamedTuple):
+    reasons: dict[str, int]
+    lost: int
+
+
+def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Written:
+    """What the ledgers of all ranks have on an epoch: samples for each reason, and how many were lost.
 
     Files are read: they have what an earlier run, or a process that was killed, has recorded too. After a
     restart a sample may be in the files of two ranks; where the first rank sees all files, it counts once.
     """
     path = ledger.path
-    written = _read(path, epoch) if path is not None and path.exists() else ledger.of_epoch(epoch)
-    parts = ranks.gather((written.counts(), len(written)))
+    own = _read(path, epoch) if path is not None and path.exists() else ledger.of_epoch(epoch)
+    parts = ranks.gather((own.samples_by_reason(), _lost_in(own), len(own)))
     files = {} if path is None else _rank_files(path.parent)
     seen = {rank: _read(file, epoch) for rank, file in files.items()} if not ranks.world.rank else {}
-    if ranks.can_talk:
-        all_seen = all(
-            not number or len(seen.get(rank, ())) >= number for rank, (_, number) in enumerate(parts)
-        )
-        merged = ranks.gather(_merged(seen.values()).counts() if all_seen else None)[0]
-        if merged is not None:
-            return dict(merged)
-    total: Counter[str] = Counter()
-    for counts, _ in parts:
-        total.update(counts)
+    all_seen = all(
+        not number or len(seen.get(rank, ())) >= number for rank, (_, _, number) in enumerate(parts)
+    )
+    merged = _merged(seen.values()) if all_seen and seen else None
+    told = None if merged is None else (merged.samples_by_reason(), _lost_in(merged))
+    told = ranks.gather(told)[0]
+    if told is not None:
+        return _Written(*told)
+    reasons: Counter[str] = Counter()
+    for counts, _, _ in parts:
+        reasons.update(counts)
+    lost = sum(number for _, number, _ in parts)
     for rank, left_behind in seen.items():
         if rank >= ranks.world.size:  # of an earlier, larger run
-            total.update(left_behind.counts())
-    return dict(total.most_common())
+            reasons.update(left_behind.samples_by_reason())
+            lost += _lost_in(left_behind)
+    return _Written(dict(reasons.most_common()), lost)
 
 
 def _merged(ledgers: Iterable[Ledger]) -> Ledger:

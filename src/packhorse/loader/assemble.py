@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from logging import getLogger
 from typing import Any
 
 from packhorse.collate_fns.contract import pad_token_id
@@ -21,6 +22,8 @@ from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS
+
+logger = getLogger("packhorse.loader")
 
 
 def encoding_dataset(
@@ -122,6 +125,12 @@ def batch_builder(
         pad_to = config.pack_size if config.pad_to_size else None
         for_pipeline = config.pipeline_microbatches is not None
         return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout, media_layout=for_pipeline)
+    if samples.family.mrope and facts.get_rope_index is None:
+        logger.warning(
+            "%s models have positions in three rows, which the model tells: pass model=, or packed training "
+            "will differ from unpacked",
+            samples.family.name,
+        )
     padding = pad_token_id(samples.processor)
     packer = PackedDatasetWrapper(
         samples,

@@ -25,6 +25,7 @@ from packhorse.loader.account import (
     close_epoch,
     lost_before,
     rank_file,
+    take_back,
     warn_of_lost_entries,
 )
 from packhorse.loader.assemble import (
@@ -40,7 +41,7 @@ from packhorse.loader.deal import Dealt, Packs, Shape
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.model_facts import facts_of
-from packhorse.loader.plans import record_left_out, refuse_overlong
+from packhorse.loader.plans import record_left_out, refuse_bad, refuse_overlong
 from packhorse.loader.progress import Progress
 from packhorse.loader.talk import Ranks, Result
 from packhorse.neat_packing_vlm import PackPlan
@@ -314,8 +315,17 @@ class Loader:
                 "with the version that the state was saved with, or set effort=0 from the beginning"
             )
         warn_of_lost_entries(self.ledger, self.world, state)
+        self._feed.close()  # workers remember what they have recorded, and would not record it again
+        take_back(self.ledger, self.world, self.epoch, self._unused)
+        self._now.guard = self._guard(self.plan)
         if not self.remaining:  # the epoch was over
             self._go_to(Progress(self.epoch + 1))
+
+    def _unused(self) -> set[str]:
+        """The names of the samples of this epoch that are still to come."""
+        dealt = self._now.dealt
+        units = dealt.table[self.cursor :].reshape(-1).tolist()
+        return {self.key(int(index)) for unit in units if unit >= 0 for index in dealt.units.samples(unit)}
 
     def _shard(self) -> list[int]:
         """What has to stay the same where each rank has a plan of its own."""
@@ -367,12 +377,20 @@ class Loader:
 
     def _guard(self, plan: PackPlan) -> Guard:
         refuse_overlong(self._planner, plan, self.key)
+        if self.config.on_bad == "raise":
+            refuse_bad(self._planner, self.key)
         # Which samples are in no pack depends on their counts alone: it is told once.
         if not self._told and (self.world.rank == 0 or self.config.shard_data):
             record_left_out(self._planner, plan, self.key, self.ledger)
         self._told = True
         if not len(plan):
-            raise ConfigError(f"no example can be used:\n{self._left_out(plan).summary(len(self.dataset))}")
+            told = self._left_out(plan)
+            first = next(iter(told), None)
+            example = "" if first is None else f"\nas {first.key}: {first.detail}"
+            raise ConfigError(
+                f"no example can be used:\n{told.summary(len(self.dataset))}{example}\n"
+                "`packhorse check` says what to do"
+            )
         bad = int((~self.counts.ok).sum())
         config, samples, ranks = self.config, len(self.counts), self._dealing.size
         guard = partial(Guard, samples, bad, ranks, config.max_bad_share, config.max_bad_in_a_row)

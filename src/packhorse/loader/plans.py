@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,18 @@ import numpy.typing as npt
 from packhorse.datasets.cache import cache_folder, cache_lock
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.meta import MetaDataset
-from packhorse.errors import ConfigError
+from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.loader.config import Mode, OnOverlong
 from packhorse.loader.deal import SampleFacts
 from packhorse.neat_packing_vlm import CostWeights, PackPlan, plan_key, plan_packs, sample_costs
+from packhorse.neat_packing_vlm.pack_plan import DROP_REASONS
 from packhorse.types import MEDIA_KINDS, Drop, Reason
 
 logger = getLogger("packhorse.loader")
 
 Integers = npt.NDArray[np.int64]
+_FOUND_WHEN_COUNTED = "found when it was counted; `packhorse count --retry-bad` looks again"
 _ORDER = 1  # goes up when the same plan is dealt in another order
 _CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
 
@@ -133,8 +135,8 @@ class Planner:
     def _planned(self, epoch: int) -> PackPlan:
         one = self.settings
         if one.mode == "pad":
-            return _one_by_one(self.lengths, self.room)
-        return plan_packs(
+            return self._with_reasons(_one_by_one(self.lengths, self.room))
+        plan = plan_packs(
             self.lengths,
             self.room,
             limits=self.limits,
@@ -144,6 +146,13 @@ class Planner:
             strata=self.strata,
             effort=one.effort,
         )
+        return self._with_reasons(plan)
+
+    def _with_reasons(self, plan: PackPlan) -> PackPlan:
+        """Rows that could not be counted have no token, but that is not why they are in no pack."""
+        codes = plan.drop_codes.copy()
+        codes[~self.counts.ok[plan.dropped]] = DROP_REASONS.index("sample_failed")
+        return replace(plan, drop_codes=codes)
 
     def _costs(self) -> npt.NDArray[np.float64]:
         counts = self.counts
@@ -219,7 +228,7 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
     for index in bad.tolist():
         key = key_of(index)
         reason: Reason = str(counts.status[index])  # type: ignore[assignment]
-        detail = f"{counts.detail[index]} (found when it was counted)"
+        detail = f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED})"
         drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
     for reason, positions in plan.dropped_by_reason().items():
         positions = positions[counts.ok[positions]]
@@ -236,6 +245,19 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
             key = key_of(index)
             drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
     ledger.record_all(drops)
+
+
+def refuse_bad(planner: Planner, key_of: Callable[[int], str]) -> None:
+    """Stop where one bad sample is to stop the run.
+
+    Raises:
+        BadSample: a row could not be counted.
+    """
+    counts = planner.counts
+    for index in np.flatnonzero(~counts.ok)[:1].tolist():
+        reason: Reason = str(counts.status[index])  # type: ignore[assignment]
+        detail = f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED})"
+        raise BadSample(detail, reason=reason, key=key_of(index), stage="plan")
 
 
 def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:

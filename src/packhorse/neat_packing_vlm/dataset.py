@@ -123,7 +123,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         self.family: Family | None = getattr(inner_dataset, "family", None)
         self._claims = Claims(inner_dataset, encode=on_overflow == "carry")
         self._carries = on_overflow != "drop" and not exact and self._claims.can_tell
-        if self.family is not None and self.family.mrope and not self.has_mrope:
+        if len(bins) and self.family is not None and self.family.mrope and not self.has_mrope:
             logger.warning(
                 "%s models have positions in three rows: pass get_rope_index=packhorse.positions."
                 "rope_index(model), or packed training will differ from unpacked",

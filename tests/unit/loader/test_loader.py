@@ -486,6 +486,63 @@ def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
         assert (loader.account.epoch, loader.account.reasons) == (epoch, {"sample_failed": 1})
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_goes_on_adds_up_whatever_was_recorded_behind_its_state(tmp_path, ranks):
+    """Rows fail before and behind the state; one of them is mended before the run goes on with one rank."""
+    rows = Breaking(texts(40), set())
+    settings = {"max_bad_share": None, "ledger_dir": tmp_path, "mode": "pad"}
+    loaders = [load(rows, rank, ranks, **settings) for rank in range(ranks)]
+    order = [
+        [loader._now.dealt.samples(step, rank)[0][0] for step in range(6)]
+        for rank, loader in enumerate(loaders)
+    ]
+    early, mended, late = order[-1][0], order[-1][4], order[-1][5]
+    rows.counted, rows.bad = True, {early, mended, late}
+    before, state = [], None
+    for loader in loaders:
+        for step, _ in enumerate(loader, 1):
+            if step <= 3:
+                before += loader.last.samples
+            if step == 3:
+                state = loader.state_dict()
+            if step == 6:
+                break
+    rows.counted = False
+    again = load(rows, **settings)
+    again.load_state_dict(state)
+    rows.counted, rows.bad = True, {early, late}
+    after = handed_out(again)
+
+    assert sorted(before + after) == [n for n in range(40) if n not in (early, late)]
+    account = again.account
+    assert (account.delivered, account.lost, account.left_out) == (38, 2, 0)
+    assert account.reasons == {"sample_failed": 2}
+    from packhorse.check import read_ledgers
+
+    names = {drop.key for drop in read_ledgers(tmp_path)[0]}
+    assert names == {str(early), str(late)}
+
+
+def test_a_run_that_goes_on_without_a_ledger_folder_says_that_it_does_not_know():
+    rows = texts(20)
+    loader = load(rows, mode="pad")
+    handed_out(loader, 5)
+    again = load(rows, mode="pad")
+    again.load_state_dict(loader.state_dict())
+    handed_out(again)
+    assert again.account.delivered is None
+
+
+def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta):
+    with pytest.raises(packhorse.BadSample, match=r"pictures/7.*retry-bad"):
+        load(meta, on_bad="raise", pack_size=300)
+
+
+def test_the_plan_says_that_bad_rows_failed(meta):
+    loader = load(meta, max_bad_share=0.1, pack_size=300)
+    assert set(loader.plan.dropped_by_reason()) == {"sample_failed"}
+
+
 def test_losses_before_a_restart_count(tmp_path):
     rows = Breaking(texts(60), set())
     settings = {"max_bad_share": 0.05, "ledger_dir": tmp_path, "mode": "pad"}
