@@ -67,7 +67,15 @@ def test_rows_can_be_read_in_child_processes(tmp_path: Path, kind: str, method: 
     children = [context.Process(target=_send_rows, args=(rows, results)) for _ in range(2)]
     for child in children:
         child.start()
-    assert [results.get() for _ in children] == [ROWS, ROWS]
+    found = []
+    while len(found) < len(children):
+        ended = [child.exitcode for child in children if child.exitcode]
+        assert not ended, f"children ended with {ended}"
+        if results.empty():
+            time.sleep(0.01)
+        else:
+            found.append(results.get())
+    assert found == [ROWS, ROWS]
     for child in children:
         child.join()
     assert list(rows) == ROWS, "and the parent's reader still works"
