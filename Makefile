@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint types unit test-slow bench-jsonl bench-headers bench-estimate bench-count system clean
+.PHONY: bench demo test lint types unit test-slow bench-jsonl bench-headers bench-estimate bench-count system clean
 
 demo: $(READY)
 	$(BIN)/python -m packhorse.cli.demo
@@ -24,6 +24,9 @@ unit: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -q
+
+bench: $(READY)
+	$(BIN)/packhorse bench
 
 bench-jsonl: $(READY)
 	$(BIN)/python benchmarks/jsonl.py
@@ -60,4 +63,4 @@ system:
 	fi
 
 clean:
-	rm -rf $(VENV) demo-data .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) demo demo-data .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -14,98 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{%- set content = message['content'] %}
-{{ '' }}
-{%- if content is string %}{{ content }}
-{%- else %}
-{%- for part in content %}
-{%- if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
-{%- elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>
-{%- else %}{{ part['text'] }}
-{%- endif %}
-{%- endfor %}
-{%- endif %}<|im_end|>
-{{ '' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{{ '' }}
-{%- endif -%}
-"""
+from packhorse.cli.demo.tiny import tiny_model, tiny_processor
 
-
-def tiny_processor() -> Any:
-    """Transformers' own Qwen2-VL processor with a tokenizer of 256 bytes and the special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2VLImageProcessor,
-        Qwen2VLProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=list(_SPECIAL),
-    )
-    return Qwen2VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16}),
-        video_processor=Qwen2VLVideoProcessor(
-            size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 8}
-        ),
-        tokenizer=tokenizer,
-        chat_template=_CHAT_TEMPLATE,
-    )
-
-
-def tiny_model(processor: Any, seed: int = 0, layers: int = 2) -> Any:
-    """A Qwen2-VL of a few layers of width 64; a step takes a fraction of a second on a CPU."""
-    import torch
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    words = processor.tokenizer
-    ids = {
-        f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>")
-        for name, token in {
-            "image": "image_pad",
-            "video": "video_pad",
-            "vision_start": "vision_start",
-            "vision_end": "vision_end",
-        }.items()
-    }
-    text = {
-        "vocab_size": len(words),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
-        "bos_token_id": None,
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
-    }
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+__all__ = [
+    "Traced",
+    "arguments",
+    "demo_loader",
+    "demo_meta",
+    "tiny_model",
+    "tiny_processor",
+    "write_whole",
+]
 
 
 def demo_meta(folder: Path) -> Path:

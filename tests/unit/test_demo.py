@@ -1,23 +1,191 @@
-"""The demo runs, and its numbers add up."""
+"""The demo runs as it is typed, keeps what it promises, and what it says to type next works."""
 
+import json
+import re
+import resource
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from packhorse.cli.demo import main
+from packhorse.cli.demo.steps import take_folder
+from packhorse.cli.demo.train import Step, read_trace
+from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.neat_packing_vlm import PackPlan
+
+BROKEN = {
+    "charts/7": ("malformed_row", "left_out"),
+    "charts/13": ("broken_media", "left_out"),
+    "charts/19": ("surplus_placeholder", "cut"),
+    "drawings/31": ("missing_media", "left_out"),
+    "clips/5": ("broken_media", "left_out"),
+    "chats/23": ("too_long", "left_out"),
+}
 
 
-def test_the_demo_shows_the_summary_and_names_the_three_broken_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+@dataclass(frozen=True)
+class Run:
+    """The demo's folder, relative to the working directory it was started in, and what it printed."""
+
+    home: Path
+    printed: str
+    seconds: float  # of computing, by all its processes
+
+    @property
+    def out(self) -> Path:
+        return self.home / "demo"
+
+    def trace(self, name: str) -> list[Step]:
+        return read_trace(self.out / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run, through the entry point, without any help with torchvision; half a minute of computing."""
+    home = tmp_path_factory.mktemp("home")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        [sys.executable, "-m", "packhorse", "demo"], cwd=home, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(home, run.stdout, computed)
+
+
+def test_the_demo_keeps_its_promises_with_two_minutes_of_one_core_at_most(demo: Run) -> None:
+    marks = re.findall(r"^(ok|MISS) ", demo.printed, re.MULTILINE)
+    assert marks == ["ok"] * 7
+    assert "All of it held." in demo.printed
+    assert "\x1b" not in demo.printed  # no control codes without a terminal
+    assert demo.seconds < 120
+
+
+def test_the_check_of_the_demo_names_every_row_that_is_broken_on_purpose(demo: Run) -> None:
+    shown = demo.printed.partition("\n2. ")[2].partition("\n3. ")[0]
+    found = re.findall(r"^ +(?:error|warning) +\w+ +(\w+/\d+)", shown, re.MULTILINE)
+    assert sorted(found) == sorted([*BROKEN, "chats/41"])
+
+
+def test_the_killed_run_stopped_in_the_middle_and_the_next_one_went_on_with_the_same_losses(
+    demo: Run,
 ) -> None:
-    main(["--out", str(tmp_path / "demo")])
-    assert "3 dataset(s), 39 samples" in caplog.text
-    out = capsys.readouterr().out
-    assert "40 rows in the files, 38 delivered, 2 left out." in out
-    ledger = Ledger.load(tmp_path / "demo" / "ledger.jsonl")
-    assert {drop.key: (drop.reason, drop.action) for drop in ledger} == {
-        "charts/7": ("malformed_row", "left_out"),
-        "charts/13": ("broken_media", "left_out"),
-        "charts/19": ("surplus_placeholder", "cut"),
-    }
+    whole, killed, resumed = map(demo.trace, ("whole", "killed", "resumed"))
+    assert len(whole) >= 30
+    first = resumed[0].step
+    assert 1 < first <= killed[-1].step < len(whole)  # steps after the last checkpoint are made again
+    assert killed == whole[: len(killed)]
+    assert resumed == whole[first - 1 :]  # numbers, losses to the last bit, rows
+
+
+def test_the_loss_of_the_demo_falls(demo: Run) -> None:
+    losses = [step.loss for step in demo.trace("whole")]
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2
+
+
+def test_every_row_of_the_demo_was_trained_once_or_is_in_the_ledger_with_its_reason(demo: Run) -> None:
+    ledger = Ledger.load(demo.out / "ledger.jsonl")
+    assert {drop.key: (drop.reason, drop.action) for drop in ledger} == BROKEN
+    resumed = demo.trace("resumed")
+    steps = [step for step in demo.trace("killed") if step.step < resumed[0].step] + resumed
+    trained = [key for step in steps for key in step.samples]
+    lost = [key for key, (_, action) in BROKEN.items() if action == "left_out"]
+    rows = [
+        f"{path.stem}/{number}"
+        for path in (demo.out / "data").glob("*.jsonl")
+        for number in range(len(path.read_text().splitlines()))
+    ]
+    assert sorted(trained + lost) == sorted(rows)
+    assert ledger.lost() == len(lost)
+
+
+def test_the_saved_plan_is_the_one_that_was_trained(demo: Run) -> None:
+    plan = PackPlan.load(demo.out / "plan.phplan")
+    assert len(plan) == len(demo.trace("whole"))
+    broken_later = 1  # charts/13: only its pixels are broken
+    assert sum(len(step.samples) for step in demo.trace("whole")) == len(plan.indices) - broken_later
+
+
+def test_the_report_has_its_plots_inside_and_asks_for_nothing_from_elsewhere(demo: Run) -> None:
+    page = (demo.out / "report.html").read_text()
+    killed = demo.trace("killed")[-1].step + 1
+    assert f"killed in step {killed}" in page
+    assert page.count("<svg") >= 5
+    assert page.count('class="again"') == len(demo.trace("resumed"))
+    for key in BROKEN:
+        assert key in page
+    assert not re.search(r"(?:src|href)=|url\(|@import", page)
+    assert "MISS" not in page
+
+
+def test_the_command_that_the_last_screen_names_shows_the_plan_in_a_browser(demo: Run) -> None:
+    typed = re.search(r"packhorse (view \S+ --ledger \S+)", demo.printed)
+    assert typed is not None
+    command = [sys.executable, "-u", "-m", "packhorse", *typed[1].split(), "--port", "0"]
+    with subprocess.Popen(command, cwd=demo.home, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://\S+/", server.stdout.readline())
+            assert found is not None
+            with urllib.request.urlopen(found[0] + "report.json") as answer:
+                assert json.load(answer)["packs"] == len(demo.trace("whole"))
+            with urllib.request.urlopen(found[0] + "pack/0") as answer:
+                assert "<|im_start|>" in answer.read().decode().replace("&lt;", "<").replace("&gt;", ">")
+        finally:
+            server.terminate()
+
+
+@pytest.mark.slow
+def test_the_other_commands_of_the_last_screen_end_well(demo: Run) -> None:
+    shown = demo.printed.partition("What to type next:")[2]
+    commands = [line.partition("#")[0].split()[1:] for line in shown.splitlines() if "packhorse" in line]
+    ran = [arguments for arguments in commands if arguments[0] != "view"]
+    assert len(ran) == 2
+    for arguments in ran:
+        run = subprocess.run(
+            [sys.executable, "-m", "packhorse", *arguments],
+            cwd=demo.home,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == (1 if arguments[0] == "check" else 0), run.stderr  # it has found errors
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious.txt").write_text("years of work")
+    yield tmp_path
+    assert (tmp_path / "data" / "precious.txt").read_text() == "years of work"
+
+
+def test_a_folder_that_is_not_the_demos_own_is_refused_and_not_touched(foreign: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "packhorse.cli.demo", "--out", str(foreign)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "is not empty and was not written by the demo" in run.stderr
+    assert [path.name for path in foreign.iterdir()] == ["data"]
+
+
+def test_the_demos_own_folder_is_overwritten_but_not_what_others_put_there(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "demo"
+    take_folder(out)
+    (out / "runs" / "old").mkdir(parents=True)
+    (out / "ledger.jsonl").write_text("{}\n")
+    (out / "notes.txt").write_text("mine")
+    take_folder(out)
+    assert sorted(path.name for path in out.iterdir()) == [".packhorse-demo", "notes.txt"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        take_folder(tmp_path / "file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,20 @@ def write_demo_data(folder: Path, seed: int = 0) -> Path:
 def write_demo_mix(folder: Path, seed: int = 0) -> Path:
     """Fill ``folder`` with four data sets that are enough to train on, and return their meta file.
 
-    64 chart questions, 64 questions about drawings (one to three of them a row), 8 clip questions, 80 text
-    chats of very unequal length. Seven rows are broken or odd on purpose: the three of
+    100 chart questions, 100 questions about drawings (one to three of them a row), 10 clip questions, 140
+    text chats of very unequal length. Seven rows are broken or odd on purpose: the three of
     :func:`write_demo_data`, a drawing that is not there, a video that is cut off, a chat that is too long for
     any pack, and one that is there twice.
     """
     rng = random.Random(seed)
     media = folder / "media"
     media.mkdir(parents=True, exist_ok=True)
-    _write_charts(folder / "charts.jsonl", media, rng, 64)
-    _write_drawings(folder / "drawings.jsonl", media, rng, 64)
-    _write_clips(folder / "clips.jsonl", media, rng, 8)
+    _write_charts(folder / "charts.jsonl", media, rng, 100)
+    _write_drawings(folder / "drawings.jsonl", media, rng, 100)
+    _write_clips(folder / "clips.jsonl", media, rng, range(12, 72, 6))
     clip = media / "clip5.mp4"
     clip.write_bytes(clip.read_bytes()[:600])
-    _write_long_chats(folder / "chats.jsonl", rng, 80)
+    _write_long_chats(folder / "chats.jsonl", rng, 140)
     meta: dict[str, Any] = {
         name: {"file_name": f"{name}.jsonl", "media_dir": "media"} for name in ("charts", "drawings", "clips")
     }
@@ -100,7 +101,8 @@ def _write_drawings(path: Path, media: Path, rng: random.Random, rows: int) -> N
             colour, shape = rng.choice(list(_COLOURS)), rng.choice(["circle", "square", "triangle"])
             names.append(f"drawing{number:02}-{place}.jpg")
             size = rng.choice([(120, 120), (160, 240), (320, 200), (400, 100)])
-            _draw_shape(_COLOURS[colour], shape, size).save(media / names[-1], quality=90)
+            drawing = _draw_shape(_COLOURS[colour], shape, size, (rng.random(), rng.random()))
+            drawing.save(media / names[-1], quality=90)
             shapes.append(f"a {colour} {shape}")
         answer = f"I see {' and then '.join(shapes)}."
         lines.append(_row("<image>" * len(names) + "What is drawn here?", answer, images=names))
@@ -108,10 +110,13 @@ def _write_drawings(path: Path, media: Path, rng: random.Random, rows: int) -> N
     path.write_text("\n".join(lines) + "\n")
 
 
-def _draw_shape(colour: tuple[int, int, int], shape: str, size: tuple[int, int]) -> Image.Image:
+def _draw_shape(
+    colour: tuple[int, int, int], shape: str, size: tuple[int, int], place: tuple[float, float]
+) -> Image.Image:
+    """``place`` is a share of the room that the shape leaves: no two drawings are the same."""
     image = Image.new("RGB", size, (246, 244, 238))
-    side = min(size) * 3 // 4
-    left, top = (size[0] - side) // 2, (size[1] - side) // 2
+    side = min(size) // 2
+    left, top = int((size[0] - side) * place[0]), int((size[1] - side) * place[1])
     box = (left, top, left + side, top + side)
     draw = ImageDraw.Draw(image)
     if shape == "circle":
@@ -119,22 +124,23 @@ def _draw_shape(colour: tuple[int, int, int], shape: str, size: tuple[int, int])
     elif shape == "square":
         draw.rectangle(box, fill=colour)
     else:
-        draw.polygon([(left, box[3]), (box[2], box[3]), (size[0] // 2, top)], fill=colour)
+        draw.polygon([(left, box[3]), (box[2], box[3]), (left + side // 2, top)], fill=colour)
     return image
 
 
-def _write_clips(path: Path, media: Path, rng: random.Random, rows: int = 4) -> None:
+def _write_clips(path: Path, media: Path, rng: random.Random, tops: Sequence[int] = (36,) * 4) -> None:
+    """A clip for each of ``tops``, how far down its ball rolls."""
     lines = []
-    for number in range(rows):
+    for number, top in enumerate(tops):
         name = f"clip{number}.mp4"
         colour, to_right = rng.choice(list(_COLOURS)), rng.random() < 0.5
-        _draw_clip(media / name, _COLOURS[colour], to_right)
+        _draw_clip(media / name, _COLOURS[colour], to_right, top)
         answer = f"A {colour} ball rolls to the {'right' if to_right else 'left'}."
         lines.append(_row("<video>What happens?", answer, videos=[name]))
     path.write_text("\n".join(lines) + "\n")
 
 
-def _draw_clip(path: Path, colour: tuple[int, int, int], to_right: bool, frames: int = 24) -> None:
+def _draw_clip(path: Path, colour: tuple[int, int, int], to_right: bool, top: int, frames: int = 24) -> None:
     av = require("av", "video")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=12)
@@ -143,7 +149,7 @@ def _draw_clip(path: Path, colour: tuple[int, int, int], to_right: bool, frames:
             image = Image.new("RGB", (160, 96), (240, 240, 236))
             x = 10 + number * 5
             x = x if to_right else 140 - x
-            ImageDraw.Draw(image).ellipse((x, 36, x + 24, 60), fill=colour)
+            ImageDraw.Draw(image).ellipse((x, top, x + 24, top + 24), fill=colour)
             for packet in stream.encode(av.VideoFrame.from_ndarray(np.asarray(image), format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
@@ -168,14 +174,14 @@ def _write_long_chats(path: Path, rng: random.Random, rows: int) -> None:
     """Chats of one to five questions; most are short and a few are long, as in real data sets."""
     things = ("mule", "saddle", "bridle", "bale of wool", "bridge", "toll gate", "inn", "ford", "lantern")
     lines = []
-    for _ in range(rows):
+    for number in range(rows):
         turns = [{"role": "system", "content": "You are a patient guide."}] if rng.random() < 0.5 else []
         for _ in range(rng.choice([1, 1, 1, 2, 3, 5])):
             thing = rng.choice(things)
             said = rng.randint(1, 4)
             answer = " ".join(f"The {rng.choice(things)} comes before the {thing}." for _ in range(said))
             turns += [
-                {"role": "user", "content": f"What does a carrier do with a {thing}?"},
+                {"role": "user", "content": f"What does a carrier do with a {thing} at mile {number}?"},
                 {"role": "assistant", "content": answer},
             ]
         lines.append(json.dumps({"messages": turns}))

@@ -1,0 +1,158 @@
+"""The training run of the demo: a process of its own, so that it can really be killed.
+
+    python -m packhorse.cli.demo.train FOLDER NAME [--from OTHER] [--kill-at STEP]
+
+One epoch, one pack a step. What is trained goes to ``FOLDER/runs/NAME``: a line for each step in
+``trace.jsonl``, the last checkpoint, and the ledger. ``--from`` goes on from another run's checkpoint, and
+takes up its ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packhorse.loader.config import LoaderConfig
+
+PACK_SIZE = 512
+SAVE_EVERY = 8
+_LEARNING_RATE = 4e-3
+
+
+def demo_config(folder: Path) -> LoaderConfig:
+    """The loader's settings: of the plan that is shown, and of the run that trains it."""
+    return LoaderConfig(
+        data=str(folder / "data" / "meta.json"),
+        pack_size=PACK_SIZE,
+        max_bad_share=0.1,  # rows are broken on purpose
+        cache_dir=folder / "cache",
+        count_workers=1,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was made.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean over its learned tokens, to the last bit.
+        samples: the rows it was made with.
+    """
+
+    step: int
+    loss: float
+    samples: tuple[str, ...]
+
+
+def read_trace(run: Path) -> list[Step]:
+    """What a run has trained, in order."""
+    lines = (run / "trace.jsonl").read_text().splitlines()
+    return [Step(one["step"], one["loss"], tuple(one["samples"])) for one in map(json.loads, lines)]
+
+
+def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int | None = None) -> None:
+    """Train the rest of the epoch.
+
+    Args:
+        folder: the demo's.
+        name: of this run.
+        go_on_from: a run whose checkpoint and ledger are taken up.
+        kill_at: this process kills itself in the middle of this step.
+    """
+    import torch
+
+    from packhorse.cli.demo.tiny import tiny_model
+    from packhorse.datasets.count_part import open_processor
+    from packhorse.integrations.transformers import prepare
+
+    torch.set_num_threads(1)  # as quick for so small a model, and two runs share the machine
+    run = folder / "runs" / name
+    run.mkdir(parents=True)
+    processor = open_processor(str(folder / "model"), False)
+    model = tiny_model(processor)
+    prepare(model, "sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    if go_on_from is not None:
+        shutil.copytree(folder / "runs" / go_on_from / "ledger", run / "ledger")
+    config = demo_config(folder).with_changes(ledger_dir=run / "ledger")
+    loader = config.build(processor, model=model)
+    step = 0
+    if go_on_from is not None:
+        step = _restore(folder / "runs" / go_on_from, model, optimizer, loader)
+    with open(run / "trace.jsonl", "w", buffering=1) as trace:
+        for batch in loader:
+            step += 1
+            loss = _backward(model, batch)
+            if step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            samples = [loader.key(index) for index in loader.last.samples] if loader.last else []
+            trace.write(json.dumps({"step": step, "loss": loss, "samples": samples}) + "\n")
+            if step % SAVE_EVERY == 0:
+                _save(run, step, model, optimizer, loader)
+            if step % SAVE_EVERY == 0 or step == 1:
+                print(f"step {step:>3}  loss {loss:.4f}", flush=True)
+    if go_on_from is not None:
+        model.save_pretrained(folder / "model")  # beside its processor
+
+
+def _backward(model: Any, batch: Any) -> float:
+    from packhorse.collate_fns import model_inputs
+    from packhorse.integrations.loss import count_supervised, token_loss
+
+    logits = model(**model_inputs(batch, model)).logits
+    loss: Any = token_loss(logits, batch["labels"], count_supervised([batch]))
+    loss.backward()
+    return float(loss.detach())
+
+
+def _save(run: Path, step: int, model: Any, optimizer: Any, loader: Any) -> None:
+    """Everything that a run needs to go on; the file appears when it is whole."""
+    import torch
+
+    state = {
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "loader": json.dumps(loader.state_dict()),
+    }
+    torch.save(state, run / ".checkpoint.pt")
+    os.replace(run / ".checkpoint.pt", run / "checkpoint.pt")
+
+
+def _restore(run: Path, model: Any, optimizer: Any, loader: Any) -> int:
+    import torch
+
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    loader.load_state_dict(json.loads(state["loader"]))
+    return int(state["step"])
+
+
+def main() -> None:
+    """Run from the command line, as the demo does."""
+    from packhorse.cli.torchvision_help import help_torchvision
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--from", dest="go_on_from")
+    parser.add_argument("--kill-at", type=int)
+    options = parser.parse_args()
+    help_torchvision()
+    logging.getLogger("packhorse").setLevel(logging.ERROR)  # the ledger has it all
+    train(options.folder, options.name, options.go_on_from, options.kill_at)
+
+
+if __name__ == "__main__":
+    main()
