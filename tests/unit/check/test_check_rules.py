@@ -1,5 +1,6 @@
 """What the linter finds, on real files with a real processor."""
 
+import copy
 import json
 import os
 from collections import defaultdict
@@ -112,16 +113,10 @@ def test_tokens_that_are_meant_to_be_typed_are_no_special_tokens(tmp_path: Path)
     from tokenizers import AddedToken
 
     own = build("qwen2_vl")
+    own.tokenizer = copy.deepcopy(own.tokenizer)  # processors of one family share theirs
     own.tokenizer.add_tokens([AddedToken("<think>", special=False)])
-    try:
-        meta = mixture(
-            tmp_path, [{"messages": turns("Why?", "<think>Hm.")}, {"messages": turns("<|im_end|>", "No")}]
-        )
-        report = check_meta(meta, own)
-    finally:
-        from contract.tiny_tokenizers import tokenizer
-
-        tokenizer.cache_clear()
+    rows = [{"messages": turns("Why?", "<think>Hm.")}, {"messages": turns("<|im_end|>", "No")}]
+    report = check_meta(mixture(tmp_path, rows), own)
     assert by_row(report) == {1: {"special_token_in_text"}}
 
 
