@@ -307,11 +307,12 @@ class Loader:
             )
         before = self._progress, self._now
         self._go_to(Progress.from_dict(state, self.plan_key))
-        if state.get("packs", self._now.packs.digest) != self._now.packs.digest:
+        planned = self._now.packs.digest
+        if state.get("packs", planned) != planned:
             self._progress, self._now = before
             raise ConfigError(
                 f"the state belongs to packs {state['packs']}, this loader has planned packs "
-                f"{before[1].packs.digest} from the same counts: another version of scipy may do that. Go on "
+                f"{planned} from the same counts: another version of scipy may do that. Go on "
                 "with the version that the state was saved with, or set effort=0 from the beginning"
             )
         warn_of_lost_entries(self.ledger, self.world, state)
