@@ -9,6 +9,7 @@ import torch
 
 from packhorse.chat import TOKEN_KEYS, shift_tokens
 from packhorse.families import FAMILIES, Family
+from packhorse.neat_packing_vlm.pixels import are_pixels
 
 _SHIFTED_THERE = frozenset({*TOKEN_KEYS, "labels", "position_ids"})
 
@@ -54,8 +55,7 @@ def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str
     """The batch with its pixels as ``dtype``; masks, grids and sound stay as they are, all with None."""
     result = dict(batch)
     for key, value in batch.items():
-        pixels = "pixel_values" in key and isinstance(value, torch.Tensor) and value.is_floating_point()
-        if pixels and dtype is not None:
+        if dtype is not None and isinstance(value, torch.Tensor) and are_pixels(key, value.dtype):
             result[key] = value.to(dtype)
     return result
 

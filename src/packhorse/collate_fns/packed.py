@@ -19,6 +19,7 @@ from packhorse.collate_fns.records import check_present
 from packhorse.errors import ConfigError
 from packhorse.families import Family
 from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join, layout_of, layouts_of
+from packhorse.neat_packing_vlm.pixels import are_pixels
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import TensorLayout
 
@@ -258,7 +259,7 @@ class PackedRows:
     def media(self, pixel_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Media tensors of all packs, joined in one copy."""
         return {
-            key: join(key, parts, self.family, pixel_dtype if _are_pixels(key, parts) else None)
+            key: join(key, parts, self.family, pixel_dtype if are_pixels(key, parts.dtype) else None)
             for key, (parts, _) in self._media_parts().items()
         }
 
@@ -307,10 +308,6 @@ class PackedRows:
             if key in table and (table[key].kinds, table[key].owner) == (("audio",), "item")
         )
         return Counts(images, videos, next(sound, ()))
-
-
-def _are_pixels(key: str, parts: Parts) -> bool:
-    return "pixel_values" in key and parts.dtype.is_floating_point
 
 
 def _varlen_arguments(found: Segments) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from packhorse.loader.blank import Blanks
 from packhorse.loader.time_limit import SampleTimeout, time_limit
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
+from packhorse.neat_packing_vlm.pixels import PixelRoom
 from packhorse.types import MEDIA_KINDS
 
 logger = getLogger("packhorse.loader")
@@ -131,7 +132,7 @@ class BatchBuilder(Dataset[Built]):
     def __getitem__(self, ticket: Ticket) -> Built:
         """Encode the samples of a ticket and make a batch of those that can be used."""
         started = time.perf_counter()
-        self.set_epoch(ticket.epoch)
+        self.begin(ticket)
         packs: list[list[tuple[int, Sample]]] = []
         for pack in ticket.packs:
             found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
@@ -161,9 +162,9 @@ class BatchBuilder(Dataset[Built]):
         )
         return Built(self.finish(batch) if self.finish is not None else batch, report)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Entries of the ledger belong to this epoch from now on."""
-        self.samples.set_epoch(epoch)
+    def begin(self, ticket: Ticket) -> None:
+        """Get ready for the samples of a ticket; entries of the ledger belong to its epoch from now on."""
+        self.samples.set_epoch(ticket.epoch)
 
     def sample(self, index: int) -> Sample | None:
         """One sample; None if it cannot be used, which is recorded."""
@@ -270,14 +271,20 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
+        self._pixels: PixelRoom | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Entries of the ledger belong to this epoch from now on."""
-        self.packer.set_epoch(epoch)
+    def begin(self, ticket: Ticket) -> None:
+        """As above, with room for the pixels of one batch."""
+        self.packer.set_epoch(ticket.epoch)
+        tokens = len(ticket.packs) * self.packer.pack_size
+        self._pixels = PixelRoom(tokens, self.collater.get("pixel_dtype"))
 
     def sample(self, index: int) -> Sample | None:
-        """One sample, shifted and with its positions."""
-        return self.packer.sample(index)
+        """One sample, shifted and with its positions, its pixels where the batch has them."""
+        found = self.packer.sample(index)
+        if found is not None and self._pixels is not None:
+            self._pixels.settle(found)
+        return found
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
@@ -311,6 +318,7 @@ class PackBuilder(BatchBuilder):
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
+        self._pixels = None  # every sample is there; the room lives on in the batch alone
         return neat_packed_vlm_collater([self.packer.joined(row) for row in rows], **self.collater)
 
 

@@ -7,18 +7,16 @@ model wants.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import get_worker_info
 
 from packhorse.errors import ConfigError
 from packhorse.families import FAMILIES, Family, Generic
+from packhorse.neat_packing_vlm.pixels import already_joined, room_for
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # A key that several families declare is joined alike in all of them, but for what one of them calls ragged.
@@ -27,8 +25,6 @@ _DECLARED: MediaLayout = {
 }
 _RAGGED = frozenset(key for family in FAMILIES for key, layout in family.layout.items() if layout.ragged)
 _FILL: Mapping[str, float] = {key: value for family in FAMILIES for key, value in family.fill.items()}
-
-_LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 
 MEDIA_KEYS: tuple[str, ...] = tuple(dict.fromkeys(key for family in FAMILIES for key in family.layout))
 """Every media tensor of every family, from their layouts."""
@@ -90,7 +86,7 @@ def _named_layout(key: str) -> TensorLayout:
 def join(
     key: str, parts: Sequence[torch.Tensor], family: Family | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """One tensor of all parts, each copied once.
+    """One tensor of all parts, each copied once; not at all where they lie one behind the other.
 
     Args:
         key: for messages, and to know whether other axes may differ.
@@ -105,9 +101,11 @@ def join(
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) > 1:
         _check_ragged(key, parts, family)
+    if len(shapes) == 1 and (whole := already_joined(parts, dtype)) is not None:
+        return whole
     if len(parts) == 1 and parts[0].dtype == dtype:
         return parts[0]
-    joined = _room(Parts(parts).shape, dtype)
+    joined = room_for(Parts(parts).shape, dtype)
     if len(shapes) > 1:
         joined.fill_((_FILL if family is None else family.fill).get(key, 0.0))
     first = 0
@@ -116,24 +114,6 @@ def join(
         joined[places].copy_(part)
         first += len(part)
     return joined
-
-
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor to be filled, where large ones cost the least.
-
-    A worker's tensor is made in shared memory, where the parent finds it: otherwise it would be copied there
-    a second time. Elsewhere numpy asks the system for huge pages, which torch does not: fresh memory then
-    comes in a few pieces, and copying 50 MB takes a third of the time.
-    """
-    numbers = math.prod(shape)
-    if numbers * dtype.itemsize < _LARGE:
-        return torch.empty(shape, dtype=dtype)
-    if get_worker_info() is not None:
-        like = torch.empty(0, dtype=dtype)
-        # As torch's own collate function does it.
-        storage = like._typed_storage()._new_shared(numbers, device=like.device)  # type: ignore[no-untyped-call]
-        return like.new(storage).resize_(shape)
-    return torch.from_numpy(np.empty(numbers * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None) -> None:

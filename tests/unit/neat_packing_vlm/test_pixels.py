@@ -1,0 +1,114 @@
+"""Pixels that are put in their place as they are made are joined without copying, to the same batch."""
+
+import io
+
+import pytest
+import torch
+
+from loader_samples import load, mixed
+from packhorse.loader import build
+from packhorse.neat_packing_vlm.media import join
+from packhorse.neat_packing_vlm.pixels import PixelRoom, already_joined
+
+WIDE = 1 << 18  # numbers in a row of pixels: large enough that their place matters
+
+
+def sample(rows: int, tokens: int = 10, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.arange(tokens),
+        "pixel_values": torch.randn(rows, WIDE, generator=generator),
+        "image_grid_thw": torch.ones(1, 3, dtype=torch.long),
+    }
+
+
+def settled(samples: list[dict[str, torch.Tensor]], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    room = PixelRoom(tokens=10 * len(samples), dtype=dtype)
+    for one in samples:
+        room.settle(one)
+    return [one["pixel_values"] for one in samples]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [[3], [3, 2], [5, 1, 4, 2]])
+def test_settled_pixels_are_joined_without_a_copy_and_are_the_same(
+    rows: list[int], dtype: torch.dtype | None
+) -> None:
+    samples = [sample(number, seed=number) for number in rows]
+    wanted = torch.cat([one["pixel_values"] for one in samples]).to(dtype or torch.float32)
+    parts = settled(samples, dtype)
+    joined = join("pixel_values", parts, dtype=dtype)
+    assert joined.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(joined, wanted)
+
+
+def test_a_joined_tensor_holds_no_more_memory_than_itself() -> None:
+    joined = join("pixel_values", settled([sample(3), sample(2)], torch.bfloat16), dtype=torch.bfloat16)
+    assert joined.untyped_storage().nbytes() == joined.nbytes
+    file = io.BytesIO()
+    torch.save(joined, file)
+    assert len(file.getvalue()) < joined.nbytes + 10_000
+    alone = join("pixel_values", settled([sample(3)], torch.bfloat16), dtype=torch.bfloat16)
+    assert alone.untyped_storage().nbytes() == alone.nbytes
+
+
+def test_a_sample_left_out_leaves_a_gap_and_the_others_are_copied() -> None:
+    samples = [sample(2, seed=1), sample(3, seed=2), sample(1, seed=3)]
+    wanted = torch.cat([samples[0]["pixel_values"], samples[2]["pixel_values"]])
+    parts = settled(samples, None)
+    joined = join("pixel_values", [parts[0], parts[2]])
+    assert joined.data_ptr() != parts[0].data_ptr()
+    assert torch.equal(joined, wanted)
+
+
+def test_another_order_or_type_is_copied() -> None:
+    parts = settled([sample(2, seed=1), sample(3, seed=2)], None)
+    assert already_joined(parts[::-1], torch.float32) is None
+    assert already_joined(parts, torch.bfloat16) is None
+    assert torch.equal(join("pixel_values", parts[::-1]), torch.cat(parts[::-1]))
+
+
+def test_a_sample_with_far_more_pixels_than_the_first_still_fits_in_the_batch() -> None:
+    samples = [sample(1, tokens=100, seed=1), sample(40, tokens=5, seed=2), sample(2, seed=3)]
+    wanted = torch.cat([one["pixel_values"] for one in samples])
+    assert torch.equal(join("pixel_values", settled(samples, None)), wanted)
+
+
+def test_small_pixels_and_other_tensors_stay_where_they_are() -> None:
+    one = {"input_ids": torch.arange(4), "pixel_values": torch.ones(2, 3), "input_features": torch.ones(2, 3)}
+    before = dict(one)
+    PixelRoom(8, torch.bfloat16).settle(one)
+    assert all(one[key] is before[key] for key in before)
+
+
+def test_tensors_without_entries_are_joined() -> None:
+    parts = [torch.zeros(0, 4), torch.ones(2, 4), torch.zeros(0, 4)]
+    assert torch.equal(join("pixel_values", parts), torch.ones(2, 4))
+
+
+def test_neighbours_that_nobody_meant_to_join_are_not_read_beyond_their_end() -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    columns = [whole[:, :2], whole[:, 2:]]  # in one storage, not one behind the other
+    assert already_joined(columns, torch.float32) is None
+
+
+def test_batches_are_the_same_with_and_without_room_for_their_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = mixed(24)
+    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)
+    seen: list[torch.Tensor | None] = []
+    found = already_joined
+    monkeypatch.setattr(
+        "packhorse.neat_packing_vlm.media.already_joined",
+        lambda parts, dtype: seen.append(found(parts, dtype)) or seen[-1],
+    )
+    with_room = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
+    assert any(one is not None and len(one) > 1 for one in seen)
+    monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: None)
+    without = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
+    assert len(with_room) == len(without) > 1
+    for one, other in zip(with_room, without, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key])
