@@ -114,6 +114,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
                 save(options.folder, step, model, optimizer, loader)
             if step == options.stop_after:
                 return
+        if dist.get_rank() == 0:
+            print(loader.account, flush=True)  # over all ranks: each row was delivered, or says why not
+    save(options.folder, step, model, optimizer, loader)
     if writer is not None:
         writer.close()
 

@@ -20,6 +20,18 @@ OnBad = Literal["skip", "raise"]
 OnOverlong = Literal["drop", "truncate", "raise"]
 Placeholder = Literal["auto", "never"]
 
+# Settings under the names that other libraries have for them.
+_CALLED_ELSEWHERE = {
+    "num_workers": "workers",
+    "prefetch_factor": "prefetch",
+    "gradient_accumulation_steps": "accumulation",
+    "per_device_train_batch_size": "batch_size",
+    "max_length": "pack_size",
+    "max_seq_length": "pack_size",
+    "packed_sequence_size": "pack_size",
+    "attn_implementation": "attention",
+    "pp_n_microbatches": "pipeline_microbatches",
+}
 _CHOICES: dict[str, Any] = {
     "mode": Mode,
     "on_bad": OnBad,
@@ -143,8 +155,10 @@ class LoaderConfig:
         """
         known = {one.name for one in fields(cls)}
         if unknown := sorted(set(settings) - known):
+            meant = [(name, _CALLED_ELSEWHERE[name]) for name in unknown if name in _CALLED_ELSEWHERE]
+            hint = "".join(f"; {theirs} is called {ours} here" for theirs, ours in meant)
             raise ConfigError(
-                f"unknown setting(s) {', '.join(unknown)}: there are {', '.join(sorted(known))}"
+                f"unknown setting(s) {', '.join(unknown)}{hint}: there are {', '.join(sorted(known))}"
             )
         if "data" not in settings:
             raise ConfigError("no 'data': name the meta file")
@@ -220,6 +234,15 @@ def load(
     """From data to batches, in one call: ``LoaderConfig(data=…, **settings).build(processor, …)``.
 
     For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, workers=8)``.
+
+    Args:
+        data: a meta file, a dict with its content, or examples.
+        processor: a processor, or the path or hub name of one.
+        model: the model that is trained; see :meth:`LoaderConfig.build`, as for the next three.
+        world: this process's place among those that share the data.
+        group: their process group.
+        counts: of the examples, where the caller has them.
+        **settings: the other attributes of :class:`LoaderConfig`, which says what each does.
     """
     config = LoaderConfig.from_dict({"data": data, **settings})
     return config.build(processor, model=model, world=world, group=group, counts=counts)
