@@ -7,34 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from contract.processors import build
-from contract.torchvision_ops import make_torchvision_importable
 
 TESTS = Path(__file__).parent
 
-# Where torchvision needs help to import (see contract.torchvision_ops), so it does in processes we start.
-_SITE = """
-import sys
-class Hook:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
-            sys.modules["torchvision_schemas"] = library = torch.library.Library("torchvision", "FRAGMENT")
-            for operator in ("nms", "qnms"):
-                library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-sys.meta_path.insert(0, Hook())
-"""
+# For the processes that tests start.
+_SITE = "from packhorse.cli.torchvision_help import help_torchvision\nhelp_torchvision()\n"
 
 
 def python_path(folder: Path) -> str:
     """A PYTHONPATH with which other processes can open real processors."""
-    paths = [str(TESTS)]
-    if make_torchvision_importable() is not None:
-        site = folder / "site"
-        site.mkdir(parents=True, exist_ok=True)
-        (site / "sitecustomize.py").write_text(_SITE)
-        paths.insert(0, str(site))
-    return os.pathsep.join(paths)
+    site = folder / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    (site / "sitecustomize.py").write_text(_SITE)
+    return os.pathsep.join([str(site), str(TESTS)])
 
 
 def save_processor(folder: Path, name: str = "qwen2_vl", change: Callable[[Any], None] | None = None) -> str:

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageDraw
 
 from contract.media_files import write_film
 from count_samples import write_meta, write_rows
+from packhorse.datasets.count_columns import COUNTS, CountColumns
+from packhorse.loader import LoaderConfig
+from packhorse.loader.assemble import plan_settings
+from packhorse.loader.deal import Packs
+from packhorse.loader.plans import Planner
+from packhorse.view.plan_book import save_book
+from packhorse.view.planning import Planned, Request, open_request
+from packhorse.view.report import plan_report
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
 """Width and height of the pictures, by row of ``charts`` (two more rows are broken)."""
@@ -63,6 +72,34 @@ def write_samples(folder: Path) -> Path:
     write_rows(folder / "clips.jsonl", [film, film])
     names = ("charts", "chats", "clips")
     return write_meta(folder, {name: {"file_name": f"{name}.jsonl", "media_dir": "media"} for name in names})
+
+
+def write_many(folder: Path, packs: int, saved: str) -> Path:
+    """A plan of so many packs of two rows each, whose counts are made up (counting them takes minutes).
+
+    Args:
+        folder: where to write; exists.
+        packs: how many.
+        saved: folder of the processor.
+    """
+    rows = 2 * packs
+    (folder / "chats.jsonl").write_text((json.dumps(chat("Why?", "So.")) + "\n") * rows)
+    config = LoaderConfig(
+        data=str(write_meta(folder, {"chats": {"file_name": "chats.jsonl"}})), pack_size=100
+    )
+    opened = open_request(Request(config, saved))
+    lengths = np.random.default_rng(0).integers(35, 51, rows)  # two fit, never three
+    columns = {name: np.zeros(rows, np.int64) for name in (*COUNTS, "off_by")}
+    ones = np.ones(rows, bool)
+    counts = CountColumns(
+        **columns | {"text": lengths}, status=np.full(rows, "ok", object), ok=ones, exact=ones
+    )
+    planner = Planner(counts, plan_settings(config, opened.facts, 0), cache=False)
+    plan = planner.plan(0)
+    assert len(plan) == packs, f"{len(plan):,} packs were planned, {packs:,} were meant"
+    planned = Planned(opened, counts, planner, Packs(plan, planner.facts), 0)
+    save_book(planned, plan_report(planned, estimates=False), folder / "many.phplan")
+    return folder / "many.phplan"
 
 
 def _drawn(size: tuple[int, int], number: int) -> Image.Image:

@@ -54,6 +54,13 @@ def _rebuild_bad_sample(detail: str, reason: Reason, key: str, stage: Stage) -> 
     return BadSample(detail, reason=reason, key=key, stage=stage)
 
 
+def plain_error(error: Exception) -> str:
+    """An error for people: one of the system without its number, as ``data.jsonl: no such file``."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return str(error)
+
+
 # What a broken sample makes a dataset, a decoder or a processor raise. Everything else (NameError, TypeError,
 # AttributeError, ImportError, …) is a mistake in a program: no other sample would do better.
 DATA_ERRORS = (OSError, ValueError, LookupError, EOFError, RuntimeError)

@@ -197,11 +197,17 @@ class Ledger:
             counter[getattr(many, by)] += len(many)
         return dict(counter.most_common())
 
-    def samples_by_reason(self) -> dict[str, int]:
-        """How many distinct samples there are for each reason, the most frequent first."""
+    def samples_by_reason(self, *, gone: bool | None = None) -> dict[str, int]:
+        """How many distinct samples there are for each reason, the most frequent first.
+
+        Args:
+            gone: only those that were not delivered (left out or replaced), or only those that were (cut,
+                repaired, kept with a remark); None for both.
+        """
         found: Counter[str] = Counter()
-        for (reason, _), number in self._samples(by_reason=True).items():
-            found[reason] += number
+        for (reason, action), number in self._samples(by_reason=True).items():
+            if gone is None or (action in _GONE) == gone:
+                found[reason] += number
         return dict(found.most_common())
 
     def lost(self) -> int:
@@ -226,12 +232,14 @@ class Ledger:
         try:
             with os.fdopen(fd, "wb") as file:
                 for drop, times in list(self._drops.items()):
-                    file.write(_line(asdict(drop)) * times)
-                file.writelines(_line(many.to_json()) for many in list(self._many.values()))
+                    file.write(entry_line(asdict(drop)) * times)
+                file.writelines(entry_line(many.to_json()) for many in list(self._many.values()))
             os.chmod(temporary, 0o644)  # mkstemp makes it private
             os.replace(temporary, target)
-        except BaseException:
+        except BaseException as error:
             os.unlink(temporary)
+            if isinstance(error, OSError) and error.filename is None:  # writing does not tell where
+                error.filename = str(target)
             raise
 
     @classmethod
@@ -295,7 +303,7 @@ class Ledger:
             SystemFault: they cannot be written; no sample is at fault.
         """
         pid, entry = os.getpid(), entries[-1]
-        self._unwritten += [_line({**one, "pid": pid}) for one in entries]
+        self._unwritten += [entry_line({**one, "pid": pid}) for one in entries]
         spool, written = self._spool, 0
         try:
             spool.parent.mkdir(parents=True, exist_ok=True)
@@ -305,8 +313,8 @@ class Ledger:
                 size = os.fstat(fd).st_size
                 # A crash, or a full disk, has cut the last line off: do not write on in it.
                 line = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
-                for entry_line in self._unwritten:
-                    line += entry_line
+                for waiting in self._unwritten:
+                    line += waiting
                     while line:
                         line = line[os.write(fd, line) :]
                     written += 1
@@ -371,7 +379,8 @@ def default_ledger() -> Ledger:
     return _default
 
 
-def _line(entry: dict[str, Any]) -> bytes:
+def entry_line(entry: dict[str, Any]) -> bytes:
+    """An entry as a line of a ledger file."""
     # A lone surrogate (a file name that is not UTF-8) becomes its JSON escape.
     return (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 

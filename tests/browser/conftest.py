@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from count_samples import python_path, save_processor
 from view_samples import write_samples
@@ -22,15 +23,20 @@ _ARGUMENTS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run"),
 ]
+_COUNT_CLICKS = """
+addEventListener("click", () => sessionStorage.clicks = 1 + Number(sessionStorage.clicks || 0), true);
+"""
+_PATIENCE = 120_000  # milliseconds: the first row waits for the import of transformers
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A viewer that is running: its address, and what ``packhorse plan --json`` printed."""
+    """A viewer that is running: its address, what ``packhorse plan --json`` printed, where the data are."""
 
     address: str
     report: dict[str, Any]
+    data: Path
 
 
 @dataclass
@@ -41,27 +47,42 @@ class Watch:
     requests: list[str] = field(default_factory=list)
 
 
+@contextmanager
+def serving(home: Path, meta: Path, processor: str, pack_size: int, *options: str) -> Iterator[Server]:
+    """Plan a meta file and show it, both as a user does; at the end Ctrl-C."""
+    environment = {**os.environ, "PYTHONPATH": python_path(home / "path")}
+    packhorse, plan = [sys.executable, "-m", "packhorse"], str(home / "made.phplan")
+    planning = ["--processor", processor, "--pack-size", str(pack_size), "--workers", "1", "--out", plan]
+    made = subprocess.run(
+        [*packhorse, "plan", str(meta), *planning, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    with subprocess.Popen(
+        [*packhorse, "view", plan, "--port", "0", *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        line = running.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.\d:\d+/", line)
+        assert found is not None, line
+        try:
+            yield Server(found.group().rstrip("/"), json.loads(made.stdout), meta.parent)
+        finally:
+            running.send_signal(signal.SIGINT)
+            assert running.wait(timeout=60) == 0, "Ctrl-C ends the server without an error"
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("browser")
     meta, saved = write_samples(home / "data"), save_processor(home / "processor")
-    environment = {**os.environ, "PYTHONPATH": python_path(home / "path")}
-    packhorse = [sys.executable, "-m", "packhorse"]
-    plan = home / "mixed.phplan"
-    options = ["--processor", saved, "--pack-size", "512", "--workers", "1", "--out", str(plan), "--json"]
-    made = subprocess.run(
-        [*packhorse, "plan", str(meta), *options], env=environment, capture_output=True, text=True, check=True
-    )
-    with subprocess.Popen(
-        [*packhorse, "view", str(plan), "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert found is not None, line
-        yield Server(found.group().rstrip("/"), json.loads(made.stdout))
-        running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=20) == 0, "Ctrl-C ends the server without an error"
+    with serving(home, meta, saved, 512) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")  # not longer: while it is open no other event loop can run here
@@ -69,8 +90,16 @@ def browser() -> Iterator[Browser]:
     assert os.path.exists(CHROMIUM), "install Debian's chromium (make system)"
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
+        expect.set_options(timeout=_PATIENCE)
         yield opened
         opened.close()
+
+
+def new_context(browser: Browser, server: Server, **options: Any) -> BrowserContext:
+    """A window of its own at the server's address."""
+    context = browser.new_context(base_url=server.address, **options)
+    context.set_default_timeout(_PATIENCE)
+    return context
 
 
 @pytest.fixture
@@ -81,7 +110,8 @@ def watch() -> Watch:
 @pytest.fixture
 def page(browser: Browser, server: Server, watch: Watch) -> Iterator[Page]:
     """A page at the overview; at the end nothing was complained about, and nobody else was asked."""
-    context = browser.new_context(viewport={"width": 1280, "height": 860}, base_url=server.address)
+    context = new_context(browser, server, viewport={"width": 1280, "height": 860})
+    context.add_init_script(_COUNT_CLICKS)
     opened = context.new_page()
 
     def note(message: ConsoleMessage) -> None:
@@ -90,7 +120,7 @@ def page(browser: Browser, server: Server, watch: Watch) -> Iterator[Page]:
 
     opened.on("console", note)
     opened.on("pageerror", lambda error: watch.errors.append(str(error)))
-    opened.on("request", lambda request: watch.requests.append(request.url))
+    context.on("request", lambda request: watch.requests.append(request.url))
     opened.goto("/")
     yield opened
     context.close()

@@ -162,7 +162,7 @@ def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> 
         "--dataset", "chats",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    (report,) = json.loads(result.stdout)
+    (report,) = json.loads(result.stdout)["reports"]
     assert report["ok"]
     assert len(report["documents"]) == 2
 
@@ -170,10 +170,10 @@ def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> 
 def test_the_command_says_what_it_cannot_do(tmp_path: Path, saved: Path) -> None:
     meta = write_demo_data(tmp_path)
     result = run(meta, "--model", tmp_path / "none")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no such folder" in result.stderr
     result = run(meta, "--model", saved, "--dtype", "float99")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--dtype float99" in result.stderr
 
 
@@ -191,7 +191,7 @@ def test_the_command_names_rows_that_it_leaves_out_and_goes_on(tmp_path: Path, s
 def test_a_backend_that_is_not_installed_is_one_line(tmp_path: Path, saved: Path) -> None:
     meta = write_demo_data(tmp_path)
     result = run(meta, "--model", saved, "--attention", "flash_attention_2", "--dataset", "chats")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("packhorse parity: flash_attention_2 needs the package flash-attn")
     assert len(result.stderr.splitlines()) == 1
     result = run(meta, "--model", saved, "--attention", "bogus", "--dataset", "chats")

@@ -46,7 +46,7 @@ def test_no_row_is_taken_twice_and_bad_ones_are_named(tmp_path):
     (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
     meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl"}})
     for number in (4, 8):
-        chosen = command._samples(str(meta), None, number, processor("qwen2_vl"))
+        chosen = command.choose_samples(str(meta), None, number, processor("qwen2_vl"))
         assert len(chosen.keys) == len(set(chosen.keys)) == len(chosen.samples) == min(number, 6)
         torn, missing = chosen.left_out
         assert torn.startswith("chats/2: malformed_row, ")
@@ -63,7 +63,7 @@ def test_data_without_a_good_row_are_given_up_and_named(tmp_path):
     with pytest.raises(
         ConfigError, match=r"0 rows that can be encoded.*\. 100 rows left out:\n  chats/0: miss"
     ):
-        command._samples(str(meta), None, 4, processor("qwen2_vl"))
+        command.choose_samples(str(meta), None, 4, processor("qwen2_vl"))
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def run(monkeypatch):
 
     monkeypatch.setattr("packhorse.parity.check_parity", check)
     monkeypatch.setattr("packhorse.datasets.count_part.open_processor", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(command, "_samples", lambda *_: command._Chosen([{}] * 4, list("abcd")))
-    monkeypatch.setattr(command, "_load", lambda model, *_: model)
+    monkeypatch.setattr(command, "choose_samples", lambda *_: command.Chosen([{}] * 4, list("abcd")))
+    monkeypatch.setattr(command, "load_model", lambda model, *_: model)
     app = typer.Typer()
     app.command()(command.parity)
     return lambda *arguments: CliRunner().invoke(app, ["meta.json", "--model", "m", *arguments])
@@ -88,12 +88,15 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     assert "sdpa: packed is unpacked" in result.output
     assert "eager: packed is unpacked" in result.output
     assert "varlen: not possible: no varlen here" in result.output
-    assert [one["attention"] for one in json.loads(run("--json").stdout)] == ["sdpa", "eager"]
+    told = json.loads(run("--json").stdout)
+    assert list(told) == ["version", "passed", "left_out", "not_possible", "reports"]
+    assert [one["attention"] for one in told["reports"]] == ["sdpa", "eager"]
+    assert told["not_possible"] == {"varlen": "no varlen here"}
 
 
 def test_a_backend_that_is_asked_for_must_be_possible(run, monkeypatch):
     result = run("--attention", "sdpa", "--attention", "varlen")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no varlen here" in result.output
     monkeypatch.setattr(command, "_BACKENDS", ("varlen",))
-    assert run().exit_code == 1
+    assert run().exit_code == 2

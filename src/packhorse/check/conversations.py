@@ -21,7 +21,6 @@ from packhorse.errors import BadSample
 from packhorse.types import Conversation, Drop, MediaRef, Message, TextPart
 
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
-_NOT_UTF8 = ("not UTF-8", "a lone surrogate")
 # What an unknown role brings with it: its turn is gone, and so is what it said.
 _FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media", "surplus_placeholder")
 
@@ -57,8 +56,7 @@ def _loose(rules: ShareGptFormat) -> ShareGptFormat:
 
 def malformed(error: BadSample, location: str) -> Found:
     """The finding for a row that cannot be parsed; ``location`` is told apart from it."""
-    detail = error.detail.removeprefix(f"{location}: ")
-    return found("invalid_utf8" if detail.startswith(_NOT_UTF8) else "invalid_json", detail)
+    return found("malformed_row", error.detail.removeprefix(f"{location}: "))
 
 
 def _order(messages: Sequence[Message]) -> list[Found]:

@@ -67,7 +67,7 @@ class EncodingRules:
 
     def _of_count(self, counted: Counted | BadSample) -> list[Found]:
         if isinstance(counted, BadSample):
-            return [found("cannot_be_encoded", counted.detail)]
+            return [found("sample_failed", counted.detail)]
         count, findings = counted.count, []
         if not count.supervised:
             what = f"of {count.total:,} tokens none is learned"

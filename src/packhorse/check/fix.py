@@ -1,8 +1,9 @@
 """A cleaned copy of data sets: rows with errors left out or repaired, each of them named in a ledger.
 
-``DIR/<data set>.jsonl`` for each data set, ``DIR/meta.json`` and ``DIR/ledger.jsonl``. Rows that are kept
-have the bytes they had (a row of a JSON array is put on one line). Media stay where they are. The folder
-appears when it is whole; memory is one part of a file.
+``DIR/<data set>.jsonl`` for each data set (``.parquet`` for one of a Parquet file), ``DIR/meta.json`` and
+``DIR/ledger.jsonl``. Rows that are kept have the bytes they had (a row of a JSON array is put on one line),
+or the values and types of their Parquet file. Media stay where they are. The folder appears when it is whole;
+memory is one part of a file.
 """
 
 from __future__ import annotations
@@ -11,26 +12,28 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from packhorse.check.part import RawFinding, Repair
 from packhorse.check.report import CheckedFile, CheckReport
 from packhorse.check.rules import RULES
+from packhorse.datasets.arrow import ParquetRows
 from packhorse.datasets.cache import Fingerprint
-from packhorse.datasets.count_jsonl import _row_bytes
+from packhorse.datasets.count_jsonl import row_bytes
 from packhorse.datasets.count_part import with_absolute_paths
 from packhorse.datasets.rows import RowFile
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sidecar import data_source
 from packhorse.errors import ConfigError, SystemFault
-from packhorse.ledger import _line
+from packhorse.ledger import entry_line
 from packhorse.types import Drop
 
 LEDGER = "ledger.jsonl"
 META = "meta.json"
+_BLOCK = 256  # rows of a Parquet file that are written together
 
 
 @dataclass(slots=True)
@@ -79,7 +82,11 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
 
 
 def write_fixed(
-    report: CheckReport, folder: str | os.PathLike[str], *, drop_duplicates: bool = False
+    report: CheckReport,
+    folder: str | os.PathLike[str],
+    *,
+    drop_duplicates: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Fixed:
     """Write a cleaned copy of what was checked.
 
@@ -87,10 +94,10 @@ def write_fixed(
         report: of :func:`~packhorse.check.check_meta` with ``repair=True``.
         folder: new or empty.
         drop_duplicates: leave out conversations that an earlier row has too.
+        progress: told how many rows are done, and of how many.
 
     Raises:
-        ConfigError: the folder is not empty, a data file has changed since, or a row holds what JSON cannot
-            (the bytes of an image in a Parquet file).
+        ConfigError: the folder is not empty, or a data file has changed since.
         SystemFault: the files cannot be written.
     """
     if not report.settings.repair:
@@ -103,7 +110,7 @@ def write_fixed(
         target.parent.mkdir(parents=True, exist_ok=True)
         home = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
         try:
-            made = _write_all(report, home, target, drop_duplicates)
+            made = _write_all(report, home, target, drop_duplicates, progress)
             os.chmod(home, 0o755)  # mkdtemp makes it private
             _put_in_place(home, target)
         except BaseException:
@@ -122,38 +129,122 @@ def _put_in_place(home: Path, target: Path) -> None:
         raise
 
 
-def _write_all(report: CheckReport, home: Path, target: Path, drop_duplicates: bool) -> Fixed:
-    names = _file_names([checked.name for checked in report.files])
-    done = []
+def _write_all(
+    report: CheckReport,
+    home: Path,
+    target: Path,
+    drop_duplicates: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Fixed:
+    names = _file_names(report.files)
+    total = sum(checked.rows for checked in report.files)
+    done: list[FixedDataset] = []
     with open(home / LEDGER, "wb") as ledger:
         for number, checked in enumerate(report.files):
             fixed = FixedDataset(checked.name, names[number])
-            with open(home / names[number], "wb") as file:
-                writer = _Writer(report, number, fixed, file, ledger)
-                writer.write(drop_duplicates)
+            before = sum(one.rows for one in done)
+            with _copy_of(checked, home / names[number]) as copy:
+                writer = _Writer(report, number, fixed, copy, ledger)
+                for rows in writer.write(drop_duplicates):
+                    if progress is not None:
+                        progress(before + rows, total)
             done.append(fixed)
     meta = {one.name: _meta_entry(checked, one.file) for one, checked in zip(done, report.files, strict=True)}
     (home / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return Fixed(str(target), str(target / META), str(target / LEDGER), tuple(done))
 
 
+class _Copy(Protocol):
+    """A data file being written."""
+
+    def keep(self, row: int, repair: Repair | None) -> None:
+        """Add a row as it was, or repaired."""
+
+    def __enter__(self) -> _Copy: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _copy_of(checked: CheckedFile, target: Path) -> _Copy:
+    if isinstance(checked.file, ParquetRows):
+        return _ParquetCopy(checked.file, target)
+    return _JsonlCopy(checked.file, target)
+
+
+class _JsonlCopy:
+    def __init__(self, rows: RowFile | None, target: Path) -> None:
+        self.rows, self.file = rows, open(target, "wb")  # noqa: SIM115 (closed on exit)
+
+    def keep(self, row: int, repair: Repair | None) -> None:
+        assert self.rows is not None  # a file that cannot be read has no rows to keep
+        self.file.write((row_bytes(self.rows, row) if repair is None else repair.data) + b"\n")
+
+    def __enter__(self) -> _JsonlCopy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+
+class _ParquetCopy:
+    """Rows are gathered, and written in row groups of ``_BLOCK``."""
+
+    def __init__(self, rows: ParquetRows, target: Path) -> None:
+        import pyarrow.parquet
+
+        self.rows, self.schema = rows, pyarrow.parquet.read_schema(rows.path)
+        self.writer = pyarrow.parquet.ParquetWriter(target, self.schema)
+        self.kept: list[int] = []
+        self.repairs: dict[int, Repair] = {}  # by their place among those kept
+
+    def keep(self, row: int, repair: Repair | None) -> None:
+        if repair is not None:
+            self.repairs[len(self.kept)] = repair
+        self.kept.append(row)
+        if len(self.kept) == _BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what was gathered."""
+        import pyarrow
+
+        if not self.kept:
+            return
+        table = self.rows.table(self.kept)
+        pieces, done = [], 0
+        for place, repair in self.repairs.items():
+            row = self.rows[self.kept[place]] | json.loads(repair.data)
+            pieces += [table.slice(done, place - done), pyarrow.Table.from_pylist([row], self.schema)]
+            done = place + 1
+        self.writer.write_table(pyarrow.concat_tables([*pieces, table.slice(done)]))
+        self.kept.clear()
+        self.repairs.clear()
+
+    def __enter__(self) -> _ParquetCopy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self._flush()
+        self.writer.close()
+
+
 class _Writer:
     """Writes one data set."""
 
     def __init__(
-        self, report: CheckReport, number: int, fixed: FixedDataset, file: IO[bytes], ledger: IO[bytes]
+        self, report: CheckReport, number: int, fixed: FixedDataset, copy: _Copy, ledger: IO[bytes]
     ) -> None:
         self.report, self.number, self.fixed = report, number, fixed
-        self.file, self.ledger = file, ledger
+        self.copy, self.ledger = copy, ledger
 
-    def write(self, drop_duplicates: bool) -> None:
+    def write(self, drop_duplicates: bool) -> Iterator[int]:
+        """Write all rows, a part at a time; yields how many are done."""
         checked = self.report.files[self.number]
         if checked.file is None:
             # Nobody knows how many rows it has: the data set is named as a whole.
             rule = RULES["unreadable_file"]
-            self._record(
-                Drop(checked.name, rule.stage, rule.ledger_reason, checked.problem, dataset=checked.name)
-            )
+            self._record(Drop(checked.name, rule.stage, rule.reason, checked.problem, dataset=checked.name))
             return
         twins = self._twins(checked.file) if drop_duplicates else iter(())
         twin = next(twins, None)
@@ -169,7 +260,8 @@ class _Writer:
                 if told and row not in repairs:
                     self._leave_out(row, told)
                 else:
-                    self._keep(checked, row, told, repairs.get(row))
+                    self._keep(row, told, repairs.get(row))
+            yield self.fixed.rows
 
     def _of_part(self, part: int) -> tuple[dict[int, list[RawFinding]], dict[int, Repair]]:
         findings, repairs = self.report.spool.get(self.number, part)
@@ -186,11 +278,8 @@ class _Writer:
             if rule == "duplicate_conversation":
                 yield row, RawFinding(row, rule, RULES[rule].severity, what, file.location(row))
 
-    def _keep(
-        self, checked: CheckedFile, row: int, told: Sequence[RawFinding], repair: Repair | None
-    ) -> None:
-        assert checked.file is not None
-        self.file.write((_row_bytes(checked.file, row) if repair is None else repair.data) + b"\n")
+    def _keep(self, row: int, told: Sequence[RawFinding], repair: Repair | None) -> None:
+        self.copy.keep(row, repair)
         self.fixed.kept += 1
         if repair is not None:
             self.fixed.repaired += 1
@@ -204,25 +293,24 @@ class _Writer:
         """One entry for a row, under the reason of the first thing that is wrong with it."""
         rule, name = RULES[told[0].rule], self.fixed.name
         detail = f"{told[0].location}: " + "; ".join(f"{one.rule}: {one.found}" for one in told) + behind
-        self._record(Drop(row_key(name, row), rule.stage, rule.ledger_reason, detail, action, name))
+        self._record(Drop(row_key(name, row), rule.stage, rule.reason, detail, action, name))
 
     def _record(self, drop: Drop) -> None:
         # Not through a Ledger, which would keep every entry in memory.
-        self.ledger.write(_line(asdict(drop)))
+        self.ledger.write(entry_line(asdict(drop)))
 
 
-def _file_names(names: Sequence[str]) -> list[str]:
+def _file_names(files: Sequence[CheckedFile]) -> list[str]:
     """A file for each data set; no two the same, and none that is taken."""
     taken = {LEDGER}
     made = []
-    for name in names:
-        stem = name.replace(os.sep, "_")
-        file = f"{stem}.jsonl"
-        while file in taken:
+    for checked in files:
+        stem = checked.name.replace(os.sep, "_")
+        ending = "parquet" if isinstance(checked.file, ParquetRows) else "jsonl"
+        while f"{stem}.{ending}" in taken:
             stem += "_"
-            file = f"{stem}.jsonl"
-        taken.add(file)
-        made.append(file)
+        taken.add(f"{stem}.{ending}")
+        made.append(f"{stem}.{ending}")
     return made
 
 

@@ -18,7 +18,8 @@ from packhorse.check.encoding import EncodingRules
 from packhorse.check.media import DIGEST_BYTES, TINY, MediaChecker, Seen, digest
 from packhorse.check.repair import repaired
 from packhorse.check.rules import Found, on_one_line
-from packhorse.datasets.count_part import PartTask, _rows_now, make_counter, opened_counter
+from packhorse.datasets.arrow import ParquetRows
+from packhorse.datasets.count_part import PartTask, make_counter, opened_counter, rows_now
 from packhorse.datasets.rows import Row, RowFile, gc_paused
 from packhorse.datasets.select import row_key
 from packhorse.errors import BadSample
@@ -75,7 +76,11 @@ class RawFinding(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """A row as it was probably meant, as JSON on one line, and what was done to it."""
+    """A row as it was probably meant, as JSON on one line, and what was done to it.
+
+    Of a Parquet file ``data`` holds the messages alone, which are all that a repair changes: other columns
+    may hold what JSON cannot.
+    """
 
     row: int
     data: bytes
@@ -120,7 +125,7 @@ class PartChecker:
     def __call__(self, task: CheckTask) -> PartFindings:
         """Check the rows of one part."""
         with gc_paused():
-            return self.checker().part(_rows_now(task.part), task)
+            return self.checker().part(rows_now(task.part), task)
 
     def checker(self) -> _Checker:
         """The checker of this process; opens the processor.
@@ -178,7 +183,7 @@ class _Checker:
                 where = on_one_line(rows.location(number))
                 findings += [RawFinding(number, *one, where) for one in looked.findings]
             if looked.has_errors and self.settings.repair and isinstance(raw, dict):
-                mended = self._mended(raw, number, task)
+                mended = self._mended(raw, number, task, isinstance(rows, ParquetRows))
                 if mended is not None:
                     repairs.append(mended[0])
             good = mended[1] if mended is not None else looked
@@ -232,7 +237,9 @@ class _Checker:
         for one, findings in zip(sound, told, strict=True):
             one.findings += self._asked(findings)
 
-    def _mended(self, row: Row, number: int, task: CheckTask) -> tuple[Repair, _Looked] | None:
+    def _mended(
+        self, row: Row, number: int, task: CheckTask, messages_only: bool
+    ) -> tuple[Repair, _Looked] | None:
         """The row repaired, if it then has no error."""
         made = repaired(row, task.part.config.rules)
         if made is None:
@@ -242,11 +249,9 @@ class _Checker:
         self._count([looked])
         if looked.has_errors:
             return None
-        try:
-            data = json.dumps(new, ensure_ascii=False).encode()
-        except TypeError:  # a row of a Parquet file that holds bytes
-            return None
-        return Repair(number, data, "; ".join(done)), looked
+        column = task.part.config.rules.columns.messages
+        data = json.dumps({column: new[column]} if messages_only else new, ensure_ascii=False)
+        return Repair(number, data.encode(), "; ".join(done)), looked
 
     def _asked(self, findings: list[Found]) -> list[Found]:
         return [one for one in dict.fromkeys(findings) if one.rule not in self.settings.ignored]

@@ -24,12 +24,11 @@ class Rule:
     """One thing that is looked for.
 
     Attributes:
-        name: for people, machines and ``--ignore``.
+        name: for people, machines and ``--ignore``; the ledger's word for the same defect, too.
         severity: of its findings, where nothing makes them worse (see :attr:`about`).
         about: what it means, in a line.
         advice: what to do.
         stage: where the loss would be noticed later, as the ledger calls it.
-        reason: the ledger's word for it; the rule's name where that is the word.
         needs: what it cannot do without.
         repair: what a cleaned copy does about it, where it does not leave the row out.
     """
@@ -39,17 +38,15 @@ class Rule:
     about: str
     advice: str
     stage: Stage
-    reason: str = ""
     needs: Needs = ""
     repair: str = ""
 
     @property
-    def ledger_reason(self) -> Reason:
+    def reason(self) -> Reason:
         """The ledger's word for it."""
-        return cast("Reason", self.reason or self.name)
+        return cast("Reason", self.name)
 
 
-_WRITE_AGAIN = "write the row again, or delete it"
 _OTHER_MEDIUM = "fetch or make the medium again, or delete the row"
 
 _ALL = (
@@ -60,9 +57,12 @@ _ALL = (
         "restore the file, or correct file_name in the meta file",
         "read",
     ),
-    Rule("invalid_json", "error", "a row is not a JSON object", _WRITE_AGAIN, "read", "malformed_row"),
     Rule(
-        "invalid_utf8", "error", "a row holds bytes that are not UTF-8", _WRITE_AGAIN, "read", "malformed_row"
+        "malformed_row",
+        "error",
+        "a row is not a JSON object in UTF-8",
+        "write the row again, or delete it",
+        "read",
     ),
     Rule(
         "wrong_format",
@@ -157,12 +157,11 @@ _ALL = (
         needs="processor",
     ),
     Rule(
-        "cannot_be_encoded",
+        "sample_failed",
         "error",
         "the processor or its chat template refuses the row",
         "correct or delete the row",
         "encode",
-        "sample_failed",
         needs="processor",
     ),
     Rule(

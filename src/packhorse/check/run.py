@@ -17,14 +17,19 @@ from packhorse.check.media import TINY
 from packhorse.check.part import CheckSettings, CheckTask, PartChecker, PartFindings
 from packhorse.check.report import CheckedFile, CheckReport, Spool
 from packhorse.check.rules import RULES, on_one_line
-from packhorse.datasets import count_part
 from packhorse.datasets.cache import Fingerprint
-from packhorse.datasets.count_part import PartTask, check_media_dir, with_absolute_paths
+from packhorse.datasets.count_part import (
+    PartTask,
+    check_media_dir,
+    opened_counter,
+    opened_rows,
+    with_absolute_paths,
+)
 from packhorse.datasets.counting import OnProgress, Runner
 from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
 from packhorse.datasets.rows import open_rows
 from packhorse.datasets.sidecar import data_source
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, plain_error
 
 _LEAST_PART, _MOST_PART = 16, 512  # rows: with a picture each, up to a few seconds of decoding
 _PARTS = 64  # at least, where there are rows enough: so that all workers have work
@@ -76,10 +81,12 @@ def check_meta(
         raise ConfigError(f"part_rows={part_rows}: expected at least 1")
     settings = CheckSettings(decode, max_length, tiny, frozenset(ignore), repair)
     configs = read_meta(meta, dataset_names)
+    if not configs:
+        raise ConfigError(f"{meta}: it names no data set")
     for config in configs:
         check_media_dir(config)
-    count_part._opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
-    count_part.opened_counter.cache_clear()
+    opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
+    opened_counter.cache_clear()
     path_or_processor = os.fspath(processor) if isinstance(processor, os.PathLike) else processor
     work = PartChecker(settings, path_or_processor, trust_remote_code)
     work.checker()  # a processor that cannot be opened stops here
@@ -106,16 +113,10 @@ def _opened(config: DatasetConfig, index_dir: str | None) -> CheckedFile:
     try:
         file = open_rows(with_absolute_paths(config).file_name, index_dir)
     except (ConfigError, OSError) as error:
-        checked = CheckedFile(config, None, problem=on_one_line(_plain(error)))
+        checked = CheckedFile(config, None, problem=on_one_line(plain_error(error)))
         checked.notes.append(("unreadable_file", checked.problem))
         return checked
     return CheckedFile(config, file, Fingerprint.of(data_source(file)), rows=len(file))
-
-
-def _plain(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}"
-    return str(error)
 
 
 def _tell_same_files(files: Sequence[CheckedFile], settings: CheckSettings) -> None:

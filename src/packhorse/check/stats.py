@@ -18,10 +18,15 @@ import numpy as np
 
 from packhorse.check.distribution import Distribution
 from packhorse.conversation import parse_conversation
-from packhorse.datasets import count_part
 from packhorse.datasets.cache import Fingerprint
 from packhorse.datasets.count_columns import CountColumns, MediaColumns
-from packhorse.datasets.count_part import PartTask, _rows_now, check_media_dir, with_absolute_paths
+from packhorse.datasets.count_part import (
+    PartTask,
+    check_media_dir,
+    opened_rows,
+    rows_now,
+    with_absolute_paths,
+)
 from packhorse.datasets.count_report import CountedFile
 from packhorse.datasets.counting import PART_ROWS, OnProgress, Runner, count_meta
 from packhorse.datasets.meta_file import Meta, read_meta
@@ -29,7 +34,7 @@ from packhorse.datasets.rows import Row, gc_paused, open_rows
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sharegpt import convert_row
 from packhorse.datasets.sidecar import data_source
-from packhorse.errors import BadSample
+from packhorse.errors import BadSample, ConfigError
 from packhorse.media import media_size
 from packhorse.tokens.estimate import CHARS_PER_TOKEN, estimate
 from packhorse.types import MEDIA_KINDS, Drop, MediaRef
@@ -145,6 +150,8 @@ def stats_of(
         ConfigError: the meta file, a data file, the processor or a media folder is not in order.
     """
     started = time.monotonic()
+    if not read_meta(meta, dataset_names):
+        raise ConfigError(f"{meta}: it names no data set")
     if processor is None:
         found = _estimated(meta, dataset_names, engine, index_dir, progress)
         return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
@@ -227,7 +234,7 @@ def _estimated(
     index_dir: str | None,
     progress: OnProgress | None,
 ) -> Iterator[DatasetStats]:
-    count_part._opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
+    opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
     named = read_meta(meta, dataset_names)
     for config in named:
         check_media_dir(config)
@@ -257,7 +264,7 @@ def _estimated(
 
 def _estimated_part(task: PartTask) -> DatasetStats:
     """Estimates of some rows; runs in the worker processes of an engine."""
-    rows = _rows_now(task)
+    rows = rows_now(task)
     bad: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
     values: dict[str, list[int]] = {name: [] for name in SPREADS}

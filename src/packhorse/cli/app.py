@@ -2,45 +2,115 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from packhorse.cli import bench, check, ledger, plan, stats, view
-from packhorse.cli.count import count
-from packhorse.cli.parity import parity
+from packhorse.cli import bench, check, count, ledger, parity, plan, stats, view
+from packhorse.cli.options import AS_JSON
+from packhorse.cli.screen import CANNOT, OneLineGroup
+
+EXIT_CODES = """
+Exit codes of all commands: 0 done, 1 the answer is no, 2 it could not be done, 130 Ctrl-C.
+
+[bold]Examples[/bold]
+
+packhorse demo
+[dim]# all of it in a minute, without a model or a network[/dim]
+
+packhorse check meta.json
+[dim]# what is wrong with my data?[/dim]
+
+packhorse plan meta.json --processor ./model
+[dim]# which rows share a pack, and what is that worth?[/dim]
+
+packhorse --install-completion
+[dim]# the Tab key then completes commands and options[/dim]
+"""
+
+DEMO_EXAMPLES = """
+Exit code 0: all of it held, 1: something that was promised did not, 2: it could not be run.
+
+[bold]Examples[/bold]
+
+packhorse demo
+[dim]# writes to ./demo[/dim]
+
+packhorse demo --out /tmp/demo --json
+[dim]# where its files are, for machines; the story goes to stderr[/dim]
+"""
 
 app = typer.Typer(
     name="packhorse",
     help="Carries every sample of a vision-language fine-tuning set to the model.",
-    no_args_is_help=True,
-    add_completion=False,
+    cls=OneLineGroup,
+    invoke_without_command=True,
+    epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
 )
-app.command()(count)
-app.command()(parity)
-app.command(epilog=check.EXAMPLES)(check.check)
-app.command(epilog=stats.EXAMPLES)(stats.stats)
-app.command(epilog=ledger.EXAMPLES)(ledger.ledger)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=view.EXAMPLES)(view.view)
-app.command(epilog=bench.EXAMPLES)(bench.bench)
 
 
-@app.command()
+@app.callback()
+def packhorse(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Carries every sample of a vision-language fine-tuning set to the model."""
+    if version:
+        from packhorse import __version__
+
+        typer.echo(f"packhorse {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+        raise typer.Exit(CANNOT)
+
+
+@app.command(epilog=DEMO_EXAMPLES)
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to write to: a new one, or the demo's own.")] = Path(
         "demo"
     ),
+    as_json: AS_JSON = False,
 ) -> None:
     """From rows to a trained model in about a minute: check, count, plan, train, kill, go on, compare.
 
-    On the CPU and without a network. Exit code 1 if something that was promised did not hold.
+    On the CPU and without a network.
     """
     from packhorse.cli.demo import main as run_demo
 
-    run_demo(["--out", str(out)])
+    code = 0
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            run_demo(["--out", str(out)])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    if as_json and code < CANNOT:
+        files = {
+            "report": "report.html",
+            "ledger": "ledger.jsonl",
+            "plan": "plan.phplan",
+            "meta": "data/meta.json",
+        }
+        told = {name: str(out / file) for name, file in files.items()}
+        typer.echo(json.dumps({"version": 1, "passed": code == 0, **told}, indent=2))
+    raise typer.Exit(code)
+
+
+app.command(epilog=stats.EXAMPLES)(stats.stats)
+app.command(epilog=count.EXAMPLES)(count.count)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=check.EXAMPLES)(check.check)
+app.command(epilog=view.EXAMPLES)(view.view)
+app.command(epilog=parity.EXAMPLES)(parity.parity)
+app.command(epilog=ledger.EXAMPLES)(ledger.ledger)
+app.command(epilog=bench.EXAMPLES)(bench.bench)
 
 
 def main() -> None:

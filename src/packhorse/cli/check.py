@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.count import _plain
+from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS
+from packhorse.cli.screen import one_line_errors, out_console, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from packhorse.check import CheckReport, Finding, Fixed
-    from packhorse.datasets.counting import OnProgress
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _WIDTH = 140  # of a table that goes to a file
@@ -44,7 +41,7 @@ packhorse check meta.json --fix clean --drop-duplicates
 
 
 def check(
-    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
+    meta: META,
     processor: Annotated[
         str | None,
         typer.Option(help="Folder (or hub name) of the model's processor, for the rules that need it."),
@@ -56,9 +53,7 @@ def check(
         bool,
         typer.Option("--headers", metavar="", help="Read the headers of media only; do not decode them."),
     ] = False,
-    datasets: Annotated[
-        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
-    ] = None,
+    datasets: DATASETS = None,
     ignore: Annotated[
         list[str] | None, typer.Option("--ignore", help="Do not ask this rule; may be given again.")
     ] = None,
@@ -74,29 +69,18 @@ def check(
     ] = False,
     show: Annotated[int, typer.Option(min=0, help="Show so many rows of each rule and data set.")] = 3,
     tiny: Annotated[int, typer.Option(min=1, help="Tell pictures with a side below so many pixels.")] = 16,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes; one per core without it.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print the report and all findings as one JSON object.")
-    ] = False,
+    workers: WORKERS = None,
+    trust_remote_code: TRUST = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Find what is wrong with rows and media before a model is trained on them.
 
     Every medium is opened and decoded. Nothing is changed; a cleaned copy is written only with --fix.
     """
-    from rich.console import Console
-
-    from packhorse.errors import ConfigError, PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors("check", "nothing was written"):
         from packhorse.check import check_meta, check_target, write_fixed
         from packhorse.engines import engine_named
+        from packhorse.errors import ConfigError
 
         if drop_duplicates and fix is None:
             raise ConfigError("--drop-duplicates goes with --fix DIR")
@@ -104,7 +88,7 @@ def check(
             raise ConfigError("--max-length goes with --processor: tokens are counted with it")
         if fix is not None:
             check_target(fix)  # before the long work
-        with progress_bar(errors, "checking") as progress:
+        with progress_bar("checking") as progress:
             report = check_meta(
                 meta,
                 processor,
@@ -118,42 +102,16 @@ def check(
                 trust_remote_code=trust_remote_code,
                 progress=progress,
             )
-        fixed = None if fix is None else write_fixed(report, fix, drop_duplicates=drop_duplicates)
-    except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse check: {_plain(error)}", markup=False)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        errors.print("stopped; nothing was written")
-        raise typer.Exit(130) from error
+        fixed: Fixed | None = None
+        if fix is not None:
+            with progress_bar("writing") as progress:
+                fixed = write_fixed(report, fix, drop_duplicates=drop_duplicates, progress=progress)
     if as_json:
         _print_json(report, fixed)
     else:
         _print(report, fixed, show)
     if not report.passed(strict):
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def progress_bar(console: Console, what: str) -> Iterator[OnProgress]:
-    """A bar with rows a second and the time left, on a terminal; nothing elsewhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rows, left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        rows = bar.add_task(what, total=None, visible=False)
-
-        def show(done: int, total: int) -> None:
-            bar.update(rows, completed=done, total=total, visible=True)
-
-        yield show
 
 
 def _print_json(report: CheckReport, fixed: Fixed | None) -> None:
@@ -168,11 +126,7 @@ def _print_json(report: CheckReport, fixed: Fixed | None) -> None:
 
 
 def _print(report: CheckReport, fixed: Fixed | None, show: int) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False)
+    console = out_console(_WIDTH)
     counts = report.counts()
     if any(counts.values()):
         console.print(_table(report))

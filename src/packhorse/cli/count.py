@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
+from packhorse.cli.screen import one_line_errors, out_console, progress_bar
 from packhorse.types import MEDIA_KINDS
 
 if TYPE_CHECKING:
@@ -18,25 +18,38 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from packhorse.datasets.count_report import CountReport, DatasetReport
-    from packhorse.datasets.counting import OnProgress
 
 _WIDTH = 140  # of a table that goes to a file
 _SHOWN_FAILURES = 20
 
+EXAMPLES = """
+Exit code 0: counted (bad rows are told), 1: --verify found a difference, 2: could not be counted.
+
+[bold]Examples[/bold]
+
+packhorse count meta.json --processor Qwen/Qwen3-VL-8B-Instruct
+[dim]# once; a second run takes over what has not changed[/dim]
+
+packhorse count meta.json --processor ./model --verify 100
+[dim]# and encode 100 random rows for real: is every count right?[/dim]
+
+packhorse count meta.json --processor ./model --retry-bad --dataset charts
+[dim]# missing pictures have arrived[/dim]
+
+packhorse count meta.json --processor ./model --json > counts.json
+[dim]# for machines[/dim]
+"""
+
 
 def count(
-    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
-    processor: Annotated[str, typer.Option(help="Folder (or hub name) of the model's processor.")],
+    meta: META,
+    processor: PROCESSOR,
     engine: Annotated[str, typer.Option(help="Where to count: local or ray.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(help="An existing Ray cluster; one is started here without it.")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes; one per core without it.")
-    ] = None,
-    datasets: Annotated[
-        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
-    ] = None,
+    workers: WORKERS = None,
+    datasets: DATASETS = None,
     write_jsonl: Annotated[
         Path | None, typer.Option(help="Also write copies of the rows with their counts to this folder.")
     ] = None,
@@ -58,30 +71,23 @@ def count(
             min=1, help="Rows that are counted, kept and taken over together; as before without it."
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
-    ] = False,
+    trust_remote_code: TRUST = False,
     bad: Annotated[
         int, typer.Option(min=0, help="List so many bad rows of each reason and data set (also in --json).")
     ] = 3,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the report as JSON.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Count the tokens of every row exactly, without decoding a pixel, and keep the result beside the data.
 
     A second run takes over what has not changed; an interrupted one continues where it stopped.
     """
-    from rich.console import Console
-
-    from packhorse.errors import PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors("count", "the next run continues with what is finished"):
         from packhorse.datasets.count_jsonl import write_counted_jsonl
         from packhorse.datasets.counting import count_meta
         from packhorse.engines import engine_named
+        from packhorse.errors import ConfigError
 
-        with _bar(errors) as progress:
+        with progress_bar("counting") as progress:
             report = count_meta(
                 meta,
                 processor,
@@ -96,75 +102,23 @@ def count(
                 bad_rows=bad,
                 progress=progress,
             )
-        written = [] if write_jsonl is None else write_counted_jsonl(report.files, write_jsonl)
-    except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse count: {_plain(error)}", markup=False)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt as error:
-        errors.print("stopped; the next run continues with what is finished")
-        raise typer.Exit(130) from error
+        if not report.datasets:
+            raise ConfigError(f"{meta}: it names no data set")
+        written: list[Path] = []
+        if write_jsonl is not None:
+            with progress_bar("writing") as progress:
+                written = write_counted_jsonl(report.files, write_jsonl, progress)
     if as_json:
-        typer.echo(json.dumps(report.as_dict() | {"written": [str(path) for path in written]}, indent=2))
+        told = {"version": 1, **report.as_dict(), "written": [str(path) for path in written]}
+        typer.echo(json.dumps(told, indent=2))
     else:
         _print(report, written)
     if report.verified is not None and report.verified.failed:
         raise typer.Exit(1)
 
 
-def _plain(error: Exception) -> str:
-    """An error without the number that the system gives it."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}"
-    return str(error)
-
-
-@contextlib.contextmanager
-def _bar(console: Console) -> Iterator[OnProgress]:
-    """A bar with rows a second and the time left, on a terminal; nothing elsewhere."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class RowsPerSecond(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            rate = task.finished_speed or task.speed
-            return Text("" if rate is None else f"{rate:,.0f} rows/s")
-
-    bar = Progress(
-        TextColumn("counting"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        RowsPerSecond(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        speed_estimate_period=60,
-    )
-    with bar:
-        rows = bar.add_task("rows", total=None, visible=False)
-
-        def show(done: int, total: int) -> None:
-            bar.update(rows, completed=done, total=total, visible=True)
-
-        yield show
-
-
 def _print(report: CountReport, written: list[Path]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False)
+    console = out_console(_WIDTH)
     console.print(_table(report))
     longest = ", ".join(f"{one.longest_row} ({one.longest:,})" for one in report.datasets if one.longest_row)
     if longest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from dataclasses import asdict
 from enum import Enum
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.count import _plain
+from packhorse.cli.options import AS_JSON
+from packhorse.cli.screen import one_line_errors, out_console
 
 if TYPE_CHECKING:
     from packhorse.types import Drop
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _WIDTH = 140  # of a table that goes to a file
 
 EXAMPLES = """
+Exit code 0: shown (also where there is no entry), 2: there is no ledger.
+
 [bold]Examples[/bold]
 
 packhorse ledger run/ledger.jsonl
@@ -52,16 +54,10 @@ def ledger(
     dataset: Annotated[str | None, typer.Option(help="Only entries of this data set.")] = None,
     key: Annotated[str | None, typer.Option(help="Only entries of this row, as coco/812.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="List so many entries; 0 for all.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show what became of the rows that were not delivered as their files hold them."""
-    from rich.console import Console
-
-    from packhorse.errors import PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors("ledger", "nothing was changed"):
         from packhorse.check import read_ledgers, selected
 
         whole, files = read_ledgers(path)
@@ -74,9 +70,6 @@ def ledger(
                 lost.add((drop.key, drop.epoch))
             if not limit or len(listed) < limit:
                 listed.append(drop)
-    except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse ledger: {_plain(error)}", markup=False)
-        raise typer.Exit(2) from error
     total = sum(counts.values())
     if as_json:
         typer.echo(
@@ -109,15 +102,12 @@ def _print(
     counts: Counter[tuple[str, str]], by: By, listed: list[Any], total: int, lost: int, files: int
 ) -> None:
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from packhorse.check.rules import on_one_line
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False)
+    console = out_console(_WIDTH)
     if not total:
         console.print("no entry: nothing was left out, replaced, cut or repaired")
         return

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from packhorse.cli.options import AS_JSON, DATASETS, TRUST
+from packhorse.cli.screen import one_line_errors, progress_bar
+
 if TYPE_CHECKING:
+    from packhorse.datasets.counting import OnProgress
+    from packhorse.errors import ConfigError
     from packhorse.parity import ParityReport
 
 _BACKENDS = ("sdpa", "eager", "varlen")
 _MOST_BAD = 100  # rows in a row: then not they but the set-up is broken
 _NAMED_BAD = 10
+
+EXAMPLES = """
+Exit code 0: packed is unpacked, 1: they differ (the likely cause is named), 2: could not be compared.
+
+[bold]Examples[/bold]
+
+packhorse parity meta.json --model Qwen/Qwen2.5-VL-3B-Instruct
+[dim]# sdpa, eager and varlen, on the CPU in float32[/dim]
+
+packhorse parity meta.json --model ./model --attention varlen --dtype bfloat16 --device cuda
+[dim]# what is going to be trained with[/dim]
+
+packhorse parity meta.json --model ./model --random-weights --samples 4 --json
+[dim]# needs the model's config alone; for machines[/dim]
+"""
 
 
 def parity(
@@ -30,65 +49,80 @@ def parity(
     ] = None,
     samples: Annotated[int, typer.Option(min=2, help="How many samples, spread over the data.")] = 8,
     rows: Annotated[int, typer.Option(min=1, help="How many packs are made of them.")] = 2,
-    datasets: Annotated[
-        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
-    ] = None,
+    datasets: DATASETS = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Take the model's config alone, not its weights.")
+        bool,
+        typer.Option("--random-weights", metavar="", help="Take the model's config alone, not its weights."),
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    trust_remote_code: TRUST = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Run a few samples packed and unpacked, and compare the loss of every token and the gradients.
 
-    Exit code 1 if they differ; the likely cause is named. Rows that cannot be encoded are named and left
-    out. A backend that is not possible here fails only if it was asked for.
+    Rows that cannot be encoded are named and left out. A backend that is not possible here fails only if it
+    was asked for.
     """
-    from packhorse.errors import ConfigError, PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
+    with one_line_errors("parity", "nothing was written"):
         from packhorse.datasets.count_part import open_processor
         from packhorse.integrations.attention import check_attention
-        from packhorse.parity import check_parity
 
         for backend in attention or ():
             check_attention(backend)  # before the weights are loaded
         opened = open_processor(processor or model, trust_remote_code)
-        chosen = _samples(meta, datasets, samples, opened)
-        if chosen.left_out:
-            typer.echo(chosen.said(), err=as_json)
-        loaded = _load(model, dtype, device, random_weights, trust_remote_code)
-        reports = []
-        impossible: list[tuple[str, ConfigError]] = []
-        for backend in attention or _BACKENDS:
-            try:
-                packs = min(rows, len(chosen.samples) // 2)
-                reports.append(
-                    check_parity(loaded, opened, chosen.samples, backend, rows=packs, keys=chosen.keys)
-                )
-            except ConfigError as error:  # noqa: PERF203 - few
-                if attention:
-                    raise
-                impossible.append((backend, error))
-        if not reports:
-            raise impossible[0][1]
-    except (PackhorseError, OSError) as error:
-        typer.echo(f"packhorse parity: {error}", err=True)
-        raise typer.Exit(1) from error
-    _print(reports, as_json)
-    for backend, why in impossible:
-        typer.echo(f"{backend}: not possible: {why}", err=as_json)
+        with progress_bar("encoding", "samples") as progress:
+            chosen = choose_samples(meta, datasets, samples, opened, progress)
+        if chosen.left_out and not as_json:
+            typer.echo(chosen.said())
+        loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
+        reports, impossible = _compared(loaded, opened, chosen, attention, rows)
+    if as_json:
+        told = {
+            "version": 1,
+            "passed": all(report.ok for report in reports),
+            "left_out": chosen.left_out,
+            "not_possible": {backend: str(why) for backend, why in impossible},
+            "reports": [report.as_dict() for report in reports],
+        }
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        _print(reports, impossible)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
 
+def _compared(
+    model: Any, processor: Any, chosen: Chosen, asked: Sequence[str] | None, rows: int
+) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
+    """The reports, and the backends that are not possible here.
+
+    Raises:
+        ConfigError: one that was asked for is not possible, or none is.
+    """
+    from packhorse.errors import ConfigError
+    from packhorse.parity import check_parity
+
+    reports: list[ParityReport] = []
+    impossible: list[tuple[str, ConfigError]] = []
+    backends, packs = asked or _BACKENDS, min(rows, len(chosen.samples) // 2)
+    with progress_bar("comparing", "backends") as progress:
+        for done, backend in enumerate(backends, 1):
+            try:
+                report = check_parity(model, processor, chosen.samples, backend, rows=packs, keys=chosen.keys)
+                reports.append(report)
+            except ConfigError as error:
+                if asked:
+                    raise
+                impossible.append((backend, error))
+            progress(done, len(backends))
+    if not reports:
+        raise impossible[0][1]
+    return reports, impossible
+
+
 @dataclass
-class _Chosen:
+class Chosen:
     """Encoded samples with their keys, and what was left out: key, reason and detail of each row."""
 
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -102,15 +136,32 @@ class _Chosen:
         return "\n  ".join([f"{rows} left out:", *some, *([f"… and {more:,} more"] if more > 0 else [])])
 
 
-def _samples(meta: str, names: Sequence[str] | None, number: int, processor: Any) -> _Chosen:
-    """Rows that can be encoded, spread evenly over the data; a bad one is passed over and named."""
+def choose_samples(
+    meta: str,
+    names: Sequence[str] | None,
+    number: int,
+    processor: Any,
+    progress: OnProgress | None = None,
+) -> Chosen:
+    """Rows that can be encoded, spread evenly over the data; a bad one is passed over and named.
+
+    Args:
+        meta: the meta file.
+        names: only these data sets.
+        number: how many samples.
+        processor: encodes them.
+        progress: told how many there are.
+
+    Raises:
+        ConfigError: fewer than two rows can be encoded.
+    """
     from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
     from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
     from packhorse.ledger import Ledger
 
     dataset = open_meta_dataset(meta, names or None, ledger=Ledger())
     encoded = PreTokenizedDatasetWrapper(dataset, processor, on_bad="raise", ledger=Ledger())
-    chosen, in_a_row = _Chosen(), 0
+    chosen, in_a_row = Chosen(), 0
     step = max(1, len(dataset) // number)
     for place in dict.fromkeys([*range(0, len(dataset), step), *range(len(dataset))]):
         if len(chosen.samples) == number or in_a_row == _MOST_BAD:
@@ -119,6 +170,8 @@ def _samples(meta: str, names: Sequence[str] | None, number: int, processor: Any
             chosen.samples.append(encoded.load(place))
             chosen.keys.append(encoded.key(place))
             in_a_row = 0
+            if progress is not None:
+                progress(len(chosen.samples), number)
         except DATA_ERRORS as error:
             if not is_data_error(error):
                 raise
@@ -134,7 +187,12 @@ def _samples(meta: str, names: Sequence[str] | None, number: int, processor: Any
     return chosen
 
 
-def _load(model: str, dtype: str, device: str, random_weights: bool, trust_remote_code: bool) -> Any:
+def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_remote_code: bool) -> Any:
+    """The model at a path or hub name, or with random weights one of its config.
+
+    Raises:
+        ConfigError: there is none, or the type or the device is not to be had.
+    """
     import torch
 
     from packhorse.errors import ConfigError, require
@@ -155,13 +213,13 @@ def _load(model: str, dtype: str, device: str, random_weights: bool, trust_remot
         raise ConfigError(
             f"model {model}: cannot be opened ({' '.join(str(error).split())[:300]})"
         ) from error
-    return loaded.to(device)
+    try:
+        return loaded.to(device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
+        raise ConfigError(f"--device {device}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _print(reports: Sequence[ParityReport], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
-        return
+def _print(reports: Sequence[ParityReport], impossible: Sequence[tuple[str, ConfigError]]) -> None:
     for report in reports:
         typer.echo(report.describe())
         for one in report.documents:
@@ -170,3 +228,5 @@ def _print(reports: Sequence[ParityReport], as_json: bool) -> None:
                 f"  pack {one.row}, document {one.document}, {one.key}: {one.tokens:,} tokens, "
                 f"{one.learned:,} learned, loss {one.unpacked:.4f} alone, {one.packed:.4f} packed, {mark}"
             )
+    for backend, why in impossible:
+        typer.echo(f"{backend}: not possible: {why}")

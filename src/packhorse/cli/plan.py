@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.check import progress_bar
-from packhorse.cli.count import _plain
+from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
+from packhorse.cli.screen import one_line_errors, out_console, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _WIDTH = 100  # of what goes to a file
 
 EXAMPLES = """
+Exit code 0: planned (rows that are left out are told), 2: could not be planned.
+
 [bold]Examples[/bold]
 
 packhorse plan meta.json --processor Qwen/Qwen3-VL-8B-Instruct
@@ -27,6 +29,9 @@ packhorse plan meta.json --processor Qwen/Qwen3-VL-8B-Instruct
 
 packhorse plan meta.json --processor ./model --pack-size 16384 --max-patches 40000 --out big.phplan
 [dim]# a further limit, as a guard of memory[/dim]
+
+packhorse plan meta.json --processor ./model --ranks 24,48
+[dim]# how even are the steps on my 24 or 48 GPUs?[/dim]
 
 packhorse plan meta.json --processor ./model --json > plan.json
 [dim]# the same numbers for machines[/dim]
@@ -45,8 +50,8 @@ class OnOverlong(str, Enum):
 
 
 def plan(
-    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
-    processor: Annotated[str, typer.Option(help="Folder (or hub name) of the model's processor.")],
+    meta: META,
+    processor: PROCESSOR,
     pack_size: Annotated[int, typer.Option(min=1, help="The most tokens of a pack.")] = 8192,
     out: Annotated[
         Path | None,
@@ -69,38 +74,36 @@ def plan(
             help="Folder (or hub name) with the model's config, for costs; the processor's if it has one."
         ),
     ] = None,
-    datasets: Annotated[
-        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
+    ranks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ranks",
+            metavar="N[,N]…",
+            help="Tell the straggler ratio for so many ranks, too; may be given again.",
+        ),
     ] = None,
+    datasets: DATASETS = None,
     estimates: Annotated[
         bool, typer.Option(help="Compare with estimated lengths, for which rows are read.")
     ] = True,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes to count with; one per core without it.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the numbers as JSON.")] = False,
+    workers: WORKERS = None,
+    trust_remote_code: TRUST = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Plan the packs of an epoch, exactly as the loader will train them, and save the plan.
 
     Says how full the packs are, how even the steps, which rows are left out and why, and what padding or
     estimated lengths would have cost.
     """
-    from rich.console import Console
-
-    from packhorse.errors import PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors("plan", "no plan was written (what was counted is kept)"):
         from packhorse.loader.config import LoaderConfig
         from packhorse.view.plan_book import save_book
         from packhorse.view.planning import Request, make_plan
         from packhorse.view.report import plan_report
 
         target = out if out is not None else beside(meta)
+        check_target(target)  # before the long work
+        asked = rank_numbers(ranks or ())
         config = LoaderConfig(
             data=meta,
             dataset_names=datasets or None,
@@ -114,20 +117,14 @@ def plan(
             count_workers=workers,
         )
         planned = make_plan(Request(config, processor, model, epoch, trust_remote_code))
-        with progress_bar(errors, "estimating") as progress:
-            report = plan_report(planned, estimates=estimates, progress=progress)
+        with progress_bar("estimating") as progress:
+            report = plan_report(planned, ranks=asked, estimates=estimates, progress=progress)
         target.parent.mkdir(parents=True, exist_ok=True)
         save_book(planned, report, target)
-    except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse plan: {_plain(error)}", markup=False)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        errors.print("stopped; no plan was written (what was counted is kept)")
-        raise typer.Exit(130) from error
     if as_json:
         typer.echo(json.dumps({**report, "plan": str(target)}, indent=2))
     else:
-        _print(report, target)
+        _print(report, target, asked)
 
 
 def beside(meta: str) -> Path:
@@ -144,18 +141,43 @@ def beside(meta: str) -> Path:
     return Path(meta).with_suffix(".phplan")
 
 
-def _print(report: Mapping[str, Any], target: Path) -> None:
-    from rich.console import Console
+def check_target(target: Path) -> None:
+    """Whether a plan can be written there, as far as that can be known without writing.
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False)
+    Raises:
+        ConfigError: it is a folder, or the folder above it may not be written to.
+    """
+    from packhorse.errors import ConfigError
+
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder: name a file with --out")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{target} cannot be written: no right to write to {above}; name another --out")
+
+
+def rank_numbers(given: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
+
+    Raises:
+        ConfigError: one of them is no number from 1 upwards.
+    """
+    from packhorse.errors import ConfigError
+
+    words = [word.strip() for one in given for word in one.split(",")]
+    if wrong := [word for word in words if not word.isascii() or not word.isdigit() or int(word) < 1]:
+        raise ConfigError(f"--ranks {wrong[0]}: expected numbers from 1 upwards, as --ranks 24,48")
+    return tuple(sorted(set(map(int, words))))
+
+
+def _print(report: Mapping[str, Any], target: Path, asked: Sequence[int]) -> None:
+    console = out_console(_WIDTH)
     for name, text in summary_lines(report):
         console.print(f"{name:<10} {text}", markup=False, soft_wrap=True)
     console.print()
-    _print_stragglers(report, console)
-    _print_costs(report, console)
-    _print_left_out(report, console)
+    _print_stragglers(report, asked, console)
+    print_costs(report, console)
+    print_left_out(report, console)
     console.print(f"plan in {target}; look at it: packhorse view {target}", markup=False, soft_wrap=True)
 
 
@@ -173,7 +195,11 @@ def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{report['packs']:,} of {report['pack_size']:,} tokens (no plan has fewer than "
             f"{report['fewest_packs']:,})",
         ),
-        ("fill", f"{report['fill']:.3%} of {report['capacity']:,} tokens{kept}: {report['tokens']:,} tokens"),
+        (
+            "fill",
+            f"{report['fill']:.3%} of {report['capacity']:,} tokens{kept}: {report['tokens']:,} tokens "
+            "after the label shift (one less a row)",
+        ),
         ("per pack", f"{documents['mean']:.2f} samples (least, quartiles, most: {quartiles})"),
     ]
 
@@ -192,7 +218,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     console.print(table)
 
 
-def _print_stragglers(report: Mapping[str, Any], console: Console) -> None:
+def _print_stragglers(report: Mapping[str, Any], asked: Sequence[int], console: Console) -> None:
     from packhorse.view.report import WORLD_SIZES
 
     rows = [
@@ -200,16 +226,17 @@ def _print_stragglers(report: Mapping[str, Any], console: Console) -> None:
             f"{one['ranks']:,}",
             f"{one['steps']:,}",
             f"{one['ratio']:.4f}",
-            "-" if one["random"] is None else f"{one['random']:.4f}",
+            f"{one['random']:.4f}",
         )
         for one in report["straggler"]
-        if one["ranks"] in WORLD_SIZES
+        if one["ranks"] in (*WORLD_SIZES, *asked)
     ]
-    title = "Straggler ratio: what the slowest rank of a step takes, over the mean of all"
+    title = "Straggler ratio: what the slowest rank of a step takes, over the mean of all (mean of all steps)"
     _print_table(title, ("ranks", "steps", "planned", "at random"), rows, console)
 
 
-def _print_costs(report: Mapping[str, Any], console: Console) -> None:
+def print_costs(report: Mapping[str, Any], console: Console) -> None:
+    """What padding and estimated lengths would have cost."""
     padding, guessed = report["padding"], report["estimated"]
     batch = padding["batch_size"]
     ways = (
@@ -231,7 +258,8 @@ def _print_costs(report: Mapping[str, Any], console: Console) -> None:
         )
 
 
-def _print_left_out(report: Mapping[str, Any], console: Console) -> None:
+def print_left_out(report: Mapping[str, Any], console: Console) -> None:
+    """Which rows are in no pack, and why."""
     console.print()
     for reason, number in report["not_drawn"].items():
         console.print(f"before planning: {number:,} {reason}", markup=False, soft_wrap=True)

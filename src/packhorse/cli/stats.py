@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.check import progress_bar
-from packhorse.cli.count import _plain
+from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS
+from packhorse.cli.screen import one_line_errors, out_console, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +24,8 @@ _MOST_BARS = 18
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 EXAMPLES = """
+Exit code 0: shown, 2: something cannot be read or counted.
+
 [bold]Examples[/bold]
 
 packhorse stats meta.json
@@ -39,39 +40,27 @@ packhorse stats meta.json --dataset charts --json
 
 
 def stats(
-    meta: Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")],
+    meta: META,
     processor: Annotated[
         str | None, typer.Option(help="Folder (or hub name) of the model's processor; estimates without it.")
     ] = None,
-    datasets: Annotated[
-        list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
-    ] = None,
+    datasets: DATASETS = None,
     each: Annotated[
         bool, typer.Option("--each", metavar="", help="Draw the histograms of each data set, too.")
     ] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes; one per core without it.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON.")] = False,
+    workers: WORKERS = None,
+    trust_remote_code: TRUST = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show how tokens, media and the learned share are spread over the rows of each data set.
 
     With --processor everything is exact, and kept beside the data for the next time.
     """
-    from rich.console import Console
-
-    from packhorse.errors import PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors("stats", "the next run continues with what is finished"):
         from packhorse.check import stats_of
         from packhorse.engines import engine_named
 
-        with progress_bar(errors, "estimating" if processor is None else "counting") as progress:
+        with progress_bar("estimating" if processor is None else "counting") as progress:
             report = stats_of(
                 meta,
                 processor,
@@ -80,12 +69,6 @@ def stats(
                 trust_remote_code=trust_remote_code,
                 progress=progress,
             )
-    except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse stats: {_plain(error)}", markup=False)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        errors.print("stopped; the next run continues with what is finished")
-        raise typer.Exit(130) from error
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
@@ -93,11 +76,7 @@ def stats(
 
 
 def _print(report: StatsReport, each: bool) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False)
+    console = out_console(_WIDTH)
     if report.estimated:
         console.print(
             "ESTIMATES: without --processor a token is 3 characters and a medium 500 tokens.\n"
@@ -109,6 +88,10 @@ def _print(report: StatsReport, each: bool) -> None:
         console.print(f"Counts of this processor are not exact: a row may be off by {bound}.", style="yellow")
     every = [*report.datasets, report.all()] if len(report.datasets) > 1 else [*report.datasets]
     console.print(_lengths_table(every, report.estimated))
+    console.print(
+        "(Tokens are those of the encoded rows. A plan tells them after the label shift: one less a row.)",
+        soft_wrap=False,
+    )
     console.print(_media_table(every))
     if every[-1].media["images"]:
         console.print(_image_table(every, report.estimated))

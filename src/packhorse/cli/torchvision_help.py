@@ -33,7 +33,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torchvision":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        # Those behind this one only: a second copy of this module may have a finder of its own.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((one for one in found if one is not None), None)
         if spec is not None and spec.loader is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from packhorse.cli.count import _plain
+from packhorse.cli.options import AS_JSON, TRUST
+from packhorse.cli.screen import one_line_errors
 
 EXAMPLES = """
+Exit code 0: ended with Ctrl-C, 2: cannot be shown.
+
 [bold]Examples[/bold]
 
 packhorse view meta.phplan
@@ -21,6 +25,9 @@ packhorse view meta.json --processor ./model --pack-size 4096
 
 packhorse view meta.phplan --ledger run/ledgers
 [dim]# with what a run has left out, cut or replaced[/dim]
+
+packhorse view meta.phplan --port 0 --json
+[dim]# one line for machines: {"version": 1, "source": …, "url": …}[/dim]
 
 ssh -L 8123:127.0.0.1:8123 cluster packhorse view meta.phplan
 [dim]# data on another machine: the page stays on 127.0.0.1 of both[/dim]
@@ -41,21 +48,14 @@ def view(
         Path | None, typer.Option(metavar="FILE|DIR", help="Ledgers of a run, to be shown with the rows.")
     ] = None,
     pack_size: Annotated[int, typer.Option(min=1, help="For a meta file: the most tokens of a pack.")] = 8192,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor.")
-    ] = False,
+    trust_remote_code: TRUST = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """Show packs, rows, labels and losses as pages on this machine.
 
     Only this machine can reach them, unless --host says otherwise; nothing is loaded from elsewhere.
     """
-    from rich.console import Console
-
-    from packhorse.errors import PackhorseError
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    with one_line_errors("view", "nothing was shown"):
         from packhorse.view.book import Book
         from packhorse.view.serve import listen, serve
 
@@ -65,10 +65,10 @@ def view(
         )
         number = socket.getsockname()[1]
         name = f"[{host}]" if ":" in host else host
-        typer.echo(f"looking at {source}: http://{name}:{number}/ (Ctrl-C ends it)")
-        serve(book, socket, host)
-    except (PackhorseError, OSError) as error:
-        errors.print(f"packhorse view: {_plain(error)}", markup=False)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        pass
+        url = f"http://{name}:{number}/"
+        if as_json:
+            typer.echo(json.dumps({"version": 1, "source": source, "url": url}))
+        else:
+            typer.echo(f"looking at {source}: {url} (Ctrl-C ends it)")
+        with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+            serve(book, socket, host)

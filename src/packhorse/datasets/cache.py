@@ -8,15 +8,16 @@ processes that want the same file at the same time wait for the first one to mak
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import os
-import shutil
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from glob import escape
 from logging import getLogger
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +32,7 @@ logger = getLogger(__name__)
 _EDGE = 1 << 16
 _PIECE = 1 << 22
 _LEAVINGS_AGE = 3600.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
 
 
@@ -101,21 +103,27 @@ def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bo
     """Write a file so that it is seen under its name only when it is complete.
 
     ``to_disk`` waits until it is safe from a power cut; for files whose damage nobody would notice.
+
+    Raises:
+        OSError: it cannot be written; where the disk is full, it names the file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leavings(target)
     fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(fd, "wb") as file:
+            _show_at_work(file)
             write(file)
+            file.flush()
             if to_disk:
-                file.flush()
                 os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; other users share the data
-        os.replace(temporary, target)
-    except BaseException:
+            os.chmod(temporary, 0o644)  # mkstemp makes it private; other users share the data
+            os.replace(temporary, target)
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            error.filename = str(target)
         raise
 
 
@@ -138,11 +146,39 @@ def cache_lock(name: str) -> Iterator[None]:
 
 
 def _remove_leavings(target: Path) -> None:
-    """Remove what a killed process left of an earlier attempt (an hour ago: not one that is at work)."""
-    for leaving in target.parent.glob(f".{target.name}.*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - leaving.stat().st_mtime > _LEAVINGS_AGE:
+    """Remove what a killed process left of an earlier attempt.
+
+    Not what another process is writing now. Its age alone does not tell: a clock that jumps, or that of a
+    file server, makes a new file look old (or an old one new).
+    """
+    for leaving in target.parent.glob(f".{escape(target.name)}.*"):
+        with contextlib.suppress(OSError):  # gone already, or not ours to remove
+            if abs(time.time() - leaving.stat().st_mtime) > _LEAVINGS_AGE and not _is_at_work(leaving):
                 leaving.unlink()
+
+
+def _show_at_work(file: IO[bytes]) -> None:
+    """Lock a file while it is open here; a killed process lets go of it."""
+    with contextlib.suppress(OSError, ImportError):  # a file system without locks: its age has to tell
+        import fcntl
+
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_at_work(path: Path) -> bool:
+    """Whether some process has a file locked (see :func:`_show_at_work`)."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
+    return False
 
 
 def _fetched(address: str) -> str:
@@ -151,20 +187,43 @@ def _fetched(address: str) -> str:
     import fsspec
 
     fs, path = fsspec.core.url_to_fs(address)
-    try:
+    with _named(address):
         info = fs.info(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{address}: no such file") from error
     # Not the store's own key alone: for some stores it is the address, whatever lies there.
     state = {name: str(info[name]) for name in _STATE if info.get(name) is not None}
     key = digest(address, str(fs.ukey(path)), str(sorted(state.items())))
 
     def download(file: IO[bytes]) -> None:
         logger.info("fetching %s", address)
-        with fs.open(path, "rb") as remote:
-            shutil.copyfileobj(remote, file, _PIECE)
+        came, size = 0, info.get("size")
+        with contextlib.ExitStack() as stack:
+            with _named(address):
+                remote = stack.enter_context(fs.open(path, "rb"))
+            while True:
+                with _named(address):
+                    piece = remote.read(_PIECE)
+                if not piece:
+                    break
+                came += file.write(piece)
+        # A line that breaks may look like the end of the file. Kept, half of the rows would be lost for good.
+        if size is not None and came != size:
+            raise ConnectionError(
+                f"{address}: {came:,} bytes came, expected {size:,}; nothing is kept, try again"
+            )
 
     return str(build_once(f"fetched/{key}/{os.path.basename(path.partition('?')[0])}", download))
+
+
+@contextlib.contextmanager
+def _named(address: str) -> Iterator[None]:
+    """Asking a store inside: an error says for which address."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{address}: no such file") from error
+    except OSError as error:
+        why = str(error) or type(error).__name__
+        raise ConnectionError(f"{address} cannot be fetched ({why}); nothing is kept, try again") from error
 
 
 def _unpack(path: str, file: IO[bytes]) -> None:

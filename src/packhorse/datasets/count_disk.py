@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from packhorse.datasets.cache import write_whole
+from packhorse.datasets.count_check import CHECK, as_damage, batch_digest, open_batches
 from packhorse.datasets.count_columns import OK
 from packhorse.datasets.sidecar import Sidecar
 from packhorse.errors import SystemFault
 
 logger = getLogger("packhorse.datasets")
 
+_TICK = 2_000_000_000  # nanoseconds that every file system can tell apart
 _NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -85,10 +87,22 @@ def open_part(path: Path) -> Any | None:
 
 
 def part_file(path: Path) -> Any:
-    """The record batch of a part."""
+    """The record batch of a part, looked through.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: (a ``ValueError``) it is damaged.
+    """
     import pyarrow as pa
 
-    return pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+    reader = open_batches(str(path))
+    try:
+        batch = reader.get_batch(0)
+        if (reader.schema.metadata or {}).get(CHECK) != batch_digest(batch).encode():
+            raise ValueError("its counts are not those that were written")
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise as_damage(error, str(path)) from error
+    return batch
 
 
 def is_bad(batch: Any) -> bool:
@@ -126,6 +140,24 @@ def _fault(error: OSError, path: Path) -> SystemFault:
     return SystemFault(
         f"{path} cannot be written: {why}. No count file is incomplete; {cure} (what is finished is kept)"
     )
+
+
+def be_newest(path: Path, others: Iterable[Path]) -> None:
+    """Make a file newer than others: of several count files the newest holds, and clocks are set back."""
+    made = path.stat().st_mtime_ns
+    for other in others:
+        with contextlib.suppress(FileNotFoundError):
+            if other != path and (last := other.stat().st_mtime_ns) >= made:
+                made = last + _TICK
+                os.utime(path, ns=(made, made))
+
+
+def older_than(mtime_ns: int, paths: Iterable[Path]) -> Iterator[Path]:
+    """Those that were there before."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime_ns <= mtime_ns:
+                yield path
 
 
 def remove_files(paths: Iterable[Path]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -26,10 +26,15 @@ from packhorse.types import MEDIA_KINDS
 _FIELDS = ("_text_tokens", "mm_inputs_meta")
 
 
-def write_counted_jsonl(files: Sequence[CountedFile], folder: str | os.PathLike[str]) -> list[Path]:
+def write_counted_jsonl(
+    files: Sequence[CountedFile],
+    folder: str | os.PathLike[str],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
     """Write ``<data set>.jsonl`` for each data set, and a ``meta.json`` that names them.
 
-    Each file appears when it is whole. Memory is one part of the file.
+    Each file appears when it is whole. Memory is one part of the file. ``progress`` is told how many rows are
+    done, and of how many.
 
     Raises:
         ConfigError: a row holds what JSON cannot (the bytes of an image in a Parquet file), or two data sets
@@ -47,14 +52,27 @@ def write_counted_jsonl(files: Sequence[CountedFile], folder: str | os.PathLike[
         counted.config.name: _meta_entry(counted, target)
         for counted, target in zip(files, targets, strict=True)
     }
+    told = _Told(progress, sum(len(counted.file) for counted in files))
     try:
         for counted, target in zip(files, targets, strict=True):
-            write_whole(target, lambda file, counted=counted: file.writelines(_lines(counted)))  # type: ignore[misc]
+            write_whole(target, lambda file, counted=counted: file.writelines(_lines(counted, told)))  # type: ignore[misc]
         text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
         write_whole(home / "meta.json", lambda file: _write(file, text.encode()))
     except OSError as error:
         raise SystemFault(f"{error.filename or home} cannot be written ({error.strerror})") from error
     return targets
+
+
+class _Told:
+    """Counts rows for a progress bar."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self, rows: int) -> None:
+        self.done += rows
+        if self.progress is not None:
+            self.progress(self.done, self.total)
 
 
 def _write(file: IO[bytes], data: bytes) -> None:
@@ -68,17 +86,22 @@ def _meta_entry(counted: CountedFile, target: Path) -> dict[str, Any]:
     return {"file_name": target.name, **kept, "sample_ratio": config.sample_ratio}
 
 
-def _lines(counted: CountedFile) -> Iterator[bytes]:
+def _lines(counted: CountedFile, told: _Told) -> Iterator[bytes]:
     number = 0
     for batch in counted.sidecar.batches():
         for counts in batch.select(["text", "status", "media"]).to_pylist():
-            row = _row_bytes(counted.file, number)
+            row = row_bytes(counted.file, number)
             yield (_with_counts(row, counts) if counts["status"] == OK else row) + b"\n"
             number += 1
+        told(batch.num_rows)
 
 
-def _row_bytes(file: RowFile, number: int) -> bytes:
-    """A row on one line."""
+def row_bytes(file: RowFile, number: int) -> bytes:
+    """A row on one line.
+
+    Raises:
+        ConfigError: it holds what JSON cannot.
+    """
     if isinstance(file, JsonRows):
         # A line end cannot be part of a JSON string, so it stands between values.
         return file.raw(number).replace(b"\r", b" ").replace(b"\n", b" ")

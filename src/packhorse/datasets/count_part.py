@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from packhorse.chat import template_errors, tokenizer_of
 from packhorse.conversation import parse_conversation
 from packhorse.datasets.cache import Fingerprint
+from packhorse.datasets.count_check import CHECK, batch_digest
 from packhorse.datasets.count_columns import COUNTS, OK, count_schema
 from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import JsonRows, Row, RowFile, gc_paused, open_rows
@@ -87,7 +88,7 @@ class PartCounter:
     @classmethod
     def of(cls, processor: Any, trust_remote_code: bool = False) -> PartCounter:
         """Open the processor, and take its settings for those of all processes."""
-        _opened_rows.cache_clear()  # as for the processor: a file may be another one by now
+        opened_rows.cache_clear()  # as for the processor: a file may be another one by now
         if isinstance(processor, str):
             opened_counter.cache_clear()  # the folder may hold another one since the last pass
             return cls(processor, opened_counter(processor, trust_remote_code)[1], trust_remote_code)
@@ -100,7 +101,7 @@ class PartCounter:
         """Count the rows of one part."""
         check_media_dir(task.config)
         counter = self.counter()
-        rows = _rows_now(task)
+        rows = rows_now(task)
         with gc_paused():
             return PartResult(part_digest(rows, task.first, task.stop), _counted_bytes(counter, rows, task))
 
@@ -156,6 +157,8 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
             raise
         what = "cannot be opened" if here or broken else "no such folder, and not to be had from the hub"
         hint = f"; {_torchvision_hint()}" if broken else ""
+        if "trust_remote_code" in str(error):
+            hint = "; read its code, then allow it with trust_remote_code=True or --trust-remote-code"
         raise ConfigError(f"processor {path}: {what} ({why}){hint}") from error
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
@@ -246,18 +249,18 @@ def opened_counter(path: str, trust_remote_code: bool) -> tuple[TokenCounter, di
     return counter, counter_settings(counter)
 
 
-def _rows_now(task: PartTask) -> RowFile:
+def rows_now(task: PartTask) -> RowFile:
     """The data file as it is now. One that stays open shows what lay there when it was opened."""
     wanted = task.config.file_name, task.index_dir, task.size, task.edges
-    rows, state = _opened_rows(*wanted)
+    rows, state = opened_rows(*wanted)
     if Fingerprint.of(data_source(rows)) != state:
-        _opened_rows.cache_clear()
-        rows, _ = _opened_rows(*wanted)
+        opened_rows.cache_clear()
+        rows, _ = opened_rows(*wanted)
     return rows
 
 
 @lru_cache(maxsize=4)
-def _opened_rows(address: str, index_dir: str | None, size: int, edges: str) -> tuple[RowFile, Fingerprint]:
+def opened_rows(address: str, index_dir: str | None, size: int, edges: str) -> tuple[RowFile, Fingerprint]:
     """An open file and its state; the time of change may be another on another machine."""
     rows = open_rows(address, index_dir)
     state = Fingerprint.of(data_source(rows))
@@ -276,8 +279,10 @@ def _counted_bytes(counter: TokenCounter, rows: RowFile, task: PartTask) -> byte
         for result in _counted(counter, rows, numbers, task.config):
             columns.add(result)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, count_schema()) as writer:
-        writer.write_batch(columns.batch())
+    batch = columns.batch()
+    schema = count_schema({CHECK.decode(): batch_digest(batch)})
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
     data: bytes = sink.getvalue().to_pybytes()
     return data
 

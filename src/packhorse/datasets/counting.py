@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from packhorse.datasets.cache import Fingerprint, cache_lock, write_whole
+from packhorse.datasets.count_check import batch_digest, sidecar_metadata
 from packhorse.datasets.count_columns import count_schema
 from packhorse.datasets.count_disk import (
+    be_newest,
     has_bad,
     is_bad,
     is_gone,
     keep_part,
     may_write,
     needs_no_media,
+    older_than,
     open_part,
     part_file,
     remove_files,
@@ -49,7 +52,6 @@ from packhorse.datasets.sidecar import (
     Settings,
     Sidecar,
     data_source,
-    sidecar_metadata,
 )
 from packhorse.errors import ConfigError, SystemFault
 
@@ -225,6 +227,8 @@ class _Job:
         found = None if fresh else found
         if found is not None and len(found) == len(self.file) and not (retry_bad and has_bad(found)):
             self._done = found
+            # Of a run that was killed when its sidecar was there. Newer ones are somebody's at work.
+            remove_files(older_than(found.mtime_ns, self._kept()))
             return
         self._choose_home()
         self.part_rows = self.part_rows or (PART_ROWS if fresh else self._usual_part_rows(found))
@@ -284,6 +288,7 @@ class _Job:
             target = place.targets()[self.home]
             with told_if_full(target):
                 write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
+                be_newest(target, self.place.all_targets())
             self._done = Sidecar(target)
         except FileNotFoundError as error:
             self._done = self._of_another_machine()
@@ -378,9 +383,8 @@ class _Job:
         import pyarrow as pa
 
         order = [self._parts[number] for number in range(len(self._parts))]
-        metadata = sidecar_metadata(
-            settings, self.place.state, len(self.file), self.part_rows, [name for name, _ in order]
-        )
+        names, checks = [name for name, _ in order], [batch_digest(batch()) for _, batch in order]
+        metadata = sidecar_metadata(settings, self.place.state, len(self.file), self.part_rows, names, checks)
         schema = count_schema(metadata)
         with pa.ipc.new_file(file, schema) as writer:
             for number, (_, batch) in enumerate(order):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Iterator
 from logging import getLogger
 from pathlib import Path
@@ -25,7 +26,7 @@ logger = getLogger(__name__)
 
 Layout = Literal["lines", "array"]
 
-_FORMAT = "packhorse-index-1"
+_FORMAT = "packhorse-index-2"
 _HEADER_BYTES = 512
 _LOOKED_AT_CHUNK = 1 << 22  # an onlooker keeps rows in memory: larger pieces cost it little
 # A smaller file is indexed in milliseconds: not worth a second file beside it.
@@ -65,13 +66,20 @@ class RowIndex:
         self._let_go()
         return starts, stops
 
-    def checksum(self) -> int:
-        """The sum of all offsets, as the index file has it."""
-        total = 0
+    def checksum(self, size: int) -> int | None:
+        """The CRC of all offsets, as the index file has it: about a millisecond for 100,000 rows.
+
+        None where they cannot be right, whatever the file says: not ascending, or outside of a file of
+        ``size`` bytes.
+        """
+        crc, last = 0, 0
         for first in range(0, len(self._offsets), 1 << 20):
-            total += int(self._offsets[first : first + (1 << 20)].sum())
+            piece = self._offsets[first : first + (1 << 20)]
+            if piece[0] < last or (piece[1:] < piece[:-1]).any():
+                return None
+            crc, last = zlib.crc32(np.ascontiguousarray(piece), crc), int(piece[-1])
             self._let_go()
-        return total % 2**64
+        return crc if last <= size else None
 
     def _let_go(self) -> None:
         # Clean pages of a file: the system keeps them in its cache, they just no longer count as ours.
@@ -163,12 +171,13 @@ def _write(
     file: IO[bytes], path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None
 ) -> None:
     file.write(b" " * _HEADER_BYTES)
-    count = checksum = 0
+    count = crc = 0
     for piece in _pieces(path, layout, fingerprint, onlooker):
-        file.write(piece.astype("<i8").tobytes())
+        data = piece.astype("<i8").tobytes()
+        file.write(data)
         count += len(piece)
-        checksum += int(piece.sum())
-    header = _header(layout, fingerprint) | {"offsets": count, "sum": checksum % 2**64}
+        crc = zlib.crc32(data, crc)
+    header = _header(layout, fingerprint) | {"offsets": count, "crc": crc}
     file.seek(0)
     file.write(json.dumps(header).encode())
 
@@ -189,7 +198,7 @@ def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | No
         with open(home, "rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))
             length = os.fstat(file.fileno()).st_size
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     wanted = _header(layout, fingerprint)
     if not isinstance(header, dict) or any(header.get(name) != value for name, value in wanted.items()):
@@ -198,4 +207,5 @@ def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | No
     if not isinstance(count, int) or count < 1 or length != _HEADER_BYTES + 8 * count:
         return None
     index = RowIndex(np.memmap(home, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,)))
-    return index if index.checksum() == header.get("sum") else None
+    crc = index.checksum(fingerprint.size)
+    return index if crc is not None and crc == header.get("crc") else None

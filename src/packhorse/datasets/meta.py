@@ -124,6 +124,15 @@ class MetaDataset(Sequence[dict[str, Any]]):
         source, position = self._find(index)
         return source.file.location(source.selection.row(position))
 
+    def locations(self, indices: Sequence[int]) -> list[str]:
+        """As :meth:`location`, for many: one pass over each file, whatever their order."""
+        places = [self._find(index) for index in indices]
+        rows = [source.selection.row(position) for source, position in places]
+        found = [""] * len(rows)
+        for number in sorted(range(len(rows)), key=rows.__getitem__):
+            found[number] = places[number][0].file.location(rows[number])
+        return found
+
     def lengths(self) -> dict[str, int]:
         """Examples per dataset, in order."""
         return {source.config.name: len(source) for source in self._sources}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from logging import getLogger
 
 logger = getLogger("packhorse.datasets")
+
+
+def bars_are_wanted() -> bool:
+    """Whether somebody looks: stderr is a terminal, and this is no CI run (the variable ``CI`` says so)."""
+    return sys.stderr.isatty() and os.environ.get("CI", "").lower() in ("", "0", "false")
 
 
 class Progress:

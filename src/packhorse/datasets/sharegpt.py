@@ -318,7 +318,10 @@ def _is_nothing(entry: Any) -> bool:
 def _is_inputs_meta(meta: Any) -> bool:
     if not isinstance(meta, Mapping):
         return False
-    entries = [entry for name in ("images_meta", "videos_meta") for entry in meta.get(name) or ()]
+    lists = [meta.get(name) or [] for name in ("images_meta", "videos_meta")]
+    if not all(isinstance(one, list | tuple) for one in lists):
+        return False
+    entries = [entry for one in lists for entry in one]
     return all(
         entry is None
         or isinstance(entry, list | tuple)

@@ -282,7 +282,9 @@ class Family(Counting):
             "video": loaded.videos,
             "audio": loaded.audios,
         }
-        sampling = self.video_sampling(processor) if "video" in self.kinds else None
+        refs = tuple(refs)
+        # Asked only where there is a video: a processor without one need not say how it samples.
+        sampling = self.video_sampling(processor) if any(ref.kind == "video" for ref in refs) else None
         for ref in refs:
             medium: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
             if ref.kind == "audio":

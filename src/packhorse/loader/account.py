@@ -14,9 +14,13 @@ from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger
 from packhorse.loader.build import BatchReport
 from packhorse.loader.talk import Ranks
+from packhorse.neat_packing_vlm.pack_plan import BAD_ROW, DROP_REASONS
 from packhorse.types import World
 
 logger = getLogger("packhorse.loader")
+
+# Good samples, which the settings leave no room for.
+_LEFT_OUT_BY_PLAN = frozenset(DROP_REASONS[:BAD_ROW])
 
 
 class TooManyBad(PackhorseError):
@@ -89,9 +93,11 @@ class Guard:
     def _told(self, what: str, setting: str = "max_bad_share") -> str:
         last = list(self.ledger)[-3:]
         examples = "; ".join(f"{drop.key}: {drop.reason}, {drop.detail}" for drop in last)
+        gone = self.ledger.samples_by_reason(gone=True)
+        bad = {reason: number for reason, number in gone.items() if reason not in _LEFT_OUT_BY_PLAN}
         value = f"{self.share:.2%}" if setting == "max_bad_share" else self.in_a_row
         return (
-            f"{what}, more than {setting}={value} allows. By reason: {_by_reason(self.ledger.counts())}. "
+            f"{what}, more than {setting}={value} allows. By reason: {_by_reason(bad)}. "
             f"As: {examples}. `packhorse check` finds them all; raise {setting} if that is meant"
         )
 
@@ -111,7 +117,8 @@ class EpochAccount:
         delivered: were handed out to a rank; None where that is not known: ranks cannot talk, or part of the
             epoch was before a restart and there is no ``ledger_dir``.
         lost: failed on the way (before a restart too, where there is a ``ledger_dir``).
-        reasons: how many samples the ledger has for each reason, in this epoch or in all.
+        reasons: how many samples were not delivered for each reason, in this epoch or in all.
+        remarks: how many were, though the ledger has a reason for them (cut, nothing to learn in them).
     """
 
     epoch: int
@@ -120,6 +127,7 @@ class EpochAccount:
     delivered: int | None
     lost: int
     reasons: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, int] = field(default_factory=dict)
 
     @property
     def left_out(self) -> int:
@@ -131,6 +139,8 @@ class EpochAccount:
         lost = f", {self.lost:,} failed" if self.lost else ""
         lines = [f"epoch {self.epoch}: {self.rows:,} rows, {self.planned:,} in the plan{handed}{lost}"]
         lines += [f"  {reason}: {number:,} of {self.rows:,}" for reason, number in self.reasons.items()]
+        if self.remarks:
+            lines.append(f"  delivered with a remark: {_by_reason(self.remarks)}")
         return "\n".join(lines)
 
 
@@ -164,6 +174,7 @@ def close_epoch(
         delivered,
         lost,
         written.reasons,
+        written.remarks,
     )
     if account.delivered is not None and account.delivered + account.lost != account.planned:
         raise PackhorseError(
@@ -243,7 +254,13 @@ def _read(path: Path, epoch: int | None = None) -> Ledger:
 
 class _Written(NamedTuple):
     reasons: dict[str, int]
+    remarks: dict[str, int]
     lost: int
+
+
+def _told_by(ledger: Ledger) -> _Written:
+    gone, kept = (ledger.samples_by_reason(gone=one) for one in (True, False))
+    return _Written(gone, kept, _lost_in(ledger))
 
 
 def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Written:
@@ -254,26 +271,23 @@ def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Written:
     """
     path = ledger.path
     own = _read(path, epoch) if path is not None and path.exists() else ledger.of_epoch(epoch)
-    parts = ranks.gather((own.samples_by_reason(), _lost_in(own), len(own)))
+    parts = ranks.gather((_told_by(own), len(own)))
     files = {} if path is None else _rank_files(path.parent)
     seen = {rank: _read(file, epoch) for rank, file in files.items()} if not ranks.world.rank else {}
-    all_seen = all(
-        not number or len(seen.get(rank, ())) >= number for rank, (_, _, number) in enumerate(parts)
-    )
+    all_seen = all(not number or len(seen.get(rank, ())) >= number for rank, (_, number) in enumerate(parts))
     merged = _merged(seen.values()) if all_seen and seen else None
-    told = None if merged is None else (merged.samples_by_reason(), _lost_in(merged))
-    told = ranks.gather(told)[0]
+    told: _Written | None = ranks.gather(None if merged is None else _told_by(merged))[0]
     if told is not None:
-        return _Written(*told)
-    reasons: Counter[str] = Counter()
-    for counts, _, _ in parts:
-        reasons.update(counts)
-    lost = sum(number for _, number, _ in parts)
-    for rank, left_behind in seen.items():
-        if rank >= ranks.world.size:  # of an earlier, larger run
-            reasons.update(left_behind.samples_by_reason())
-            lost += _lost_in(left_behind)
-    return _Written(dict(reasons.most_common()), lost)
+        return told
+    # Beside those of this run, what ranks of an earlier, larger one have left behind.
+    found = [one for one, _ in parts]
+    found += [_told_by(file) for rank, file in seen.items() if rank >= ranks.world.size]
+    reasons, remarks = Counter[str](), Counter[str]()
+    for one in found:
+        reasons.update(one.reasons)
+        remarks.update(one.remarks)
+    lost = sum(one.lost for one in found)
+    return _Written(dict(reasons.most_common()), dict(remarks.most_common()), lost)
 
 
 def _merged(ledgers: Iterable[Ledger]) -> Ledger:

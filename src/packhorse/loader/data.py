@@ -7,7 +7,6 @@ microseconds to a millisecond a row).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from packhorse.datasets.count_part import make_counter
 from packhorse.datasets.counting import OnProgress, count_meta
 from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.prepare import with_sound_in_place
-from packhorse.datasets.progress import Progress
+from packhorse.datasets.progress import Progress, bars_are_wanted
 from packhorse.datasets.sidecar import counts_of
 from packhorse.engines import LocalEngine
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
@@ -194,7 +193,7 @@ def _count_meta(
 @contextmanager
 def _progress_bar(what: str) -> Iterator[OnProgress | None]:
     """A bar on a terminal; None elsewhere, so that the log tells."""
-    if not sys.stderr.isatty():
+    if not bars_are_wanted():
         yield None
         return
     from rich.console import Console

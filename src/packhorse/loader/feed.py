@@ -8,7 +8,11 @@ is, and stops with the names of its samples.
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.process
+import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -212,6 +216,7 @@ class Feed:
                 "persistent_workers": True,
                 "timeout": settings.timeout or 0,
                 "multiprocessing_context": settings.context,
+                "worker_init_fn": _end_with_parent,
             }
         return DataLoader(
             self.builder,
@@ -224,6 +229,22 @@ class Feed:
             generator=torch.Generator().manual_seed(0),
             **options,
         )
+
+
+def _end_with_parent(worker: int) -> None:
+    """Have this worker end at once when the process that it works for is killed.
+
+    By itself it would work off what it was given. A read that fails then, perhaps a minute later, would write
+    into the ledger of the run that has been taken up in the meantime, and that hands the sample out.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_leave_after, args=(parent,), daemon=True).start()
+
+
+def _leave_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _one_at_a_time(settings: WorkerSettings) -> WorkerSettings:

@@ -285,7 +285,7 @@ class Loader:
             if not 0 <= consumed <= handed_out:
                 raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
             progress = progress.at(self._now.first + consumed)
-        state = progress.to_dict(self.plan_key) | {"packs": self._now.packs.digest}
+        state = progress.to_dict(self.plan_key, self._planner.key) | {"packs": self._now.packs.digest}
         state["ledger"] = {"rank": self.world.rank, "entries": len(self.ledger)}
         if self.config.shard_data:
             state["shard"] = self._shard()
@@ -306,7 +306,7 @@ class Loader:
                 "shard_data any of them can go on"
             )
         before = self._progress, self._now
-        self._go_to(Progress.from_dict(state, self.plan_key))
+        self._go_to(Progress.from_dict(state, self.plan_key, self._planner.key))
         planned = self._now.packs.digest
         if state.get("packs", planned) != planned:
             self._progress, self._now = before
@@ -382,7 +382,7 @@ class Loader:
             refuse_bad(self._planner, self.key)
         # Which samples are in no pack depends on their counts alone: it is told once.
         if not self._told and (self.world.rank == 0 or self.config.shard_data):
-            record_left_out(self._planner, plan, self.key, self.ledger)
+            self._record_left_out(plan, self.ledger)
         self._told = True
         if not len(plan):
             told = self._left_out(plan)
@@ -404,8 +404,12 @@ class Loader:
     def _left_out(self, plan: PackPlan) -> Ledger:
         """What is in no pack; the ledger of the first rank alone has it."""
         told = Ledger()
-        record_left_out(self._planner, plan, self.key, told)
+        self._record_left_out(plan, told)
         return told
+
+    def _record_left_out(self, plan: PackPlan, ledger: Ledger) -> None:
+        locations = getattr(self.dataset, "locations", None)  # of data that come from files
+        record_left_out(self._planner, plan, self.key, ledger, locations)
 
 
 def _ticket(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> Ticket:

@@ -220,16 +220,27 @@ def _one_by_one(lengths: Integers, room: int) -> PackPlan:
     )
 
 
-def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], str], ledger: Ledger) -> None:
-    """Write into the ledger which examples are in no pack, and why."""
+def record_left_out(
+    planner: Planner,
+    plan: PackPlan,
+    key_of: Callable[[int], str],
+    ledger: Ledger,
+    locations: Callable[[list[int]], list[str]] | None = None,
+) -> None:
+    """Write into the ledger which examples are in no pack, and why.
+
+    Args:
+        planner: made the plan.
+        plan: of any epoch.
+        key_of: the name of an example.
+        ledger: is written to.
+        locations: file and line of examples; None where nobody knows.
+    """
     counts = planner.counts
-    bad = np.flatnonzero(~counts.ok)
-    drops = []
-    for index in bad.tolist():
-        key = key_of(index)
-        reason: Reason = str(counts.status[index])  # type: ignore[assignment]
-        detail = f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED})"
-        drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+    found: list[tuple[int, Reason, str]] = [
+        (index, counts.status[index], f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED})")
+        for index in np.flatnonzero(~counts.ok).tolist()
+    ]
     for reason, positions in plan.dropped_by_reason().items():
         positions = positions[counts.ok[positions]]
         if not len(positions):
@@ -241,9 +252,13 @@ def record_left_out(planner: Planner, plan: PackPlan, key_of: Callable[[int], st
             "too_long": f"more than the {planner.room:,} tokens of a pack",
             "over_limit": f"alone over a limit of a pack ({', '.join(planner.limits)})",
         }.get(reason, "")
-        for index in positions.tolist():
-            key = key_of(index)
-            drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+        found += [(index, reason, detail) for index in positions.tolist()]
+    places = [""] * len(found) if locations is None else locations([index for index, _, _ in found])
+    drops = []
+    for (index, reason, detail), place in zip(found, places, strict=True):
+        key = key_of(index)
+        told = "; ".join(part for part in (detail, place) if part)
+        drops.append(Drop(key, "plan", reason, told, dataset=key.rpartition("/")[0]))
     ledger.record_all(drops)
 
 

@@ -10,6 +10,19 @@ from packhorse.errors import ConfigError
 from packhorse.loader.deal import Segment, Shape
 
 VERSION = 1
+# What a plan is made from, in words.
+_TOLD = {
+    "counts": "the tokens of the samples (other data, processor or template)",
+    "samples": "the number of samples",
+    "capacity": "the tokens that a pack has room for",
+    "rows": "the rows of the data set",
+    "media": "the media of the samples",
+    "weights": "what tokens and patches cost (the model's sizes)",
+    "planner": "the version of the planner",
+    "order": "the version of the dealing",
+    "spread": "spread_datasets",
+}
+_SHOWN = (int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +57,20 @@ class Progress:
         last = self.segments[-1]._replace(steps=steps)
         return replace(self, segments=(*self.segments[:-1], last))
 
-    def to_dict(self, plan: str) -> dict[str, Any]:
-        """As it is saved, with the name of the plan that it belongs to."""
+    def to_dict(self, plan: str, made_from: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As it is saved, with the name of the plan that it belongs to, and what that was made from."""
         return {
             "version": VERSION,
             "plan": plan,
+            **({} if made_from is None else {"made_from": dict(made_from)}),
             "epoch": self.epoch,
             "segments": [list(segment) for segment in self.segments],
         }
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], plan: str) -> Progress:
+    def from_dict(
+        cls, state: Mapping[str, Any], plan: str, made_from: Mapping[str, Any] | None = None
+    ) -> Progress:
         """What :meth:`to_dict` made.
 
         Raises:
@@ -70,10 +86,26 @@ class Progress:
             raise ConfigError(f"a loader state of version {version}: expected {VERSION}")
         if found != plan:
             raise ConfigError(
-                f"the state belongs to plan {found}, this loader has plan {plan}: data, counts, processor, "
+                f"the state belongs to plan {found}, this loader has plan {plan}"
+                f"{_differences(state.get('made_from'), made_from)}: data, counts, processor, "
                 "pack_size, seed, model sizes and the other planning settings have to be those of the run "
                 "that saved it (world size, batch size, accumulation and workers may differ)"
             )
         if epoch < 0 or any(min(segment) < 0 for segment in segments):
             raise ConfigError(f"a loader state with negative numbers: epoch {epoch}, {segments}")
         return cls(epoch, segments)
+
+
+def _differences(saved: Any, own: Mapping[str, Any] | None) -> str:
+    """In words, what two plans were not made from alike; nothing where nobody knows."""
+    if not isinstance(saved, Mapping) or own is None:
+        return ""
+    flat = [{**one, **(one.get("source") or {}), "source": None} for one in (saved, own)]
+    told = []
+    for name in sorted(flat[0].keys() | flat[1].keys()):
+        old, new = (one.get(name) for one in flat)
+        if old != new:
+            digests = name in ("counts", "rows", "media")
+            values = "" if digests or not isinstance(old, _SHOWN) else f" ({old} there, {new} here)"
+            told.append(_TOLD.get(name, name) + values)
+    return f". They differ in {', '.join(told)}" if told else ""

@@ -24,7 +24,9 @@ from packhorse.neat_packing_vlm.plan import Limits, as_integers
 
 _FORMAT = "packhorse-plan-1"
 _PLANNER = 1  # goes up when the same lengths give another plan
-_ARRAYS = ("offsets", "indices", "tokens", "dropped", "drop_codes", "costs", "kinds")
+# The columns, and of what kind numpy says their numbers are; the last two may be missing.
+_ARRAYS = {"offsets": "i", "indices": "i", "tokens": "i", "dropped": "i", "drop_codes": "u"}
+_MORE_ARRAYS = {"costs": "f", "kinds": "u"}
 
 
 def plan_key(
@@ -76,7 +78,7 @@ def save(plan: PackPlan, path: str | os.PathLike[str], key: PlanKey) -> None:
     """Write a plan; the file appears under its name when it is whole."""
     import pyarrow as pa
 
-    arrays = {name: getattr(plan, name) for name in _ARRAYS}
+    arrays = {name: getattr(plan, name) for name in (*_ARRAYS, *_MORE_ARRAYS)}
     present = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
     about = {
         "format": _FORMAT,
@@ -135,17 +137,43 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
                 )
             batch = reader.get_batch(0)
             batch.validate(full=True)
-            arrays = {name: batch.column(name)[0].values.to_numpy() for name in batch.schema.names}
-        if unknown := set(arrays) - set(_ARRAYS):
-            raise ValueError(f"unknown columns {sorted(unknown)}")
+            arrays = {name: _as_it_lies(batch.column(name)[0].values) for name in batch.schema.names}
+        _check_columns(arrays)
         if tuple(about["reasons"]) != DROP_REASONS or about.pop("digest") != _digest(about, arrays):
             raise ValueError("its content does not match its digest")
-        about["key"].items(), int(about["capacity"]), int(about["bound"])
+        if not isinstance(about["key"], dict) or type(about["capacity"]) is not int or about["capacity"] < 1:
+            raise ValueError("it does not say what it was planned from")
+        if type(about["bound"]) is not int or about["bound"] < 0:
+            raise ValueError("it does not say how few packs there could be")
     except ConfigError:
         raise
-    except (pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+    except (
+        *(pa.ArrowException, ValueError, LookupError, TypeError, AttributeError, OSError),
+        RecursionError,  # JSON nested without end
+    ) as error:
         raise _damaged(path, str(error)) from error
     return about, arrays
+
+
+def _as_it_lies(values: Any) -> npt.NDArray[Any]:
+    """An array over the file's own memory.
+
+    (``to_numpy`` imports pandas first, which takes half a second.)
+    """
+    kind = np.dtype(values.type.to_pandas_dtype())
+    if values.null_count:
+        raise ValueError("empty places in an array of numbers")
+    if not len(values):
+        return np.empty(0, kind)
+    return np.frombuffer(values.buffers()[1], kind, len(values), values.offset * kind.itemsize)
+
+
+def _check_columns(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    if missing := sorted(set(_ARRAYS) - set(arrays)):
+        raise ValueError(f"without {', '.join(missing)}")
+    known = _ARRAYS | _MORE_ARRAYS
+    if wrong := sorted(name for name, array in arrays.items() if array.dtype.kind != known.get(name)):
+        raise ValueError(f"unknown columns, or of another kind: {', '.join(wrong)}")
 
 
 def _digest(about: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:

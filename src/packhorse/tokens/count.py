@@ -41,7 +41,7 @@ COUNTER_VERSION = 2
 """Part of every key under which counts are kept: raised when a count changes."""
 
 _MOST_SHAPES = 4096
-_MOST_SIZES = 1 << 16
+_MOST_MEDIA = 1 << 14  # remembered by their sizes, about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ class TokenCounter:
         self._programs: dict[Shape, tuple[list[Step], bool] | None] = {}
         self._seen: set[Shape] = set()
         self._media_of_sizes: dict[Any, tuple[tuple[MediumCount, ...], list[Written]]] = {}
+        self._media_held = 0
 
     def count(self, conversation: Conversation) -> Counted:
         """Count one conversation.
@@ -267,8 +268,11 @@ class TokenCounter:
                 detail = f"the processor fails on it: {type(error).__name__}: {error}"
                 raise BadSample(detail, reason="sample_failed", key=key, stage="encode") from error
             known = counts, [self._cut(one) for one in pieces]
-            if len(self._media_of_sizes) >= _MOST_SIZES:
+            # Not by the number of entries: one may hold hundreds of media, and such rows are all different.
+            self._media_held += len(sizes)
+            if self._media_held > _MOST_MEDIA:
                 self._media_of_sizes.clear()
+                self._media_held = len(sizes)
             self._media_of_sizes[sizes] = known
         return known
 

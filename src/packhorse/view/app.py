@@ -50,9 +50,8 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
                 if not isinstance(error, LookupError | ConfigError) and not is_data_error(error):
                     raise
                 return Response(why_not(error), 404, media_type="text/plain")
-            return Response(
-                made.data, media_type=made.kind, headers={"cache-control": "private, max-age=600"}
-            )
+            # Not kept by the browser: the next plan on this port has other pictures under the same numbers.
+            return Response(made.data, media_type=made.kind, headers={"cache-control": "no-store"})
 
         return answer
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.check import read_ledgers
 from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.rows import JsonRows
 from packhorse.errors import BadSample, ConfigError
@@ -88,7 +87,7 @@ class Book:
             ConfigError: it is neither, or a meta file without a processor.
             OSError: it cannot be read.
         """
-        entries = None if ledger is None else read_ledgers(ledger)[0]
+        entries = None if ledger is None else _entries(ledger)
         if _is_plan(source):
             return cls(open_book(source, processor, trust_remote_code), None, entries)
         if processor is None:
@@ -223,9 +222,8 @@ class Book:
     def mark(self, index: int, drops: Sequence[Drop]) -> None:
         """Remember what was found when a row was looked at."""
         with self._marking:
-            known = {(drop.reason, drop.detail) for drop in self.marks.get(index, ())}
             for drop in drops:
-                if (drop.reason, drop.detail) not in known:
+                if not any(_says_the_same(drop, known) for known in self.marks.get(index, ())):
                     self.marks[index].append(drop)
 
     def _take_in(self, drop: Drop) -> None:
@@ -236,6 +234,18 @@ class Book:
             self.elsewhere.append(drop)
         else:
             self.mark(index, [drop])
+
+
+def _entries(ledger: str | os.PathLike[str]) -> Ledger:
+    from packhorse.check import read_ledgers  # takes a while to import, and is seldom needed
+
+    return read_ledgers(ledger)[0]
+
+
+def _says_the_same(one: Drop, other: Drop) -> bool:
+    """Whether two remarks on a row are one; a run adds where it stood to what was found."""
+    same_words = one.detail.startswith(other.detail) or other.detail.startswith(one.detail)
+    return one.reason == other.reason and same_words
 
 
 def _examples(request: Request) -> MetaDataset:

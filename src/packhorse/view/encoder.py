@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,10 @@ from packhorse.conversation import parse_conversation
 from packhorse.datasets.prepare import with_sound_in_place
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.ledger import Ledger
+from packhorse.loader.blank import Blanks, kinds_in
 from packhorse.types import Conversation, Drop, MediaRef, TextPart
 from packhorse.view.planning import Opened
-from packhorse.view.tokens import Run, decoded, positions_of, roles_of, runs_of
+from packhorse.view.tokens import TEMPLATE, Run, decoded, positions_of, roles_of, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Shown:
         turns: as the file has it; empty where it cannot be read.
         media: all its media.
         runs: as the model sees it; empty where it cannot be encoded.
-        length: tokens it takes up in a pack, after the shift.
+        length: its tokens in a pack, after the shift.
+        room: tokens it takes up there: the length, filled up to a multiple of the alignment.
         learned: tokens that are learned.
         both_ways: stretches of tokens that see each other in both directions.
         error: why it cannot be read or encoded.
@@ -73,6 +75,7 @@ class Shown:
     media: tuple[Medium, ...] = ()
     runs: tuple[Run, ...] = ()
     length: int = 0
+    room: int = 0
     learned: int = 0
     both_ways: tuple[tuple[int, int], ...] = ()
     error: BadSample | None = None
@@ -83,11 +86,6 @@ class Shown:
     def truncated(self) -> bool:
         """Whether a part of it was cut off."""
         return any(drop.reason == "truncated" for drop in self.found)
-
-    @property
-    def hidden(self) -> int:
-        """Tokens that the model does not look at: a fake image's."""
-        return sum(run.count for run in self.runs if run.hidden)
 
 
 class Encoder:
@@ -102,6 +100,7 @@ class Encoder:
         self.samples = opened.samples
         self.family, self.processor = self.samples.family, self.samples.processor
         self._lock = threading.Lock()
+        self._blanks = Blanks(self.samples)
 
     @property
     def three_rows(self) -> bool:
@@ -146,17 +145,42 @@ class Encoder:
         ids = sample["input_ids"].tolist()
         roles = roles_of(self.family, self.processor, conversation, ids)
         runs = runs_of(self.family, self.processor, sample, roles, positions)
+        tokens = self._tokens(ids, sample["labels"].tolist(), roles, positions)
+        if not self.knows_positions and any(run.medium for run in runs):
+            # Counted through they would be wrong from the first medium on.
+            runs = [replace(run, positions="") for run in runs]
+            tokens = tuple(replace(token, position="") for token in tokens)
         return Shown(
             index,
             turns,
             media,
             tuple(runs),
             len(ids) - 1,
+            self.opened.packer.room_of(prepared),
             int((sample["labels"] != IGNORE_INDEX).sum()),
             self._both_ways(sample),
             found=tuple(self.samples.ledger),
-            tokens=self._tokens(ids, sample["labels"].tolist(), roles, positions),
+            tokens=tokens,
         )
+
+    def placeholders(self, kinds: int) -> list[tuple[str, Shown]]:
+        """The blank samples that the loader adds where media of these kinds (bits) are missing in a step.
+
+        Raises:
+            ConfigError: the processor cannot encode such a thing.
+        """
+        if not kinds:
+            return []
+        with self._lock:
+            made = zip(kinds_in(kinds), self._blanks.samples(kinds), strict=True)
+            return [(kind, self._blank(sample)) for kind, sample in made]
+
+    def _blank(self, sample: dict[str, Any]) -> Shown:
+        prepared = self.opened.packer.prepared(sample)
+        positions = prepared.get("position_ids") if self.opened.packer.has_mrope else None
+        count = len(sample["input_ids"])
+        runs = runs_of(self.family, self.processor, sample, [TEMPLATE] * count, positions)
+        return Shown(-1, runs=tuple(runs), length=count - 1, room=self.opened.packer.room_of(prepared))
 
     def _tokens(
         self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any

@@ -7,6 +7,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
+
 from packhorse.errors import DATA_ERRORS, is_data_error
 from packhorse.types import Drop
 from packhorse.view import plots
@@ -95,27 +97,28 @@ class Pages:
         rows = self.book.plan[number].tolist()
         documents = [self._document(index, place) for place, index in enumerate(rows, 1)]
         size = self.book.report["pack_size"]
-        lengths = [one["shown"].length for one in documents]
+        rooms = [one["shown"].room for one in documents]
         both, at = [], 0
         for one in documents:
             one["start"] = at
             both += [(at + first, at + end) for first, end in one["shown"].both_ways]
-            at += one["shown"].length
+            at += one["shown"].room
         strips = [
-            (one["shown"].length, one["key"], self.book.dataset_of(one["shown"].index)) for one in documents
+            (one["shown"].room, one["key"], self.book.dataset_of(one["shown"].index)) for one in documents
         ]
         return {
             "line": line,
             "packs": len(self.book.plan),
             "documents": documents,
-            "tokens": at,
+            "tokens": sum(one["shown"].length for one in documents),
             "planned": line.tokens,
             "learned": sum(one["shown"].learned for one in documents),
             "media": sum(len(one["shown"].media) for one in documents),
             "size": size,
-            "reserve": self.book.report["reserve"],
+            "strip_colours": [(self.book.names.index(name), name) for name in line.datasets],
+            "placeholders": self._placeholders(number, at, len(rows)),
             "strip": plots.strip(strips, size, f"{len(rows)} documents in {size:,} tokens"),
-            "mask": plots.mask(lengths, both, size, "Attention mask: each document sees itself alone"),
+            "mask": plots.mask(rooms, both, size, "Attention mask: each document sees itself alone"),
             "encoder": self.encoder,
         }
 
@@ -174,6 +177,18 @@ class Pages:
         return {"q": query, "keys": keys, "text": text, "first": first, "pack_of": self.book.pack_of}
 
     # Parts of pages.
+
+    def _placeholders(self, pack: int, start: int, documents: int) -> list[Values]:
+        """The blank media that a pack may get: of each kind that it lacks and another pack has."""
+        plan = self.book.plan
+        if not self.book.report["reserve"] or plan.kinds is None:
+            return []
+        lacking = int(np.bitwise_or.reduce(plan.kinds)) & ~int(plan.kinds[pack])
+        made = self.encoder.placeholders(lacking)
+        return [
+            {"number": number, "kind": kind, "shown": shown, "start": start, "medium_of_run": {}}
+            for number, (kind, shown) in enumerate(made, documents + 1)
+        ]
 
     def _document(self, index: int, number: int) -> Values:
         shown = self._show(index)

@@ -112,7 +112,8 @@ class Planned:
     def left_out(self) -> list[Drop]:
         """Rows that are in no pack, as the loader records them."""
         ledger = Ledger()
-        record_left_out(self.planner, self.packs.plan, self.opened.dataset.key, ledger)
+        dataset = self.opened.dataset
+        record_left_out(self.planner, self.packs.plan, dataset.key, ledger, dataset.locations)
         return list(ledger)
 
 

@@ -47,6 +47,7 @@ def short(value: float) -> str:
 def bars(counts: Sequence[int], edges: Sequence[str], label: str, every: int = 1) -> Any:
     """A histogram: a bar for each count, the names of edges under it (one of ``every``)."""
     top = max([*counts, 1])
+    top += top % 2 if top > 1 else 0  # half of it is a whole number too
     plot_width, plot_height = _WIDTH - _LEFT - 8, _HEIGHT - _BOTTOM - _TOP
     step = plot_width / max(1, len(counts))
     parts = _rules(top, plot_height)

@@ -7,13 +7,13 @@ the counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.loader.deal import Dealt, Packs, Segment
+from packhorse.loader.deal import Dealt, Packs, Segment, Shape, Units, deal
 from packhorse.types import MEDIA_KINDS
 from packhorse.view.compare import estimated, padding
 from packhorse.view.planning import Planned
@@ -32,6 +32,7 @@ _SETTINGS = ("pack_size", "seed", "alignment", "on_overlong", "max_patches", "ma
 def plan_report(
     planned: Planned,
     *,
+    ranks: Sequence[int] = (),
     estimates: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def plan_report(
 
     Args:
         planned: the plan.
+        ranks: further numbers of ranks for which to tell the straggler ratio.
         estimates: also compare with estimated lengths, for which rows are read.
         progress: told how many of them were.
     """
@@ -64,7 +66,7 @@ def plan_report(
         "supervised": int(planned.counts.supervised[plan.indices].sum()),
         "fill": plan.fill,
         "documents_per_pack": _spread(np.diff(plan.offsets)),
-        "straggler": stragglers(planned.packs, planner.settings.seed, request.epoch),
+        "straggler": stragglers(planned.packs, planner.settings.seed, request.epoch, ranks),
         "reasons": _reasons(planned),
         "not_drawn": planned.opened.ledger.counts(),
         "datasets": _datasets(planned),
@@ -74,20 +76,33 @@ def plan_report(
     }
 
 
-def stragglers(packs: Packs, seed: int, epoch: int) -> list[dict[str, Any]]:
-    """For each world size: max / mean cost over the ranks of a step, as the loader deals and at random."""
+def stragglers(packs: Packs, seed: int, epoch: int, more: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """For each world size: max / mean cost over the ranks of a step, as the loader deals and at random.
+
+    Both are means over all steps of the epoch. What does not fill the last one is spread over its ranks in
+    the same way in both; only the order of the packs differs.
+    """
+    if not len(packs.plan):
+        return []
     many = len(packs.plan) > _MANY_PACKS
-    costs = np.random.default_rng(seed).permutation(packs.costs)
+    shuffled = np.random.default_rng(seed).permutation(len(packs.plan))
     found = []
-    for ranks in sorted((*WORLD_SIZES, *(() if many else _MORE_SIZES))):
-        if not len(packs.plan):
-            continue
+    for ranks in sorted({*WORLD_SIZES, *more, *(() if many else _MORE_SIZES)}):
         dealt = Dealt(packs, [Segment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
-        steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
-        ratio = float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else None
-        one = {"ranks": ranks, "ratio": dealt.straggler_ratio(), "random": ratio, "steps": len(dealt)}
-        found.append(one)
+        ratio = _ratio_in_order(packs, shuffled, ranks)
+        found.append({"ranks": ranks, "ratio": dealt.straggler_ratio(), "random": ratio, "steps": len(dealt)})
     return found
+
+
+def _ratio_in_order(packs: Packs, order: npt.NDArray[np.int64], ranks: int) -> float:
+    """The straggler ratio of packs that are dealt in this order."""
+    full = len(order) // ranks * ranks
+    steps = packs.costs[order[:full]].reshape(-1, ranks)
+    if full < len(order):
+        units = Units(packs)
+        last = deal(units, np.sort(order[full:]), Shape(ranks, 1, 1))
+        steps = np.concatenate([steps, np.append(units.costs, 0.0)[last].sum(axis=2)])
+    return float((steps.max(axis=1) / steps.mean(axis=1)).mean())
 
 
 def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:

@@ -36,5 +36,12 @@ def serve(book: Book, listening: socket.socket, host: str) -> None:
 
     app = make_app(book, host)
     book.warm_up()
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=3,  # a medium that never comes does not hold up Ctrl-C
+    )
     uvicorn.Server(config).run(sockets=[listening])

@@ -83,9 +83,9 @@ def _outside(planted: Planted) -> dict[str, Any]:
 Plant = Callable[[Planted], Any]
 
 DEFECTS: tuple[Plant, ...] = (
-    lambda p: p.add(b'{"messages": [', "invalid_json"),
-    lambda p: p.add(b"[1, 2]", "invalid_json"),
-    lambda p: p.add(b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "invalid_utf8"),
+    lambda p: p.add(b'{"messages": [', "malformed_row"),
+    lambda p: p.add(b"[1, 2]", "malformed_row"),
+    lambda p: p.add(b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "malformed_row"),
     lambda p: p.add({"turns": []}, "wrong_format"),
     lambda p: p.add({"messages": [{"role": "user"}]}, "wrong_format"),
     lambda p: p.add({"messages": []}, "empty_conversation"),

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +18,7 @@ from count_samples import write_meta, write_rows
 from packhorse.check import Fixed, check_meta, write_fixed
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.types import Reason
 
 
 def fixed_copy(meta: Path, folder: Path, *, drop_duplicates: bool = False, **settings: Any) -> Fixed:
@@ -180,23 +181,90 @@ def test_a_file_that_cannot_be_read_is_in_the_ledger_as_a_whole(tmp_path: Path) 
     assert check_meta(tmp_path / "clean" / "meta.json").passed()
 
 
-def test_an_array_is_written_as_lines_and_rows_with_bytes_are_refused_whole(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def test_an_array_is_written_as_lines(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps([text_row(1), text_row(2)], indent=2))
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.json"}})
     fixed_copy(meta, tmp_path / "clean")
     lines = (tmp_path / "clean" / "rows.jsonl").read_text().splitlines()
     assert list(map(json.loads, lines)) == [text_row(1), text_row(2)]
-    data = picture(tmp_path / "p.png", 1).read_bytes()
-    rows = [{"messages": turns("<image>?", "Dots."), "images": [{"bytes": data, "path": None}]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("rows", [4, 700])
+def test_a_parquet_file_with_the_bytes_of_pictures_stays_one_without_its_bad_rows(
+    tmp_path: Path, rows: int
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = [picture(tmp_path / f"{n}.png", n).read_bytes() for n in range(4)]
+    made = []
+    for number in range(rows):
+        picture_bytes = data[number % 4] if number % 4 != 1 else data[1][:150]
+        row: dict[str, Any] = {
+            "messages": turns(f"<image>What is {number}?", "Dots."),
+            "images": [{"bytes": picture_bytes, "path": None}],
+            "split": "train",
+        }
+        if number % 4 == 2:
+            row["messages"][0]["content"] = f"What is {number}?"  # a picture that nobody mentions
+        made.append(row)
+    table = pa.Table.from_pylist(made).replace_schema_metadata({"made_by": "somebody"})
+    split = table.column("split").dictionary_encode()
+    table = table.set_column(table.column_names.index("split"), "split", split)
+    pq.write_table(table, tmp_path / "rows.parquet")
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.parquet"}})
-    with pytest.raises(ConfigError, match="cannot be written as JSON"):
-        fixed_copy(meta, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    fixed = fixed_copy(meta, tmp_path / "clean")
+    (one,) = fixed.datasets
+    bad = len(range(1, rows, 4))
+    assert (one.file, one.rows, one.kept, one.left_out) == ("rows.parquet", rows, rows - bad, bad)
+    assert one.repaired == len(range(2, rows, 4))
+    written = pq.read_table(tmp_path / "clean" / "rows.parquet")
+    assert written.schema.equals(pq.read_schema(tmp_path / "rows.parquet"), check_metadata=True)
+    expected = [row for number, row in enumerate(made) if number % 4 != 1]
+    for row in expected:
+        if "<image>" not in row["messages"][0]["content"]:
+            row["messages"][0]["content"] = "<image>\n" + row["messages"][0]["content"]
+    assert written.to_pylist() == expected
+    actions = {drop.key: (drop.action, drop.reason) for drop in Ledger.load(fixed.ledger)}
+    assert actions["rows/1"] == ("left_out", "broken_media")
+    assert actions["rows/2"] == ("repaired", "surplus_media")
+    again = check_meta(fixed.meta)
+    assert again.counts()["error"] == 0
+    assert again.as_dict()["rows"] == one.kept
+
+
+def test_a_parquet_file_of_which_no_row_is_good_becomes_an_empty_one(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"messages": turns("<image>?", "Dots."), "images": ["gone.png"]}] * 3
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    fixed = fixed_copy(write_meta(tmp_path, {"a": {"file_name": "rows.parquet"}}), tmp_path / "clean")
+    assert fixed.datasets[0].left_out == 3
+    assert pq.read_table(tmp_path / "clean" / "a.parquet").num_rows == 0
+    assert check_meta(fixed.meta).passed(strict=True)
+
+
+def test_writing_a_copy_tells_how_far_it_is(tmp_path: Path) -> None:
+    for name in "ab":
+        write_rows(tmp_path / f"{name}.jsonl", [text_row(n) for n in range(5)])
+    meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in "ab"})
+    told: list[tuple[int, int]] = []
+    report = check_meta(meta, repair=True, part_rows=2)
+    write_fixed(report, tmp_path / "clean", progress=lambda *now: told.append(now))
+    assert [done for done, _ in told] == [2, 4, 5, 7, 9, 10]
+    assert {total for _, total in told} == {10}
+
+
+def test_the_ledger_of_a_copy_and_the_linter_call_a_defect_by_the_same_name(tmp_path: Path) -> None:
+    meta, _ = write_planted(tmp_path / "data")
+    report = check_meta(meta, processor("qwen2_vl"), max_length=MAX_LENGTH, repair=True)
+    errors = {(one.key, one.rule) for one in report.findings() if one.severity == "error"}
+    ledger = Ledger.load(write_fixed(report, tmp_path / "clean").ledger)
+    entries = {(drop.key, drop.reason) for drop in ledger}
+    assert entries
+    assert entries <= errors
+    assert {drop.reason for drop in ledger} <= set(get_args(Reason))
 
 
 def _race(meta: str, folder: str, ready: Any, results: Any) -> None:

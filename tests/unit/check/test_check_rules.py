@@ -126,7 +126,7 @@ def test_rows_that_the_chat_template_refuses_are_found(tmp_path: Path) -> None:
     strict.chat_template = refuse + strict.chat_template
     rows = [{"messages": [{"role": "system", "content": "Be brief."}, *turns("Who?", "Me.")]}, text_row(1)]
     (finding,) = check_meta(mixture(tmp_path, rows), strict).findings()
-    assert (finding.row, finding.rule) == (0, "cannot_be_encoded")
+    assert (finding.row, finding.rule) == (0, "sample_failed")
     assert "no system turns" in finding.found
 
 

@@ -1,125 +1,346 @@
-"""``packhorse bench`` runs scripts, reads what they promise, and ends with what they came to."""
+"""``packhorse bench`` runs scripts, judges what they promise, keeps their records and makes the page."""
 
+import ast
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
-from packhorse.cli.bench import QUICK, find_scripts
+from packhorse.cli.app import app
+from packhorse.cli.bench.page import load_records, page_of, render
+from packhorse.cli.bench.run import find_folder, find_scripts, half_kept
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+KEPT = "promise('speed', 6.2, 6, baseline='the plain way')"
+MISSED = "promise('speed', 5.0, 6, baseline='the plain way')"
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "packhorse", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
-def script(folder: Path, name: str, *lines: str, code: int = 0, end: str = "") -> None:
-    """A benchmark that prints these lines and ends with this code, or as ``end`` says."""
-    body = "".join(f"    print({line!r})\n" for line in lines)
-    end = end or f"raise SystemExit({code})"
-    (folder / f"{name}.py").write_text(f"if __name__ == '__main__':\n{body}    {end}\n")
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder of benchmarks with no script yet."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    shutil.copy(BENCHMARKS / "promises.py", folder)
+    return folder
 
 
-def test_every_benchmark_of_the_checkout_has_a_quick_size_with_options_that_it_takes() -> None:
-    scripts = find_scripts(None, ())
-    assert {path.parent.resolve() for path in scripts} == {BENCHMARKS}
-    assert [path.stem for path in scripts] == sorted(QUICK)
-    for path in scripts:
-        for option in (part for part in QUICK[path.stem] if part.startswith("--")):
-            assert f'"{option}"' in path.read_text(), f"{path.name} takes no {option}"
+def script(home: Path, name: str, *lines: str) -> None:
+    """A benchmark whose main has these lines."""
+    body = "".join(f"    {line}\n" for line in ("parse(argparse.ArgumentParser())", *lines))
+    (home / f"{name}.py").write_text(
+        "import argparse, os, signal, subprocess, sys, tempfile, time\n"
+        "from promises import fact, parse, promise, recorded\n"
+        f"@recorded()\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n"
+    )
 
 
-def test_a_real_benchmark_runs_quickly_and_its_promises_are_read() -> None:
+def record(home: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((home / "results" / f"{name}.json").read_text())
+    return found
+
+
+def ended(process: int) -> bool:
+    """Whether it is gone soon (one that nobody has asked about yet is a zombie, and gone too)."""
+    for _ in range(100):
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def calls(tree: ast.AST) -> list[tuple[str, list[Any]]]:
+    """Names of the functions that are called, and their constant arguments."""
+    return [
+        (
+            getattr(node.func, "id", getattr(node.func, "attr", "")),
+            [argument.value for argument in node.args if isinstance(argument, ast.Constant)],
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
+
+
+@pytest.mark.parametrize("path", find_scripts(BENCHMARKS), ids=lambda path: path.stem)
+def test_every_benchmark_promises_something_and_takes_quick(path: Path) -> None:
+    found = calls(ast.parse(path.read_text("utf-8")))
+    names = {name for name, _ in found}
+    assert "promise" in names
+    # One that runs on another machine must tell its end by itself; others are asked for their exit code.
+    assert "recorded" in names or not path.stem.startswith("gpu_")
+    assert "parse" in names or ("add_argument", ["--quick"]) in found
+
+
+def test_the_benchmarks_of_the_checkout_are_found() -> None:
+    assert find_folder(None).resolve() == BENCHMARKS
+    names = [path.stem for path in find_scripts(BENCHMARKS)]
+    assert {"count", "jsonl", "gpu_packing"} <= set(names)
+    assert not {"promises", "mixes", "words"} & set(names)
+
+
+def test_the_page_of_the_checkout_is_what_its_records_give() -> None:
+    assert page_of(BENCHMARKS).read_text("utf-8") == render(BENCHMARKS), "run `packhorse bench --render`"
+
+
+def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
+    before = sorted((BENCHMARKS / "results").glob("*"))
+    page = page_of(BENCHMARKS).read_bytes()
     done = run("estimate", "--quick", "--json")
     report = json.loads(done.stdout)
     (one,) = report["benchmarks"]
     assert (report["quick"], one["name"], one["ran"], one["problem"]) == (True, "estimate", True, "")
     same, ratio = one["promises"]
-    assert same["what"] == "the same number for each of 100,000 rows"
+    assert same["claim"] == "rows with another estimate over columns"
     assert same["kept"]
     assert (ratio["sign"], ratio["target"]) == (">=", 50)
     assert ratio["kept"] == (ratio["value"] >= 25)
-    assert done.returncode == (0 if ratio["kept"] else 1)
+    assert done.exit_code == (0 if ratio["kept"] else 1)
+    assert sorted((BENCHMARKS / "results").glob("*")) == before
+    assert page_of(BENCHMARKS).read_bytes() == page
 
 
-def test_kept_promises_end_with_zero_and_a_missed_one_with_one(tmp_path: Path) -> None:
-    script(tmp_path, "good", "some table", "ok   speed: 6.20x (to reach: >= 6x)")
-    (tmp_path / "helper.py").write_text("NUMBER = 1\n")  # no script
-    done = run("--folder", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "ok   speed: 6.20x (to reach: >= 6x)" in done.stdout
-    assert "some table" not in done.stdout
-    assert "helper" not in done.stdout
-    assert "every promise is kept" in done.stdout
-    script(tmp_path, "slow", "MISS time: 1,200.5 ms (to reach: <= 1,000 ms)", "not  asked for: 3x", code=1)
-    done = run("--folder", tmp_path)
-    assert done.returncode == 1
-    assert "missed: slow" in done.stdout
-    assert "\x1b" not in done.stdout
-    assert run("good", "--folder", tmp_path).returncode == 0
+def test_a_full_run_records_what_was_told_where_with_what_when_and_how(home: Path) -> None:
+    script(home, "good", "print('some table')", KEPT, "fact('rows', 1234567)")
+    done = run("--folder", home)
+    assert done.exit_code == 0, done.output
+    assert "good (1 of 1)" in done.output
+    assert "ok   speed: 6.2x (to reach: >= 6x; baseline: the plain way)" in done.output
+    assert "some table" not in done.output
+    assert "every promise is kept" in done.output
+    found = record(home, "good")
+    assert (found["script"], found["exit"], found["problem"]) == ("good", 0, "")
+    assert found["command"] == "python benchmarks/good.py"
+    assert found["date"].endswith(" UTC")
+    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert found["machine"]["memory_gib"] > 0
+    assert found["machine"]["cpu"]
+    assert found["machine"]["gpu"] is None
+    assert {"python", "packhorse", "torch", "transformers", "numpy", "pyarrow"} <= set(found["versions"])
+    (told,) = found["promises"]
+    assert told == {
+        **{"claim": "speed", "value": 6.2, "sign": ">=", "target": 6, "unit": "x"},
+        **{"baseline": "the plain way", "kept": True},
+    }
+    assert found["facts"] == [{"fact": "rows", "value": 1234567, "unit": ""}]
+    page = page_of(home).read_text()
+    assert page == render(home)
+    assert page.startswith("<!-- Made by `packhorse bench`")
+    date = found["date"]
+    assert f"| speed | the plain way | 6.2x | ≥ 6x | yes | [good](#good) | {date} |" in page
+    assert f"| [good](#good) | `python benchmarks/good.py` | {date} |" in page
+    assert "| rows | 1,234,567 |" in page
+    for name, version in found["versions"].items():
+        assert f"{name} {version}" in page
+    assert f"{found['machine']['cpu']}, {found['machine']['cores']} cores" in page
+
+
+def test_a_script_alone_makes_the_same_record(home: Path, tmp_path: Path) -> None:
+    script(home, "good", KEPT)
+    assert run("--folder", home).exit_code == 0
+    alone = tmp_path / "alone.json"
+    environment = {**os.environ, "PACKHORSE_RECORD": str(alone)}
+    subprocess.run([sys.executable, "benchmarks/good.py"], cwd=tmp_path, env=environment, check=True)
+    ours, theirs = record(home, "good"), json.loads(alone.read_text())
+    assert list(theirs) == list(ours)
+    changing = {"date", "seconds"}
+    assert {k: v for k, v in theirs.items() if k not in changing} == {
+        k: v for k, v in ours.items() if k not in changing
+    }
+
+
+def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -> None:
+    script(home, "good", KEPT)
+    script(home, "slow", MISSED, "promise('a|b', 2, 1, baseline='none', unit='ms', at_least=False)")
+    done = run("--folder", home)
+    assert done.exit_code == 1
+    assert "missed: slow" in done.output
+    assert "\x1b" not in done.output
+    assert record(home, "slow")["exit"] == 1
+    page = page_of(home).read_text()
+    assert "3 promises of 2 scripts: 1 kept, 2 missed." in page
+    assert "| speed | the plain way | 5x | ≥ 6x | **missed** | [slow](#slow) |" in page
+    assert "| a\\|b | none | 2 ms | ≤ 1 ms | **missed** |" in page
+    assert run("good", "--folder", home).exit_code == 0
+    assert "**missed**" in page_of(home).read_text()  # the page is of all records, not of this run alone
 
 
 @pytest.mark.parametrize(
-    ("line", "kept"),
+    ("value", "target", "at_least", "kept"),
     [
-        ("MISS speed: 3.10x (to reach: >= 6x)", True),
-        ("MISS speed: 2.90x (to reach: >= 6x)", False),
-        ("MISS share: 46.0% (to reach: >= 90 %)", True),
-        ("MISS share: 44.0% (to reach: >= 90 %)", False),
-        ("MISS time: 1.900 (to reach: <= 1.0)", True),
-        ("MISS time: 2.100 (to reach: <= 1.0)", False),
-        ("MISS that differ: 1 (to reach: <= 0)", False),
-        ("MISS the numbers differ", False),
+        *((3.1, 6, True, True), (2.9, 6, True, False), (46, 90, True, True), (44, 90, True, False)),
+        *((1.9, 1.0, False, True), (2.1, 1.0, False, False), (1, 0, False, False), (0, 0, False, True)),
     ],
 )
 def test_a_quick_run_asks_for_half_of_a_target_and_for_twice_a_limit(
-    tmp_path: Path, line: str, kept: bool
+    value: float, target: float, at_least: bool, kept: bool
 ) -> None:
-    script(tmp_path, "headers", line, code=1)
-    done = run("--quick", "--json", "--folder", tmp_path)
-    assert json.loads(done.stdout)["benchmarks"][0]["ok"] is kept
-    assert done.returncode == (0 if kept else 1)
-    assert run("--json", "--folder", tmp_path).returncode == 1  # in full, a miss is a miss
+    assert half_kept({"value": value, "target": target, "sign": ">=" if at_least else "<="}) is kept
 
 
-def test_a_script_that_fails_is_told_apart_from_one_that_misses(tmp_path: Path) -> None:
-    missed = "MISS speed: 5.00x (to reach: >= 6x)"
-    script(tmp_path, "headers", missed, code=1)
-    assert run("headers", "--quick", "--folder", tmp_path).returncode == 0
-    script(tmp_path, "headers", missed, end="raise OSError('no disk')")
-    done = run("headers", "--quick", "--folder", tmp_path)
-    assert done.returncode == 1
-    assert "FAILED exit code 1: OSError: no disk" in done.stdout
-    script(tmp_path, "headers", code=3)
-    assert "FAILED exit code 3" in run("--folder", tmp_path).stdout
+def test_a_quick_run_passes_quick_on_judges_by_half_and_writes_no_file(home: Path) -> None:
+    script(
+        home, "half", "value = 3.1 if '--quick' in sys.argv else 9", "promise('x', value, 6, baseline='b')"
+    )
+    done = run("--quick", "--json", "--folder", home)
+    assert done.exit_code == 0
+    (told,) = json.loads(done.stdout)["benchmarks"][0]["promises"]
+    assert (told["value"], told["kept"]) == (3.1, True)
+    script(home, "half", "promise('x', 2.9, 6, baseline='b')")
+    assert run("--quick", "--folder", home).exit_code == 1
+    assert not (home / "results").exists()
+    assert not page_of(home).exists()
+    assert run("--no-docs", "--folder", home).exit_code == 1
+    assert (home / "results" / "half.json").exists()
+    assert not page_of(home).exists()
 
 
-def test_what_cannot_run_here_is_named_and_is_no_failure(tmp_path: Path) -> None:
-    script(tmp_path, "count", "ok   all")
-    script(tmp_path, "unheard_of", "ok   all")
-    done = run("count", "--folder", tmp_path)
-    assert done.returncode == 0
-    assert "not run: it needs a real tokenizer: --processor DIR" in done.stdout
-    script(tmp_path, "count", "MISS speed: 0.10x (to reach: >= 1.5x)", code=1)
-    done = run("count", "--quick", "--folder", tmp_path)
-    assert done.returncode == 0
-    assert "it runs; not judged without a real tokenizer" in done.stdout
-    assert run("count", "--quick", "--processor", "x", "--folder", tmp_path).returncode == 1
-    done = run("unheard_of", "--quick", "--folder", tmp_path)
-    assert done.returncode == 0
-    assert "its small sizes are not known" in done.stdout
+def test_one_script_that_fails_stops_no_other_and_is_shown_as_failed(home: Path) -> None:
+    script(home, "a_crash", KEPT, "raise OSError('no disk')")
+    script(home, "b_said", MISSED, "sys.exit('the batches differ')")
+    script(home, "c_dead", MISSED, "os.kill(os.getpid(), signal.SIGKILL)")
+    (home / "d_import.py").write_text("import no_such_module\nif __name__ == '__main__': pass\n")
+    script(home, "e_silent")
+    script(home, "f_code", KEPT, "sys.exit(3)")
+    script(home, "g_good", KEPT)
+    done = run("--folder", home)
+    assert done.exit_code == 1
+    problems = {path.stem: record(home, path.stem)["problem"] for path in find_scripts(home)}
+    assert problems["a_crash"] == "exit code 1: OSError: no disk"
+    assert problems["b_said"] == "exit code 1: the batches differ"
+    assert problems["c_dead"].startswith("exit code -9: ")
+    assert problems["d_import"].startswith("exit code 1: ModuleNotFoundError")
+    assert problems["e_silent"] == "it promised nothing"
+    assert problems["f_code"].startswith("exit code 3: ")
+    assert problems["g_good"] == ""
+    page = page_of(home).read_text()
+    assert "**Failed: a_crash, b_said, c_dead, d_import, e_silent, f_code.**" in page
+    for name, problem in problems.items():
+        told = " ".join(problem.split())
+        assert (f"| **{told}** |  |  |  | **failed** | [{name}](#{name}) |" in page) == bool(problem)
+    assert "| speed | the plain way | 6.2x | ≥ 6x | yes | [g_good](#g_good) |" in page
+    assert run("a_crash", "--quick", "--folder", home).exit_code == 1  # a promise kept is no excuse
+
+
+def test_without_a_gpu_a_recorded_result_stays_with_its_machine(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script(home, "gpu_fast", KEPT)
+    assert run("--quick", "--folder", home).exit_code == 0  # there it runs on a CPU
+    done = run("--folder", home)
+    assert done.exit_code == 0
+    assert "not run: there is no GPU; its record stays" in done.output
+    assert not (home / "results").exists()
+    assert "Not recorded yet: gpu_fast." in page_of(home).read_text()
+    script(home, "good", KEPT)
+    assert run("good", "--folder", home).exit_code == 0
+    elsewhere = record(home, "good") | {"script": "gpu_fast", "date": "2030-01-02 03:04 UTC"}
+    elsewhere["machine"] = elsewhere["machine"] | {"gpu": "Some GPU"}
+    (home / "results" / "gpu_fast.json").write_text(json.dumps(elsewhere))
+    text = (home / "results" / "gpu_fast.json").read_text()
+    assert run("--folder", home).exit_code == 0
+    assert (home / "results" / "gpu_fast.json").read_text() == text
+    page = page_of(home).read_text()
+    assert "| yes | [gpu_fast](#gpu_fast) | 2030-01-02 03:04 UTC |" in page
+    assert "| Some GPU; " in page
+    assert "Not recorded yet" not in page
+
+
+def test_the_page_is_made_again_from_records_alone(home: Path) -> None:
+    script(home, "good", KEPT)
+    assert run("--folder", home).exit_code == 0
+    page = page_of(home).read_text()
+    page_of(home).unlink()
+    (home / "good.py").unlink()  # nothing is run
+    assert run("--render", "--folder", home).exit_code == 0
+    assert page_of(home).read_text() == page
+    cut = record(home, "good")
+    cut["exit"] = None  # of a script that was killed on another machine
+    (home / "results" / "good.json").write_text(json.dumps(cut))
+    assert "**it did not run to its end**" in render(home)
+    (home / "results" / "good.json").write_text("{}")
+    done = run("--render", "--folder", home)
+    assert done.exit_code == 2
+    assert "good.json has no script, command" in done.output
+    script(home, "other", KEPT)
+    assert run("--folder", home).exit_code == 2  # before anything is run
+    assert not (home / "results" / "other.json").exists()
+    assert page_of(home).read_text() == page
+    assert len(load_records(BENCHMARKS)) == len(list((BENCHMARKS / "results").glob("*.json")))
+
+
+def test_a_script_stopped_by_ctrl_c_leaves_no_half_file_no_child_and_no_temporary_file(
+    home: Path, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    script(home, "a_good", KEPT)
+    script(
+        home,
+        "b_long",
+        KEPT,
+        "open(tempfile.mktemp(), 'w').close()",
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])",
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))",
+        "time.sleep(600)",
+    )
+    command = [sys.executable, "-m", "packhorse", "bench", "--folder", str(home)]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    bench = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    child = tmp_path / "child"
+    while not (child.exists() and child.read_text()):
+        assert bench.poll() is None
+        time.sleep(0.05)
+    bench.send_signal(signal.SIGINT)
+    _, errors = bench.communicate(timeout=60)
+    assert bench.returncode == 130, errors
+    assert sorted(path.name for path in (home / "results").iterdir()) == ["a_good.json"]
+    assert page_of(home).read_text() == render(home)
+    assert not list(scratch.iterdir())
+    assert ended(int(child.read_text()))
+
+
+def test_children_of_a_script_do_not_write_its_record(home: Path) -> None:
+    again = "'--child' in sys.argv or subprocess.run([sys.executable, __file__, '--child'], check=True)"
+    script(home, "twice", again, "promise(str(len(sys.argv)), 1, 1, baseline='b')")
+    text = (home / "twice.py").read_text()
+    (home / "twice.py").write_text(text.replace("parse(argparse.ArgumentParser())", "pass"))
+    assert run("--folder", home).exit_code == 0
+    assert [one["claim"] for one in record(home, "twice")["promises"]] == ["1"]
+
+
+def test_a_processor_is_passed_to_count_alone(home: Path) -> None:
+    for name in ("count", "other"):
+        script(home, name, "promise('-'.join(sys.argv[1:]), 1, 1, baseline='b')")
+        text = (home / f"{name}.py").read_text()
+        (home / f"{name}.py").write_text(text.replace("parse(argparse.ArgumentParser())", "pass"))
+    assert run("--processor", "x", "--folder", home).exit_code == 0
+    assert record(home, "count")["command"] == "python benchmarks/count.py --processor x"
+    assert record(home, "other")["command"] == "python benchmarks/other.py"
 
 
 def test_without_the_folder_or_the_script_there_is_one_clear_line(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "none")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
     assert "benchmarks are part of a checkout, not of an installed package" in done.stderr
     done = run("fish")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "no benchmark fish in" in done.stderr
     assert "balance, count" in done.stderr

@@ -19,6 +19,7 @@ from count_samples import python_path, save_processor, write_chats, write_meta, 
 from packhorse.cli.app import app
 from packhorse.cli.demo_data import write_demo_data
 from packhorse.ledger import Ledger
+from unit.check.planted import MAX_LENGTH, write_clean, write_planted
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
@@ -43,7 +44,7 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     result = as_typed(write_demo_data(tmp_path))
     assert result.returncode == 1
     assert re.search(r"^ *error +broken_media +charts +1 *$", result.stdout, re.MULTILINE)
-    assert "error invalid_json in charts: write the row again, or delete it\n" in result.stdout
+    assert "error malformed_row in charts: write the row again, or delete it\n" in result.stdout
     assert f"  charts/7, {tmp_path}/charts.jsonl:8 (byte 1105): not valid JSON" in result.stdout
     assert "40 rows of 3 data set(s) checked, 27 media decoded, in " in result.stdout
     assert ": 3 errors, 1 warning.\n" in result.stdout
@@ -77,10 +78,10 @@ def test_the_report_is_one_json_object_with_stable_names(tmp_path: Path, saved: 
     assert (report["passed"], report["decoded"], report["processor"]) == (False, False, saved)
     assert report["counts"]["error"] == sum(one["severity"] == "error" for one in report["findings"])
     assert set(report["not_asked"]) == {"duplicate_image"}
-    (line,) = [one for one in report["findings"] if one["rule"] == "invalid_json"]
+    (line,) = [one for one in report["findings"] if one["rule"] == "malformed_row"]
     assert line.pop("found").startswith("not valid JSON")
     assert line == {
-        "rule": "invalid_json",
+        "rule": "malformed_row",
         "severity": "error",
         "dataset": "charts",
         "row": 7,
@@ -109,6 +110,29 @@ def test_fix_writes_a_copy_that_passes_and_says_what_it_did(tmp_path: Path) -> N
     told = json.loads(run(meta, "--fix", tmp_path / "more", "--json").stdout)["fixed"]
     assert told["ledger"] == f"{tmp_path}/more/ledger.jsonl"
     assert [one["left_out"] for one in told["datasets"]] == [3, 0, 0]
+
+
+def test_the_command_finds_each_of_twenty_kinds_of_defects_in_two_hundred_rows_and_none_in_clean_ones(
+    tmp_path: Path, saved: str
+) -> None:
+    env = {"PYTHONPATH": python_path(tmp_path / "py"), "HF_HUB_OFFLINE": "1"}
+    wanted = ("--processor", saved, "--max-length", MAX_LENGTH, "--json")
+    meta, planted = write_planted(tmp_path / "planted")
+    result = as_typed(meta, *wanted, env=env)
+    assert (result.returncode, result.stderr) == (1, "")
+    report = json.loads(result.stdout)
+    assert (report["rows"], report["not_asked"]) == (200, {})
+    found: dict[int, set[str]] = {}
+    for one in report["findings"]:
+        found.setdefault(one["row"], set()).add(one["rule"])
+        assert (one["key"], one["line"]) == (f"mixed/{one['row']}", one["row"] + 1)
+        assert one["location"].startswith(f"{tmp_path}/planted/mixed.jsonl:{one['line']} (byte ")
+    assert found == planted.expected
+    assert len(set().union(*planted.expected.values())) >= 20
+    clean = as_typed(write_clean(tmp_path / "clean", 200), *wanted, "--strict", env=env)
+    assert (clean.returncode, clean.stderr) == (0, "")
+    report = json.loads(clean.stdout)
+    assert (report["rows"], report["findings"], report["passed"]) == (200, [], True)
 
 
 def failure(result: Result) -> str:
@@ -194,7 +218,7 @@ def test_an_interrupted_fix_leaves_nothing_behind(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
-    assert err == "stopped; nothing was written\n"
+    assert err == "packhorse check: stopped; nothing was written\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 

@@ -80,7 +80,7 @@ def test_a_data_file_in_place_of_the_meta_file_is_told_with_the_meta_file_it_nee
     content = {"train.jsonl": "\n".join(map(json.dumps, rows)), "train.json": json.dumps(rows)}
     (tmp_path / name).write_text(content.get(name, json.dumps(rows[0])))
     result = run(tmp_path / name, "--processor", saved)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "looks like a data file" in result.stderr
     entry = re.search(r"meta\.json: (\{.*\}) \(", result.stderr)
     assert entry is not None
@@ -133,7 +133,7 @@ def test_a_count_that_differs_from_the_real_processor_fails(
 
 
 def failure(result: Result) -> str:
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("packhorse count: ")
     return line

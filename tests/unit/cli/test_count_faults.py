@@ -78,7 +78,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 
 def the_error(result: Result) -> str:
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("packhorse count: ")
     return line

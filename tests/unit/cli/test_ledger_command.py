@@ -5,10 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from typer.testing import CliRunner, Result
 
+import packhorse
+from contract.processors import processor
+from count_samples import chat, write_meta, write_rows
 from packhorse.cli.app import app
 from packhorse.ledger import Ledger
 from packhorse.types import Drop
@@ -70,6 +75,29 @@ def test_entries_can_be_chosen_by_reason_data_set_and_row(tmp_path: Path) -> Non
         0,
         "no entry: nothing was left out, replaced, cut or repaired\n",
     )
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.6])
+def test_rows_that_a_loader_leaves_out_are_found_with_file_and_line(tmp_path: Path, ratio: float) -> None:
+    rows: list[Any] = [chat(number) for number in range(60)]
+    for number in range(0, 60, 7):
+        rows[number] = "{broken"
+    rows[30] = chat(30) | {"messages": [{"role": "user", "content": "?" * 900}, *chat(30)["messages"][1:]]}
+    write_rows(tmp_path / "chats.jsonl", ["", *rows])  # a blank line is no row
+    meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl", "sample_ratio": ratio}})
+    ledger = tmp_path / "run"
+    packhorse.load(str(meta), processor("qwen2_vl"), pack_size=256, max_bad_share=None, ledger_dir=ledger)
+    listed = json.loads(run(ledger, "--json", "--limit", 0).stdout)["listed"]
+    planned = [one for one in listed if one["stage"] == "plan"]
+    assert {one["reason"] for one in planned} >= {"malformed_row"}
+    assert ratio < 1 or "too_long" in {one["reason"] for one in planned}
+    for one in planned:
+        line = int(one["key"].partition("/")[2]) + 2
+        assert re.search(rf"; {tmp_path}/chats\.jsonl:{line} \(byte \d+\)$", one["detail"]), one
+    if ratio == 1.0:
+        shown = run(ledger, "--key", "chats/7").stdout
+        assert "chats/7  left_out  malformed_row  not valid JSON" in shown
+        assert f"{tmp_path}/chats.jsonl:9 (byte " in shown
 
 
 def test_errors_are_one_line_and_exit_code_2(tmp_path: Path) -> None:

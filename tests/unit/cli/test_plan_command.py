@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -17,8 +18,10 @@ import packhorse
 from contract.processors import build
 from count_samples import python_path, save_processor, sidecars, write_chats, write_rows
 from packhorse.cli.app import app
-from packhorse.neat_packing_vlm import PackPlan
+from packhorse.loader.deal import Packs, SampleFacts
+from packhorse.neat_packing_vlm import PackPlan, plan_packs
 from packhorse.neat_packing_vlm.plan_file import load_key
+from packhorse.view.report import stragglers
 from view_samples import BROKEN, chat, write_samples
 
 SIZE = 512
@@ -90,6 +93,66 @@ def test_the_names_of_the_json_stay(report: dict[str, Any]) -> None:
     assert report["padding"]["packed"]["slots"] == report["packs"] * SIZE
     assert sum(report["histograms"]["fill"]["counts"]) == report["packs"]
     assert sum(report["histograms"]["length"]["counts"]) == report["packed"]
+
+
+def test_planned_and_random_steps_are_compared_over_the_same_steps(report: dict[str, Any]) -> None:
+    for one in report["straggler"]:
+        assert one["steps"] == -(-report["packs"] // one["ranks"])
+        assert one["ratio"] >= 1
+        assert one["random"] >= 1
+        if one["ranks"] >= report["packs"]:  # a single step: there is nothing to put in order
+            assert one["random"] == pytest.approx(one["ratio"])
+
+
+@pytest.mark.parametrize("packs", [1, 20, 64, 1001])
+def test_where_all_packs_cost_the_same_no_order_is_better_than_another(packs: int) -> None:
+    plan = plan_packs(np.full(packs * 4, 25), 100)
+    assert len(plan) == packs
+    facts = SampleFacts(np.full(packs * 4, 25.0), np.zeros(packs * 4, np.uint8))
+    for one in stragglers(Packs(plan, facts), seed=0, epoch=0, more=(3, 24)):
+        assert one["random"] == pytest.approx(one["ratio"]), one
+
+
+def test_of_uneven_packs_the_planned_steps_are_the_more_even_ones() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 100, 4000)
+    plan = plan_packs(lengths, 100)
+    facts = SampleFacts(lengths.astype(float) ** 2, np.zeros(4000, np.uint8))
+    for one in stragglers(Packs(plan, facts), seed=0, epoch=0):
+        assert one["ratio"] < one["random"] or one["ranks"] == 1
+
+
+def test_the_straggler_ratio_is_told_for_any_number_of_ranks(meta: Path, saved: str, tmp_path: Path) -> None:
+    out = tmp_path / "made.phplan"
+    asked = ("--no-estimates", "--out", out, "--ranks", "3,24", "--ranks", 8)
+    told = json.loads(run(meta, saved, "--json", *asked).stdout)["straggler"]
+    assert [one["ranks"] for one in told] == [1, 2, 3, 4, 8, 16, 24, 32, 64, 128, 256, 512]
+    shown = run(meta, saved, *asked).stdout
+    table = shown.partition("Straggler ratio")[2].partition("What the same rows")[0]
+    assert re.findall(r"^ *(\d+) +\d+ +[\d.]+ +[\d.]+ *$", table, re.MULTILINE) == [
+        *("1", "3", "8", "24", "64", "512")
+    ]
+    for wrong in ("0", "x", "8,", "-1", "²"):
+        refused = run(meta, saved, "--ranks", wrong)
+        assert refused.exit_code == 2
+        assert "expected numbers from 1 upwards" in refused.stderr
+
+
+def test_plan_and_stats_say_that_their_tokens_differ_by_the_label_shift(
+    report: dict[str, Any], meta: Path, saved: str
+) -> None:
+    shown = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--workers", "1"]).stdout
+    assert "A plan tells them after the label shift" in shown
+    planned = run(meta, saved, "--out", meta.parent / "shift.phplan").stdout
+    assert f"{report['tokens']:,} tokens after the label shift (one less a row)" in planned
+    told = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--workers", "1", "--json"])
+    assert json.loads(told.stdout)["all"]["tokens"]["sum"] == report["tokens"] + report["packed"]
+
+
+def test_rows_that_are_left_out_are_told_with_file_and_line(report: dict[str, Any], meta: Path) -> None:
+    details = {one["reason"]: one["detail"] for one in report["reasons"]}
+    assert re.search(rf"; {meta.parent}/chats\.jsonl:4 \(byte \d+\)$", details["malformed_row"])
+    assert re.search(rf"; {meta.parent}/charts\.jsonl:9 \(byte \d+\)$", details["missing_media"])
 
 
 def test_sorted_batches_waste_no_more_than_random_ones(report: dict[str, Any]) -> None:

@@ -13,12 +13,15 @@ from PIL import Image
 
 from count_samples import save_processor, write_chats, write_meta, write_rows
 from packhorse.datasets import open_meta_dataset
+from packhorse.errors import ConfigError
 from packhorse.loader import LoaderConfig
+from packhorse.types import Drop
+from packhorse.view import plots
 from packhorse.view.app import make_app
 from packhorse.view.book import Book
 from packhorse.view.keys import RowFinder
 from packhorse.view.media import picture, sound
-from packhorse.view.plan_book import book_of
+from packhorse.view.plan_book import book_of, save_book
 from packhorse.view.planning import Request, make_plan
 from packhorse.view.report import plan_report
 from view_samples import ask, chat
@@ -87,6 +90,9 @@ def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> No
     ):
         assert ask(app, target).status == 200, target
     assert json.loads(ask(app, "/report.json").body)["fill"] == 0.0
+    overview = ask(app, "/").text
+    assert "There is no pack: none of the 3 rows can be used" in overview
+    assert '<svg class="plot"' not in overview
 
 
 def test_the_name_of_a_data_set_is_text_on_every_page(tmp_path: Path, saved: str) -> None:
@@ -119,3 +125,75 @@ def test_pictures_keep_their_size(size: tuple[int, int], kind: str) -> None:
     made = picture(Image.new("RGB", size, "tan"))
     assert made.kind == kind
     assert Image.open(io.BytesIO(made.data)).size == size
+
+
+def test_documents_stand_where_their_filling_puts_them(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path, 12)
+    book = book_for(meta, saved, pack_size=256, alignment=16)
+    page = ask(make_app(book), "/pack/0").text
+    lengths = [book.encoder.show(int(row)).length for row in book.plan[0]]
+    rooms = [length + -length % 16 for length in lengths]
+    assert rooms != lengths
+    starts = [0, *np.cumsum(rooms)[:-1].tolist()]
+    found = re.findall(r"places (\d+) to (\d+), (\d+) tokens", page)
+    assert [tuple(map(int, one)) for one in found] == [
+        (start, start + length - 1, length) for start, length in zip(starts, lengths, strict=True)
+    ]
+    assert "tokens were planned" not in page
+    assert page.count("of filling") == sum(room > length for room, length in zip(rooms, lengths, strict=True))
+
+
+def test_a_remark_of_a_run_and_of_the_viewer_is_one(tmp_path: Path, saved: str) -> None:
+    book = book_for(write_chats(tmp_path, 3), saved, pack_size=256)
+    book.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut; chats.jsonl:2")])
+    book.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut")])
+    book.mark(1, [Drop("chats/1", "encode", "truncated", "cut.png is cut")])
+    assert [drop.reason for drop in book.remarks(1)] == ["broken_media", "truncated"]
+
+
+def test_a_file_that_is_no_medium_is_not_served_though_a_row_names_it(tmp_path: Path, saved: str) -> None:
+    (tmp_path / "secret.txt").write_text("name: mule, password: hay")
+    row = chat("<image>What is it?", "Nothing.", images=[str(tmp_path / "secret.txt")])
+    write_rows(tmp_path / "rows.jsonl", [row, chat("Why?", "So.")])
+    meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
+    app = make_app(book_for(meta, saved, pack_size=256))
+    answer = ask(app, "/media/0/0")
+    assert answer.status == 404
+    assert b"password" not in answer.body  # the first bytes tell what kind of file it is
+    assert "password" not in ask(app, "/row/0").text
+
+
+def test_pictures_are_not_kept_for_the_next_plan_on_the_same_port(app: Any) -> None:
+    assert ask(app, "/media/0/0").headers["cache-control"] == "no-store"
+
+
+def test_of_text_alone_no_medium_and_no_placeholder_is_shown(tmp_path: Path, saved: str) -> None:
+    app = make_app(book_for(write_chats(tmp_path, 12), saved, pack_size=256))
+    overview, pack = ask(app, "/").text, ask(app, "/pack/0").text
+    assert "kind text" in overview
+    assert "kind image" not in overview
+    assert "text alone" in pack
+    assert "fake" not in pack
+    assert "positions 0" in pack, "text counts through, whatever the model"
+
+
+def test_positions_that_cannot_be_known_are_not_made_up(app: Any) -> None:
+    page = ask(app, "/row/0").text  # a picture, and no config of the model
+    assert "packhorse plan --model" in page
+    assert "; positions" not in page
+
+
+def test_the_numbers_beside_a_histogram_are_whole() -> None:
+    for top in (1, 2, 3, 41, 999):
+        drawn = str(plots.bars([top, 1], ["a", "b", "c"], "some"))
+        assert not re.search(r">\d+\.5<", drawn), top
+
+
+def test_data_that_have_gone_are_named(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path / "data", 3)
+    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), saved))
+    plan = tmp_path / "made.phplan"
+    save_book(planned, plan_report(planned, estimates=False), plan)
+    (tmp_path / "data").rename(tmp_path / "away")
+    with pytest.raises((ConfigError, OSError), match=r"meta\.json"):
+        Book.open(str(plan))

@@ -148,7 +148,7 @@ def _count(story: Story, console: Console) -> None:
 
 def _plan(story: Story, console: Console) -> None:
     from packhorse.cli.demo.train import demo_config
-    from packhorse.cli.plan import _print_costs, _print_left_out, summary_lines
+    from packhorse.cli.plan import print_costs, print_left_out, summary_lines
     from packhorse.view.plan_book import save_book
     from packhorse.view.planning import Request, make_plan
     from packhorse.view.report import plan_report
@@ -160,8 +160,8 @@ def _plan(story: Story, console: Console) -> None:
     for name, text in summary_lines(story.plan):
         _say(console, f"{name:<10} {text}")
     console.print()
-    _print_costs(story.plan, console)
-    _print_left_out(story.plan, console)
+    print_costs(story.plan, console)
+    print_left_out(story.plan, console)
 
 
 def _train(story: Story, console: Console) -> None:
@@ -249,14 +249,14 @@ def _mean(steps: Sequence[Any]) -> float:
 
 
 def _parity(story: Story, console: Console) -> None:
-    from packhorse.cli.parity import _load, _samples
+    from packhorse.cli.parity import choose_samples, load_model
     from packhorse.datasets.count_part import open_processor
     from packhorse.parity import check_parity
 
     _title(console, 8, f"Is packed training unpacked training?  packhorse parity {story.meta} …")
     processor = open_processor(str(story.model))
-    model = _load(str(story.model), "float32", "cpu", False, False)
-    chosen = _samples(str(story.meta), None, _PARITY_SAMPLES, processor)
+    model = load_model(str(story.model), "float32", "cpu", False, False)
+    chosen = choose_samples(str(story.meta), None, _PARITY_SAMPLES, processor)
     for backend in ("sdpa", "eager"):
         report = check_parity(model, processor, chosen.samples, backend, rows=2, keys=chosen.keys)
         _promise(story, console, report.describe(), report.ok)

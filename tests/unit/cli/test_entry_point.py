@@ -1,0 +1,263 @@
+"""What all commands have in common, through the installed ``packhorse``: help, errors, bars, Ctrl-C, Tab."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import packhorse
+from count_samples import leavings, python_path, save_processor, sidecars, write_chats, write_rows
+from packhorse.cli.app import app
+
+PACKHORSE = str(Path(sys.executable).with_name("packhorse"))
+COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger", "bench")
+ON_A_META_FILE = ("stats", "count", "plan", "check", "view", "parity")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_processor(tmp_path_factory.mktemp("processor"))
+
+
+def typed(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PACKHORSE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+def options(command: str, saved: str) -> list[str]:
+    """What a command needs beside its meta file."""
+    return {
+        "count": ["--processor", saved, "--workers", "1"],
+        "plan": ["--processor", saved, "--workers", "1"],
+        "view": ["--processor", saved, "--port", "0"],
+        "parity": ["--model", saved],
+    }.get(command, ["--workers", "1"])
+
+
+def told(arguments: list[object]) -> str:
+    """The one line that a command says when it cannot do what it is asked to."""
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"packhorse {arguments[0]}: ")
+    assert not CONTROL.search(line)
+    return line
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = typed("--version")
+    assert (result.returncode, result.stdout) == (0, f"packhorse {packhorse.__version__}\n")
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    result = typed()
+    assert result.returncode == 2
+    assert all(re.search(rf"\b{name}\b", result.stdout) for name in COMMANDS)
+    assert "130 Ctrl-C" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_examples_exit_codes_and_json(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"}).stdout
+    assert "Examples" in shown
+    assert f"packhorse {command}" in shown.partition("Examples")[2]
+    assert "Exit code 0" in shown
+    assert re.search(r"--json +[A-Z]", shown)
+
+
+@pytest.mark.parametrize("command", ON_A_META_FILE)
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("no.json", None, "no such file or directory"),
+        ("folder", "", "is a directory"),
+        ("empty.json", b"", "not a valid meta file"),
+        ("cut.json", b'{"a": {', "not a valid meta file"),
+        ("binary.json", b"\xff\xfe\x00", "not a valid meta file"),
+        ("none.json", b"{}", "no data set|no example|0 rows"),
+        ("list.json", b"[1, 2]", "looks like a data file"),
+        ("number.json", b'{"a": 3}', "expected an object"),
+        ("nameless.json", b'{"a": {}}', "has no file_name"),
+    ],
+)
+def test_a_meta_file_that_is_none_is_one_line_and_exit_code_2(
+    command: str, name: str, content: bytes | str | None, says: str, tmp_path: Path, saved: str
+) -> None:
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.mkdir()
+    line = told([command, path, *options(command, saved)])
+    assert str(path) in line
+    assert re.search(says, line)
+
+
+@pytest.mark.parametrize("command", ON_A_META_FILE)
+def test_a_processor_that_is_none_is_one_line_and_exit_code_2(
+    command: str, tmp_path: Path, saved: str
+) -> None:
+    meta = write_chats(tmp_path / "data", 3)
+    (tmp_path / "empty").mkdir()
+    name = "--model" if command == "parity" else "--processor"
+    for folder, says in (("nowhere", "no such folder"), ("empty", "cannot be opened")):
+        line = told([command, meta, *options(command, saved), name, tmp_path / folder])
+        assert f"{tmp_path}/{folder}: {says}" in line
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_long_work(tmp_path: Path, saved: str) -> None:
+    meta, taken = write_chats(tmp_path / "data", 3), tmp_path / "taken"
+    taken.write_text("")
+    assert "is a folder" in told(["plan", meta, *options("plan", saved), "--out", tmp_path])
+    assert "cannot be written" in told(["plan", meta, *options("plan", saved), "--out", taken / "a.phplan"])
+    assert "cannot be written" in told(["check", meta, "--fix", taken / "clean"])
+    assert sidecars(tmp_path / "data") == []
+    assert "cannot be written" in told(["count", meta, *options("count", saved), "--write-jsonl", taken])
+    assert taken.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pln"], r"packhorse: no such command 'pln'. Did you mean 'plan'\?"),
+        (["--nothing"], "packhorse: no such option: --nothing"),
+        (["plan"], "packhorse plan: missing argument 'META'"),
+        (["plan", "meta.json"], "packhorse plan: missing option '--processor'"),
+        (["parity", "meta.json"], "packhorse parity: missing option '--model'"),
+        (["check", "meta.json", "--workers", "0"], "packhorse check: invalid value for '--workers'"),
+        (
+            ["ledger", "a", "--by", "colour"],
+            "packhorse ledger: invalid value for '--by': 'colour' is not one",
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_that_says_where_to_look(arguments: list[str], says: str) -> None:
+    result = typed(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert re.match(says, line)
+    assert re.search(r"\(see packhorse( \w+)? --help\)$", line)
+
+
+def test_with_json_standard_output_holds_one_object_and_standard_error_nothing(
+    tmp_path: Path, saved: str
+) -> None:
+    meta = write_chats(tmp_path / "data", 12)
+    env = {"PYTHONPATH": python_path(tmp_path / "path"), "HF_HUB_OFFLINE": "1"}
+    for command in ("stats", "check", "count", "plan"):
+        result = typed(command, meta, *options(command, saved), "--json", **env)
+        assert (result.returncode, result.stderr) == (0, ""), command
+        assert json.loads(result.stdout)["version"] == 1
+
+
+def on_a_terminal(arguments: list[str], **env: str) -> bytes:
+    """What a command writes to a terminal on its standard error."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "CI"}
+    process = subprocess.Popen(
+        [PACKHORSE, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**environment, "TERM": "xterm", "COLUMNS": "100", **env},
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal tells its end
+        while piece := os.read(ours, 4096):
+            shown += piece
+    process.wait(timeout=60)
+    os.close(ours)
+    return shown
+
+
+def test_a_terminal_has_bars_and_a_run_in_ci_has_none(tmp_path: Path) -> None:
+    meta = str(write_chats(tmp_path / "data", 500))
+    fix = ["check", meta, "--workers", "1", "--fix"]
+    shown = on_a_terminal([*fix, str(tmp_path / "one")])
+    assert b"checking" in shown
+    assert b"writing" in shown
+    assert shown.count(b"500/500") >= 2
+    assert on_a_terminal([*fix, str(tmp_path / "two")], CI="true") == b""
+
+
+@pytest.mark.parametrize("force", [{}, {"TERM": "xterm-256color", "COLUMNS": "80"}])
+def test_output_that_is_piped_has_no_control_codes(tmp_path: Path, force: dict[str, str]) -> None:
+    meta = write_chats(tmp_path / "data", 20)
+    for arguments in (["stats", meta], ["check", meta], ["--help"], ["plan", "--help"], ["plan", meta]):
+        result = typed(*arguments, **force)
+        assert not CONTROL.search(result.stdout + result.stderr), arguments
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    meta = write_chats(tmp_path, 1)
+    write_rows(tmp_path / "chats.jsonl", [{"messages": []}] * 3000)
+    script = f"{PACKHORSE} check {meta} --json --workers 1 | head -c 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (1, "{", "")
+
+
+def test_ctrl_c_in_a_count_is_exit_code_130_and_leaves_no_half_file(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path / "data", 60_000)
+    command = [PACKHORSE, "count", str(meta), "--processor", saved, "--workers", "2"]
+    with subprocess.Popen(
+        [*command, "--part-rows", "200", "--write-jsonl", str(tmp_path / "copies")],
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path / "path")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        while not list(meta.parent.glob("*.parts/*.arrow")) and started.poll() is None:
+            time.sleep(0.02)
+        os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to all of its processes
+        out, errors = started.communicate(timeout=60)
+    assert started.returncode == 130, errors
+    assert (out, errors) == ("", "packhorse count: stopped; the next run continues with what is finished\n")
+    assert sidecars(meta.parent) == []
+    assert [name for name in leavings(meta.parent) if name.startswith(".")] == []
+    assert not (tmp_path / "copies").exists()
+
+
+def test_the_tab_key_completes_commands_and_options_as_bash_asks_for_it() -> None:
+    for words, expected in (("packhorse pl", "plan"), ("packhorse plan --pack-", "--pack-size")):
+        place = str(len(words.split()) - 1)
+        asked = {"_PACKHORSE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        result = typed(**asked)
+        assert (result.returncode, result.stdout.split()) == (0, [expected])
+
+
+def test_completion_is_installed_for_bash_and_works_there(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    env = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(PACKHORSE).parent}:{os.environ['PATH']}"}
+
+    def said(script: str) -> str:
+        # Two commands: bash would become the only one of a script, and no shell would be found above it.
+        run = subprocess.run(
+            [bash, "-c", f"{script}\ntrue"], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return run.stdout
+
+    assert "_PACKHORSE_COMPLETE=complete_bash" in said("packhorse --show-completion")
+    assert "bash completion installed" in said("packhorse --install-completion")
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    keys = f"source {script}\nCOMP_WORDS=(packhorse pl)\nCOMP_CWORD=1\n_packhorse_completion packhorse\n"
+    assert said(f"{keys}echo ${{COMPREPLY[@]}}") == "plan\n"

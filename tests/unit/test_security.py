@@ -1,0 +1,235 @@
+"""What a data set or a processor from somebody else cannot make Packhorse do."""
+
+import ast
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from contract.processors import processor
+from count_samples import chat, python_path, save_processor, write_meta, write_rows
+from packhorse import LoaderConfig, World, load
+from packhorse.datasets import open_meta_dataset
+from packhorse.datasets.count_part import open_processor
+from packhorse.datasets.counting import count_meta
+from packhorse.datasets.sidecar import Sidecar
+from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger
+from packhorse.media import image_size, load_image
+
+SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return processor("qwen2_vl")
+
+
+def with_picture(source: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<image>what"}, {"role": "assistant", "content": "ok"}]
+    return {"messages": turns, "images": [source]}
+
+
+# --- media paths -----------------------------------------------------------------------------------------
+
+
+def test_a_confined_data_set_opens_nothing_outside_of_its_folder(tmp_path: Path, qwen: Any) -> None:
+    media, secret = tmp_path / "media", tmp_path / "secret.png"
+    (media / "frames").mkdir(parents=True)
+    Image.new("RGB", (60, 40)).save(media / "good.png")
+    Image.new("RGB", (60, 40)).save(secret)
+    (media / "link.png").symlink_to(secret)
+    (media / "up").symlink_to(tmp_path)
+    (media / "%2e%2e").symlink_to(tmp_path)
+    (tmp_path / "media-of-others").mkdir()
+    Image.new("RGB", (60, 40)).save(tmp_path / "media-of-others" / "x.png")
+    outside: list[Any] = [
+        "../secret.png",
+        "frames/../../secret.png",
+        "./.././secret.png",
+        str(secret),
+        f"file://{secret}",
+        f"FILE://localhost{secret}",
+        f"file://{media}/%2e%2e/secret.png",
+        f"file://{media}/..%2fsecret.png",
+        f"local://{secret}",
+        "link.png",
+        "up/secret.png",
+        "%2e%2e/secret.png",
+        "../media-of-others/x.png",
+        "http://127.0.0.1:9/x.png",
+        "memory://x.png",
+        "simplecache::file:///etc/passwd",
+        {"path": "../secret.png"},
+        {"bytes": None, "path": str(secret)},
+    ]
+    rows = [with_picture(source) for source in outside]
+    part = {"type": "image", "image": str(secret)}
+    rows.append({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "ok"}]})
+    rows.append(with_picture("good.png"))
+    write_rows(tmp_path / "a.jsonl", rows)
+    entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": True}
+    report = count_meta(write_meta(tmp_path, {"a": entry}), qwen)
+    assert report.datasets[0].bad == {"outside_media_dir": len(rows) - 1}
+    status = Sidecar(report.datasets[0].sidecar).columns().status.tolist()
+    assert status == ["outside_media_dir"] * (len(rows) - 1) + ["ok"]
+    ledger = Ledger()
+    dataset = open_meta_dataset(tmp_path / "meta.json", ledger=ledger)
+    for number in range(len(rows) - 1):
+        with pytest.raises(BadSample) as caught:
+            dataset[number]
+        assert caught.value.reason == "outside_media_dir"
+    assert dataset[len(rows) - 1]["conversation"][0]["content"][0]["image"] == str(media / "good.png")
+
+
+# --- code of others --------------------------------------------------------------------------------------
+
+CODE = """
+from pathlib import Path
+from transformers import Qwen2VLProcessor
+Path({marker!r}).touch()
+class TheirProcessor(Qwen2VLProcessor):
+    pass
+"""
+
+
+def processor_with_code(folder: Path, marker: Path) -> str:
+    save_processor(folder)
+    (folder / "theirs.py").write_text(CODE.format(marker=str(marker)))
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        path = folder / name
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        settings["processor_class"] = "TheirProcessor"
+        settings["auto_map"] = {"AutoProcessor": "theirs.TheirProcessor"}
+        path.write_text(json.dumps(settings))
+    return str(folder)
+
+
+def test_code_that_comes_with_a_processor_runs_only_if_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # nobody is there to be asked
+    marker = tmp_path / "ran"
+    folder = processor_with_code(tmp_path / "theirs", marker)
+    write_rows(tmp_path / "a.jsonl", [chat(1)])
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
+    with pytest.raises(ConfigError, match="custom code .*allow it with trust_remote_code=True"):
+        open_processor(folder)
+    with pytest.raises(ConfigError):
+        count_meta(meta, folder)
+    with pytest.raises(ConfigError):
+        load(str(meta), folder, world=World())
+    assert not marker.exists()
+    open_processor(folder, trust_remote_code=True)
+    assert marker.exists()
+
+
+def test_no_source_file_trusts_code_by_itself() -> None:
+    opened = 0
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                told = given.get("trust_remote_code")
+                assert not (isinstance(told, ast.Constant) and told.value), f"{path}:{node.lineno}"
+                opened += told is not None
+            if isinstance(node, ast.FunctionDef):
+                names = [*node.args.posonlyargs, *node.args.args]
+                pairs = list(zip(names[::-1], node.args.defaults[::-1], strict=False))
+                pairs += list(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+                for name, default in pairs:
+                    if name.arg == "trust_remote_code" and default is not None:
+                        assert isinstance(default, ast.Constant), path
+                        assert default.value is False, path
+    assert opened > 5
+
+
+def test_settings_from_yaml_make_no_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"data: !!python/object/apply:os.mkdir [{tmp_path / 'ran'}]\n")
+    with pytest.raises(ConfigError, match="not YAML"):
+        LoaderConfig.from_yaml(tmp_path / "a.yaml")
+    assert not (tmp_path / "ran").exists()
+
+
+# --- bombs -----------------------------------------------------------------------------------------------
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few hundred bytes whose header promises so many pixels."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(100_000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def test_a_picture_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory(
+    tmp_path: Path, qwen: Any
+) -> None:
+    (tmp_path / "bomb.png").write_bytes(bomb(100_000, 100_000))
+    Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
+    for read in (load_image, image_size):
+        with pytest.raises(BadSample) as caught:
+            read(str(tmp_path / "bomb.png"))
+        assert caught.value.reason == "media_too_large"
+    write_rows(tmp_path / "a.jsonl", [with_picture("bomb.png"), *[with_picture("good.png")] * 3])
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
+    loader = load(str(meta), qwen, world=World(), pack_size=512, max_bad_share=None)
+    assert [(drop.key, drop.reason) for drop in loader.ledger] == [("a/0", "media_too_large")]
+    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    assert sorted(delivered) == [1, 2, 3]
+
+
+def test_a_picture_made_of_xml_is_no_picture() -> None:
+    svg = b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><svg>&x;</svg>'
+    with pytest.raises(BadSample) as caught:
+        load_image(svg)
+    assert caught.value.reason == "broken_media"
+
+
+# --- the network -----------------------------------------------------------------------------------------
+
+WATCHED = """
+import json, sys
+asked = []
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
+        if not str(arguments[-1]).startswith(("/", "b'/")):
+            asked.append([event, str(arguments)])
+sys.addaudithook(watch)
+import packhorse
+from contract.processors import processor
+from packhorse import World
+loader = packhorse.load(sys.argv[1], processor("qwen2_vl"), world=World(), pack_size=512, max_bad_share=None)
+steps = sum(1 for _ in loader)
+print(json.dumps({"steps": steps, "asked": asked, "bad": loader.ledger.counts()}))
+"""
+
+
+@pytest.mark.parametrize("address", [False, True])
+def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> None:
+    Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
+    rows = [with_picture("good.png")] * 3 + ([with_picture("http://127.0.0.1:9/x.png")] if address else [])
+    write_rows(tmp_path / "a.jsonl", rows)
+    meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
+    (tmp_path / "watched.py").write_text(WATCHED)
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "watched.py"), str(meta)],
+        env={"PYTHONPATH": python_path(tmp_path), "PACKHORSE_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert told["steps"] > 0
+    assert bool(told["asked"]) is address  # what a row names is asked for, so the watch works
+    assert told["bad"] == ({"missing_media": 1} if address else {})
