@@ -1,6 +1,6 @@
 """Counting tokens: our pass against a pool of processes that encode sample by sample and rewrite the file.
 
-    python benchmarks/count.py --processor PATH [--rows 100000] [--workers 2] [--repeat 2]
+    python benchmarks/count.py [--quick] [--processor PATH] [--rows 100000] [--workers 2] [--repeat 2]
 
 The baseline is how token counts are commonly added to a JSONL file, written out below: worker processes parse
 each line, call ``tokenizer.encode`` on the text of the conversation, add the count as ``_text_tokens`` and
@@ -9,6 +9,9 @@ all of these exactly and writes a sidecar. Both run in fresh processes with the 
 the same run; start-up and loading the tokenizer are part of both. Exit code 1 if a promise is missed.
 
 ``--processor`` is a folder with a processor, or with a tokenizer (a Qwen2-VL processor is built around it).
+Without it, a tokenizer of 30,000 entries that cuts text as Qwen2 to Qwen3 do is trained first (``words.py``),
+which both ways then use. With a tokenizer that cuts in another way than these and Llama 3, counting takes a
+longer way, and the promise is not made for it.
 """
 
 from __future__ import annotations
@@ -28,28 +31,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from count_samples import python_path
-
-TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
-    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-)
+from promises import fact, parse, promise, recorded
+from words import Text, qwen2_vl
 
 
+@recorded()
 def main() -> None:
     """Write the file, measure both ways, judge."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processor", required=True)
+    parser.add_argument("--processor")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--run", choices=("ours", "baseline"), help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(parser, rows=8_000, repeat=1)
     if options.run:
         (run_ours if options.run == "ours" else run_baseline)(
             options.data, options.processor, options.workers
@@ -61,45 +59,31 @@ def main() -> None:
         data, tenth = Path(folder) / "rows.jsonl", Path(folder) / "tenth.jsonl"
         write_conversations(data, options.rows)
         write_conversations(tenth, options.rows // 10)
-        sys.exit(not report(data, tenth, processor, options))
+        report(data, tenth, processor, options)
 
 
-def prepare_processor(given: str, home: Path) -> str:
-    """A processor's folder as it is; a tokenizer's gets a Qwen2-VL processor and a plain template."""
+def prepare_processor(given: str | None, home: Path) -> str:
+    """A processor's folder as it is; a tokenizer (the trained one without any) gets a Qwen2-VL processor."""
+    if given is None:
+        qwen2_vl().save_pretrained(home)
+        return str(home)
     if any((Path(given) / name).exists() for name in ("preprocessor_config.json", "processor_config.json")):
         return given
-    from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(given)
-    made = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE
-    )
-    made.save_pretrained(home)
+    qwen2_vl(AutoTokenizer.from_pretrained(given)).save_pretrained(home)
     return str(home)
 
 
 def write_conversations(path: Path, rows: int) -> None:
-    """Questions and answers of words that come as often as words do (a few all the time, most seldom)."""
-    rng = random.Random(0)
-    letters = "etaoinshrdlucmfwypvbgkjqxz"
-    words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(2, 10))) for _ in range(40_000)]
-    weights = [1 / (rank + 3) for rank in range(len(words))]
-    pool = rng.choices(words, weights, k=2_000_000)
-    ends = [".", ",", "?", ".\n", ".\n\n-", " (", ")", ': "', " 42"]
-
-    def text(number: int) -> str:
-        at = rng.randrange(len(pool) - number)
-        said = pool[at : at + number]
-        for place in range(7, number, 9):
-            said[place] += rng.choice(ends)
-        return " ".join(said).replace("\n ", "\n").capitalize() + "."
-
+    """Questions and answers."""
+    rng, text = random.Random(0), Text(seed=0)
     with open(path, "w", encoding="utf-8") as file:
         for number in range(rows):
             turns = []
             for _ in range(rng.choice((1, 1, 2, 3))):
-                turns.append({"role": "user", "content": text(rng.randint(5, 60))})
-                turns.append({"role": "assistant", "content": text(rng.randint(10, 200))})
+                turns.append({"role": "user", "content": text.words(rng.randint(5, 60))})
+                turns.append({"role": "assistant", "content": text.words(rng.randint(10, 200))})
             file.write(json.dumps({"id": number, "messages": turns}, ensure_ascii=False) + "\n")
 
 
@@ -165,8 +149,8 @@ def measured(what: str, data: Path, processor: str, options: argparse.Namespace)
     return min(seconds), max(peaks)
 
 
-def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace) -> bool:
-    """Print the table and the promises; whether all are kept."""
+def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace) -> None:
+    """Print the table and the promises."""
     print(f"{options.rows:,} rows, {data.stat().st_size / 1e6:.0f} MB, {options.workers} workers\n")
     print(f"{'way':34}{'seconds':>10}{'rows/s':>10}{'MB':>8}")
     results = {}
@@ -179,20 +163,17 @@ def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace)
         print(f"{label:34}{seconds:10.2f}{rows / seconds:10,.0f}{peak:8.0f}")
     plain, ours, small = results.values()
     print()
-    kept = [
-        judged("throughput against encoding each sample", plain[0] / ours[0], 1.5, "x", least=True),
-        judged("throughput, stretch goal", plain[0] / ours[0], 2.5, "x", least=True, must=False),
-        judged("peak memory over that of a tenth of the rows", ours[1] - small[1], 60, " MB", least=False),
-    ]
-    return all(kept)
-
-
-def judged(what: str, value: float, limit: float, unit: str, *, least: bool, must: bool = True) -> bool:
-    """Print whether a promise is kept."""
-    good = value >= limit if least else value <= limit
-    word = "ok  " if good else ("MISS" if must else "not ")
-    print(f"{word} {what}: {value:.2f}{unit} (to reach: {'>=' if least else '<='} {limit}{unit})")
-    return good or not must
+    each = f"tokenizer.encode of each sample in {options.workers} processes, rewriting the JSONL"
+    promise(
+        "counting exactly with a tokenizer of the Qwen2 kind, speed", plain[0] / ours[0], 1.5, baseline=each
+    )
+    over, fewer = ours[1] - small[1], "the same of a tenth of the rows"
+    promise(
+        "memory of counting, over a tenth of the rows", over, 60, baseline=fewer, unit="MB", at_least=False
+    )
+    fact("rows counted", options.rows)
+    fact("rows counted a second", options.rows / ours[0])
+    fact("rows counted a second by the baseline", options.rows / plain[0])
 
 
 if __name__ == "__main__":

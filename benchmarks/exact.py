@@ -1,6 +1,6 @@
 """Are the counts exact, and how far off would the usual estimate be?
 
-    python benchmarks/exact.py [--sizes 400] [--videos 60] [--conversations 1000] [--family NAME]
+    python benchmarks/exact.py [--quick] [--sizes 400] [--videos 60] [--conversations 1000] [--family NAME]
 
 For every family: image sizes from 1 x 1 to 8000 x 200, videos of 1 to 300 frames at several rates, and (over
 all families together) conversations of all shapes, each run through the real processor. Printed: how many
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -35,11 +35,13 @@ from packhorse.media import media_size
 from packhorse.tokens.count import TokenCounter
 from packhorse.tokens.estimate import estimate_sample_length, image_config, video_config
 from packhorse.types import Conversation, MediaRef, Message, TextPart
+from promises import fact, parse, promise, recorded
 
 RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
 FRAMES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 47, 64, 100, 128, 199, 256, 300)
 
 
+@recorded()
 def main() -> None:
     """Compare, family by family; print the table."""
     parser = argparse.ArgumentParser(
@@ -49,22 +51,31 @@ def main() -> None:
     parser.add_argument("--videos", type=int, default=60)
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
-    options = parser.parse_args()
+    options = parse(parser, sizes=8, videos=3, conversations=28)
     print(
         f"{'family':18}{'what':16}{'compared':>9}{'differ':>8}{'refused':>9}{'estimate off by':>20}{'p95':>8}"
     )
     names = options.family or tuple(FAMILIES)
     share = -(-options.conversations // len(FAMILIES))
-    wrong = 0
+    tallies: list[Tally] = []
     with tempfile.TemporaryDirectory() as folder:
         files = write_media(Path(folder))
         for name in names:
             sizes = image_sizes(every=max(1, 2800 // options.sizes))
-            wrong += compare(name, "image sizes", images(sizes))
+            tallies.append(compare(name, "image sizes", images(sizes)))
             if "video" in FAMILIES[name].modalities:
-                wrong += compare(name, "videos", videos(options.videos))
-            wrong += compare(name, "conversations", conversations(name, share, files))
-    sys.exit(bool(wrong))
+                tallies.append(compare(name, "videos", videos(options.videos)))
+            tallies.append(compare(name, "conversations", conversations(name, share, files)))
+    print()
+    compared, differ, refused = (sum(getattr(one, name) for one in tallies) for name in Tally._fields[:3])
+    fact("samples compared", compared)
+    fact("families", len(names))
+    fact("refused by the processor and by the count alike", refused)
+    errors = np.concatenate([one.errors for one in tallies])
+    fact("error of the usual estimate, mean", 100 * float(errors.mean()), "%")
+    fact("error of the usual estimate, 95th percentile", 100 * float(np.percentile(errors, 95)), "%")
+    processors = "tokens that each family's real processor makes"
+    promise("counts that differ", differ, 0, baseline=processors, unit="", at_least=False)
 
 
 def asked(*parts: Any) -> Conversation:
@@ -87,8 +98,17 @@ def videos(number: int) -> Iterator[Conversation]:
         yield asked(MediaRef("video", made.frames, {"video_metadata": made.metadata.as_dict()}))
 
 
-def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> int:
-    """Count and encode each; print one line, return how many counts differ."""
+class Tally(NamedTuple):
+    """Of some samples: how many, how many counts differ, how many were refused; errors of the estimate."""
+
+    compared: int
+    differ: int
+    refused: int
+    errors: list[float]
+
+
+def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> Tally:
+    """Count and encode each; print one line."""
     made = processor(name)
     family, counter = family_of(made), TokenCounter(family_of(made), made)
     configs = image_config(made), video_config(made)
@@ -109,7 +129,7 @@ def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> int:
         )
     mean, p95 = (np.mean(errors), np.percentile(errors, 95)) if errors else (0, 0)
     print(f"{name:18}{what:16}{compared:9,}{differ:8,}{refused:9,}{mean:20.0%}{p95:8.0%}", flush=True)
-    return differ
+    return Tally(compared, differ, refused, errors)
 
 
 def example(family: Any, made: Any, conversation: Conversation) -> dict[str, Any]:

@@ -22,23 +22,7 @@ from packhorse.pp_media import (
     wrap_vlm_collate_for_pp,
 )
 from packhorse.types import TensorLayout
-
-GRID = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 4]])  # 4, 8 and 16 patches
-PATCHES = torch.arange(28.0)[:, None].expand(28, 3)
-_IMAGES = {"pixel_values": PATCHES, "image_grid_thw": GRID}
-LAYOUT = {
-    "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
-    "image_grid_thw": TensorLayout(("image",), "item"),
-}
-
-
-def batch_of(rows: int, **more: Any) -> dict[str, Any]:
-    return {"input_ids": torch.zeros(rows, 5, dtype=torch.int64), **more}
-
-
-def lengths(chunks: list[torch.Tensor]) -> list[int]:
-    return [len(chunk) for chunk in chunks]
-
+from pp_media_samples import GRID, IMAGES, LAYOUT, PATCHES, batch_of, lengths
 
 # --- the door ---------------------------------------------------------------------------------------------
 
@@ -368,7 +352,7 @@ def test_one_image_a_row_is_taken_for_granted_in_batches_that_count_nothing_only
     more: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match="without 'n_images_per_sample'"):
-        prepare_vlm_media_for_pp(batch_of(3, **_IMAGES, **more), 3, 3)
+        prepare_vlm_media_for_pp(batch_of(3, **IMAGES, **more), 3, 3)
 
 
 # --- collate functions -------------------------------------------------------------------------------------

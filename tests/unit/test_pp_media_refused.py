@@ -15,23 +15,7 @@ from packhorse.pp_media import (
     wrap_vlm_collate_for_pp,
 )
 from packhorse.types import TensorLayout
-
-GRID = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 4]])  # 4, 8 and 16 patches
-PATCHES = torch.arange(28.0)[:, None].expand(28, 3)
-_IMAGES = {"pixel_values": PATCHES, "image_grid_thw": GRID}
-LAYOUT = {
-    "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
-    "image_grid_thw": TensorLayout(("image",), "item"),
-}
-
-
-def batch_of(rows: int, **more: Any) -> dict[str, Any]:
-    return {"input_ids": torch.zeros(rows, 5, dtype=torch.int64), **more}
-
-
-def lengths(chunks: list[torch.Tensor]) -> list[int]:
-    return [len(chunk) for chunk in chunks]
-
+from pp_media_samples import GRID, IMAGES, LAYOUT, PATCHES, batch_of, lengths
 
 # --- rows that the batch gives -----------------------------------------------------------------------------
 
@@ -56,7 +40,7 @@ def lengths(chunks: list[torch.Tensor]) -> list[int]:
 def test_rows_that_contradict_grids_and_counts_are_refused(rows: Any, message: str) -> None:
     if isinstance(rows, dict):
         rows = {key: torch.tensor(value) for key, value in rows.items()}
-    batch = batch_of(2, **_IMAGES, n_images_per_sample=torch.tensor([1, 2]), **{MEDIA_ROWS_KEY: rows})
+    batch = batch_of(2, **IMAGES, n_images_per_sample=torch.tensor([1, 2]), **{MEDIA_ROWS_KEY: rows})
     with pytest.raises(ValueError, match=message):
         prepare_vlm_media_for_pp(batch, 2, 2, layout=LAYOUT)
 
@@ -79,19 +63,19 @@ def test_rows_of_tiles_must_fit_the_counts() -> None:
 
 BAD = {
     "counts too small": (
-        {**_IMAGES, "n_images_per_sample": torch.tensor([1, 1])},
+        {**IMAGES, "n_images_per_sample": torch.tensor([1, 1])},
         r"'image_grid_thw' has shape \(3, 3\).*\[1, 1\] by row \(n_images_per_sample\) make 2 entries, not 3",
     ),
     "counts of other rows": (
-        {**_IMAGES, "n_images_per_sample": torch.tensor([1, 1, 1])},
+        {**IMAGES, "n_images_per_sample": torch.tensor([1, 1, 1])},
         r"'n_images_per_sample' is torch.int64 of shape \(3,\), expected .* \(2,\)",
     ),
     "a negative count": (
-        {**_IMAGES, "n_images_per_sample": torch.tensor([4, -1])},
+        {**IMAGES, "n_images_per_sample": torch.tensor([4, -1])},
         r"'n_images_per_sample' is \[4, -1\]",
     ),
     "no counts": (
-        _IMAGES,
+        IMAGES,
         r"'image_grid_thw' of shape \(3, 3\) in a batch of 2 rows without 'n_images_per_sample'",
     ),
     "no grid": (
@@ -99,11 +83,11 @@ BAD = {
         r"'pixel_values'.*\(28, 3\).*image_grid_thw",
     ),
     "patches and grid apart": (
-        {**_IMAGES, "pixel_values": PATCHES[:27], "n_images_per_sample": torch.tensor([1, 2])},
+        {**IMAGES, "pixel_values": PATCHES[:27], "n_images_per_sample": torch.tensor([1, 2])},
         r"'pixel_values' has shape \(27, 3\).*28",
     ),
     "a list of tensors": (
-        {**_IMAGES, "pixel_values": [PATCHES], "n_images_per_sample": torch.tensor([1, 2])},
+        {**IMAGES, "pixel_values": [PATCHES], "n_images_per_sample": torch.tensor([1, 2])},
         "'pixel_values' is a list",
     ),
 }
@@ -133,7 +117,7 @@ def test_media_that_do_not_add_up_are_refused_by_name_and_the_batch_stays(
     ],
 )
 def test_a_tensor_that_contradicts_its_declaration_is_refused(owner: Any, message: str) -> None:
-    batch = batch_of(2, **_IMAGES, n_images_per_sample=torch.tensor([1, 2]))
+    batch = batch_of(2, **IMAGES, n_images_per_sample=torch.tensor([1, 2]))
     layout = {**LAYOUT, "pixel_values": TensorLayout(("image",), owner)}
     with pytest.raises(ValueError, match=message):
         prepare_vlm_media_for_pp(batch, 2, 2, layout=layout)
@@ -141,14 +125,14 @@ def test_a_tensor_that_contradicts_its_declaration_is_refused(owner: Any, messag
 
 def test_a_declared_batch_is_not_taken_for_one_image_a_row() -> None:
     with pytest.raises(ValueError, match="without 'n_images_per_sample'"):
-        prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, 3, layout=LAYOUT)
-    assert VLM_PP_MEDIA_KEY in prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, 3)
+        prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, 3, layout=LAYOUT)
+    assert VLM_PP_MEDIA_KEY in prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, 3)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
 def test_a_number_of_microbatches_that_is_none_is_refused_everywhere(number: Any) -> None:
     with pytest.raises(ValueError, match="n_microbatches="):
-        prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, number)
+        prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, number)
     with pytest.raises(ValueError, match="n_microbatches="):
         chunk_vlm_media(PATCHES, GRID, 3, number)
     with pytest.raises(ValueError, match="n_microbatches="):
@@ -159,7 +143,7 @@ def test_a_number_of_microbatches_that_is_none_is_refused_everywhere(number: Any
 
 def test_a_batch_size_that_the_ids_contradict_is_refused() -> None:
     with pytest.raises(ValueError, match=r"batch_size=3, but 'input_ids' has shape \(4, 5\)"):
-        prepare_vlm_media_for_pp(batch_of(4, **_IMAGES), 3, 2)
+        prepare_vlm_media_for_pp(batch_of(4, **IMAGES), 3, 2)
 
 
 def test_step3_crops_without_their_numbers_are_refused() -> None:
@@ -227,15 +211,15 @@ def test_rows_from_a_grid_that_nobody_declares_are_refused() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    batch = prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), np.int64(3), np.int32(2))
+    batch = prepare_vlm_media_for_pp(batch_of(3, **IMAGES), np.int64(3), np.int32(2))
     assert lengths(batch[VLM_PP_MEDIA_KEY]["image_grid_thw"]) == [2, 1]
 
 
 def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_refused() -> None:
-    batch = prepare_vlm_media_for_pp(batch_of(3, **_IMAGES), 3, 2)
+    batch = prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, 2)
     chunks = batch[VLM_PP_MEDIA_KEY]
     assert prepare_vlm_media_for_pp(batch, 3, 2)[VLM_PP_MEDIA_KEY] is chunks
     with pytest.raises(ValueError, match=r"split for \[2\] microbatches, and now for 3"):
         prepare_vlm_media_for_pp(batch, 3, 3)
     with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values and media beside them"):
-        prepare_vlm_media_for_pp({**batch, **_IMAGES}, 3, 2)
+        prepare_vlm_media_for_pp({**batch, **IMAGES}, 3, 2)

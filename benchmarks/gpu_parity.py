@@ -1,0 +1,69 @@
+"""Losses of packed tokens against those of the same samples alone; ``gpu_train.py`` runs it.
+
+Alone means unpacked: a padded batch of one sample, for which the model itself works out positions and mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from gpu_data import Batch, Setup, encoded, make_loader, padded, set_attention
+from gpu_packing import FIRST_TOKENS, token_losses
+from packhorse.chat import IGNORE_INDEX
+from packhorse.integrations.attention import use_attention
+from packhorse.integrations.loss import to_device
+
+PACKS = 4
+
+
+def first_packs(setup: Setup, attention: str) -> Iterator[tuple[Batch, tuple[int, ...]]]:
+    """Some packs, the same ones for every backend, with the samples in them."""
+    loader = make_loader(setup, attention=attention, workers=0, pin_memory=False)
+    for _, batch in zip(range(PACKS), loader, strict=False):
+        assert loader.last is not None  # a batch was handed out
+        yield batch, loader.last.samples
+
+
+@torch.no_grad()
+def losses_alone(setup: Setup) -> tuple[dict[int, torch.Tensor], float]:
+    """Losses of each sample by itself, not packed, and how far two right kernels are apart on them."""
+    samples = encoded(setup)
+    chosen = [index for _, inside in first_packs(setup, "varlen") for index in inside]
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for attention in ("sdpa", "eager"):
+        use_attention(setup.model, attention)
+        found[attention] = {}
+        for index in chosen:
+            batch = to_device(padded(setup.processor, setup.dtype, [samples[index]]), setup.device)
+            found[attention][index] = first_losses(setup, batch, torch.ones_like(batch["labels"][0]), 1)
+    off = torch.cat([found["sdpa"][index] - found["eager"][index] for index in chosen])
+    return found["sdpa"], float(off.abs().mean())
+
+
+def first_losses(
+    setup: Setup, batch: Batch, documents: torch.Tensor, number: int, losses: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The losses of the first supervised tokens of a document of the batch."""
+    losses = token_losses(setup.model, batch)[0] if losses is None else losses
+    mine = (documents == number) & (batch["labels"][0] != IGNORE_INDEX)
+    return losses[mine][:FIRST_TOKENS]
+
+
+@torch.no_grad()
+def difference(setup: Setup, name: str, alone: dict[int, torch.Tensor]) -> float:
+    """How far a token's loss in a pack is from its loss alone; as a control with a mask that leaks."""
+    attention = "sdpa" if name == "control" else name
+    set_attention(setup, attention)
+    off = []
+    for batch, inside in first_packs(setup, attention):
+        documents = batch.get("_packed_seq_ids", torch.ones_like(batch["input_ids"]))[0]
+        if name == "control":
+            width = batch["input_ids"].shape[1]
+            batch["attention_mask"] = torch.ones(1, 1, width, width, dtype=torch.bool).tril()
+        moved, documents = to_device(batch, setup.device), documents.to(setup.device)
+        losses = token_losses(setup.model, moved)[0]
+        for number, index in enumerate(inside, 1):
+            off.append(first_losses(setup, moved, documents, number, losses) - alone[index])
+    return float(torch.cat(off).abs().mean())

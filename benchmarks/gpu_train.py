@@ -1,0 +1,404 @@
+"""Training a vision-language model on a GPU: padded and packed, with pictures, through the loader.
+
+    PYTHONPATH=src python benchmarks/gpu_train.py [--quick]
+
+A model of 1.9 billion parameters in the shape of Qwen3-VL (random weights, bfloat16) is trained (forward,
+backward, AdamW) on chats about drawn JPEG files. Workers open the files and call transformers' own processor;
+tokens were counted before. The same samples are run in five ways: padded in random batches, padded by length,
+and packed with three attention backends. Told are
+
+- real and supervised tokens a second, and the share of the time in which the GPU waits for data: from the
+  end of a step (synchronized) until the next batch is there;
+- peak memory of the heaviest packs with and without a limit of patches per pack (``max_patches``);
+- how far the losses of packed tokens are from those of the samples alone, as ``gpu_packing.py`` measures it.
+
+Some seven minutes on an H200, of which compiling flex attention takes one or two. What fails is printed, the
+rest goes on, and the exit code is 1. ``--quick`` tries the script out on a CPU with a small model; nothing is
+promised about speed and memory then.
+
+Needs torch 2.10 or later, transformers 5, numpy, pillow, orjson and filelock; prints what is missing. On a
+machine without a network, packages in build/device are used where they are not installed:
+
+    pip install --target build/device --no-deps --only-binary=:all: --python-version 3.12
+        --platform manylinux2014_x86_64 orjson
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "build" / "device"), str(ROOT / "src")]  # last: only for what is not installed
+NEEDED = ("numpy", "PIL", "torch", "transformers", "tokenizers", "jinja2", "orjson", "filelock")
+USED_IF_THERE = ("torchvision", "scipy")
+MISSING = {name for name in (*NEEDED, *USED_IF_THERE) if importlib.util.find_spec(name) is None}
+if MISSING:
+    print(f"missing: {', '.join(sorted(MISSING))}", flush=True)
+if MISSING & set(NEEDED):
+    sys.exit(f"cannot run without {', '.join(sorted(MISSING & set(NEEDED)))}: see the top of {__file__}")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # padded batches differ in size
+
+import torch
+
+from gpu_data import (
+    Batch,
+    DataShape,
+    Fed,
+    Setup,
+    loaded,
+    make_model,
+    make_processor,
+    padded_at_random,
+    patches,
+    set_attention,
+    tiny_shape,
+    write_rows,
+)
+from gpu_packing import judge_parity
+from gpu_parity import difference, losses_alone
+from packhorse import open_meta_dataset
+from packhorse.cli.torchvision_help import help_torchvision
+from packhorse.collate_fns import model_inputs
+from packhorse.integrations.attention import attention_of
+from packhorse.integrations.loss import supervised, to_device, token_loss
+from packhorse.loader.data import count_examples
+from promises import fact, parse, promise, recorded
+
+VARLEN_OVER_PADDED = 2.5
+MOST_WAITING = 2.0  # percent
+BACKENDS = ("varlen", "sdpa", "flex_attention")
+GIB = 2**30
+SHARED_MEMORY_OF_A_BATCH = 0.15 * GIB  # pixels of some 20,000 patches, and for sdpa a mask
+
+_started = time.perf_counter()
+
+
+def log(what: str) -> None:
+    """A line of progress, with the seconds since the start."""
+    print(f"[{time.perf_counter() - _started:6.1f} s] {what}", flush=True)
+
+
+@dataclass
+class Figures:
+    """What was measured, warm-up left out."""
+
+    batches: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    build: float = 0.0
+    peak: int = 0
+    note: str = ""
+
+    def told(self) -> str:
+        """For a fact."""
+        return (
+            f"{self.tokens / self.seconds:,.0f} real tokens/s, {self.supervised / self.seconds:,.0f} "
+            f"supervised tokens/s, {self.batches} batches, {self.tokens / self.slots:.1%} filled, waits for "
+            f"data {self.waited / self.seconds:.2%} of the time, peak {self.peak / GIB:.1f} GiB{self.note}"
+        )
+
+
+class Stages:
+    """Runs the parts of this benchmark: what fails is printed, and the rest goes on."""
+
+    def __init__(self, budget: float) -> None:
+        self.budget, self.failed = budget, list[str]()
+
+    def run(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result; None where it failed, or where the time is up."""
+        if time.perf_counter() - _started > self.budget:
+            log(f"{name}: not measured, {self.budget:.0f} s are over (--budget)")
+            self.failed.append(name)
+            return None
+        log(name)
+        try:
+            return work()
+        except Exception:  # noqa: BLE001 — told, and the exit code is 1
+            traceback.print_exc(file=sys.stdout)
+            self.failed.append(name)
+            return None
+        finally:
+            free_memory()
+
+
+def free_memory() -> None:
+    """Give back what nobody holds any more, and begin a new peak."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+@recorded()
+def main() -> None:
+    """Make model and data, measure each part, judge it at once."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--pack", type=int, default=8192, help="tokens of a pack")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a padded batch")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=5, help="steps that are not measured")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps that are, at most")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of measuring a way, at most")
+    parser.add_argument("--budget", type=float, default=480.0, help="after so many seconds nothing is begun")
+    options = parse(parser, samples=48, pack=512, batch=4, workers=2, warmup=1, seconds=20.0)
+    if not options.quick and not torch.cuda.is_available():
+        sys.exit("there is no GPU; --quick tries this out on a CPU")
+    stages = Stages(options.budget)
+    with tempfile.TemporaryDirectory() as folder:
+        setup = make_setup(options, Path(folder))
+        measure_speed(setup, stages)
+        measure_memory(setup, stages)
+        measure_parity(setup, stages)
+    log("done")
+    if stages.failed:
+        sys.exit(f"failed: {', '.join(stages.failed)}")
+
+
+# --- model and data -----------------------------------------------------------------------------------------
+
+
+def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
+    """Write the data, count it, and build the model."""
+    if options.quick:
+        help_torchvision()
+        torch.set_num_threads(1)
+    device = "cpu" if options.quick else "cuda"
+    log(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
+    room = shutil.disk_usage("/dev/shm").free
+    log(f"{os.cpu_count()} cores, shared memory for batches: {room / GIB:.1f} GiB")
+    if options.workers * 2 * SHARED_MEMORY_OF_A_BATCH > room and not options.quick:
+        options.workers = max(1, int(room / 2 / SHARED_MEMORY_OF_A_BATCH))
+        log(f"little shared memory: {options.workers} workers instead")
+    shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
+    meta = write_rows(folder, shape)
+    processor = make_processor(meta, shape)
+    log(f"data written; pictures go through {type(processor.image_processor).__name__}")
+    counts = count_examples(open_meta_dataset(str(meta)), processor)
+    if not counts.ok.all():
+        raise RuntimeError(f"rows that cannot be counted: {set(counts.status)}, {set(counts.detail)}")
+    model = make_model(processor, options.quick, device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    total = int(counts.total.sum())
+    fact(
+        "model",
+        f"{parameters / 1e9:.2f} B parameters ({tower / 1e9:.2f} B of them see), {model.dtype}, AdamW",
+    )
+    fact(
+        "samples",
+        f"{len(counts):,} of {total:,} tokens, mean {total / len(counts):.0f}, longest "
+        f"{int(counts.total.max()):,}; {int(counts.images.sum()):,} pictures, "
+        f"{counts.image.sum() / total:.0%} of the tokens; packs of {options.pack:,}, padded batches of "
+        f"{options.batch}, {options.workers} workers",
+    )
+    return Setup(options, device, meta, processor, counts, model)
+
+
+# --- speed --------------------------------------------------------------------------------------------------
+
+
+def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Forward, backward and a step of the optimizer; the loss."""
+    model, moved = setup.model, to_device(batch, setup.device)
+    forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
+    with torch.set_grad_enabled(not forward_only):
+        logits = model(**model_inputs(moved, model)).logits
+        loss = token_loss(logits, moved["labels"], supervised(batch))
+    if not forward_only:
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def make_optimizer(setup: Setup) -> torch.optim.Optimizer:
+    """AdamW with steps so small that all ways see the same model."""
+    return torch.optim.AdamW(setup.model.parameters(), lr=1e-7, fused=setup.device == "cuda")
+
+
+def train(setup: Setup, fed: Iterator[Fed]) -> Figures:
+    """Train on all batches, and measure behind the first ones."""
+    options, found = setup.options, Figures()
+    optimizer = make_optimizer(setup)
+    total = torch.zeros((), device=setup.device)
+    setup.model.train()
+    for number in count():
+        setup.synchronize()
+        asked = time.perf_counter()
+        one = next(fed, None)
+        if one is None:
+            break
+        waited = time.perf_counter() - asked
+        total += step(setup, one.batch, optimizer)
+        setup.synchronize()
+        if number < options.warmup:
+            log(f"  warming up, step {number + 1}: {time.perf_counter() - asked:.1f} s")
+            continue
+        found.seconds += time.perf_counter() - asked
+        found.waited += waited
+        found.build += one.build
+        found.batches += 1
+        found.tokens += one.tokens
+        found.supervised += supervised(one.batch)
+        found.slots += one.batch["input_ids"].numel()
+        if found.seconds > options.seconds or found.batches >= options.steps:
+            break
+    if not bool(total.isfinite()):
+        raise RuntimeError("a loss is not finite")
+    if not found.batches:
+        raise RuntimeError(f"fewer batches than --warmup {options.warmup}: give more --samples")
+    if setup.device == "cuda":
+        found.peak = torch.cuda.max_memory_allocated()
+    return found
+
+
+def run_way(setup: Setup, attention: str, fed: Iterator[Fed]) -> Figures:
+    """Train in one way; its workers end with it."""
+    set_attention(setup, attention)
+    free_memory()
+    try:
+        return train(setup, fed)
+    finally:
+        fed.close()  # type: ignore[attr-defined]
+
+
+def run_padded(setup: Setup, make: Callable[[int], Iterator[Fed]]) -> Figures:
+    """Train on padded batches, on smaller ones where memory is not enough (which fills them better)."""
+    size = setup.options.batch
+    while True:
+        try:
+            found = run_way(setup, "sdpa", make(size))
+            found.note = "" if size == setup.options.batch else f", batches of {size}: more do not fit"
+            return found
+        except torch.OutOfMemoryError as error:
+            if size == 1:
+                raise
+            log(f"  {size} samples do not fit ({str(error)[:120]}…): {size // 2} instead")
+        size //= 2
+        free_memory()
+
+
+def measure_speed(setup: Setup, stages: Stages) -> None:
+    """All ways, the two that are promised about first."""
+    ways: dict[str, Callable[[], Figures]] = {
+        "padded at random": lambda: run_padded(setup, partial(padded_at_random, setup)),
+        "packed, varlen": lambda: run_way(setup, "varlen", loaded(setup, attention="varlen")),
+        "padded by length": lambda: run_padded(
+            setup, lambda size: loaded(setup, mode="pad", batch_size=size)
+        ),
+        "packed, sdpa": lambda: run_way(setup, "sdpa", loaded(setup, attention="sdpa")),
+        "packed, flex_attention": lambda: run_way(
+            setup, "flex_attention", loaded(setup, attention="flex_attention")
+        ),
+    }
+    found: dict[str, Figures] = {}
+    for name, work in ways.items():
+        one: Figures | None = stages.run(name, work)
+        if one is None:
+            continue
+        found[name] = one
+        ratio = ""
+        if "padded at random" in found:
+            base = found["padded at random"]
+            ratio = f", {one.tokens / one.seconds / (base.tokens / base.seconds):.2f}x random padding"
+        fact(name, one.told() + ratio)
+        if name == "packed, varlen" and not setup.options.quick:  # at once: the time may not do for the rest
+            judge_speed(one, found.get("padded at random"), setup.options.workers)
+
+
+def judge_speed(varlen: Figures, base: Figures | None, workers: int) -> None:
+    """Promise how fast packed training is, and that it does not wait."""
+    if base is not None:
+        ratio = varlen.tokens / varlen.seconds / (base.tokens / base.seconds)
+        claim = "real tokens a second, images and text packed with varlen"
+        promise(claim, ratio, VARLEN_OVER_PADDED, baseline="padded at random")
+    waiting, baseline = 100 * varlen.waited / varlen.seconds, "the time of the training steps"
+    claim = f"the GPU waits for data, packed with varlen, {workers} workers"
+    promise(claim, waiting, MOST_WAITING, baseline=baseline, unit="%", at_least=False)
+    supply = workers * varlen.seconds / varlen.build
+    fact("packs that the workers can build while one is trained", supply)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def measure_memory(setup: Setup, stages: Stages) -> None:
+    """Peak memory of the heaviest packs, with and without a limit of patches."""
+    limit = patch_limit(setup)
+    free = stages.run("memory without a limit of patches", lambda: heaviest(setup, None))
+    held = stages.run(f"memory with at most {limit:,} patches a pack", lambda: heaviest(setup, limit))
+    if free is None or held is None:
+        return
+    for name, (most, peak) in {"no limit": free, f"max_patches={limit}": held}.items():
+        fact(f"heaviest pack, {name}", f"{most:,} patches, peak {peak / GIB:.2f} GiB")
+    claim = "patches of the heaviest pack with max_patches"
+    promise(claim, held[0] / limit, 1.0, baseline="the limit", at_least=False)
+    if not setup.options.quick:
+        claim = "peak memory with max_patches"
+        promise(claim, held[1] / free[1], 1.0, baseline="no limit", at_least=False)
+
+
+def patch_limit(setup: Setup) -> int:
+    """A tenth over what packs have on average, but room for every sample: none is left out."""
+    per_pack = setup.counts.patches.sum() * setup.options.pack / setup.counts.total.sum()
+    return max(int(1.1 * per_pack), int(setup.counts.patches.max()))
+
+
+def heaviest(setup: Setup, limit: int | None) -> tuple[int, int]:
+    """Train on the two packs of an epoch that have the most patches: how many, and the peak in bytes."""
+    set_attention(setup, "varlen")
+    chosen: list[Batch] = []
+    for one in loaded(setup, attention="varlen", max_patches=limit, pin_memory=False):
+        chosen = sorted([*chosen, one.batch], key=patches)[-2:]
+    free_memory()
+    optimizer = make_optimizer(setup)
+    setup.model.train()
+    for batch in (*chosen, *chosen):
+        step(setup, batch, optimizer)
+    peak = torch.cuda.max_memory_allocated() if setup.device == "cuda" else 0
+    return max(map(patches, chosen)), peak
+
+
+# --- parity -------------------------------------------------------------------------------------------------
+
+
+def measure_parity(setup: Setup, stages: Stages) -> None:
+    """Mean difference of a supervised token's loss, packed and alone; see ``gpu_packing.py``."""
+    setup.model.eval()
+    alone = stages.run("parity: samples alone", lambda: losses_alone(setup))
+    if alone is None:
+        return
+    found: dict[str, float] = {"rounding": alone[1]}
+    for name in (*BACKENDS, "control"):
+        apart = stages.run(f"parity: {name}", partial(difference, setup, name, alone[0]))
+        if apart is not None:
+            found[name] = apart
+    if all(name in found for name in (*BACKENDS, "control")):
+        judge_parity(found)
+    else:
+        fact("parity, as far as it was measured", str(found))
+
+
+if __name__ == "__main__":
+    main()

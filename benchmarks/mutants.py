@@ -1,0 +1,221 @@
+"""Does the test suite notice when an important line is wrong?
+
+    python benchmarks/mutants.py [--quick] [--only NAME]
+
+Each mutant is one line of ``src`` changed for the worse, in a copy of it. The tests that should notice run
+against the copy; first against one without a change, where they have to pass. A mutant that its tests do not
+notice is a hole in the suite. ``--quick`` takes those of the quickest tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from promises import fact, parse, promise, recorded
+
+ROOT = Path(__file__).resolve().parents[1]
+_TOO_LONG = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line made wrong.
+
+    Attributes:
+        name: what it breaks.
+        file: of ``src/packhorse``.
+        right: the text as it is; it occurs once in the file.
+        wrong: what stands there instead.
+        tests: what has to notice.
+        quick: whether these take seconds.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+    quick: bool = False
+
+
+MUTANTS = (
+    Mutant(
+        "labels are not shifted",
+        "chat/shift.py",
+        'batch[key][..., 1:] if key == "labels" else',
+        'batch[key][..., :-1] if key == "labels" else',
+        ("tests/unit/test_chat.py",),
+        quick=True,
+    ),
+    Mutant(
+        "the token before an answer is learned too",
+        "chat/labels.py",
+        "bisect.bisect_right(self.ends, span[0])",
+        "bisect.bisect_left(self.ends, span[0])",
+        ("tests/unit/test_chat.py", "tests/contract/test_tokenized.py"),
+    ),
+    Mutant(
+        "the mean loss is that of one rank",
+        "integrations/loss.py",
+        "return summed * (replicas / max(tokens, 1))",
+        "return summed / max(tokens, 1)",
+        ("tests/unit/integrations/test_token_loss.py",),
+    ),
+    Mutant(
+        "neighbours of a pack see each other",
+        "collate_fns/masks.py",
+        "starts[:, 1:] = sorted_keys.diff() != 0",
+        "starts[:, 1:] = sorted_keys.diff() > 2",
+        ("tests/unit/collate_fns/test_packed_collate.py",),
+    ),
+    Mutant(
+        "positions do not restart with a document",
+        "neat_packing_vlm/pack.py",
+        'row["position_ids"] = torch.arange(len(ids))',
+        'row["position_ids"] = torch.arange(len(ids)) + place',
+        ("tests/unit/neat_packing_vlm/test_pack.py",),
+    ),
+    Mutant(
+        "a resumed run loses a step",
+        "loader/deal.py",
+        "rest = table[segment.steps :].reshape(-1)",
+        "rest = table[segment.steps + 1 :].reshape(-1)",
+        ("tests/property/test_dealing.py",),
+    ),
+    Mutant(
+        "packs are a unit too large",
+        "neat_packing_vlm/plan.py",
+        "room = capacity // alignment",
+        "room = -(-capacity // alignment)",
+        ("tests/property/test_plan.py",),
+    ),
+    Mutant(
+        "picture sizes are cut, not rounded",
+        "tokens/resize.py",
+        "rows, columns = round(height / factor), round(width / factor)\n    area = rows",
+        "rows, columns = int(height / factor), int(width / factor)\n    area = rows",
+        ("tests/property/test_resize.py",),
+    ),
+    Mutant(
+        "a drop is not written",
+        "ledger.py",
+        "if drop in self._drops and drop.key:",
+        "if drop.key:",
+        ("tests/unit/test_ledger.py",),
+        quick=True,
+    ),
+    Mutant(
+        "lost samples do not count",
+        "loader/account.py",
+        "self.lost += len(report.lost)",
+        "self.lost += 0",
+        ("tests/unit/loader/test_loader.py",),
+    ),
+    Mutant(
+        "an index of another file is used",
+        "datasets/index.py",
+        "any(header.get(name) != value for name, value in wanted.items())",
+        "any(header.get(name) != value for name, value in list(wanted.items())[:2])",
+        ("tests/unit/datasets/test_rows.py",),
+    ),
+    Mutant(
+        "a path may leave the media folder",
+        "media/confine.py",
+        "        if not inside:",
+        "        if not inside and isinstance(root, Address):",
+        ("tests/unit/media/test_media_confine.py",),
+    ),
+    Mutant(
+        "the viewer answers to any host",
+        "view/guard.py",
+        "if len(hosts) != 1 or not self.allows",
+        "if len(hosts) != 1 and not self.allows",
+        ("tests/unit/view/test_guard.py",),
+    ),
+    Mutant(
+        "a packed batch is cut as if each row held one sample",
+        "pp_media/rows.py",
+        "        if self._packed():",
+        "        if not self._packed():",
+        ("tests/unit/test_pp_media.py", "tests/unit/test_pp_media_refused.py"),
+    ),
+)
+
+
+def apply(mutant: Mutant, source: Path) -> None:
+    """Change the file.
+
+    Raises:
+        ValueError: the line is not there, or more than once.
+    """
+    path = source / "packhorse" / mutant.file
+    text = path.read_text("utf-8")
+    if text.count(mutant.right) != 1:
+        raise ValueError(
+            f"{mutant.name}: {mutant.right!r} is {text.count(mutant.right)} times in {mutant.file}"
+        )
+    path.write_text(text.replace(mutant.right, mutant.wrong), "utf-8")
+
+
+def passes(tests: tuple[str, ...], source: Path) -> bool:
+    """Whether tests pass with the package at ``source``."""
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_TOO_LONG, check=False
+    )
+    if done.returncode not in (0, 1, 2):  # 2: not even the imports work
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}")
+    return done.returncode == 0
+
+
+def noticed(mutant: Mutant, folder: Path) -> bool:
+    """Whether the tests of a mutant fail with it, having passed without."""
+    source = folder / "src"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for changed in (False, True):
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.copytree(ROOT / "src", source, ignore=ignored)
+        if changed:
+            apply(mutant, source)
+            return not passes(mutant.tests, source)
+        if not passes(mutant.tests, source):
+            raise RuntimeError(f"{', '.join(mutant.tests)}: fail without a mutant")
+    raise AssertionError
+
+
+@recorded()
+def main() -> None:
+    """Try every mutant."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="a part of a mutant's name")
+    options = parse(parser)
+    chosen = [one for one in MUTANTS if one.quick or not options.quick]
+    chosen = [one for one in chosen if not options.only or options.only in one.name]
+    found = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for mutant in chosen:
+            seen = noticed(mutant, Path(folder))
+            found += seen
+            fact(f"{mutant.file}, {mutant.name}", "noticed" if seen else "NOT NOTICED")
+    share = found / max(len(chosen), 1)
+    kept = promise(
+        f"wrong lines that the tests notice, of {len(chosen)}",
+        share,
+        1.0,
+        baseline="the tests without a change",
+    )
+    sys.exit(not kept)
+
+
+if __name__ == "__main__":
+    main()

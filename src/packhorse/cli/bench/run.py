@@ -1,0 +1,182 @@
+"""Running the scripts of ``benchmarks/``, each in a process of its own.
+
+A script tells what it promises through ``promises.py`` beside it, which writes a record (JSON) where the
+environment asks for one. That module alone knows what a record looks like; it is loaded from the folder of
+the scripts, since benchmarks are no part of the package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packhorse.errors import ConfigError
+
+_LONGEST_PROBLEM = 300
+_SECONDS_TO_END = 10.0  # that a script has to tidy up after Ctrl-C
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a script.
+
+    Attributes:
+        name: of the script.
+        record: what it told, None where it was not run.
+        problem: why it failed or was not run.
+        quick: whether half of each target is enough.
+    """
+
+    name: str
+    record: dict[str, Any] | None
+    problem: str = ""
+    quick: bool = False
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was started at all."""
+        return self.record is not None
+
+    @property
+    def promises(self) -> list[dict[str, Any]]:
+        """What it promised; ``kept`` as this run judges it."""
+        told = [] if self.record is None else self.record["promises"]
+        return [{**one, "kept": one["kept"] or (self.quick and half_kept(one))} for one in told]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; a script that cannot run here is not wrong."""
+        return all(one["kept"] for one in self.promises) and not (self.ran and self.problem)
+
+
+def half_kept(promise: dict[str, Any]) -> bool:
+    """Whether at least half of a target is reached; of a limit: no more than twice."""
+    value, target = promise["value"], promise["target"]
+    return bool(value >= target / 2 if promise["sign"] == ">=" else value <= target * 2)
+
+
+def find_folder(folder: Path | None) -> Path:
+    """The folder of the scripts: the given one, or that of the checkout.
+
+    Raises:
+        ConfigError: there is none, or it has no ``promises.py``.
+    """
+    places = [Path(__file__).parents[4] / "benchmarks", Path("benchmarks")] if folder is None else [folder]
+    for place in places:
+        if (place / "promises.py").is_file():
+            return place
+    raise ConfigError(
+        f"no {places[-1] / 'promises.py'}: benchmarks are part of a checkout, not of an installed package. "
+        "Run this in a clone, or name the folder with --folder"
+    )
+
+
+def find_scripts(home: Path, names: Sequence[str] = ()) -> list[Path]:
+    """The scripts that were asked for (all without names), in the order of the alphabet.
+
+    Raises:
+        ConfigError: there is no script of that name.
+    """
+    known = {path.stem: path for path in sorted(home.glob("*.py")) if "__main__" in path.read_text("utf-8")}
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"no benchmark {', '.join(unknown)} in {home}; there are {', '.join(known)}")
+    return [path for name, path in known.items() if not names or name in names]
+
+
+def load_promises(home: Path) -> Any:
+    """The module ``promises.py`` of the folder."""
+    spec = importlib.util.spec_from_file_location("packhorse_benchmark_promises", home / "promises.py")
+    assert spec is not None  # it has the ending .py,
+    assert spec.loader is not None  # and so a loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def why_not(script: Path, quick: bool) -> str:
+    """Why a script cannot run here; empty if it can. A quick run needs no GPU."""
+    if quick or not script.stem.startswith("gpu_"):
+        return ""
+    import torch
+
+    return "" if torch.cuda.is_available() else "there is no GPU"
+
+
+def run_script(script: Path, options: list[str], told: Callable[[str], object], *, quick: bool) -> Result:
+    """Run one script and pass on its promises as they come.
+
+    Its temporary files are gone afterwards, however it ended. Ctrl-C ends it too.
+
+    Args:
+        script: to run.
+        options: of its command line.
+        told: is called with each line that tells a promise.
+        quick: whether half of each target is enough.
+    """
+    promises = load_promises(script.parent)
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "record.json"
+        started = time.monotonic()
+        code, last = _run(script, options, {promises.RECORD: str(file), "TMPDIR": folder}, told)
+        record = promises.blank_record(str(script), options)
+        if file.exists():
+            record = json.loads(file.read_bytes())
+    missed = not all(one["kept"] for one in record["promises"])
+    problem = str(record["problem"])
+    if not problem and code != int(missed):  # killed, or it ended for a reason that is no promise
+        problem = last or "nothing was printed"
+    if problem:
+        problem = f"exit code {code}: {problem[:_LONGEST_PROBLEM]}"
+    elif not record["promises"]:
+        problem = "it promised nothing"
+    record |= {"exit": code, "problem": problem}
+    record["seconds"] = record["seconds"] or round(time.monotonic() - started, 1)
+    return Result(script.stem, record, problem, quick)
+
+
+def _run(
+    script: Path, options: list[str], more: dict[str, str], told: Callable[[str], object]
+) -> tuple[int, str]:
+    """Exit code and last line of a script."""
+    last = ""
+    # A session of its own: its children end with it, and Ctrl-C reaches it once, from here.
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(script), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **more},
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout is not None  # it has a pipe
+        try:
+            for line in map(str.rstrip, process.stdout):
+                if line.startswith(("ok   ", "MISS ")):
+                    told(line)
+                last = line or last
+        except BaseException:
+            _end(process)
+            raise
+    return process.returncode, last
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a script and what it has started; first as Ctrl-C does, so that it can tidy up."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(_SECONDS_TO_END)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,87 @@
+"""Processes that are killed at any moment: whole files only, and in the end all samples, each once."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from contract.processors import processor
+from count_samples import leavings, write_chats
+from faults.faulty_data import Faulty, Once
+from faults.kill_desk import Desk, open_desk
+from faults.kill_rounds import ROUNDS
+from loader_samples import handed_out, load, texts
+from packhorse.datasets.counting import count_meta
+from packhorse.errors import BadSample
+from packhorse.ledger import Ledger
+
+torch.set_num_threads(1)
+
+FEW = {"count": 3, "plan": 3, "view": 2, "ledger": 4, "train": 2}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    with open_desk(tmp_path_factory.mktemp("desk")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", ROUNDS)
+def test_killed_at_any_moment_it_goes_on_and_nothing_is_lost_doubled_or_half(kind: str, desk: Desk) -> None:
+    tally = ROUNDS[kind](desk, FEW[kind], seed=1)
+    assert tally.rounds == FEW[kind], tally
+    assert tally.kills >= tally.rounds, "no process was hit while it was at work"
+    assert tally.clean, tally
+
+
+def slow_and_torn() -> None:
+    time.sleep(1.0)
+    raise BadSample("the line was dead", reason="missing_media")
+
+
+def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_path: Path) -> None:
+    """A slow read that fails after the kill would name a sample as lost that the next run hands out."""
+    rows = Faulty(texts(40), {})
+    options = {"ledger_dir": tmp_path / "ledger", "max_bad_share": 0.5}
+    late = handed_out(load(rows.rows))[12]
+    rows.faults = {late: Once(tmp_path, slow_and_torn)}
+    pid = os.fork()
+    if not pid:
+        killed = load(rows, **options, workers=1, prefetch=8)
+        rows.armed = True
+        iterator = iter(killed)
+        next(iterator)
+        (tmp_path / "state.json").write_text(json.dumps(killed.state_dict()))
+        while not (tmp_path / "happened0").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    again = load(rows, **options, workers=0)
+    again.load_state_dict(json.loads((tmp_path / "state.json").read_text()))
+    delivered = handed_out(again)
+    assert late in delivered
+    time.sleep(1.5)  # the worker of the killed run has read its sample by now
+    file = tmp_path / "ledger" / "rank-00000.jsonl"
+    assert not file.exists() or list(Ledger.load(file)) == []
+    assert again.account is not None
+    assert again.account.lost == 0
+
+
+def test_a_count_killed_when_its_file_was_done_leaves_no_parts_behind_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = write_chats(tmp_path, 20)
+    pid = os.fork()
+    if not pid:
+        monkeypatch.setattr("packhorse.datasets.counting.remove_files", lambda paths: os._exit(9))
+        count_meta(str(meta), processor("qwen2_vl"), part_rows=5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert leavings(tmp_path), "nothing was left to remove"
+    assert count_meta(str(meta), processor("qwen2_vl"), part_rows=5).counted_rows == 0
+    assert leavings(tmp_path) == []
