@@ -6,7 +6,6 @@ Entries made in child processes (DataLoader workers) arrive in the parent's ledg
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import json
@@ -17,12 +16,13 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from packhorse.errors import ConfigError, SystemFault
+from packhorse.ledger_rows import ManyRows
 from packhorse.types import Action, Drop, Reason, Stage
 
 if TYPE_CHECKING:
@@ -33,37 +33,6 @@ logger = getLogger(__name__)
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
 _GONE: tuple[Action, ...] = ("left_out", "replaced")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ManyRows:
-    """One reason for many rows of a dataset, kept as an array so that five million rows stay one entry."""
-
-    dataset: str
-    rows: np.ndarray
-    stage: Stage
-    reason: Reason
-    detail: str
-    action: Action
-    epoch: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def drops(self) -> Iterator[Drop]:
-        for row in self.rows.tolist():
-            key = f"{self.dataset}/{row}"
-            yield Drop(key, self.stage, self.reason, self.detail, self.action, self.dataset, self.epoch)
-
-    def to_json(self) -> dict[str, Any]:
-        import numpy as np
-
-        breaks = np.flatnonzero(np.diff(self.rows) != 1) + 1
-        firsts = self.rows[np.concatenate([[0], breaks])]
-        lasts = self.rows[np.concatenate([breaks - 1, [len(self.rows) - 1]])]
-        ranges = np.stack([firsts, lasts + 1], axis=1).tolist()
-        names = ("dataset", "stage", "reason", "detail", "action", "epoch")
-        return {"rows": ranges, "n": len(self.rows), **{name: getattr(self, name) for name in names}}
 
 
 class Ledger:
@@ -86,7 +55,7 @@ class Ledger:
         # Absolute: a worker may start in another folder.
         self.path = Path(path).absolute() if path is not None else None
         self._drops: dict[Drop, int] = {}  # entry -> how often; more than once only where it names no row
-        self._many: dict[tuple[str | int | None, ...], _ManyRows] = {}
+        self._many: dict[tuple[str | int | None, ...], ManyRows] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
@@ -136,7 +105,7 @@ class Ledger:
     ) -> None:
         """Write one reason for many rows at once: eight bytes a row in memory, ranges in the file."""
         if len(rows):
-            self._record_many(_ManyRows(dataset, rows, stage, reason, detail, action, epoch))
+            self._record_many(ManyRows(dataset, rows, stage, reason, detail, action, epoch))
 
     def merge(self, other: Ledger) -> None:
         """Add everything another ledger holds (another rank's, another stage's)."""
@@ -202,10 +171,11 @@ class Ledger:
 
         Args:
             gone: only those that were not delivered (left out or replaced), or only those that were (cut,
-                repaired, kept with a remark); None for both.
+                repaired, kept with a remark, and not lost later in the same epoch); None for both.
         """
         found: Counter[str] = Counter()
-        for (reason, action), number in self._samples(by_reason=True).items():
+        lost = self._gone() if gone is False else set()
+        for (reason, action), number in self._samples(by_reason=True, without=lost).items():
             if gone is None or (action in _GONE) == gone:
                 found[reason] += number
         return dict(found.most_common())
@@ -258,13 +228,22 @@ class Ledger:
             logger.warning("%s: passed over line(s) %s, cut off", path, ", ".join(map(str, torn)))
         return ledger
 
-    def _samples(self, *, by_reason: bool) -> Counter[tuple[str, str]]:
-        """Distinct samples by (reason or nothing, action)."""
+    def _gone(self) -> set[tuple[str, int | None]]:
+        """Key and epoch of the samples, named one by one, that were not delivered."""
+        self._collect()
+        return {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in _GONE}
+
+    def _samples(
+        self, *, by_reason: bool, without: Collection[tuple[str, int | None]] = ()
+    ) -> Counter[tuple[str, str]]:
+        """Distinct samples by (reason or nothing, action), but for those of ``without``."""
         self._collect()
         seen: set[tuple[str, str, str, int | None]] = set()
         counter: Counter[tuple[str, str]] = Counter()
         for drop, times in list(self._drops.items()):
             group = (drop.reason if by_reason else "", drop.action)
+            if drop.key and (drop.key, drop.epoch) in without:
+                continue
             if not drop.key:
                 counter[group] += times
             elif (sample := (*group, drop.key, drop.epoch)) not in seen:
@@ -274,23 +253,18 @@ class Ledger:
             counter[many.reason if by_reason else "", many.action] += len(many)
         return counter
 
-    def _record_many(self, many: _ManyRows) -> None:
+    def _record_many(self, many: ManyRows) -> None:
         with self._lock:
             if self._add_many(many) and self._is_shared():
                 self._append(many.to_json())
 
-    def _add_many(self, many: _ManyRows) -> bool:
+    def _add_many(self, many: ManyRows) -> bool:
         """Join rows to those already known under the same reason; whether that told anything new."""
-        import numpy as np
-
-        group = (many.dataset, many.stage, many.reason, many.detail, many.action, many.epoch)
-        known = self._many.get(group)
-        if known is not None:
-            rows = np.union1d(known.rows, many.rows)
-            if len(rows) == len(known.rows):
-                return False
-            many = dataclasses.replace(many, rows=rows)
-        self._many[group] = many
+        known = self._many.get(many.group)
+        joined = many if known is None else known.joined(many.rows)
+        if known is not None and len(joined) == len(known):
+            return False
+        self._many[many.group] = joined
         return True
 
     def _is_shared(self) -> bool:
@@ -359,12 +333,7 @@ class Ledger:
             drop = Drop(**{name: entry[name] for name in _DROP_FIELDS})
             self._drops[drop] = 1 if drop.key else self._drops.get(drop, 0) + 1
             return
-        import numpy as np
-
-        rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in entry["rows"]])
-        names = ("stage", "reason", "detail", "action")
-        values = [entry[name] for name in names] + [entry.get("epoch")]
-        self._add_many(_ManyRows(entry["dataset"], rows, *values))
+        self._add_many(ManyRows.from_json(entry))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_unwritten")}

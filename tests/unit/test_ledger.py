@@ -202,3 +202,13 @@ def test_a_bad_sample_survives_the_way_from_a_worker() -> None:
     assert again.as_drop(dataset="coco") == Drop(
         "coco/1", "media", "broken_media", "cut off", "left_out", "coco"
     )
+
+
+def test_a_sample_that_was_cut_and_then_lost_is_not_told_as_delivered():
+    ledger = Ledger()
+    ledger.record(Drop("a/1", "encode", "truncated", "cut", "cut", "a", 0))
+    ledger.record(Drop("a/2", "encode", "truncated", "cut", "cut", "a", 0))
+    ledger.record(Drop("a/1", "collate", "collate_failed", "no", "left_out", "a", 0))
+    assert ledger.samples_by_reason(gone=True) == {"collate_failed": 1}
+    assert ledger.samples_by_reason(gone=False) == {"truncated": 1}
+    assert ledger.samples_by_reason() == {"truncated": 2, "collate_failed": 1}

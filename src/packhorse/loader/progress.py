@@ -100,7 +100,11 @@ def _differences(saved: Any, own: Mapping[str, Any] | None) -> str:
     """In words, what two plans were not made from alike; nothing where nobody knows."""
     if not isinstance(saved, Mapping) or own is None:
         return ""
-    flat = [{**one, **(one.get("source") or {}), "source": None} for one in (saved, own)]
+    flat = []
+    for one in (saved, own):
+        source = one.get("source")
+        more = source if isinstance(source, Mapping) else {}
+        flat.append({str(name): value for name, value in {**one, **more, "source": None}.items()})
     told = []
     for name in sorted(flat[0].keys() | flat[1].keys()):
         old, new = (one.get(name) for one in flat)

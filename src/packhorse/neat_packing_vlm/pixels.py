@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 
 _LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 _TIMES = 4  # as many pixels for a token as the first sample has, at most
+_MOST = 1 << 32  # bytes of a room; what is more is copied when the batch is made
 
 
 def are_pixels(key: str, dtype: torch.dtype) -> bool:
@@ -37,26 +38,36 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(numbers * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
+class Settled(torch.Tensor):
+    """Pixels in a :class:`PixelRoom`. Nobody else holds them, so a batch may have them as they are."""
+
+    # Whatever is made of them is a plain tensor again.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
 def already_joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """All parts as one tensor, where they lie one behind the other already; else None. Nothing is copied."""
+    """All parts as one tensor, where a :class:`PixelRoom` put them one behind the other; else None.
+
+    Nothing is copied. Tensors that others made are never handed on like this: they may be needed again.
+    """
     first, behind = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
-    if first.device.type != "cpu" or first.requires_grad or not first.numel():
-        return None
     for part in parts:
         if (
-            part.data_ptr() != behind
+            not isinstance(part, Settled)
+            or part.data_ptr() != behind
             or part.untyped_storage().data_ptr() != storage
             or part.shape[1:] != first.shape[1:]
             or part.dtype != dtype
-            or not part.is_contiguous()
         ):
             return None
         behind += part.nbytes
-    whole = first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    plain = first.as_subclass(torch.Tensor)
+    numbers = sum(part.numel() for part in parts)
+    whole = plain.as_strided((numbers,), (1,))
     # Over numpy, so that its storage is no larger than itself (and saving it saves no more than it holds).
     exact: torch.Tensor = torch.from_numpy(whole.view(torch.uint8).numpy()).view(dtype)
-    return exact.view(whole.shape)
+    return exact.view(sum(map(len, parts)), *first.shape[1:])
 
 
 class PixelRoom:
@@ -90,8 +101,13 @@ class PixelRoom:
         left = self._rooms.get(key)
         if left is None or len(left) < numbers or left.dtype != dtype:
             expected = _TIMES * numbers * (self._tokens // max(tokens, 1) + 1)
-            if expected * dtype.itemsize < _LARGE:
+            size = min(expected * dtype.itemsize, max(_MOST, numbers * dtype.itemsize))
+            if size < _LARGE:
                 return value
-            left = torch.from_numpy(np.empty(expected * dtype.itemsize, np.uint8)).view(dtype)
+            try:
+                left = torch.from_numpy(np.empty(size - size % dtype.itemsize, np.uint8)).view(dtype)
+            except MemoryError:  # the system promises less than it could give in the end
+                self._off = True
+                return value
         self._rooms[key] = left[numbers:]
-        return left[:numbers].view(value.shape).copy_(value)
+        return left[:numbers].view(value.shape).copy_(value).as_subclass(Settled)

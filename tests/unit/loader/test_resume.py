@@ -280,3 +280,12 @@ def test_packs_that_another_solver_has_planned_are_refused():
     with pytest.raises(ConfigError, match=r"packs of another version.*scipy"):
         loader.load_state_dict(state)
     assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "made_from", [5, {"source": 5}, {"source": "abc"}, {1: 2, "a": 3}, {"seed": [1]}, None]
+)
+def test_a_state_with_nonsense_in_what_its_plan_was_made_from_is_refused_as_another(made_from):
+    state = load(texts(20)).state_dict() | {"made_from": made_from}
+    with pytest.raises(ConfigError, match="belongs to plan"):
+        load(texts(20), seed=1).load_state_dict(state)

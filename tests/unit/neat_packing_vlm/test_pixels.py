@@ -2,13 +2,14 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 
 from loader_samples import load, mixed
 from packhorse.loader import build
 from packhorse.neat_packing_vlm.media import join
-from packhorse.neat_packing_vlm.pixels import PixelRoom, already_joined
+from packhorse.neat_packing_vlm.pixels import PixelRoom, Settled, already_joined
 
 WIDE = 1 << 18  # numbers in a row of pixels: large enough that their place matters
 
@@ -86,10 +87,60 @@ def test_tensors_without_entries_are_joined() -> None:
     assert torch.equal(join("pixel_values", parts), torch.ones(2, 4))
 
 
-def test_neighbours_that_nobody_meant_to_join_are_not_read_beyond_their_end() -> None:
-    whole = torch.arange(12.0).reshape(4, 3)
-    columns = [whole[:, :2], whole[:, 2:]]  # in one storage, not one behind the other
-    assert already_joined(columns, torch.float32) is None
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_what_others_hold_is_copied_even_where_it_lies_one_behind_the_other(rows: int) -> None:
+    dataset = torch.arange(6.0 * 4).reshape(6, 4)  # say a data set in one storage
+    before = dataset.clone()
+    parts = list(dataset.split(rows))
+    joined = join("pixel_values", parts)
+    assert torch.equal(joined, before)
+    joined.zero_()
+    assert torch.equal(dataset, before)
+
+
+def test_a_first_part_of_one_row_with_another_stride_is_joined_right() -> None:
+    whole = torch.arange(8.0).reshape(4, 1, 2)
+    parts = [whole[:2].transpose(0, 1), whole[2:].transpose(0, 1)]
+    assert torch.equal(join("pixel_values", parts), torch.cat(parts))
+    samples = [
+        {
+            "input_ids": torch.arange(4),
+            "pixel_values": torch.randn(1, 2 * WIDE).as_strided((1, WIDE), (7, 1)),
+        },
+        sample(2),
+    ]
+    wanted = torch.cat([one["pixel_values"] for one in samples])
+    assert torch.equal(join("pixel_values", settled(samples, None)), wanted)
+
+
+def test_what_is_made_of_settled_pixels_is_a_plain_tensor() -> None:
+    parts = settled([sample(2), sample(1)], None)
+    assert {type(one) for one in parts} == {Settled}
+    joined = join("pixel_values", parts)
+    made = [joined, join("pixel_values", parts[::-1]), parts[0][:1], parts[0] + 1, parts[0].clone()]
+    assert {type(one) for one in made} == {torch.Tensor}
+
+
+def test_a_room_never_asks_for_more_than_its_limit_or_than_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    empty = np.empty
+    monkeypatch.setattr(np, "empty", lambda size, kind: asked.append(size) or empty(size, kind))
+    one = sample(4, tokens=2)
+    PixelRoom(tokens=10**12, dtype=torch.bfloat16).settle(one)
+    assert asked == [1 << 32]
+
+    def refuse(size: int, kind: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", refuse)
+    other = sample(4, tokens=2)
+    before = other["pixel_values"]
+    room = PixelRoom(tokens=10**12, dtype=torch.bfloat16)
+    room.settle(other)
+    assert other["pixel_values"] is before
+    room.settle(sample(1))  # and asks no more
 
 
 def test_batches_are_the_same_with_and_without_room_for_their_pixels(
@@ -110,5 +161,40 @@ def test_batches_are_the_same_with_and_without_room_for_their_pixels(
     assert len(with_room) == len(without) > 1
     for one, other in zip(with_room, without, strict=True):
         assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key])
+
+
+def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = mixed(20, seed=3)
+    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)
+
+    def batches(settle: bool) -> list[dict[str, torch.Tensor]]:
+        loader = load(rows, 0, 2, pack_size=512, workers=0, pixel_dtype="bfloat16", max_bad_share=None)
+        loader.close()
+        builder = loader._feed.builder
+        own = builder.packer.sample
+
+        def sometimes(index: int):
+            found = own(index)
+            if index % 5 == 1 or found is None:
+                return None  # fails
+            if index % 7 == 2:  # turns out longer than it was counted
+                longer = {
+                    key: found[key].repeat(1, 9)[0] for key in ("input_ids", "labels", "attention_mask")
+                }
+                return {**found, **longer}
+            return found
+
+        monkeypatch.setattr(builder.packer, "sample", sometimes)
+        if not settle:
+            monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: None)
+        return list(loader)
+
+    with_room, without = batches(True), batches(False)
+    assert len(with_room) == len(without) > 1
+    for one, other in zip(with_room, without, strict=True):
         for key, value in one.items():
             assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key])
