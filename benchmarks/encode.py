@@ -52,7 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--repeat", type=int, default=3)
-    options = parse(parser, samples=16, repeat=1)
+    options = parse(parser, samples=8, repeat=1)
     torch.set_num_threads(1)  # as DataLoader workers have it
     with tempfile.TemporaryDirectory() as folder:
         meta = write_chats(Path(folder), options.samples)

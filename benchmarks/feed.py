@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=120)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--packs", type=int, default=1_000_000)
-    options = parse(parser, samples=24, repeat=1, packs=100_000)
+    options = parse(parser, samples=10, repeat=1, packs=20_000)
     torch.set_num_threads(1)  # as DataLoader workers have it
     report_overhead(options.samples, options.repeat)
     report_resume(options.packs)

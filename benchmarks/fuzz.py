@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="which readers; all without it")
     parser.add_argument("--seconds", type=int, default=30, help="for each reader")
     parser.add_argument("--seed", type=int, default=1)
-    options = parse(parser, seconds=2)
+    options = parse(parser, seconds=1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PACKHORSE_CACHE"] = f"{folder}/cache"
         from fuzz_parent import fuzz
@@ -51,7 +51,7 @@ def main() -> None:
             crashes += report.crashes
     baseline = f"{tried:,} mangled inputs"
     for claim, found in (("other exceptions", unexpected), ("crashes and hangs", crashes)):
-        promise(f"fuzzing: {claim}", found, 0, baseline=baseline, unit="", at_least=False)
+        promise(f"fuzzing: {claim}", found, 0, baseline=baseline, unit="", at_least=False, kind="exact")
 
 
 if __name__ == "__main__":

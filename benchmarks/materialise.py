@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="a DataLoader worker has one")
-    options = parse(parser, repeat=6)
+    options = parse(parser, repeat=3)
     torch.set_num_threads(options.threads)
     samples = [sample(options.tokens // options.images, number) for number in range(options.images)]
     pixels = sum(one["pixel_values"].nbytes for one in samples)

@@ -5,7 +5,7 @@ being judged; both print a line. Its ``main`` is decorated with :func:`recorded`
 exit code 1 where a promise is missed, and reads its command line with :func:`parse`, which knows ``--quick``.
 
 Where the environment variable ``PACKHORSE_RECORD`` names a file, all of it is written there as JSON together
-with the machine, the versions, the date and the command. ``packhorse bench`` keeps these files as
+with the machine, the versions, the commit, the date and the command. ``packhorse bench`` keeps these files as
 ``benchmarks/results/<script>.json`` and makes docs/benchmarks.md from them. A script that runs elsewhere (on
 a machine with a GPU) makes the same file by itself:
 
@@ -22,20 +22,29 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 RECORD = "PACKHORSE_RECORD"
 PACKAGES = ("packhorse", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
 def promise(
-    claim: str, value: float, target: float, *, baseline: str, unit: str = "x", at_least: bool = True
+    claim: str,
+    value: float,
+    target: float,
+    *,
+    baseline: str,
+    unit: str = "x",
+    at_least: bool = True,
+    kind: Literal["speed", "exact"] = "speed",
 ) -> bool:
     """Print and record one promise.
 
@@ -46,6 +55,7 @@ def promise(
         baseline: what it is measured against in the same run.
         unit: of both numbers; "x" for a ratio.
         at_least: whether ``target`` is the least (else the most) that keeps the promise.
+        kind: "speed" depends on size and machine, so half of it is enough in a quick run; "exact" does not.
 
     Returns:
         Whether it is kept.
@@ -58,7 +68,7 @@ def promise(
         flush=True,
     )
     told = {"claim": claim, "value": value, "sign": sign, "target": target, "unit": unit}
-    _log.add("promises", {**told, "baseline": baseline, "kept": kept})
+    _log.add("promises", {**told, "baseline": baseline, "kind": kind, "kept": kept})
     return kept
 
 
@@ -127,6 +137,7 @@ def blank_record(script: str, arguments: list[str]) -> dict[str, Any]:
         "problem": "",
         "machine": machine(),
         "versions": versions(),
+        "commit": commit(),
         "promises": [],
         "facts": [],
     }
@@ -164,6 +175,24 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this checkout, with a "+" where files are changed; None where git does not tell.
+
+    Records and their page do not count as changed: a run over many scripts writes them itself.
+    """
+    here = ["git", "-C", str(Path(__file__).resolve().parents[1])]
+    results = (":!benchmarks/results", ":!docs/benchmarks.md")
+    told = []
+    for asked in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", ".", *results)):
+        try:
+            done = subprocess.run([*here, *asked], capture_output=True, text=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError):  # no git, or not a checkout
+            return None
+        told.append(done.stdout.strip())
+    return told[0] + ("+" if told[1] else "")
 
 
 class _Log:

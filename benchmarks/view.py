@@ -90,7 +90,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--packs", type=int, default=1_000_000)
     options.add_argument("--runs", type=int, default=5, help="of which the middle one counts")
-    asked = parse(options, packs=20_000, runs=3)
+    asked = parse(options, packs=20_000, runs=1)
     with tempfile.TemporaryDirectory() as folder:
         plan = write_many(Path(folder), asked.packs, save_processor(Path(folder, "processor")))
         fact("packs", asked.packs)

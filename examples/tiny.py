@@ -21,6 +21,7 @@ __all__ = [
     "arguments",
     "demo_loader",
     "demo_meta",
+    "example_processor",
     "tiny_model",
     "tiny_processor",
     "write_whole",
@@ -45,6 +46,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path, help="data, checkpoints and traces go here")
     parser.add_argument("--meta", type=Path, help="a meta file of your own; without it the demo's data")
+    parser.add_argument("--processor", help="a saved Qwen2-VL processor, as demo/model; else a tiny one")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--pack-size", type=int, default=512)
@@ -53,6 +55,15 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--stop-after", type=int, help="stop after so many steps, as if interrupted")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     return parser
+
+
+def example_processor(options: argparse.Namespace) -> Any:
+    """The processor that the options ask for; plans and counts made with the same one are taken over."""
+    if options.processor is None:
+        return tiny_processor()
+    from packhorse.datasets.count_part import open_processor
+
+    return open_processor(options.processor)
 
 
 def demo_loader(options: argparse.Namespace, processor: Any, model: Any) -> Traced:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from tiny import arguments, demo_loader, tiny_model, tiny_processor, write_whole
+from tiny import arguments, demo_loader, example_processor, tiny_model, write_whole
 
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.accelerate import attach, replicas, steps
@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> None:
         gradient_accumulation_steps=options.accumulation,
         kwargs_handlers=[ddp],
     )
-    processor = tiny_processor()
+    processor = example_processor(options)
     model = tiny_model(processor).to(accelerator.device)
     prepare(model)
     loader = demo_loader(options, processor, model)

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny import arguments, demo_loader, tiny_model, tiny_processor
+from tiny import arguments, demo_loader, example_processor, tiny_model
 
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.lightning import LoaderDataModule, step_loss
@@ -50,7 +50,7 @@ class PackedModule(lightning.LightningModule):
 def main(words: list[str] | None = None) -> None:
     """Read the options, build everything, train."""
     options = arguments(__doc__).parse_args(words)
-    processor = tiny_processor()
+    processor = example_processor(options)
     model = tiny_model(processor)
     prepare(model)
     ranks = int(os.environ.get("WORLD_SIZE", 1))  # torchrun's

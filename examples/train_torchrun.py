@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpointing
-from tiny import arguments, demo_loader, tiny_model, tiny_processor, write_whole
+from tiny import arguments, demo_loader, example_processor, tiny_model, write_whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,7 +88,7 @@ def restore(folder: Path, model: Any, optimizer: Any, loader: Any) -> int:
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
     """Build everything, then step through what is left of the epochs."""
-    processor = tiny_processor()
+    processor = example_processor(options)
     model = tiny_model(processor).to(device)
     prepare(model)
     loader = demo_loader(options, processor, model)

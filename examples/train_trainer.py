@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny import arguments, demo_loader, tiny_model, tiny_processor
+from tiny import arguments, demo_loader, example_processor, tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from packhorse.integrations.transformers import TrainFromLoader, prepare
@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> Any:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),  # several processes on CPUs have to be asked for
     )
-    processor = tiny_processor()
+    processor = example_processor(options)
     model = tiny_model(processor)
     prepare(model)
     loader = demo_loader(options, processor, model)

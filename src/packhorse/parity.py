@@ -72,7 +72,7 @@ class ParityReport:
         tolerance: what is allowed for a token's loss, and
         gradient_tolerance: for gradients.
         causes: the likely causes of a difference.
-        why_no_gradients: why they were not compared.
+        why_no_gradients: why they were not compared; empty where they were.
     """
 
     attention: str
@@ -81,7 +81,7 @@ class ParityReport:
     tolerance: float
     gradient_tolerance: float
     causes: tuple[str, ...] = ()
-    why_no_gradients: str = "not asked for"
+    why_no_gradients: str = ""
 
     @property
     def largest(self) -> float:
@@ -101,10 +101,10 @@ class ParityReport:
 
     def describe(self) -> str:
         """The verdict in words."""
-        gradients = f"not compared ({self.why_no_gradients})"
+        gradients = f"not compared ({self.why_no_gradients or 'not asked for'})"
         if self.gradients is not None:
             gradients = f"{self.gradients:.1e} apart (allowed {self.gradient_tolerance:.0e})"
-        verdict = "packed is unpacked" if self.ok else "PACKED IS NOT UNPACKED"
+        verdict = "packed equals unpacked" if self.ok else "PACKED DOES NOT EQUAL UNPACKED"
         lines = [
             f"{self.attention}: {verdict}. {len(self.documents)} documents, a token's loss differs by at "
             f"most {self.largest:.1e} (allowed {self.tolerance:.0e}), gradients {gradients}"
@@ -152,7 +152,7 @@ def check_parity(
     names = [str(number) for number in range(len(samples))] if keys is None else list(keys)
     if len(names) != len(samples):
         raise ConfigError(f"{len(names)} keys for {len(samples)} samples: expected one for each")
-    why = "not asked for"
+    why = "" if gradients else "not asked for"
     if gradients and attn_implementation == "flex_attention" and model.device.type == "cpu":
         gradients, why = False, "flex_attention has no backward pass on a CPU: check on a GPU"
     check_attention(attn_implementation)

@@ -20,7 +20,8 @@ def test_the_overview_has_the_numbers_of_plan_json(page: Page, server: Server, k
     assert number(page, "fill") == f"{100 * server.report['fill']:.2f} %"
     assert number(page, "documents") == f"{server.report['documents_per_pack']['mean']:.2f}"
     slots = page.locator("section", has_text="What the same rows cost").locator("tbody td:nth-child(2)")
-    ways = [server.report["padding"][way]["slots"] for way in ("packed", "by_length", "random")]
+    costs = server.report["padding"]
+    ways = [costs[way]["slots"] for way in ("packed_unpadded", "packed", "by_length", "random")]
     assert slots.all_inner_texts() == [f"{value:,}" for value in ways]
     bars = page.get_by_role("img", name="Histogram of how full").locator("rect.bar")
     assert bars.count() == len(server.report["histograms"]["fill"]["counts"])

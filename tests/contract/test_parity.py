@@ -42,7 +42,7 @@ def test_a_right_batch_passes_and_the_model_comes_back_as_it_was(examples: Any, 
     assert report.causes == ()
     assert [document.document for document in report.documents] == [1, 2, 1, 2]
     assert report.gradients is not None
-    assert "packed is unpacked" in report.describe()
+    assert "packed equals unpacked" in report.describe()
     assert attention_of(model) == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -58,7 +58,7 @@ def test_positions_in_one_row_on_a_model_with_mrope_are_named(examples: Any) -> 
     (cause,) = report.causes
     assert "position_ids are one row" in cause
     assert "Qwen2VLForConditionalGeneration has mRoPE" in cause
-    assert "PACKED IS NOT UNPACKED" in report.describe()
+    assert "PACKED DOES NOT EQUAL UNPACKED" in report.describe()
 
 
 def test_samples_have_the_names_they_are_given(examples: Any) -> None:
@@ -154,7 +154,7 @@ def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> 
     result = run(meta, "--model", saved, "--samples", 4, "--dataset", "chats")
     assert result.exit_code == 0, result.output
     for backend in ("sdpa", "eager", "varlen"):
-        assert f"{backend}: packed is unpacked. 4 documents" in result.stdout
+        assert f"{backend}: packed equals unpacked. 4 documents" in result.stdout
     assert "  pack 0, document 1, chats/0: " in result.stdout
     assert "left out" not in result.stdout
     result = run(

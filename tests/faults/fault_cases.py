@@ -7,6 +7,7 @@ small, ``benchmarks/faults.py`` larger.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -40,13 +41,14 @@ class Outcome:
     Attributes:
         injected: faults, by kind.
         lost: samples that were neither handed out nor in the ledger; ``doubled``: in both, or twice in one.
-        reasons: what the ledger says.
+        reasons: what the ledger says; ``details``: in its own words.
     """
 
     injected: Counter[str] = field(default_factory=Counter)
     lost: int = 0
     doubled: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    details: list[str] = field(default_factory=list)
 
     def settle(self, loader: packhorse.Loader, delivered: list[str], every: set[str]) -> None:
         """Compare what was handed out and what is in the ledger with all there is."""
@@ -55,6 +57,7 @@ class Outcome:
         self.lost += len(every - set(there))
         self.doubled += sum(times - 1 for times in there.values()) + len(set(there) - every)
         self.reasons += Counter(drop.reason for drop in loader.ledger)
+        self.details += [drop.detail for drop in loader.ledger]
         account = loader.account
         assert account is not None
         assert account.delivered == len(delivered)
@@ -120,24 +123,30 @@ def spoilt_media(folder: Path, rows: int = 60, seed: int = 0, workers: int = 0, 
 
 
 def bad_store(
-    folder: Path, shares: dict[str, float], rows: int = 40, seed: int = 0, workers: int = 0, **options: Any
+    folder: Path,
+    shares: dict[str, float],
+    rows: int = 40,
+    seed: int = 0,
+    workers: int = 0,
+    delay: float = 0.05,
+    **options: Any,
 ) -> Outcome:
-    """An epoch over media in a store that is slow and fails; counted while all was well."""
+    """An epoch over media in a store that fails, or takes ``delay`` seconds; counted while all was well."""
     log = folder / "happened.jsonl"
     write_pictures(folder, rows)
     media = f"{PROTOCOL}://{folder / 'media'}"
     meta = {"shots": {"file_name": str(folder / "shots.jsonl"), "media_dir": media}}
     bad_line(log, {})
-    settings = {"pack_size": 256, "max_bad_share": 0.9, "workers": workers, **options}
+    settings: dict[str, Any] = {"pack_size": 256, "max_bad_share": 0.9, "workers": workers, **options}
     loader = packhorse.load(meta, processor("qwen2_vl"), **settings)
-    bad_line(log, shares, seed=seed, delay=0.05)
+    bad_line(log, shares, seed=seed, delay=delay)
     try:
         outcome = Outcome()
         outcome.settle(loader, epoch(loader), {f"shots/{number}" for number in range(rows)})
     finally:
         bad_line(log, {})
     outcome.injected = happened(log)
-    harmless = outcome.injected["slow"]
+    harmless = outcome.injected["slow"] if delay < settings.get("sample_timeout", math.inf) else 0
     assert len(loader.ledger) == outcome.injected.total() - harmless, "each fault is one entry"
     return outcome
 

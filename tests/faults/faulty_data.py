@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -110,3 +111,9 @@ def small_disk(folder: Path, size: str, *options: str) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def may_mount() -> bool:
+    """Whether :func:`small_disk` gives one here."""
+    with TemporaryDirectory() as folder, small_disk(Path(folder), "64k") as mounted:
+        return mounted

@@ -87,7 +87,7 @@ def count_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 400) -> Tal
         for _ in range(1 + number % 2):
             hits += moments.saw(count(moments.drawn()))
             _compare_counts(tally, meta.parent, expected)
-            now = len(list(meta.parent.glob("*.parts/*.arrow"))) * part + len(_counted_rows(meta.parent))
+            now = kept_rows(meta.parent, part)
             tally.lost += max(0, kept - now)  # what was kept stays
             kept = now
         counted = json.loads(_json_of(count().written))["counted_rows"]
@@ -101,6 +101,18 @@ def count_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 400) -> Tal
     until_hit(rounds, play, tally)
     tally.left = desk.left_over()
     return tally
+
+
+def kept_rows(folder: Path, part: int) -> int:
+    """How many rows were counted and kept: in a count file, or else in parts of so many rows.
+
+    A process that is killed when its count file is there, and before it has removed the parts, leaves both.
+    """
+    kept = 0
+    for data in folder.glob("*.jsonl"):
+        whole = [len(Sidecar(path)) for path in sidecars(folder) if path.name.startswith(f"{data.name}.")]
+        kept += max(whole, default=part * len(list(folder.glob(f"{data.name}.*.parts/*.arrow"))))
+    return kept
 
 
 def _json_of(written: str) -> str:

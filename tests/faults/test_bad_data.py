@@ -63,10 +63,23 @@ def test_media_of_a_store_that_fails_are_handed_out_or_in_the_ledger(workers: in
     assert set(outcome.reasons) == {"missing_media", "broken_media"}
 
 
-def test_a_store_that_is_too_slow_costs_a_sample_its_time_and_no_more(tmp_path: Path) -> None:
+def test_a_store_that_is_slow_costs_time_and_no_sample(tmp_path: Path) -> None:
     outcome = bad_store(tmp_path / "data", {"slow": 0.2}, rows=20, sample_timeout=30.0)
     assert outcome.injected["slow"] >= 1
     assert not outcome.reasons
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_for_which_a_store_is_too_slow_are_in_the_ledger_and_the_others_handed_out(
+    workers: int, tmp_path: Path
+) -> None:
+    outcome = bad_store(
+        tmp_path / "data", {"slow": 0.2}, rows=20, workers=workers, delay=60.0, sample_timeout=1.5
+    )
+    assert 1 <= outcome.injected["slow"] < 20
+    assert (outcome.lost, outcome.doubled) == (0, 0)
+    assert outcome.reasons == Counter(broken_media=outcome.injected["slow"])
+    assert all("not ready after 1.5 s (sample_timeout)" in detail for detail in outcome.details)
 
 
 def test_a_store_that_fails_all_the_time_stops_the_run_after_a_row_of_failures(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from contract.processors import processor
 from count_samples import leavings, write_chats
 from faults.faulty_data import Faulty, Once
 from faults.kill_desk import Desk, open_desk
-from faults.kill_rounds import ROUNDS
+from faults.kill_rounds import ROUNDS, kept_rows
 from loader_samples import handed_out, load, texts
 from packhorse.datasets.counting import count_meta
 from packhorse.errors import BadSample
@@ -72,6 +74,60 @@ def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_p
     assert again.account.lost == 0
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+RUN = """
+import multiprocessing, os, signal, sys, time
+from packhorse.loader.feed import _end_with_parent
+
+def work(told):
+    _end_with_parent(0)
+    told.send(os.getpid())
+    time.sleep(60)  # a read that hangs
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ours, theirs = context.Pipe()
+    context.Process(target=work, args=(theirs,)).start()
+    worker = ours.recv()
+    other = os.fork()
+    if not other:
+        time.sleep(60)
+        os._exit(0)
+    print(worker, other, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
+def test_a_worker_ends_with_its_run_though_another_process_of_that_run_lives_on(
+    start: str, tmp_path: Path
+) -> None:
+    """What was forked later has all that the run had open, and with it the pipe that tells of its death."""
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    command = [sys.executable, str(script), start]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+        assert run.stdout is not None
+        worker, other = map(int, run.stdout.readline().split())
+        assert run.wait(60) == -signal.SIGKILL
+        try:
+            end = time.monotonic() + 10
+            while is_running(worker) and time.monotonic() < end:
+                time.sleep(0.02)
+            assert is_running(other)
+            assert not is_running(worker)
+        finally:
+            for left in (worker, other):
+                if is_running(left):
+                    os.kill(left, signal.SIGKILL)
+
+
 def test_a_count_killed_when_its_file_was_done_leaves_no_parts_behind_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,5 +139,6 @@ def test_a_count_killed_when_its_file_was_done_leaves_no_parts_behind_the_next_o
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert leavings(tmp_path), "nothing was left to remove"
+    assert kept_rows(tmp_path, part=5) == 20, "each row once, though it is in a part and in the file"
     assert count_meta(str(meta), processor("qwen2_vl"), part_rows=5).counted_rows == 0
     assert leavings(tmp_path) == []

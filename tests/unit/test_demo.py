@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -176,6 +177,55 @@ def test_a_folder_that_is_not_the_demos_own_is_refused_and_not_touched(foreign: 
     assert run.stderr.count("\n") == 1
     assert "is not empty and was not written by the demo" in run.stderr
     assert [path.name for path in foreign.iterdir()] == ["data"]
+
+
+def test_reasons_in_the_report_add_up_to_the_rows_beside_them(demo: Run) -> None:
+    page = (demo.out / "report.html").read_text()
+    told = re.search(
+        r"350 rows = 345 trained \+ 5 left out\. Of these 4 are in no pack, and 1 failed when decoded: "
+        r"[\w ]+\. By reason: ([\w, ]+)\.</p>",
+        page,
+    )
+    assert told is not None
+    assert sum(int(part.split()[0]) for part in told[1].split(", ")) == 5
+    assert "Trained, but not as the file has them: 1 surplus_placeholder.</p>" in page
+    assert "350 rows = 345 trained, each once + 4 in no pack + 1 that failed when decoded" in demo.printed
+
+
+def test_each_step_of_the_demo_names_the_command_that_does_it(demo: Run) -> None:
+    titles = re.findall(r"^(\d)\. .*\?  (\S+) (\w+ .*)$", demo.printed, re.MULTILINE)
+    assert [(number, words.split()[0]) for number, _, words in titles] == [
+        *(("2", "check"), ("3", "count"), ("4", "plan"), ("8", "parity"))
+    ]
+    assert all(shutil.which(typed, path=f"{demo.home}") or shutil.which(typed) for _, typed, _ in titles)
+    check = titles[0]
+    run = subprocess.run(
+        [sys.executable, "-m", "packhorse", *check[2].split()],
+        cwd=demo.home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "too_long" in run.stdout
+
+
+def test_a_report_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+    take_folder(tmp_path / "demo")
+    (tmp_path / "demo" / "report.html").write_text("the last run")
+    take_folder(tmp_path / "demo")
+    assert (tmp_path / "demo" / "report.html").read_text() == "the last run"
+
+
+def test_a_folder_that_cannot_be_made_is_one_plain_line() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "packhorse", "demo", "--out", "/proc/nowhere/demo"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("packhorse demo: /proc/nowhere")
+    assert "Errno" not in run.stderr
 
 
 def test_the_demos_own_folder_is_overwritten_but_not_what_others_put_there(tmp_path: Path) -> None:

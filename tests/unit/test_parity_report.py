@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from contract.processors import processor
 from count_samples import chat, write_meta, write_rows
 from packhorse.cli import parity as command
+from packhorse.cli.app import app
 from packhorse.errors import ConfigError
 from packhorse.parity import DocumentParity, ParityReport
 
@@ -37,6 +38,27 @@ def test_small_differences_are_parity():
 def test_why_gradients_were_not_compared_is_said():
     assert "gradients not compared (not asked for)" in report(1e-6).describe()
     assert "gradients 1.0e-05 apart (allowed 1e-03)" in report(1e-6, gradients=1e-5).describe()
+
+
+def test_compared_gradients_have_no_excuse_beside_them_in_the_json():
+    assert report(1e-6, gradients=1e-5).as_dict()["why_no_gradients"] == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "/nowhere"], "model /nowhere: no such folder"),
+        (["--model", "m", "--processor", "/nowhere"], "processor /nowhere: no such folder"),
+        (["--model", "m", "--attention", "foo"], "attention 'foo': expected one of"),
+        (["--model", "m", "--dtype", "int"], "--dtype int: expected float32, bfloat16 or float16"),
+        (["--model", "m", "--device", "abacus"], "--device abacus: not to be had here"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line_and_exit_code_two(options, says):
+    result = CliRunner().invoke(app, ["parity", "meta.json", *options])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"packhorse parity: {says}")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_no_row_is_taken_twice_and_bad_ones_are_named(tmp_path):
@@ -85,8 +107,8 @@ def run(monkeypatch):
 def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     result = run()
     assert result.exit_code == 0
-    assert "sdpa: packed is unpacked" in result.output
-    assert "eager: packed is unpacked" in result.output
+    assert "sdpa: packed equals unpacked" in result.output
+    assert "eager: packed equals unpacked" in result.output
     assert "varlen: not possible: no varlen here" in result.output
     told = json.loads(run("--json").stdout)
     assert list(told) == ["version", "passed", "left_out", "not_possible", "reports"]

@@ -119,7 +119,7 @@ def test_code_that_comes_with_a_processor_runs_only_if_the_user_says_so(
     folder = processor_with_code(tmp_path / "theirs", marker)
     write_rows(tmp_path / "a.jsonl", [chat(1)])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
-    with pytest.raises(ConfigError, match="custom code .*allow it with trust_remote_code=True"):
+    with pytest.raises(ConfigError, match=r"custom code .*allow it with trust_remote_code=True"):
         open_processor(folder)
     with pytest.raises(ConfigError):
         count_meta(meta, folder)

@@ -292,7 +292,11 @@ class _Writer:
     def _tell(self, row: int, told: Sequence[RawFinding], action: Any, behind: str = "") -> None:
         """One entry for a row, under the reason of the first thing that is wrong with it."""
         rule, name = RULES[told[0].rule], self.fixed.name
-        detail = f"{told[0].location}: " + "; ".join(f"{one.rule}: {one.found}" for one in told) + behind
+        first, *more = told
+        # The reason is a field of its own, and a row that is no JSON says itself where it is.
+        found = [first.found, *(f"{one.rule}: {one.found}" for one in more)]
+        places = [] if first.location in first.found else [first.location]
+        detail = "; ".join([*found, *places]) + behind
         self._record(Drop(row_key(name, row), rule.stage, rule.reason, detail, action, name))
 
     def _record(self, drop: Drop) -> None:

@@ -46,6 +46,7 @@ class Seen:
         content: a digest of its bytes; of its name where they were not read.
         name: a digest of its name; empty where it has none (bytes in a Parquet file).
         read: whether ``content`` is that of its bytes.
+        failed: whether it could not be opened or decoded.
     """
 
     findings: tuple[Found, ...]
@@ -53,6 +54,7 @@ class Seen:
     content: bytes
     name: bytes
     read: bool = False
+    failed: bool = False
 
 
 class MediaChecker:
@@ -96,7 +98,8 @@ class MediaChecker:
             size, content = self._opened(ref)
         except BadSample as error:
             rule = error.reason if error.reason in RULES else "broken_media"
-            return Seen((found(rule, error.detail),), None, name or bytes(DIGEST_BYTES), name)
+            told = (found(rule, error.detail),)
+            return Seen(told, None, name or bytes(DIGEST_BYTES), name, failed=True)
         findings = self._shape(ref, size) if ref.kind == "image" and size is not None else []
         return Seen(tuple(findings), size, content or name, name, content is not None)
 

@@ -94,7 +94,7 @@ class PartFindings(NamedTuple):
         findings: in the order of the rows.
         conversations: a digest of each row's conversation, one after the other; zeros where a row has errors.
         images: an array of :data:`IMAGE` as bytes.
-        media: how many media there are.
+        media: how many media there are; ``media_failed`` of them could not be opened.
         repairs: rows that have errors, and none when they are repaired.
         relative: whether a path of a medium depends on the media folder.
     """
@@ -105,6 +105,7 @@ class PartFindings(NamedTuple):
     media: int
     repairs: list[Repair]
     relative: bool
+    media_failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class _Checker:
         digests: list[bytes] = []
         images: list[tuple[bytes, bytes, int, int]] = []
         repairs: list[Repair] = []
-        media, relative = 0, False
+        media, failed, relative = 0, 0, False
         for number, raw, looked in self._all(rows, task):
             mended = None
             if looked.findings:
@@ -189,6 +190,7 @@ class _Checker:
             good = mended[1] if mended is not None else looked
             digests.append(NO_DIGEST if good.has_errors else _digest_of(good))
             media += len(looked.seen)
+            failed += sum(seen.failed for seen in looked.seen)
             relative |= good.relative
             images += [
                 (seen.content, seen.name.ljust(DIGEST_BYTES, b"\0"), number, place)
@@ -196,7 +198,7 @@ class _Checker:
                 if seen.read and looked.conversation and looked.conversation.media[place].kind == "image"
             ]
         return PartFindings(
-            findings, b"".join(digests), np.array(images, IMAGE).tobytes(), media, repairs, relative
+            findings, b"".join(digests), np.array(images, IMAGE).tobytes(), media, repairs, relative, failed
         )
 
     def _all(self, rows: RowFile, task: CheckTask) -> Iterator[tuple[int, Row | BadSample, _Looked]]:

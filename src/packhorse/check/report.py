@@ -61,7 +61,7 @@ class CheckedFile:
         problem: why they cannot be read.
         parts: how many parts there are.
         rows: how many rows.
-        media: how many media they have.
+        media: how many media they have; ``media_failed`` of them could not be opened or decoded.
         counts: findings by (rule, severity).
         error_rows: rows with an error; ``repaired_rows`` are those of them that can be repaired.
         relative: whether paths of media depend on the working directory.
@@ -75,6 +75,7 @@ class CheckedFile:
     parts: int = 0
     rows: int = 0
     media: int = 0
+    media_failed: int = 0
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     error_rows: int = 0
     repaired_rows: int = 0
@@ -166,6 +167,7 @@ class CheckReport:
             "seconds": round(self.seconds, 3),
             "rows": sum(file.rows for file in self.files),
             "media": sum(file.media for file in self.files),
+            "media_failed": sum(file.media_failed for file in self.files),
             "rows_with_errors": sum(file.error_rows for file in self.files),
             "counts": self.counts(),
             "datasets": [_dataset_dict(file) for file in self.files],
@@ -195,6 +197,7 @@ def _dataset_dict(file: CheckedFile) -> dict[str, Any]:
         "file": file.config.file_name,
         "rows": file.rows,
         "media": file.media,
+        "media_failed": file.media_failed,
         "rows_with_errors": file.error_rows,
         "counts": {severity: severities[severity] for severity in SEVERITIES},
         "rules": {name: rules[name] for name in RULES if rules[name]},

@@ -176,7 +176,7 @@ _ALL = (
         "too_long",
         "error",
         "more tokens than the limit",
-        "shorten the row, raise the limit, or train with truncate=True",
+        'shorten the row, raise the limit, or train with on_overlong="truncate"',
         "encode",
         needs="max_length",
     ),

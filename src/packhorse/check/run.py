@@ -175,6 +175,7 @@ class _Check:
         checked.error_rows += len({one.row for one in result.findings if one.severity == "error"})
         checked.repaired_rows += len(result.repairs)
         checked.media += result.media
+        checked.media_failed += result.media_failed
         checked.relative |= result.relative
 
     def duplicates(self) -> dict[str, Duplicates]:

@@ -11,8 +11,9 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from packhorse.datasets.count_part import (
 from packhorse.datasets.count_report import CountedFile
 from packhorse.datasets.counting import PART_ROWS, OnProgress, Runner, count_meta
 from packhorse.datasets.meta_file import Meta, read_meta
-from packhorse.datasets.rows import Row, gc_paused, open_rows
+from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sharegpt import convert_row
 from packhorse.datasets.sidecar import data_source
@@ -53,6 +54,18 @@ number of media for each row; the longer side in pixels and tokens for each imag
 
 _IMAGE = MEDIA_KINDS.index("image")
 
+LONGEST = 5
+"""So many rows of each data set are named, the longest first."""
+
+
+class LongRow(NamedTuple):
+    """One of the longest rows of a data set: its tokens and its number, its name, its file and line."""
+
+    tokens: int
+    row: int
+    key: str = ""
+    location: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class DatasetStats:
@@ -63,6 +76,7 @@ class DatasetStats:
         text_only: rows without media.
         media: by kind: ``images``, ``videos``, ``audios``.
         spreads: the distributions that :data:`SPREADS` names.
+        longest: the rows with the most tokens, the longest first.
     """
 
     name: str
@@ -72,11 +86,13 @@ class DatasetStats:
     text_only: int
     media: dict[str, int]
     spreads: dict[str, Distribution] = field(repr=False)
+    longest: tuple[LongRow, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         own = {name: getattr(self, name) for name in ("name", "file", "rows", "bad", "text_only", "media")}
-        return own | {name: self.spreads[name].as_dict() for name in SPREADS}
+        spreads = {name: self.spreads[name].as_dict() for name in SPREADS}
+        return own | spreads | {"longest": [row._asdict() for row in self.longest]}
 
     @property
     def learned_share(self) -> float:
@@ -106,7 +122,7 @@ class StatsReport:
 
     def all(self) -> DatasetStats:
         """All data sets together."""
-        return _together("all", "", self.datasets)
+        return _together("all", "", self.datasets, max(len(one.longest) for one in self.datasets))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -131,6 +147,7 @@ def stats_of(
     engine: Runner | None = None,
     trust_remote_code: bool = False,
     index_dir: str | None = None,
+    longest: int = LONGEST,
     progress: OnProgress | None = None,
 ) -> StatsReport:
     """How the rows of the data sets of a meta file are spread.
@@ -144,6 +161,7 @@ def stats_of(
         engine: where to count (see :mod:`packhorse.engines`); None counts in this process.
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
+        longest: name so many rows of each data set, the longest first.
         progress: told how many rows are done.
 
     Raises:
@@ -153,7 +171,7 @@ def stats_of(
     if not read_meta(meta, dataset_names):
         raise ConfigError(f"{meta}: it names no data set")
     if processor is None:
-        found = _estimated(meta, dataset_names, engine, index_dir, progress)
+        found = _estimated(meta, dataset_names, engine, index_dir, progress, longest)
         return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
     report = count_meta(
         meta,
@@ -167,7 +185,7 @@ def stats_of(
     )
     name = processor if isinstance(processor, str) else type(processor).__name__
     return StatsReport(
-        tuple(map(_counted, report.files)),
+        tuple(_counted(one, longest) for one in report.files),
         False,
         int(report.totals()["off_by"]),
         name,
@@ -176,10 +194,11 @@ def stats_of(
     )
 
 
-def _counted(counted: CountedFile) -> DatasetStats:
+def _counted(counted: CountedFile, longest: int) -> DatasetStats:
     """From a sidecar, a part at a time."""
     config = counted.config
-    parts = []
+    parts: list[DatasetStats] = []
+    first = 0
     for batch in counted.sidecar.batches():
         columns, media = CountColumns.of(batch), MediaColumns.of([batch])
         ok, is_image = columns.ok, media.kind == _IMAGE
@@ -194,20 +213,47 @@ def _counted(counted: CountedFile) -> DatasetStats:
             "image_side": np.maximum(media.height, media.width)[is_image],
             "image_tokens": media.tokens[is_image],
         }
-        parts.append(_part(len(columns), Counter(columns.status[~ok].tolist()), numbers, values))
-    return _together(config.name, config.file_name, parts)
+        rows = first + np.flatnonzero(ok)
+        parts.append(
+            _part(len(columns), Counter(columns.status[~ok].tolist()), numbers, values, rows, longest)
+        )
+        first += len(columns)
+    return _named(_together(config.name, config.file_name, parts, longest), counted.file)
+
+
+def _longest(tokens: Any, rows: Any, most: int) -> tuple[LongRow, ...]:
+    """The rows with the most tokens; of equally long ones the first."""
+    total, numbers = np.asarray(tokens, np.int64), np.asarray(rows, np.int64)
+    order = np.lexsort((numbers, -total))[:most]
+    return tuple(LongRow(int(total[place]), int(numbers[place])) for place in order)
+
+
+def _named(found: DatasetStats, file: RowFile) -> DatasetStats:
+    """With names and places of the longest rows."""
+    places = {row: file.location(row) for row in sorted(one.row for one in found.longest)}
+    named = [
+        LongRow(one.tokens, one.row, row_key(found.name, one.row), places[one.row]) for one in found.longest
+    ]
+    return replace(found, longest=tuple(named))
 
 
 def _part(
-    rows: int, bad: Mapping[str, int], numbers: Mapping[str, Any], values: Mapping[str, Any]
+    rows: int,
+    bad: Mapping[str, int],
+    numbers: Mapping[str, Any],
+    values: Mapping[str, Any],
+    counted: Any,
+    longest: int,
 ) -> DatasetStats:
+    """Some rows; ``counted`` are the numbers of those that ``values`` are of."""
     media = {name: int(np.sum(of_rows)) for name, of_rows in numbers.items()}
     text_only = int((np.asarray(values["media_per_row"]) == 0).sum())
     spreads = {name: Distribution.of(values[name]) for name in SPREADS}
-    return DatasetStats("", "", rows, dict(bad), text_only, media, spreads)
+    found = _longest(values["tokens"], counted, longest)
+    return DatasetStats("", "", rows, dict(bad), text_only, media, spreads, found)
 
 
-def _together(name: str, file: str, parts: Sequence[DatasetStats]) -> DatasetStats:
+def _together(name: str, file: str, parts: Sequence[DatasetStats], longest: int = LONGEST) -> DatasetStats:
     bad: Counter[str] = Counter()
     media: Counter[str] = Counter(dict.fromkeys(("images", "videos", "audios"), 0))
     for part in parts:
@@ -221,7 +267,12 @@ def _together(name: str, file: str, parts: Sequence[DatasetStats]) -> DatasetSta
         sum(part.text_only for part in parts),
         dict(media),
         {spread: Distribution.joined(part.spreads[spread] for part in parts) for spread in SPREADS},
+        tuple(sorted((row for part in parts for row in part.longest), key=_longest_first)[:longest]),
     )
+
+
+def _longest_first(row: LongRow) -> tuple[int, str, int]:
+    return -row.tokens, row.key.rpartition("/")[0], row.row
 
 
 # --- estimates -------------------------------------------------------------------------------------------
@@ -233,16 +284,17 @@ def _estimated(
     engine: Runner | None,
     index_dir: str | None,
     progress: OnProgress | None,
+    longest: int,
 ) -> Iterator[DatasetStats]:
     opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
     named = read_meta(meta, dataset_names)
     for config in named:
         check_media_dir(config)
     configs = [with_absolute_paths(config) for config in named]
+    files = [open_rows(config.file_name, index_dir) for config in configs]
     tasks: list[PartTask] = []
     owners: list[int] = []
-    for number, config in enumerate(configs):
-        file = open_rows(config.file_name, index_dir)
+    for number, (config, file) in enumerate(zip(configs, files, strict=True)):
         state = Fingerprint.of(data_source(file))
         for first in range(0, len(file), PART_ROWS):
             stop = min(first + PART_ROWS, len(file))
@@ -250,31 +302,34 @@ def _estimated(
             owners.append(number)
     found: list[DatasetStats] = [_together("", "", []) for _ in configs]
     total, done = sum(task.stop - task.first for task in tasks), 0
-    own = ((position, _estimated_part(task)) for position, task in enumerate(tasks))
-    results = own if engine is None else engine.run(_estimated_part, tasks)
+    work = partial(_estimated_part, longest=longest)
+    own = ((position, work(task)) for position, task in enumerate(tasks))
+    results = own if engine is None else engine.run(work, tasks)
     with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
         for position, part in results:
-            found[owners[position]] = _together("", "", [found[owners[position]], part])
+            found[owners[position]] = _together("", "", [found[owners[position]], part], longest)
             done += tasks[position].stop - tasks[position].first
             if progress is not None:
                 progress(done, total)
-    for config, one in zip(named, found, strict=True):
-        yield _together(config.name, config.file_name, [one])
+    for config, one, file in zip(named, found, files, strict=True):
+        yield _named(replace(one, name=config.name, file=config.file_name), file)
 
 
-def _estimated_part(task: PartTask) -> DatasetStats:
+def _estimated_part(task: PartTask, longest: int) -> DatasetStats:
     """Estimates of some rows; runs in the worker processes of an engine."""
     rows = rows_now(task)
     bad: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
     values: dict[str, list[int]] = {name: [] for name in SPREADS}
+    good: list[int] = []
     with gc_paused():
         for number, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
             try:
                 _add_estimate(row, row_key(task.config.name, number), task, numbers, values)
+                good.append(number)
             except BadSample as error:  # noqa: PERF203 - each row is bad for itself
                 bad[error.reason] += 1
-    return _part(task.stop - task.first, bad, numbers, values)
+    return _part(task.stop - task.first, bad, numbers, values, good, longest)
 
 
 def _add_estimate(

@@ -12,7 +12,7 @@ import typer
 
 from packhorse.cli import bench, check, count, ledger, parity, plan, stats, view
 from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import CANNOT, OneLineGroup
+from packhorse.cli.screen import CANNOT, OneLineGroup, PlainCommand
 
 EXIT_CODES = """
 Exit codes of all commands: 0 done, 1 the answer is no, 2 it could not be done, 130 Ctrl-C.
@@ -58,7 +58,7 @@ app = typer.Typer(
 def packhorse(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", metavar="", is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Carries every sample of a vision-language fine-tuning set to the model."""
@@ -72,11 +72,11 @@ def packhorse(
         raise typer.Exit(CANNOT)
 
 
-@app.command(epilog=DEMO_EXAMPLES)
+@app.command(cls=PlainCommand, epilog=DEMO_EXAMPLES)
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder to write to: a new one, or the demo's own.")] = Path(
-        "demo"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder to write to: a new one, or the demo's own.")
+    ] = Path("demo"),
     as_json: AS_JSON = False,
 ) -> None:
     """From rows to a trained model in about a minute: check, count, plan, train, kill, go on, compare.
@@ -103,14 +103,14 @@ def demo(
     raise typer.Exit(code)
 
 
-app.command(epilog=stats.EXAMPLES)(stats.stats)
-app.command(epilog=count.EXAMPLES)(count.count)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=check.EXAMPLES)(check.check)
-app.command(epilog=view.EXAMPLES)(view.view)
-app.command(epilog=parity.EXAMPLES)(parity.parity)
-app.command(epilog=ledger.EXAMPLES)(ledger.ledger)
-app.command(epilog=bench.EXAMPLES)(bench.bench)
+app.command(cls=PlainCommand, epilog=stats.EXAMPLES)(stats.stats)
+app.command(cls=PlainCommand, epilog=count.EXAMPLES)(count.count)
+app.command(cls=PlainCommand, epilog=plan.EXAMPLES)(plan.plan)
+app.command(cls=PlainCommand, epilog=check.EXAMPLES)(check.check)
+app.command(cls=PlainCommand, epilog=view.EXAMPLES)(view.view)
+app.command(cls=PlainCommand, epilog=parity.EXAMPLES)(parity.parity)
+app.command(cls=PlainCommand, epilog=ledger.EXAMPLES)(ledger.ledger)
+app.command(cls=PlainCommand, epilog=bench.EXAMPLES)(bench.bench)
 
 
 def main() -> None:

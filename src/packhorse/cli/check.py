@@ -22,7 +22,8 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _WIDTH = 140  # of a table that goes to a file
 
 EXAMPLES = """
-Exit code 0: nothing found, 1: errors found (with --strict: or warnings), 2: could not be checked.
+Exit code 0: no error (warnings and notes are told; with --strict: no warning either), 1: errors found,
+2: could not be checked.
 
 [bold]Examples[/bold]
 
@@ -44,31 +45,39 @@ def check(
     meta: META,
     processor: Annotated[
         str | None,
-        typer.Option(help="Folder (or hub name) of the model's processor, for the rules that need it."),
+        typer.Option(
+            metavar="DIR", help="Folder (or hub name) of the model's processor, for the rules that need it."
+        ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Rows with more tokens are too long; needs --processor.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Rows with more tokens are too long; needs --processor."),
     ] = None,
     headers: Annotated[
         bool,
-        typer.Option("--headers", metavar="", help="Read the headers of media only; do not decode them."),
+        typer.Option("--headers", help="Read the headers of media only; do not decode them."),
     ] = False,
     datasets: DATASETS = None,
     ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", help="Do not ask this rule; may be given again.")
+        list[str] | None,
+        typer.Option("--ignore", metavar="RULE", help="Do not ask this rule; may be given again."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", metavar="", help="Warnings fail as errors do (exit code 1).")
+        bool, typer.Option("--strict", help="Warnings fail as errors do (exit code 1).")
     ] = False,
     fix: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a cleaned copy to this new or empty folder.")
     ] = None,
     drop_duplicates: Annotated[
         bool,
-        typer.Option("--drop-duplicates", metavar="", help="With --fix: leave out repeated conversations."),
+        typer.Option("--drop-duplicates", help="With --fix: leave out repeated conversations."),
     ] = False,
-    show: Annotated[int, typer.Option(min=0, help="Show so many rows of each rule and data set.")] = 3,
-    tiny: Annotated[int, typer.Option(min=1, help="Tell pictures with a side below so many pixels.")] = 16,
+    show: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Show so many rows of each rule and data set.")
+    ] = 3,
+    tiny: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tell pictures with a side below so many pixels.")
+    ] = 16,
     workers: WORKERS = None,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
@@ -136,10 +145,13 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int) -> None:
     what = ", ".join(
         f"{number:,} {name}{'' if number == 1 else 's'}" for name, number in counts.items() if number
     )
+    opened = media - sum(file.media_failed for file in report.files)
     decoded = "decoded" if report.settings.decode else "looked at (headers)"
+    some = f"{opened:,} of {media:,}" if opened < media else f"{media:,}"
+    sets = "1 data set" if len(report.files) == 1 else f"{len(report.files)} data sets"
     console.print(
-        f"{rows:,} rows of {len(report.files)} data set(s) checked, {media:,} media {decoded}, in "
-        f"{report.seconds:.1f} s: {what or 'nothing found'}."
+        f"{rows:,} rows of {sets} checked, {some} media {decoded}, in {report.seconds:.1f} s: "
+        f"{what or 'nothing found'}."
     )
     needed: dict[str, list[str]] = defaultdict(list)
     for rule, need in report.not_asked().items():

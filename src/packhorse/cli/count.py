@@ -44,36 +44,47 @@ packhorse count meta.json --processor ./model --json > counts.json
 def count(
     meta: META,
     processor: PROCESSOR,
-    engine: Annotated[str, typer.Option(help="Where to count: local or ray.")] = "local",
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Where to count: local or ray.")] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(help="An existing Ray cluster; one is started here without it.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="An existing Ray cluster; one is started here without it."),
     ] = None,
     workers: WORKERS = None,
     datasets: DATASETS = None,
     write_jsonl: Annotated[
-        Path | None, typer.Option(help="Also write copies of the rows with their counts to this folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write copies of the rows with their counts to this folder."),
     ] = None,
     verify: Annotated[
         int,
-        typer.Option(min=0, help="Compare so many random rows with the real processor; fail if one differs."),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Compare so many random rows with the real processor; fail if one differs.",
+        ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Which rows are verified.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Which rows are verified.")] = 0,
     retry_bad: Annotated[
         bool,
-        typer.Option("--retry-bad", metavar="", help="Count parts with bad rows again (media have arrived)."),
+        typer.Option("--retry-bad", help="Count parts with bad rows again (media have arrived)."),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", metavar="", help="Count everything again (media have changed).")
+        bool, typer.Option("--fresh", help="Count everything again (media have changed).")
     ] = False,
     part_rows: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Rows that are counted, kept and taken over together; as before without it."
+            min=1,
+            metavar="N",
+            help="Rows that are counted, kept and taken over together; as before without it.",
         ),
     ] = None,
     trust_remote_code: TRUST = False,
     bad: Annotated[
-        int, typer.Option(min=0, help="List so many bad rows of each reason and data set (also in --json).")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="List so many bad rows of each reason and data set (also in --json)."
+        ),
     ] = 3,
     as_json: AS_JSON = False,
 ) -> None:

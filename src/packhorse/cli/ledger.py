@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,7 @@ from packhorse.cli.options import AS_JSON
 from packhorse.cli.screen import one_line_errors, out_console
 
 if TYPE_CHECKING:
+    from packhorse.ledger import Ledger
     from packhorse.types import Drop
 
 _WIDTH = 140  # of a table that goes to a file
@@ -49,11 +51,19 @@ class By(str, Enum):
 
 def ledger(
     path: Annotated[Path, typer.Argument(help="A ledger file, or a folder of them.", metavar="FILE|DIR")],
-    by: Annotated[By, typer.Option(help="What the table counts by.")] = By.reason,
-    reason: Annotated[str | None, typer.Option(help="Only entries with this reason.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="Only entries of this data set.")] = None,
-    key: Annotated[str | None, typer.Option(help="Only entries of this row, as coco/812.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="List so many entries; 0 for all.")] = 20,
+    by: Annotated[
+        By, typer.Option(metavar="COLUMN", help="What the table counts by: reason, dataset, stage or action.")
+    ] = By.reason,
+    reason: Annotated[
+        str | None, typer.Option(metavar="REASON", help="Only entries with this reason.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only entries of this data set.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Only entries of this row, as coco/812.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="List so many entries; 0 for all.")] = 20,
     as_json: AS_JSON = False,
 ) -> None:
     """Show what became of the rows that were not delivered as their files hold them."""
@@ -70,7 +80,7 @@ def ledger(
                 lost.add((drop.key, drop.epoch))
             if not limit or len(listed) < limit:
                 listed.append(drop)
-    total = sum(counts.values())
+    total, entries = sum(counts.values()), len(whole)
     if as_json:
         typer.echo(
             json.dumps(
@@ -78,6 +88,7 @@ def ledger(
                     "version": 1,
                     "files": [str(file) for file in files],
                     "entries": total,
+                    "all_entries": entries,
                     "lost": len(lost),
                     "by": by.value,
                     "counts": _sums(counts, 0),
@@ -88,7 +99,28 @@ def ledger(
             )
         )
         return
+    if not total:
+        asked = {"reason": reason, "dataset": dataset, "key": key}
+        typer.echo(_nothing(whole, {name: value for name, value in asked.items() if value is not None}))
+        return
     _print(counts, by, listed, total, len(lost), len(files))
+
+
+def _nothing(whole: Ledger, asked: Mapping[str, str]) -> str:
+    """What there is instead, where nothing was found."""
+    if not len(whole):
+        return "no entry: nothing was left out, replaced, cut or repaired"
+    told = " and ".join(f"{name} {value}" for name, value in asked.items())
+    there = [
+        f"{name}s there are: {', '.join(f'{one} ({number:,})' for one, number in whole.counts(name).items())}"
+        for name in ("reason", "dataset")
+        if name in asked and len(asked) == 1
+    ]
+    return "; ".join([f"{_entries(len(whole))}, none with {told}", *there])
+
+
+def _entries(number: int) -> str:
+    return "1 entry" if number == 1 else f"{number:,} entries"
 
 
 def _sums(counts: Counter[tuple[str, str]], place: int) -> dict[str, int]:
@@ -108,9 +140,6 @@ def _print(
     from packhorse.check.rules import on_one_line
 
     console = out_console(_WIDTH)
-    if not total:
-        console.print("no entry: nothing was left out, replaced, cut or repaired")
-        return
     actions = list(_sums(counts, 1))
     table = Table(
         title=f"Entries by {by.value}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
@@ -129,4 +158,7 @@ def _print(
     if len(listed) < total:
         console.print(f"… and {total - len(listed):,} more (--limit 0 lists all)")
     where = "" if files == 1 else f" in {files} files"
-    console.print(f"{total:,} entries{where}; {lost:,} samples were not delivered as themselves.")
+    samples = "1 sample was not delivered as itself"
+    if lost != 1:
+        samples = f"{lost:,} samples were not delivered as themselves"
+    console.print(f"{_entries(total)}{where}; {samples}.")

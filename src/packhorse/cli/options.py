@@ -7,15 +7,18 @@ from typing import Annotated
 import typer
 
 META = Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")]
-PROCESSOR = Annotated[str, typer.Option(help="Folder (or hub name) of the model's processor.")]
+PROCESSOR = Annotated[str, typer.Option(metavar="DIR", help="Folder (or hub name) of the model's processor.")]
 DATASETS = Annotated[
-    list[str] | None, typer.Option("--dataset", help="Only this data set; may be given again.")
+    list[str] | None,
+    typer.Option("--dataset", metavar="NAME", help="Only this data set; may be given again."),
 ]
-WORKERS = Annotated[int | None, typer.Option(min=1, help="Worker processes; one per core without it.")]
+WORKERS = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Worker processes; one per core without it.")
+]
 TRUST = Annotated[
     bool,
-    typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the processor or model."),
+    typer.Option("--trust-remote-code", help="Run code that comes with the processor or model."),
 ]
 AS_JSON = Annotated[
-    bool, typer.Option("--json", metavar="", help="Print one JSON object on stdout and nothing else there.")
+    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
 ]

@@ -22,7 +22,7 @@ _MOST_BAD = 100  # rows in a row: then not they but the set-up is broken
 _NAMED_BAD = 10
 
 EXAMPLES = """
-Exit code 0: packed is unpacked, 1: they differ (the likely cause is named), 2: could not be compared.
+Exit code 0: packed equals unpacked, 1: they differ (the likely cause is named), 2: could not be compared.
 
 [bold]Examples[/bold]
 
@@ -39,22 +39,28 @@ packhorse parity meta.json --model ./model --random-weights --samples 4 --json
 
 def parity(
     meta: Annotated[str, typer.Argument(help="The meta file: samples are taken from it.", metavar="META")],
-    model: Annotated[str, typer.Option(help="Folder (or hub name) of the model.")],
-    processor: Annotated[str | None, typer.Option(help="Of the processor, if not the model's.")] = None,
+    model: Annotated[str, typer.Option(metavar="DIR", help="Folder (or hub name) of the model.")],
+    processor: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Of the processor, if not the model's.")
+    ] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            "--attention", help="A backend to check; may be given again. sdpa, eager, varlen without."
+            "--attention",
+            metavar="NAME",
+            help="A backend to check; may be given again. sdpa, eager, varlen without.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=2, help="How many samples, spread over the data.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="How many packs are made of them.")] = 2,
+    samples: Annotated[
+        int, typer.Option(min=2, metavar="N", help="How many samples, spread over the data.")
+    ] = 8,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="How many packs are made of them.")] = 2,
     datasets: DATASETS = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, …")] = "cpu",
     random_weights: Annotated[
         bool,
-        typer.Option("--random-weights", metavar="", help="Take the model's config alone, not its weights."),
+        typer.Option("--random-weights", help="Take the model's config alone, not its weights."),
     ] = False,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
@@ -66,11 +72,19 @@ def parity(
     """
     with one_line_errors("parity", "nothing was written"):
         from packhorse.datasets.count_part import open_processor
+        from packhorse.errors import ConfigError
         from packhorse.integrations.attention import check_attention
 
         for backend in attention or ():
             check_attention(backend)  # before the weights are loaded
-        opened = open_processor(processor or model, trust_remote_code)
+        check_place(dtype, device)
+        try:
+            opened = open_processor(processor or model, trust_remote_code)
+        except ConfigError as error:
+            if processor is not None:
+                raise
+            # Nobody has named a processor: the model's own was looked for.
+            raise ConfigError(str(error).replace("processor", "model", 1)) from error
         with progress_bar("encoding", "samples") as progress:
             chosen = choose_samples(meta, datasets, samples, opened, progress)
         if chosen.left_out and not as_json:
@@ -187,6 +201,27 @@ def choose_samples(
     return chosen
 
 
+def check_place(dtype: str, device: str) -> Any:
+    """The type of that name, if weights of it can be put on that device.
+
+    Raises:
+        ConfigError: there is no such type of floating-point numbers, or no such device here.
+    """
+    import torch
+
+    from packhorse.errors import ConfigError
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ConfigError(f"--dtype {dtype}: expected float32, bfloat16 or float16")
+    try:
+        torch.zeros(1, dtype=kind, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(f"--device {device}: not to be had here ({why})") from error
+    return kind
+
+
 def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_remote_code: bool) -> Any:
     """The model at a path or hub name, or with random weights one of its config.
 
@@ -195,12 +230,13 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     """
     import torch
 
+    from packhorse.datasets.progress import bars_are_wanted
     from packhorse.errors import ConfigError, require
 
     transformers: Any = require("transformers", "train")
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ConfigError(f"--dtype {dtype}: expected float32, bfloat16 or float16")
+    kind = check_place(dtype, device)
+    if not bars_are_wanted():
+        transformers.utils.logging.disable_progress_bar()
     auto = transformers.AutoModelForImageTextToText
     try:
         if not random_weights:
@@ -213,10 +249,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
         raise ConfigError(
             f"model {model}: cannot be opened ({' '.join(str(error).split())[:300]})"
         ) from error
-    try:
-        return loaded.to(device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
-        raise ConfigError(f"--device {device}: {' '.join(str(error).split())[:200]}") from error
+    return loaded.to(device)
 
 
 def _print(reports: Sequence[ParityReport], impossible: Sequence[tuple[str, ConfigError]]) -> None:

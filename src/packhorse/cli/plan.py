@@ -12,12 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
-from packhorse.cli.screen import one_line_errors, out_console, progress_bar
+from packhorse.cli.screen import one_line_errors, out_console, own_command, progress_bar
+from packhorse.types import MEDIA_KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDTH = 100  # of what goes to a file
+
+WHY_PACK = (
+    "(The loader hands out packs as they are; pad_to_size=True pads them. Sorting by length may waste "
+    "little, too, but makes batches of one length and kind of row, and no two of the same size: packs mix "
+    "the data, and steps stay even.)"
+)
+NOT_DECODED = (
+    "(No medium was decoded: one that is damaged inside fails in training, and is in the ledger then; "
+    "`packhorse check` finds it now.)"
+)
 
 EXAMPLES = """
 Exit code 0: planned (rows that are left out are told), 2: could not be planned.
@@ -30,6 +41,9 @@ packhorse plan meta.json --processor Qwen/Qwen3-VL-8B-Instruct
 packhorse plan meta.json --processor ./model --pack-size 16384 --max-patches 40000 --out big.phplan
 [dim]# a further limit, as a guard of memory[/dim]
 
+packhorse plan meta.json --processor ./model --pack-size 2048,4096,8192
+[dim]# what does another size give? A table, no file[/dim]
+
 packhorse plan meta.json --processor ./model --ranks 24,48
 [dim]# how even are the steps on my 24 or 48 GPUs?[/dim]
 
@@ -39,6 +53,13 @@ packhorse plan meta.json --processor ./model --json > plan.json
 packhorse view meta.phplan
 [dim]# look at the packs in a browser[/dim]
 """
+
+
+class Placeholder(str, Enum):
+    """Whether packs keep room for a blank medium."""
+
+    auto = "auto"
+    never = "never"
 
 
 class OnOverlong(str, Enum):
@@ -52,26 +73,51 @@ class OnOverlong(str, Enum):
 def plan(
     meta: META,
     processor: PROCESSOR,
-    pack_size: Annotated[int, typer.Option(min=1, help="The most tokens of a pack.")] = 8192,
+    pack_size: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N]…",
+            help="The most tokens of a pack; several sizes are compared, and no plan is written.",
+        ),
+    ] = "8192",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write the plan; META with .phplan without it."),
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the plan, in a folder that is there; META with .phplan without it.",
+        ),
     ] = None,
-    max_patches: Annotated[int | None, typer.Option(min=1, help="The most vision patches of a pack.")] = None,
-    max_media: Annotated[int | None, typer.Option(min=1, help="The most media of a pack.")] = None,
-    max_documents: Annotated[int | None, typer.Option(min=1, help="The most samples of a pack.")] = None,
+    max_patches: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The most vision patches of a pack.")
+    ] = None,
+    max_media: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The most media of a pack.")
+    ] = None,
+    max_documents: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The most samples of a pack.")
+    ] = None,
     alignment: Annotated[
-        int, typer.Option(min=1, help="Each sample takes up a multiple of so many tokens.")
+        int, typer.Option(min=1, metavar="N", help="Each sample takes up a multiple of so many tokens.")
     ] = 1,
     on_overlong: Annotated[
-        OnOverlong, typer.Option(help="What becomes of samples longer than a pack.")
+        OnOverlong,
+        typer.Option(metavar="HOW", help="Samples longer than a pack: drop, truncate or raise."),
     ] = OnOverlong.drop,
-    seed: Annotated[int, typer.Option(help="Deals samples of one length at random.")] = 0,
-    epoch: Annotated[int, typer.Option(min=0, help="Which epoch to plan.")] = 0,
+    placeholder: Annotated[
+        Placeholder,
+        typer.Option(metavar="HOW", help="Room for a blank medium in packs of mixed data: auto or never."),
+    ] = Placeholder.auto,
+    max_bad_share: Annotated[
+        float,
+        typer.Option(min=0, max=1, metavar="X", help="Say so if the loader would stop at so many bad rows."),
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(metavar="N", help="Deals samples of one length at random.")] = 0,
+    epoch: Annotated[int, typer.Option(min=0, metavar="N", help="Which epoch to plan.")] = 0,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder (or hub name) with the model's config, for costs; the processor's if it has one."
+            metavar="DIR",
+            help="Folder (or hub name) with the model's config, for costs; the processor's if it has one.",
         ),
     ] = None,
     ranks: Annotated[
@@ -83,9 +129,12 @@ def plan(
         ),
     ] = None,
     datasets: DATASETS = None,
-    estimates: Annotated[
-        bool, typer.Option(help="Compare with estimated lengths, for which rows are read.")
-    ] = True,
+    no_estimates: Annotated[
+        bool,
+        typer.Option(
+            "--no-estimates", help="Do not compare with estimated lengths, for which rows are read."
+        ),
+    ] = False,
     workers: WORKERS = None,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
@@ -94,35 +143,50 @@ def plan(
 
     Says how full the packs are, how even the steps, which rows are left out and why, and what padding or
     estimated lengths would have cost.
+
+    Media are not decoded: one that is damaged inside is found by packhorse check, or in training.
     """
     with one_line_errors("plan", "no plan was written (what was counted is kept)"):
+        from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
         from packhorse.view.plan_book import save_book
         from packhorse.view.planning import Request, make_plan
-        from packhorse.view.report import plan_report
+        from packhorse.view.report import plan_report, sizes_report
 
-        target = out if out is not None else beside(meta)
-        check_target(target)  # before the long work
-        asked = rank_numbers(ranks or ())
+        sizes = numbers_in("--pack-size", [pack_size])
+        if len(sizes) > 1 and out is not None:
+            raise ConfigError("--out goes with one --pack-size: several are compared, and no plan is written")
+        target = out if out is not None else beside(meta) if len(sizes) == 1 else None
+        if target is not None:
+            check_target(target)  # before the long work
+        asked = numbers_in("--ranks", ranks or ())
         config = LoaderConfig(
             data=meta,
             dataset_names=datasets or None,
-            pack_size=pack_size,
+            pack_size=sizes[0],
             max_patches=max_patches,
             max_media=max_media,
             max_documents=max_documents,
             alignment=alignment,
             on_overlong=on_overlong.value,
+            placeholder=placeholder.value,
+            max_bad_share=max_bad_share,
             seed=seed,
             count_workers=workers,
         )
-        planned = make_plan(Request(config, processor, model, epoch, trust_remote_code))
-        with progress_bar("estimating") as progress:
-            report = plan_report(planned, ranks=asked, estimates=estimates, progress=progress)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_book(planned, report, target)
+        request = Request(config, processor, model, epoch, trust_remote_code)
+        if target is None:
+            report = sizes_report(request, sizes)
+        else:
+            planned = make_plan(request)
+            with progress_bar("estimating") as progress:
+                report = plan_report(planned, ranks=asked, estimates=not no_estimates, progress=progress)
+            save_book(planned, report, target)
+            report["plan"] = str(target)
     if as_json:
-        typer.echo(json.dumps({**report, "plan": str(target)}, indent=2))
+        typer.echo(json.dumps(report, indent=2))
+    elif target is None:
+        _print_sizes(report)
     else:
         _print(report, target, asked)
 
@@ -145,18 +209,20 @@ def check_target(target: Path) -> None:
     """Whether a plan can be written there, as far as that can be known without writing.
 
     Raises:
-        ConfigError: it is a folder, or the folder above it may not be written to.
+        ConfigError: it is a folder, or the folder above it is not there or may not be written to.
     """
     from packhorse.errors import ConfigError
 
     if target.is_dir():
         raise ConfigError(f"{target} is a folder: name a file with --out")
-    above = next(folder for folder in target.absolute().parents if folder.exists())
+    above = target.absolute().parent
+    if not above.exists():
+        raise ConfigError(f"{target} cannot be written: there is no folder {above}; make it, or name another")
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"{target} cannot be written: no right to write to {above}; name another --out")
 
 
-def rank_numbers(given: Sequence[str]) -> tuple[int, ...]:
+def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
     """The numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
 
     Raises:
@@ -166,7 +232,7 @@ def rank_numbers(given: Sequence[str]) -> tuple[int, ...]:
 
     words = [word.strip() for one in given for word in one.split(",")]
     if wrong := [word for word in words if not word.isascii() or not word.isdigit() or int(word) < 1]:
-        raise ConfigError(f"--ranks {wrong[0]}: expected numbers from 1 upwards, as --ranks 24,48")
+        raise ConfigError(f"{option} {wrong[0]}: expected numbers from 1 upwards, as {option} 24,48")
     return tuple(sorted(set(map(int, words))))
 
 
@@ -178,7 +244,36 @@ def _print(report: Mapping[str, Any], target: Path, asked: Sequence[int]) -> Non
     _print_stragglers(report, asked, console)
     print_costs(report, console)
     print_left_out(report, console)
-    console.print(f"plan in {target}; look at it: packhorse view {target}", markup=False, soft_wrap=True)
+    command = f"{own_command()} view {target}"
+    console.print(f"plan in {target}; look at it: {command}", markup=False, soft_wrap=True)
+
+
+def _print_sizes(report: Mapping[str, Any]) -> None:
+    """A table of pack sizes, and what padding costs beside them."""
+    console = out_console(_WIDTH)
+    rows = [
+        (
+            f"{one['pack_size']:,}",
+            f"{one['packs']:,}",
+            f"{one['fill']:.2%}",
+            f"{one['padded_wasted']:.1%}",
+            f"{one['documents_per_pack']['mean']:.1f}",
+            f"{one['left_out']:,}",
+            f"{one['too_long']:,}",
+            f"{one['straggler_8']:.4f}",
+        )
+        for one in report["sizes"]
+    ]
+    columns = ("pack size", "packs", "fill", "padded*", "per pack", "left out", "too long", "8 ranks")
+    _print_table("Pack sizes compared; no plan is written", columns, rows, console)
+    padding = report["padding"]
+    batch = padding["batch_size"]
+    console.print(
+        "* wasted where every pack is padded to its size (pad_to_size=True). 8 ranks: the straggler ratio.\n"
+        f"Without packs, {batch} rows padded to the longest: {padding['by_length']['wasted']:.1%} wasted "
+        f"where they are of similar length, {padding['random']['wasted']:.1%} at random.",
+        soft_wrap=True,
+    )
 
 
 def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -240,13 +335,15 @@ def print_costs(report: Mapping[str, Any], console: Console) -> None:
     padding, guessed = report["padding"], report["estimated"]
     batch = padding["batch_size"]
     ways = (
-        ("these packs", padding["packed"]),
+        ("these packs, as they are", padding["packed_unpadded"]),
+        (f"these packs, padded to {report['pack_size']:,}", padding["packed"]),
         (f"padded, {batch} of similar length", padding["by_length"]),
         (f"padded, {batch} at random", padding["random"]),
     )
     rows = [(name, f"{way['slots']:,}", f"{way['wasted']:.1%}") for name, way in ways]
     title = "What the same rows cost: slots are tokens that the model computes"
     _print_table(title, ("way", "slots", "wasted"), rows, console)
+    console.print(WHY_PACK, soft_wrap=True)
     if guessed is not None:
         console.print(
             f"Packed by estimated lengths, {guessed['lost']:,} of {guessed['rows']:,} rows "
@@ -259,7 +356,9 @@ def print_costs(report: Mapping[str, Any], console: Console) -> None:
 
 
 def print_left_out(report: Mapping[str, Any], console: Console) -> None:
-    """Which rows are in no pack, and why."""
+    """Which rows are in no pack and why, and what else there is to say of rows."""
+    from packhorse.view.report import too_many_bad
+
     console.print()
     for reason, number in report["not_drawn"].items():
         console.print(f"before planning: {number:,} {reason}", markup=False, soft_wrap=True)
@@ -273,3 +372,13 @@ def print_left_out(report: Mapping[str, Any], console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+    empty = report["nothing_supervised"]
+    if empty["rows"]:
+        more = ", …" if empty["rows"] > len(empty["keys"]) else ""
+        rows = "1 row has" if empty["rows"] == 1 else f"{empty['rows']:,} rows have"
+        told = f"packed all the same: {rows} nothing to learn ({', '.join(empty['keys'])}{more})"
+        console.print(told, markup=False, soft_wrap=True)
+    if any(one[kind] for one in report["datasets"] for kind in MEDIA_KINDS):
+        console.print(NOT_DECODED, soft_wrap=True)
+    if warning := too_many_bad(report):
+        console.print(f"WARNING: {warning}", style="bold red", markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """How commands speak: tables to stdout, bars and one-line errors to stderr, exit codes.
 
-0: done, 1: the answer is no (errors found, counts differ, packed is not unpacked), 2: it could not be done,
-130: Ctrl-C.
+0: done, 1: the answer is no (errors found, counts differ, packed does not equal unpacked), 2: it could not be
+done, 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +31,18 @@ def out_console(width: int) -> Console:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=width, highlight=False)
+
+
+def own_command() -> str:
+    """How to type the command of this environment: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).with_name("packhorse")
+    found = which("packhorse")
+    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+        return "packhorse"
+    if not beside.exists():
+        return f"{sys.executable} -m packhorse"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 @contextlib.contextmanager
@@ -103,7 +117,23 @@ def progress_bar(what: str, unit: str = "rows") -> Iterator[OnProgress]:
         yield show
 
 
-class OneLineGroup(TyperGroup):
+class _PlainHelp:
+    """Flags take no value, and ``--help`` shows none behind them."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """As the base class has them; flags without a type."""
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class PlainCommand(_PlainHelp, TyperCommand):
+    """A command."""
+
+
+class OneLineGroup(_PlainHelp, TyperGroup):
     """Commands whose wrong use, too, is one line: which command, what is wrong, where to look."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:

@@ -42,12 +42,16 @@ packhorse stats meta.json --dataset charts --json
 def stats(
     meta: META,
     processor: Annotated[
-        str | None, typer.Option(help="Folder (or hub name) of the model's processor; estimates without it.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder (or hub name) of the model's processor; estimates without it."
+        ),
     ] = None,
     datasets: DATASETS = None,
-    each: Annotated[
-        bool, typer.Option("--each", metavar="", help="Draw the histograms of each data set, too.")
-    ] = False,
+    each: Annotated[bool, typer.Option("--each", help="Draw the histograms of each data set, too.")] = False,
+    longest: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Name so many rows of each data set, the longest first.")
+    ] = 5,
     workers: WORKERS = None,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
@@ -67,6 +71,7 @@ def stats(
                 dataset_names=datasets or None,
                 engine=engine_named("local", workers),
                 trust_remote_code=trust_remote_code,
+                longest=longest,
                 progress=progress,
             )
     if as_json:
@@ -92,11 +97,23 @@ def _print(report: StatsReport, each: bool) -> None:
         "(Tokens are those of the encoded rows. A plan tells them after the label shift: one less a row.)",
         soft_wrap=False,
     )
+    if bad := sum(sum(one.bad.values()) for one in report.datasets):
+        rows = f"{bad:,} of {sum(one.rows for one in report.datasets):,} rows"
+        console.print(
+            f"({rows} could not be counted, and are in no number but `rows`: see below.)", markup=False
+        )
     console.print(_media_table(every))
     if every[-1].media["images"]:
         console.print(_image_table(every, report.estimated))
     for one in every if each else every[-1:]:
         _print_histograms(one, report.estimated, console)
+    for one in report.datasets:
+        if one.longest:
+            console.print(f"{one.name}: the longest rows", markup=False, style="bold")
+        for row in one.longest:
+            about = "about " if report.estimated else ""
+            told = f"  {row.key}, {about}{row.tokens:,} tokens, {row.location}"
+            console.print(told, markup=False, soft_wrap=True)
     for one in report.datasets:
         if one.bad:
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in one.bad.items())

@@ -40,14 +40,18 @@ def view(
     ],
     processor: Annotated[
         str | None,
-        typer.Option(help="Folder (or hub name) of the processor; a plan knows where it was."),
+        typer.Option(metavar="DIR", help="Folder (or hub name) of the processor; a plan knows where it was."),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free one.")] = 8123,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Where to listen; 0 takes a free one.")
+    ] = 8123,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     ledger: Annotated[
         Path | None, typer.Option(metavar="FILE|DIR", help="Ledgers of a run, to be shown with the rows.")
     ] = None,
-    pack_size: Annotated[int, typer.Option(min=1, help="For a meta file: the most tokens of a pack.")] = 8192,
+    pack_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="For a meta file: the most tokens of a pack.")
+    ] = 8192,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
 ) -> None:
@@ -63,6 +67,10 @@ def view(
         book = Book.open(
             source, processor, ledger=ledger, pack_size=pack_size, trust_remote_code=trust_remote_code
         )
+        if processor is not None:
+            _ = book.encoder  # one that was named is opened at once: a mistyped path is told here
+        if warning := book.wrong_ledger():
+            typer.echo(f"packhorse view: warning: {warning}", err=True)
         number = socket.getsockname()[1]
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{number}/"

@@ -32,6 +32,8 @@ logger = getLogger(__name__)
 _EDGE = 1 << 16
 _PIECE = 1 << 22
 _LEAVINGS_AGE = 3600.0
+_TRIES = 20
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # then the age of a file has to tell
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
 
@@ -109,14 +111,17 @@ def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bo
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leavings(target)
-    fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    fd, temporary = _new_file(target)
     try:
-        with os.fdopen(fd, "wb") as file:
-            _show_at_work(file)
-            write(file)
-            file.flush()
-            if to_disk:
-                os.fsync(file.fileno())
+        with contextlib.ExitStack() as stack:
+            with os.fdopen(fd, "wb") as file:
+                # The lock holds until the last descriptor is closed.
+                stack.callback(_let_go, os.dup(fd))
+                write(file)
+                file.flush()
+                if to_disk:
+                    os.fsync(file.fileno())
+            # Closed before it gets its name: a file server or a quota may refuse what was written only then.
             os.chmod(temporary, 0o644)  # mkstemp makes it private; other users share the data
             os.replace(temporary, target)
     except BaseException as error:
@@ -153,32 +158,64 @@ def _remove_leavings(target: Path) -> None:
     """
     for leaving in target.parent.glob(f".{escape(target.name)}.*"):
         with contextlib.suppress(OSError):  # gone already, or not ours to remove
-            if abs(time.time() - leaving.stat().st_mtime) > _LEAVINGS_AGE and not _is_at_work(leaving):
-                leaving.unlink()
+            if abs(time.time() - leaving.stat().st_mtime) > _LEAVINGS_AGE:
+                _remove_if_idle(leaving)
 
 
-def _show_at_work(file: IO[bytes]) -> None:
-    """Lock a file while it is open here; a killed process lets go of it."""
-    with contextlib.suppress(OSError, ImportError):  # a file system without locks: its age has to tell
-        import fcntl
+def _new_file(target: Path) -> tuple[int, str]:
+    """An empty file beside ``target``, open for writing and locked while it is: its descriptor and its name.
 
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    Somebody whose clock is wrong may take it for a leaving in the moment before it is locked: then this makes
+    another one. A killed process lets go of the lock.
+    """
+    for _ in range(_TRIES):
+        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            ours = _lock(fd, exclusive=True)
+        except OSError as error:  # those who cannot ask for the lock remove nothing either
+            logger.debug("no lock for %s (%s)", temporary, error)
+            ours = True
+        if ours and os.path.exists(temporary):
+            return fd, temporary
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    told = f"{_TRIES} new files were removed at once by another process; is its clock wrong?"
+    raise OSError(errno.EAGAIN, told, str(target))
 
 
-def _is_at_work(path: Path) -> bool:
-    """Whether some process has a file locked (see :func:`_show_at_work`)."""
+def _remove_if_idle(path: Path) -> None:
+    """Remove a file that no process has locked (see :func:`_new_file`)."""
+    with open(path, "rb") as file:
+        # Shared: a file server gives no exclusive lock for a file that is open for reading. And it is removed
+        # with the lock in hand: who has just made it, and locks it next, sees that it is gone.
+        if _lock(file.fileno(), exclusive=False):
+            path.unlink()
+
+
+def _lock(fd: int, *, exclusive: bool) -> bool:
+    """Lock an open file; False if another process has it. On a file system without locks everybody may.
+
+    Raises:
+        OSError: it cannot be said.
+    """
     try:
         import fcntl
     except ImportError:
+        return True
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return False
-    return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _let_go(fd: int) -> None:
+    with contextlib.suppress(OSError):  # all that was written is there: told when the file was closed
+        os.close(fd)
 
 
 def _fetched(address: str) -> str:

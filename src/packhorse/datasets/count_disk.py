@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import IO, Any
@@ -50,8 +51,13 @@ def may_write(folder: Path) -> bool:
     return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def keep_part(path: Path, data: bytes) -> None:
+def keep_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
     """Write a part, whole or not at all.
+
+    Args:
+        path: its file.
+        data: what it holds.
+        newer_than: count files that it belongs behind, whatever the clock says (see :func:`older_than`).
 
     Raises:
         SystemFault: that cannot be done.
@@ -59,6 +65,8 @@ def keep_part(path: Path, data: bytes) -> None:
 
     def write(file: IO[bytes]) -> None:
         file.write(data)
+        file.flush()
+        be_newest(file.fileno(), newer_than)  # before it is seen under its name
 
     try:
         with told_if_full(path):
@@ -69,21 +77,53 @@ def keep_part(path: Path, data: bytes) -> None:
         raise _fault(error, path) from error
 
 
-def is_gone(part: Callable[[], Any]) -> bool:
-    """Whether the file of a part was removed."""
-    try:
-        part()
-    except FileNotFoundError:
+@dataclass
+class Part:
+    """A counted part that lies in a file of its own, or in a sidecar; looked through once.
+
+    Attributes:
+        name: the digest of its bytes in the data file.
+        home: the file, or the open sidecar and its number there.
+    """
+
+    name: str
+    home: Path | tuple[Sidecar, int]
+    _check: str | None = None
+
+    def batch(self) -> Any:
+        """Its record batch.
+
+        Raises:
+            OSError: it cannot be read.
+            ConfigError: (a ``ValueError``) it is damaged.
+        """
+        if not isinstance(self.home, Path):
+            sidecar, number = self.home
+            return sidecar.part(number)
+        batch, check = _opened(self.home, look=self._check is None)
+        self._check = self._check or check
+        return batch
+
+    def check(self) -> str:
+        """The digest of its counts; raises as :meth:`batch`."""
+        if not isinstance(self.home, Path):
+            sidecar, number = self.home
+            return str(sidecar.about["checks"][number])
+        if self._check is None:
+            self.batch()
+        return str(self._check)
+
+    def is_gone(self) -> bool:
+        """Whether its file was removed."""
+        return isinstance(self.home, Path) and not self.home.exists()
+
+    def is_whole(self) -> bool:
+        """Whether it can be taken over."""
+        try:
+            self.batch()
+        except (OSError, ValueError):
+            return False
         return True
-    return False
-
-
-def open_part(path: Path) -> Any | None:
-    """The record batch of a part that an earlier run kept, or None if it is damaged."""
-    try:
-        return part_file(path)
-    except (OSError, ValueError):
-        return None
 
 
 def part_file(path: Path) -> Any:
@@ -93,16 +133,25 @@ def part_file(path: Path) -> Any:
         OSError: it cannot be read.
         ConfigError: (a ``ValueError``) it is damaged.
     """
+    return _opened(path, look=True)[0]
+
+
+def _opened(path: Path, *, look: bool) -> tuple[Any, str]:
+    """The record batch of a part, and the digest of its counts.
+
+    Not looked through a second time: the sidecar that it goes into is, when it is there.
+    """
     import pyarrow as pa
 
     reader = open_batches(str(path))
     try:
         batch = reader.get_batch(0)
-        if (reader.schema.metadata or {}).get(CHECK) != batch_digest(batch).encode():
+        check = (reader.schema.metadata or {}).get(CHECK, b"").decode()
+        if look and check != batch_digest(batch):
             raise ValueError("its counts are not those that were written")
     except (pa.ArrowException, ValueError, OSError) as error:
         raise as_damage(error, str(path)) from error
-    return batch
+    return batch, check
 
 
 def is_bad(batch: Any) -> bool:
@@ -142,9 +191,12 @@ def _fault(error: OSError, path: Path) -> SystemFault:
     )
 
 
-def be_newest(path: Path, others: Iterable[Path]) -> None:
-    """Make a file newer than others: of several count files the newest holds, and clocks are set back."""
-    made = path.stat().st_mtime_ns
+def be_newest(path: Path | int, others: Iterable[Path]) -> None:
+    """Make a file (or an open one, by its descriptor) newer than others, though clocks are set back.
+
+    Of several count files the newest holds; parts are somebody's at work while they are newer than it.
+    """
+    made = os.stat(path).st_mtime_ns
     for other in others:
         with contextlib.suppress(FileNotFoundError):
             if other != path and (last := other.stat().st_mtime_ns) >= made:

@@ -18,19 +18,17 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from packhorse.datasets.cache import Fingerprint, cache_lock, write_whole
-from packhorse.datasets.count_check import batch_digest, sidecar_metadata
+from packhorse.datasets.count_check import sidecar_metadata
 from packhorse.datasets.count_columns import count_schema
 from packhorse.datasets.count_disk import (
+    Part,
     be_newest,
     has_bad,
     is_bad,
-    is_gone,
     keep_part,
     may_write,
     needs_no_media,
     older_than,
-    open_part,
-    part_file,
     remove_files,
     told_if_full,
 )
@@ -215,8 +213,7 @@ class _Job:
     _counted: set[int] = field(default_factory=set)
     _files: set[Path] = field(default_factory=set)  # of parts: made here, or found at the beginning
     _losses: int = 0
-    # Where each part is: its digest, and a function that gives its record batch.
-    _parts: dict[int, tuple[str, Callable[[], Any]]] = field(default_factory=dict)
+    _parts: dict[int, Part] = field(default_factory=dict)
 
     def prepare(self, *, retry_bad: bool, fresh: bool) -> None:
         """Find out what there is already; choose where to keep what will be made."""
@@ -242,7 +239,7 @@ class _Job:
         for number in sorted(self.missing):
             name = part_digest(self.file, *self._span(number))
             if name in known:
-                self._parts[number] = (name, known[name])
+                self._parts[number] = known[name]
         self.missing -= set(self._parts)
 
     def _forget(self) -> None:
@@ -268,9 +265,9 @@ class _Job:
     def keep(self, number: int, result: PartResult) -> None:
         """Take in a counted part, and keep it for a later run until the sidecar is finished."""
         path = self._folder / f"{result.digest}-{self.part_rows}.arrow"
-        keep_part(path, result.data)
+        keep_part(path, result.data, self.place.all_targets())
         self._files.add(path)
-        self._parts[number] = (result.digest, lambda: part_file(path))
+        self._parts[number] = Part(result.digest, path)
         self.missing.discard(number)
         self._counted.add(number)
 
@@ -288,7 +285,7 @@ class _Job:
             target = place.targets()[self.home]
             with told_if_full(target):
                 write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
-                be_newest(target, self.place.all_targets())
+                be_newest(target, [*self.place.all_targets(), *self._files])
             self._done = Sidecar(target)
         except FileNotFoundError as error:
             self._done = self._of_another_machine()
@@ -303,7 +300,7 @@ class _Job:
     def _final_place(self) -> Place:
         """Where the sidecar goes: counts of rows without media hold in whatever directory we are."""
         anywhere = self.place.anywhere
-        if anywhere is None or not all(needs_no_media(part()) for _, part in self._parts.values()):
+        if anywhere is None or not all(needs_no_media(part.batch()) for part in self._parts.values()):
             return self.place
         return anywhere
 
@@ -317,7 +314,7 @@ class _Job:
 
     def _count_lost_parts(self, error: FileNotFoundError) -> None:
         """Have parts counted again that somebody has removed."""
-        lost = {number for number, (_, part) in self._parts.items() if is_gone(part)}
+        lost = {number for number, part in self._parts.items() if part.is_gone()}
         self._losses += 1
         if self._losses > _MOST_LOSSES or not lost:
             raise SystemFault(
@@ -362,18 +359,15 @@ class _Job:
         sizes = Counter(int(size) for name in sorted(kept) if (size := name.partition("-")[2]).isdigit())
         return sizes.most_common(1)[0][0] if sizes else PART_ROWS
 
-    def _known_parts(self, found: Sidecar | None, retry_bad: bool) -> dict[str, Callable[[], Any]]:
+    def _known_parts(self, found: Sidecar | None, retry_bad: bool) -> dict[str, Part]:
         """Parts that were counted before with these settings, by digest."""
-        known: dict[str, Callable[[], Any]] = {}
-        for sidecar in [*self.place.others(), *([found] if found is not None else [])]:
-            for number, name in enumerate(sidecar.parts):
-                known[name] = lambda sidecar=sidecar, number=number: sidecar.part(number)  # type: ignore[misc]
-        for folder in self.place.parts_folders():
-            for path in folder.glob("*.arrow"):
-                if open_part(path) is not None:
-                    known[path.stem.partition("-")[0]] = lambda path=path: part_file(path)  # type: ignore[misc]
+        sidecars = [*self.place.others(), *([found] if found is not None else [])]
+        parts = [Part(name, (one, number)) for one in sidecars for number, name in enumerate(one.parts)]
+        paths = (path for folder in self.place.parts_folders() for path in folder.glob("*.arrow"))
+        kept = (Part(path.stem.partition("-")[0], path) for path in paths)
+        known = {part.name: part for part in [*parts, *(part for part in kept if part.is_whole())]}
         if retry_bad:
-            return {name: part for name, part in known.items() if not is_bad(part())}
+            return {name: part for name, part in known.items() if not is_bad(part.batch())}
         return known
 
     def _span(self, number: int) -> tuple[int, int]:
@@ -383,15 +377,15 @@ class _Job:
         import pyarrow as pa
 
         order = [self._parts[number] for number in range(len(self._parts))]
-        names, checks = [name for name, _ in order], [batch_digest(batch()) for _, batch in order]
+        names, checks = [part.name for part in order], [part.check() for part in order]
         metadata = sidecar_metadata(settings, self.place.state, len(self.file), self.part_rows, names, checks)
         schema = count_schema(metadata)
         with pa.ipc.new_file(file, schema) as writer:
-            for number, (_, batch) in enumerate(order):
-                part = batch()
+            for number, part in enumerate(order):
+                batch = part.batch()
                 first, stop = self._span(number)
-                if part.num_rows != stop - first:
+                if batch.num_rows != stop - first:
                     raise ConfigError(
-                        f"part {number} of {self.file.name} has {part.num_rows} rows; count fresh"
+                        f"part {number} of {self.file.name} has {batch.num_rows} rows; count fresh"
                     )
-                writer.write_batch(pa.RecordBatch.from_arrays(part.columns, schema=schema))
+                writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))

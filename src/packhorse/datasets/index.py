@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from packhorse.datasets.cache import Fingerprint, cache_folder, cache_lock, digest, write_whole
-from packhorse.datasets.scan import CHUNK, Offsets, Onlooker, scan_array, scan_lines
+from packhorse.datasets.scan import CHUNK, BlankLines, Offsets, Onlooker, scan_array, scan_lines
 
 logger = getLogger(__name__)
 
@@ -39,12 +39,14 @@ class RowIndex:
     Args:
         offsets: the beginnings, ascending, and behind them the end of the last row; an array in memory, or a
             memory map, of which only few pages are kept resident.
+        every_line: whether row ``i`` is line ``i + 1`` of the file.
     """
 
     # A page fault brings in a good deal around it, so that even few look-ups make megabytes resident.
     _LOOKUPS = 32
 
-    def __init__(self, offsets: Offsets) -> None:
+    def __init__(self, offsets: Offsets, *, every_line: bool = False) -> None:
+        self.every_line = every_line
         self._offsets = np.asarray(offsets)
         self._map: mmap.mmap | None = getattr(offsets, "_mmap", None)
         self._looked_up = 0
@@ -77,7 +79,7 @@ class RowIndex:
             piece = self._offsets[first : first + (1 << 20)]
             if piece[0] < last or (piece[1:] < piece[:-1]).any():
                 return None
-            crc, last = zlib.crc32(np.ascontiguousarray(piece), crc), int(piece[-1])
+            crc, last = zlib.crc32(np.ascontiguousarray(piece).data, crc), int(piece[-1])
             self._let_go()
         return crc if last <= size else None
 
@@ -150,11 +152,17 @@ def _build_and_keep(
 
 
 def _scan(path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None) -> RowIndex:
-    return RowIndex(np.concatenate(list(_pieces(path, layout, fingerprint, onlooker))))
+    blank = BlankLines()
+    offsets = np.concatenate(list(_pieces(path, layout, fingerprint, onlooker, blank)))
+    return RowIndex(offsets, every_line=_is_every_line(layout, blank))
+
+
+def _is_every_line(layout: Layout, blank: BlankLines) -> bool:
+    return layout == "lines" and not blank.before_rows
 
 
 def _pieces(
-    path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None
+    path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None, blank: BlankLines
 ) -> Iterator[Offsets]:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -162,7 +170,7 @@ def _pieces(
             yield from scan_array(fd, fingerprint.size, path)
         else:
             chunk = CHUNK if onlooker is None else _LOOKED_AT_CHUNK
-            yield from scan_lines(fd, fingerprint.size, path, chunk, onlooker)
+            yield from scan_lines(fd, fingerprint.size, path, chunk, onlooker, blank)
     finally:
         os.close(fd)
 
@@ -172,12 +180,14 @@ def _write(
 ) -> None:
     file.write(b" " * _HEADER_BYTES)
     count = crc = 0
-    for piece in _pieces(path, layout, fingerprint, onlooker):
+    blank = BlankLines()
+    for piece in _pieces(path, layout, fingerprint, onlooker, blank):
         data = piece.astype("<i8").tobytes()
         file.write(data)
         count += len(piece)
         crc = zlib.crc32(data, crc)
-    header = _header(layout, fingerprint) | {"offsets": count, "crc": crc}
+    every_line = _is_every_line(layout, blank)
+    header = _header(layout, fingerprint) | {"offsets": count, "crc": crc, "every_line": every_line}
     file.seek(0)
     file.write(json.dumps(header).encode())
 
@@ -203,9 +213,12 @@ def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | No
     wanted = _header(layout, fingerprint)
     if not isinstance(header, dict) or any(header.get(name) != value for name, value in wanted.items()):
         return None
-    count = header.get("offsets")
+    count, every_line = header.get("offsets"), header.get("every_line")
+    if not isinstance(every_line, bool):
+        return None
     if not isinstance(count, int) or count < 1 or length != _HEADER_BYTES + 8 * count:
         return None
-    index = RowIndex(np.memmap(home, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,)))
+    offsets = np.memmap(home, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,))
+    index = RowIndex(offsets, every_line=every_line)
     crc = index.checksum(fingerprint.size)
     return index if crc is not None and crc == header.get("crc") else None

@@ -8,7 +8,6 @@ way and write what they leave out into the same kind of ledger.
 from __future__ import annotations
 
 import bisect
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.datasets.meta_checks import check_first_rows, record_same_files
 from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
 from packhorse.datasets.progress import Progress
 from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
@@ -28,9 +28,8 @@ from packhorse.datasets.sharegpt import convert_row
 from packhorse.datasets.summary import MetaExamples, log_dataset_loading_summary
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
-from packhorse.media.source import is_address
 from packhorse.tokens import add_stats, collect_sample_stats
-from packhorse.types import Drop, World
+from packhorse.types import World
 
 logger = getLogger("packhorse.datasets")
 
@@ -38,7 +37,6 @@ OnBadRow = Literal["raise", "skip"]
 
 _THREADS = 8
 _BLOCK = 1 << 14
-_FIRST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +123,9 @@ class MetaDataset(Sequence[dict[str, Any]]):
         return source.file.location(source.selection.row(position))
 
     def locations(self, indices: Sequence[int]) -> list[str]:
-        """As :meth:`location`, for many: one pass over each file, whatever their order."""
+        """As :meth:`location`, for many, without reading: if there are blank lines, without line numbers."""
         places = [self._find(index) for index in indices]
-        rows = [source.selection.row(position) for source, position in places]
-        found = [""] * len(rows)
-        for number in sorted(range(len(rows)), key=rows.__getitem__):
-            found[number] = places[number][0].file.location(rows[number])
-        return found
+        return [source.file.quick_location(source.selection.row(position)) for source, position in places]
 
     def lengths(self) -> dict[str, int]:
         """Examples per dataset, in order."""
@@ -194,8 +188,8 @@ def open_meta_dataset(
         selection = RowSelection(len(file), config.sample_ratio, world, remainder)
         selection.record_losses(config.name, ledger)
         sources.append(Source(config, file, selection))
-        _check_first_rows(config, file)
-    _record_same_files(sources, ledger)
+        check_first_rows(config, file)
+    record_same_files(sources, ledger)
     return MetaDataset(sources, ledger)
 
 
@@ -363,49 +357,3 @@ def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank={rank}, world_size={world_size}: give both or neither")
     return World.detect() if rank is None or world_size is None else World(rank, world_size)
-
-
-def _check_first_rows(config: DatasetConfig, file: RowFile) -> None:
-    """Refuse a dataset whose rows all come out without an answer because its roles have other names.
-
-    A single row with an unknown role is that row's affair; when each of the first rows of the file has one
-    and no assistant turn, the tags are wrong, and training would run on nothing. All ranks look at the same
-    rows, so all stop or none.
-    """
-    media_dir = config.rules.media_dir
-    if media_dir is not None and not is_address(media_dir) and not os.path.isdir(media_dir):
-        logger.warning(
-            "%s: media_dir %s is not a folder (nor is it one beside the meta file): every medium with a "
-            "relative path will be missing, and its row left out or replaced as missing_media",
-            config.name,
-            media_dir,
-        )
-    findings = Ledger()
-    first = range(min(len(file), _FIRST_ROWS))
-    for number, row in zip(first, file.read(first), strict=True):
-        if isinstance(row, BadSample):
-            return  # told when the row is read
-        key = row_key(config.name, number)
-        try:
-            example = convert_row(row, config.rules, key=key, dataset=config.name, record=findings.record)
-        except BadSample:
-            return
-        if any(turn["role"] == "assistant" for turn in example["conversation"]):
-            return
-    unknown = [drop for drop in findings if drop.reason == "unknown_role"]
-    if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
-        raise ConfigError(
-            f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
-            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to what the rows say"
-        )
-
-
-def _record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:
-    first: dict[str, str] = {}
-    for source in sources:
-        name, path = source.config.name, os.path.realpath(source.file.path)
-        other = first.setdefault(path, name)
-        if other != name and source.selection.world.rank == 0:
-            detail = f"{source.config.file_name} is also the file of dataset '{other}'; its rows come twice"
-            logger.warning("%s: %s", name, detail)
-            ledger.record(Drop(name, "select", "same_file", detail, "kept", name))

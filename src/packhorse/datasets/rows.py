@@ -18,7 +18,7 @@ import json
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,10 @@ class RowFile(ABC):
     @abstractmethod
     def location(self, row: int) -> str:
         """Where in the file the row is, for a person: ``train.jsonl:812 (byte 40213)``. May scan the file."""
+
+    def quick_location(self, row: int) -> str:
+        """As :meth:`location`, but never scans: it may name the row's number in place of its line."""
+        return self.location(row)
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
         """The rows in the order asked for; one that cannot be parsed comes as its error: none is missed."""
@@ -160,11 +164,11 @@ class JsonRows(RowFile):
             return error
 
     def location(self, row: int) -> str:
-        """File, line and byte offset; finding the line number counts the newlines before it."""
+        """File, line and byte offset; in a file with blank lines this counts the newlines before it."""
         row = self._checked(row)
+        if self.layout == "array" or self._index.every_line:
+            return self.quick_location(row)
         start = self._index.span(row)[0]
-        if self.layout == "array":
-            return f"{self.name}, element {row} (byte {start})"
         offset, line = self._counted if self._counted[0] <= start else (0, 1)
         while offset < start:
             piece = os.pread(self._fd, min(1 << 22, start - offset), offset)
@@ -173,6 +177,15 @@ class JsonRows(RowFile):
         # Bad rows mostly come in ascending order: go on counting from here next time.
         self._counted = (start, line)
         return f"{self.name}:{line} (byte {start})"
+
+    def quick_location(self, row: int) -> str:
+        """File, byte offset, and the line if every line is a row, else the number of the row."""
+        row = self._checked(row)
+        start = self._index.span(row)[0]
+        if self._index.every_line:
+            return f"{self.name}:{row + 1} (byte {start})"
+        what = "element" if self.layout == "array" else "row"
+        return f"{self.name}, {what} {row} (byte {start})"
 
     def _fetch(self, start: int, stop: int) -> bytes:
         data = os.pread(self._fd, stop - start, start)
@@ -230,9 +243,9 @@ class JsonRows(RowFile):
         if self._fingerprint != expected:
             raise ConfigError(f"{self.name}: the file has changed since it was opened by another process")
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone before it
         if (fd := self.__dict__.get("_fd")) is not None:
-            os.close(fd)
+            close(fd)
 
 
 def _runs(starts: Offsets, stops: Offsets) -> list[int]:

@@ -30,12 +30,31 @@ _AHEAD = 4  # bytes read beyond a chunk: a line may start right behind it, or be
 Onlooker = Callable[[memoryview, int, list[int]], None]
 
 
+class BlankLines:
+    """Whether rows come behind blank lines; where none does, row ``i`` is line ``i + 1`` of its file."""
+
+    def __init__(self) -> None:
+        self.before_rows = self._any = False
+
+    def saw(self, blank: npt.NDArray[np.bool_]) -> None:
+        """The next lines of the file, each blank or a row."""
+        first = int(blank.argmax()) if blank.any() else len(blank)
+        self.before_rows |= not blank[0 if self._any else first :].all()
+        self._any |= first < len(blank)
+
+
 def scan_lines(
-    fd: int, size: int, name: str, chunk: int = CHUNK, onlooker: Onlooker | None = None
+    fd: int,
+    size: int,
+    name: str,
+    chunk: int = CHUNK,
+    onlooker: Onlooker | None = None,
+    blank_lines: BlankLines | None = None,
 ) -> Iterator[Offsets]:
     """Offsets of the lines of a JSONL file that are not blank, then the file's size as the closing bound.
 
     CRLF line ends, blank lines, a byte-order mark and a last line without a newline are all in order.
+    ``blank_lines`` is told of every line.
     """
     mean_line = 0.0  # of the chunk before: most files are alike from beginning to end
     for data, offset, got in _chunks(fd, size, name, chunk, _AHEAD):
@@ -48,7 +67,10 @@ def scan_lines(
         if offset == 0:
             starts = np.concatenate([[len(_BOM) if data.startswith(_BOM) else 0], starts])
         starts = starts[starts < got]  # behind the file's last newline there is no line
-        starts = starts[~_blank(fd, array, starts, offset, size)]
+        blank = _blank(fd, array, starts, offset, size)
+        starts = starts[~blank]
+        if blank_lines is not None:
+            blank_lines.saw(blank)
         if onlooker is not None:
             onlooker(memoryview(data)[:inside], offset, starts.tolist())
         yield starts + offset

@@ -8,8 +8,7 @@ counter. So a file under the right name is right, and one of another state is si
 depend on the content of the data and on these settings alone, not on when, where or by how many processes it
 was made.
 
-Opening one looks through all of it, as a damaged one must never be believed: for a million rows that costs
-about 0.15 seconds, their columns some more.
+Opening one looks through all of it once, as a damaged one must never be believed.
 """
 
 from __future__ import annotations
@@ -313,7 +312,7 @@ def _with(name: Path, ending: str) -> Path:
 # --- for a data set --------------------------------------------------------------------------------------
 
 
-def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
+def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> CountColumns | None:
     """The counts of a data set's examples, from the sidecars that ``packhorse count`` has written.
 
     Position ``i`` is ``dataset[i]``: a share, copies and this rank's rows are taken into account.
@@ -321,6 +320,7 @@ def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
     Args:
         dataset: as :func:`~packhorse.datasets.open_meta_dataset` gives it.
         processor: what the rows were counted with: a processor, or the path or hub name of one.
+        tell: say in the log why there are none (one rank of many is enough).
 
     Returns:
         None if the sidecar of any of the files is missing, or was made with another processor, other rules or
@@ -348,12 +348,13 @@ def counts_of(dataset: MetaDataset, processor: Any) -> CountColumns | None:
             usable.append(sidecar.columns().take(source.selection.rows()))
     if not missing:
         return CountColumns.joined(usable)
-    counted_once = any(one is not None for one in sidecars) or is_counted(dataset)
-    logger.log(
-        WARNING if counted_once else INFO,
-        "no count files are used (%s); `packhorse count` makes them",
-        "; ".join(missing),
-    )
+    if tell:
+        counted_once = any(one is not None for one in sidecars) or is_counted(dataset)
+        logger.log(
+            WARNING if counted_once else INFO,
+            "no count files are used (%s): a loader counts the rows now; `packhorse count` does it ahead",
+            "; ".join(missing),
+        )
     return None
 
 

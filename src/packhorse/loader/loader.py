@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -38,40 +37,17 @@ from packhorse.loader.build import BatchReport, Built, Ticket
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.deal import Dealt, Packs, Shape
+from packhorse.loader.epoch import Epoch, ticket_of
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.model_facts import facts_of
-from packhorse.loader.plans import record_left_out, refuse_bad, refuse_overlong
+from packhorse.loader.plans import record_left_out, refuse_bad, refuse_overlong, warn_of_too_long
 from packhorse.loader.progress import Progress
 from packhorse.loader.talk import Ranks, Result
 from packhorse.neat_packing_vlm import PackPlan
 from packhorse.types import World
 
 logger = getLogger("packhorse.loader")
-
-
-@dataclass
-class _Epoch:
-    """The epoch that is being handed out.
-
-    Attributes:
-        packs: of its plan.
-        dealt: who gets them when.
-        guard: stops it when too much fails.
-        first: the micro step at which this process began with it.
-        whole: whether that was the very beginning.
-        delivered: samples handed out to this rank since then; ``lost`` likewise.
-        over: whether all of it was handed out.
-    """
-
-    packs: Packs
-    dealt: Dealt
-    guard: Guard
-    first: int
-    whole: bool
-    delivered: int = 0
-    lost: int = 0
-    over: bool = False
 
 
 class Loader:
@@ -132,7 +108,7 @@ class Loader:
         self._feed = Feed(
             batch_builder(config, self._samples, facts), worker_settings(config), self._samples.key
         )
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.accumulation)
         self.last: BatchReport | None = None
         self.account: EpochAccount | None = None
         self._told = False
@@ -183,8 +159,10 @@ class Loader:
 
     def describe(self) -> str:
         """The plan, the steps and what was left out, for reading."""
+        size, free = self.config.pack_size, self._planner.settings.reserve
+        kept = f"; {free:,} of the {size:,} tokens of a pack are kept free for a placeholder" if free else ""
         lines = [
-            f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}",
+            f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",
             self.plan.describe(()),
             f"{len(self):,} micro steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
             f"{self.straggler_ratio():.4f}",
@@ -201,7 +179,7 @@ class Loader:
         self.metrics.paused()
         return self._batches(self._now)
 
-    def _batches(self, epoch: _Epoch) -> Iterator[dict[str, Any]]:
+    def _batches(self, epoch: Epoch) -> Iterator[dict[str, Any]]:
         asked = time.perf_counter()
         for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
             if epoch is not self._now:
@@ -212,7 +190,7 @@ class Loader:
             yield built.batch
             asked = time.perf_counter()
 
-    def _tickets(self, epoch: _Epoch) -> Callable[[int], Ticket]:
+    def _tickets(self, epoch: Epoch) -> Callable[[int], Ticket]:
         """What orders the batches of an epoch.
 
         It holds on to the epoch and not to the loader, whose workers end with the last reference to it.
@@ -221,7 +199,7 @@ class Loader:
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.
             kinds = self._present if self.config.shard_data else None
-        return partial(_ticket, epoch.dealt, self.epoch, self._dealing.rank, kinds)
+        return partial(ticket_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _note(self, built: Built, waited: float) -> None:
         report = built.report
@@ -342,7 +320,7 @@ class Loader:
             self._progress = before
             raise
 
-    def _begun(self, packs: Packs | None = None) -> _Epoch:
+    def _begun(self, packs: Packs | None = None) -> Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""
         progress = self._progress
         if packs is None:
@@ -351,7 +329,7 @@ class Loader:
             self._ranks.same("packs", packs.digest)
         guard = self._together(partial(self._guard, packs.plan))
         whole = len(progress.segments) == 1 and not progress.cursor
-        return _Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
+        return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
 
     def _together(self, do: Callable[[], Result]) -> Result:
         """Do what may fail; with rows of their own it may fail on some ranks only."""
@@ -382,6 +360,7 @@ class Loader:
             refuse_bad(self._planner, self.key)
         # Which samples are in no pack depends on their counts alone: it is told once.
         if not self._told and (self.world.rank == 0 or self.config.shard_data):
+            warn_of_too_long(self._planner, plan, self.key)
             self._record_left_out(plan, self.ledger)
         self._told = True
         if not len(plan):
@@ -408,10 +387,5 @@ class Loader:
         return told
 
     def _record_left_out(self, plan: PackPlan, ledger: Ledger) -> None:
-        locations = getattr(self.dataset, "locations", None)  # of data that come from files
+        locations = getattr(self.dataset, "locations", None)  # of data that come from files; costs no reading
         record_left_out(self._planner, plan, self.key, ledger, locations)
-
-
-def _ticket(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> Ticket:
-    packs = tuple(map(tuple, dealt.samples(step, rank)))
-    return Ticket(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)

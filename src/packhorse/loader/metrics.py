@@ -25,7 +25,9 @@ class Numbers:
     """Over the last steps of this rank.
 
     Attributes:
-        fill: share of the batch's tokens that belong to samples.
+        fill: share of the batches' tokens, as they are handed out, that belong to samples. Without
+            ``pad_to_size`` a batch of one pack ends with its last sample, so that this is near 1 however
+            full packs are of ``pack_size``, which the plan tells.
         padding: the rest.
         supervised: share of the samples' tokens that are learned.
         tokens_per_second: of samples, from batch to batch.
@@ -56,9 +58,14 @@ class _Step:
 
 
 class Metrics:
-    """Numbers over the last 50 steps, for a line in the log or for TensorBoard."""
+    """Numbers over the last 50 steps, for a line in the log or for TensorBoard.
 
-    def __init__(self) -> None:
+    Args:
+        accumulation: micro steps that may be fetched before anything is trained.
+    """
+
+    def __init__(self, accumulation: int = 1) -> None:
+        self._accumulation = accumulation
         self._steps: deque[_Step] = deque(maxlen=_WINDOW)
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
@@ -100,11 +107,13 @@ class Metrics:
         return asdict(self.numbers())
 
     def summary(self) -> str:
-        """One line for the log."""
+        """One line for the log; how long the loop waits is told from the second step on."""
         n = self.numbers()
+        # The first step is nothing but waiting: nobody has trained before it.
+        wait = f"waiting for data {n.wait:.1%} · " if self.steps > self._accumulation else ""
         return (
             f"fill {n.fill:.1%} · {n.tokens_per_second:,.0f} tokens/s · learned {n.supervised:.1%} · "
-            f"waiting for data {n.wait:.1%} · straggler {n.straggler:.3f} · samples {n.samples:,}"
+            f"{wait}straggler {n.straggler:.3f} · samples {n.samples:,}"
             + (f" · lost {n.lost:,}" if n.lost else "")
         )
 

@@ -32,7 +32,8 @@ from packhorse.types import MEDIA_KINDS, Drop, Reason
 logger = getLogger("packhorse.loader")
 
 Integers = npt.NDArray[np.int64]
-_FOUND_WHEN_COUNTED = "found when it was counted; `packhorse count --retry-bad` looks again"
+_FOUND_WHEN_COUNTED = "found when it was counted"
+_MAY_HAVE_ARRIVED = ("missing_media", "broken_media", "media_too_large")  # a row is mended in its file
 _ORDER = 1  # goes up when the same plan is dealt in another order
 _CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
 
@@ -66,6 +67,12 @@ class PlanSettings:
     weights: CostWeights = field(default_factory=CostWeights)
     spread_datasets: bool = True
     effort: float | None = None
+
+
+def room_of(settings: PlanSettings) -> int:
+    """The longest sample that fits into a pack, after the shift."""
+    size = settings.size - settings.reserve
+    return size - size % settings.alignment
 
 
 class Planner:
@@ -109,8 +116,7 @@ class Planner:
     @property
     def room(self) -> int:
         """The longest sample that fits into a pack."""
-        size = self.settings.size - self.settings.reserve
-        return size - size % self.settings.alignment
+        return room_of(self.settings)
 
     def plan(self, epoch: int) -> PackPlan:
         """The packs of an epoch; positions in it are those of the examples."""
@@ -234,11 +240,11 @@ def record_left_out(
         plan: of any epoch.
         key_of: the name of an example.
         ledger: is written to.
-        locations: file and line of examples; None where nobody knows.
+        locations: files and lines of examples (see ``MetaDataset.locations``); None where nobody knows.
     """
     counts = planner.counts
     found: list[tuple[int, Reason, str]] = [
-        (index, counts.status[index], f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED})")
+        (index, counts.status[index], _bad_detail(counts, index))
         for index in np.flatnonzero(~counts.ok).tolist()
     ]
     for reason, positions in plan.dropped_by_reason().items():
@@ -246,12 +252,12 @@ def record_left_out(
         if not len(positions):
             continue
         if reason == "too_long":
-            number = f"{len(positions):,} of {len(counts):,}"
-            logger.warning("too_long: %s; %s", number, _longest(planner, positions, key_of))
-        detail = {
-            "too_long": f"more than the {planner.room:,} tokens of a pack",
-            "over_limit": f"alone over a limit of a pack ({', '.join(planner.limits)})",
-        }.get(reason, "")
+            found += [
+                (index, reason, too_long_detail(int(planner.lengths[index]), planner.settings))
+                for index in positions.tolist()
+            ]
+            continue
+        detail = over_limit_detail(planner) if reason == "over_limit" else ""
         found += [(index, reason, detail) for index in positions.tolist()]
     places = [""] * len(found) if locations is None else locations([index for index, _, _ in found])
     drops = []
@@ -260,6 +266,32 @@ def record_left_out(
         told = "; ".join(part for part in (detail, place) if part)
         drops.append(Drop(key, "plan", reason, told, dataset=key.rpartition("/")[0]))
     ledger.record_all(drops)
+
+
+def _bad_detail(counts: CountColumns, index: int) -> str:
+    again = "; `packhorse count --retry-bad` looks again"
+    hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
+    return f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED}{hint})"
+
+
+def too_long_detail(length: int, settings: PlanSettings) -> str:
+    """Why a sample of so many tokens (after the shift) is in no pack, in words."""
+    room = room_of(settings)
+    kept = f" ({settings.size:,} less {settings.size - room:,} kept free)" if room < settings.size else ""
+    return f"{length:,} tokens, more than the {room:,} of a pack{kept}"
+
+
+def over_limit_detail(planner: Planner) -> str:
+    """Why a sample is in no pack that fits by its tokens, in words."""
+    return f"alone over a limit of a pack ({', '.join(planner.limits)})"
+
+
+def warn_of_too_long(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
+    """Say in the log how many samples are too long for a pack, and which is the longest."""
+    positions = plan.dropped_by_reason().get("too_long")
+    if positions is not None and len(positions):
+        number = f"{len(positions):,} of {len(planner.counts):,}"
+        logger.warning("too_long: %s; %s", number, _longest(planner, positions, key_of))
 
 
 def refuse_bad(planner: Planner, key_of: Callable[[int], str]) -> None:
@@ -271,8 +303,7 @@ def refuse_bad(planner: Planner, key_of: Callable[[int], str]) -> None:
     counts = planner.counts
     for index in np.flatnonzero(~counts.ok)[:1].tolist():
         reason: Reason = str(counts.status[index])  # type: ignore[assignment]
-        detail = f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED})"
-        raise BadSample(detail, reason=reason, key=key_of(index), stage="plan")
+        raise BadSample(_bad_detail(counts, index), reason=reason, key=key_of(index), stage="plan")
 
 
 def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:

@@ -159,7 +159,14 @@ def _as_it_lies(values: Any) -> npt.NDArray[Any]:
     """An array over the file's own memory.
 
     (``to_numpy`` imports pandas first, which takes half a second.)
+
+    Raises:
+        ValueError: these are no numbers, or some are missing.
     """
+    from pyarrow import types
+
+    if not (types.is_integer(values.type) or types.is_floating(values.type)):
+        raise ValueError(f"{values.type} in place of numbers")
     kind = np.dtype(values.type.to_pandas_dtype())
     if values.null_count:
         raise ValueError("empty places in an array of numbers")

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.datasets.meta import MetaDataset
+from packhorse.datasets.meta_file import read_meta
 from packhorse.datasets.rows import JsonRows
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
@@ -68,6 +69,7 @@ class Book:
         self.finder = RowFinder(self.dataset)
         self.marks: dict[int, list[Drop]] = defaultdict(list)
         self.elsewhere: list[Drop] = []  # entries of rows that are not in this mixture
+        self._entries = 0
         for drop in ledger or ():
             self._take_in(drop)
 
@@ -91,7 +93,8 @@ class Book:
         if _is_plan(source):
             return cls(open_book(source, processor, trust_remote_code), None, entries)
         if processor is None:
-            raise ConfigError(f"{source} is not a plan: name the --processor, and it is planned first")
+            read_meta(source)  # says what is wrong with what is neither
+            raise ConfigError(f"{source} is a meta file: name the --processor, and it is planned first")
         config = LoaderConfig(data=source, pack_size=pack_size)
         planned = make_plan(Request(config, processor, trust_remote_code=trust_remote_code))
         return cls(book_of(planned, plan_report(planned)), planned.opened, entries)
@@ -166,7 +169,7 @@ class Book:
         key = self.key(index)
         bad = self.made.bad.get(index)
         reason: Reason = DROP_REASONS[code] if bad is None else bad[0]  # type: ignore[assignment]
-        detail = self.made.details.get(reason, "") if bad is None else bad[1]
+        detail = self.made.detail(index, reason) if bad is None else bad[1]
         return Drop(key, "plan", reason, detail, dataset=self.names[self.dataset_of(index)])
 
     def _drop_code(self, index: int) -> int | None:
@@ -219,6 +222,15 @@ class Book:
         said = {own.reason} if own is not None else set()
         return drops + [drop for drop in self.marks.get(index, ()) if drop.reason not in said]
 
+    def wrong_ledger(self) -> str:
+        """A warning where entries of the ledger name rows that this data do not have; else nothing."""
+        if not self.elsewhere:
+            return ""
+        return (
+            f"{len(self.elsewhere):,} of {self._entries:,} entries of the ledger name no row of "
+            f"{self.made.request.config.data} (as {self.elsewhere[0].key}): is it another data set's?"
+        )
+
     def mark(self, index: int, drops: Sequence[Drop]) -> None:
         """Remember what was found when a row was looked at."""
         with self._marking:
@@ -229,6 +241,7 @@ class Book:
     def _take_in(self, drop: Drop) -> None:
         if drop.reason in _NOT_ROWS_OF_IT:
             return
+        self._entries += 1
         index = self.finder.find(drop.key)
         if index is None:
             self.elsewhere.append(drop)

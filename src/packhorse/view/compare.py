@@ -27,10 +27,13 @@ def padding(planned: Planned) -> dict[str, Any]:
     """Slots (tokens that the model computes) and the share of them that is wasted, for the packed rows.
 
     Batches of ``BATCH`` rows are padded to their longest row: rows as they come at random, and neighbours in
-    length, which is the best that padding can do.
+    length, which is the best that padding can do. ``packed`` are packs that are padded to the pack size, as
+    with ``pad_to_size=True``; ``packed_unpadded`` end with their last sample, as the loader hands them out
+    one by one.
     """
-    plan, size = planned.packs.plan, planned.planner.settings.size
+    plan, settings = planned.packs.plan, planned.planner.settings
     lengths = planned.planner.lengths[plan.indices]
+    aligned = int((lengths + -lengths % settings.alignment).sum())
     shuffled = np.random.default_rng(planned.planner.settings.seed).permutation(lengths)
     tokens = int(lengths.sum())
     return {
@@ -38,7 +41,8 @@ def padding(planned: Planned) -> dict[str, Any]:
         "tokens": tokens,
         "random": _wasted(padded_slots(shuffled, BATCH), tokens),
         "by_length": _wasted(padded_slots(np.sort(lengths)[::-1], BATCH), tokens),
-        "packed": _wasted(len(plan) * size, tokens),
+        "packed": _wasted(len(plan) * settings.size, tokens),
+        "packed_unpadded": _wasted(aligned, tokens),
     }
 
 

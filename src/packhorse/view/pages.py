@@ -16,6 +16,7 @@ from packhorse.view.book import Book
 from packhorse.view.encoder import Encoder, Medium, Shown
 from packhorse.view.media import MediaShelf, why_not
 from packhorse.view.packs import PAGE, PackList, PackQuery, number_in, page_in
+from packhorse.view.report import too_many_bad
 from packhorse.view.search import find_key, find_text
 
 Values = dict[str, Any]
@@ -58,6 +59,8 @@ class Pages:
         fill, length = report["histograms"]["fill"], _from_first_used(report["histograms"]["length"])
         return {
             "report": report,
+            "too_many_bad": too_many_bad(report),
+            "wrong_ledger": self.book.wrong_ledger(),
             "reasons": self.book.reasons(),
             "fill_plot": plots.bars(
                 fill["counts"],

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packhorse.errors import ConfigError
 from packhorse.loader.config import LoaderConfig
+from packhorse.loader.plans import PlanSettings, over_limit_detail, too_long_detail
 from packhorse.media.source import is_address
 from packhorse.neat_packing_vlm import PackPlan
 from packhorse.neat_packing_vlm.plan_file import load_key
@@ -47,6 +48,7 @@ class PlanBook:
         report: see :func:`packhorse.view.report.plan_report`.
         bad: of rows that could not be counted, by their position: the reason and what was found.
         details: of the plan's own reasons: the words of the ledger.
+        too_long: of rows that are longer than a pack, by their position: their tokens after the shift.
     """
 
     plan: PackPlan
@@ -54,6 +56,16 @@ class PlanBook:
     report: Mapping[str, Any]
     bad: Mapping[int, tuple[str, str]]
     details: Mapping[str, str]
+    too_long: Mapping[int, int] = field(default_factory=dict)
+
+    def detail(self, index: int, reason: str) -> str:
+        """What the ledger says of a row that the plan leaves out for this reason."""
+        length = self.too_long.get(index)
+        if length is None:
+            return self.details.get(reason, "")
+        report, alignment = self.report, self.request.config.alignment
+        settings = PlanSettings(size=report["pack_size"], reserve=report["reserve"], alignment=alignment)
+        return too_long_detail(length, settings)
 
 
 def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
@@ -63,10 +75,11 @@ def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
         index: (str(counts.status[index]), str(counts.detail[index])[:_LONGEST_DETAIL])
         for index in (~counts.ok).nonzero()[0].tolist()
     }
-    bad_reasons = {reason for reason, _ in bad.values()}
-    details = {r["reason"]: r["detail"] for r in report["reasons"] if r["reason"] not in bad_reasons}
+    details = {"over_limit": over_limit_detail(planned.planner)}
     plan = packs.plan.with_costs(packs.costs, packs.kinds)
-    return PlanBook(plan, planned.opened.request, report, bad, details)
+    longer = packs.plan.dropped_by_reason().get("too_long", ())
+    too_long = {int(index): int(planned.planner.lengths[index]) for index in longer}
+    return PlanBook(plan, planned.opened.request, report, bad, details, too_long)
 
 
 def save_book(planned: Planned, report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -88,6 +101,7 @@ def save_book(planned: Planned, report: Mapping[str, Any], path: str | os.PathLi
         "report": report,
         "bad": [[index, reason, detail] for index, (reason, detail) in made.bad.items()],
         "details": made.details,
+        "too_long": list(made.too_long.items()),
     }
     made.plan.save(path, key)
 
@@ -122,7 +136,8 @@ def open_book(
         trust_remote_code,
     )
     bad = {int(index): (reason, detail) for index, reason, detail in key["bad"]}
-    return PlanBook(plan, request, key["report"], bad, key["details"])
+    too_long = {int(index): int(length) for index, length in key.get("too_long", ())}
+    return PlanBook(plan, request, key["report"], bad, key["details"], too_long)
 
 
 def _plain(names: Any) -> list[str] | None:

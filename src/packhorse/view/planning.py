@@ -8,7 +8,7 @@ rows are counted, the counting where they are not.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -82,6 +82,18 @@ class Opened:
     facts: ModelFacts
     ledger: Ledger
 
+    @property
+    def model(self) -> str | None:
+        """Where the config was found that costs and positions are of; None where there was none."""
+        if self.facts.config is None:
+            return None
+        return self.request.model or self.request.processor_name
+
+    def under(self, request: Request) -> Opened:
+        """The same examples and processor under other settings; costs nothing."""
+        samples = encoding_dataset(request.config, self.dataset, self.samples.processor, Ledger())
+        return replace(self, request=request, samples=samples)
+
     @cached_property
     def packer(self) -> PackedDatasetWrapper:
         """Shifts, places and joins samples as the loader does."""
@@ -135,13 +147,17 @@ def open_request(request: Request) -> Opened:
     return Opened(request, dataset, samples, model_facts(request), ledger)
 
 
-def make_plan(request: Request) -> Planned:
+def make_plan(request: Request, opened: Opened | None = None) -> Planned:
     """Count what was not counted before, and plan.
+
+    Args:
+        request: what is to be planned.
+        opened: its examples and processor, where an earlier plan has opened them.
 
     Raises:
         ConfigError: see :func:`open_request`; or a sample is too long, and that was to be an error.
     """
-    opened = open_request(request)
+    opened = open_request(request) if opened is None else opened.under(request)
     config, processor = request.config, opened.samples.processor
     ranks = Ranks(World())
     counts = counts_for(

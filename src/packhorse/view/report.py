@@ -7,7 +7,8 @@ the counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from packhorse.loader.deal import Dealt, Packs, Segment, Shape, Units, deal
 from packhorse.types import MEDIA_KINDS
 from packhorse.view.compare import estimated, padding
-from packhorse.view.planning import Planned
+from packhorse.view.planning import Planned, Request, make_plan
 
 VERSION = 1
 WORLD_SIZES = (1, 8, 64, 512)
@@ -25,7 +26,7 @@ WORLD_SIZES = (1, 8, 64, 512)
 _MORE_SIZES = (2, 4, 16, 32, 128, 256)
 _MANY_PACKS = 200_000  # of more, only the sizes above are dealt
 _FILL_BINS = 20
-_KEYS = 5
+_KEYS = 5  # of rows that are named
 _SETTINGS = ("pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media", "max_documents")
 
 
@@ -51,7 +52,7 @@ def plan_report(
         "name": planner.name,
         "meta": str(config.data),
         "processor": request.processor_name,
-        "model": request.model,
+        "model": planned.opened.model,
         "epoch": request.epoch,
         "settings": {name: getattr(config, name) for name in _SETTINGS},
         "rows": len(planned.counts),
@@ -68,12 +69,59 @@ def plan_report(
         "documents_per_pack": _spread(np.diff(plan.offsets)),
         "straggler": stragglers(planned.packs, planner.settings.seed, request.epoch, ranks),
         "reasons": _reasons(planned),
+        "bad": int((~planned.counts.ok).sum()),
+        "max_bad_share": config.max_bad_share,
+        "nothing_supervised": _nothing_supervised(planned),
         "not_drawn": planned.opened.ledger.counts(),
         "datasets": _datasets(planned),
         "histograms": _histograms(planned),
         "padding": padding(planned),
         "estimated": estimated(planned, progress) if estimates else None,
     }
+
+
+def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
+    """The same rows in packs of several sizes, as plain values; nothing is saved.
+
+    Args:
+        request: what is to be planned; its own pack size is passed over.
+        sizes: of packs. Each costs a planning and a dealing.
+    """
+    opened, found = None, []
+    for size in sizes:
+        planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
+        opened, plan, costs = planned.opened, planned.packs.plan, padding(planned)
+        dealt = Dealt(planned.packs, [Segment(8, 1, 1, 0)], seed=request.config.seed, epoch=request.epoch)
+        found.append(
+            {
+                "pack_size": size,
+                "reserve": planned.reserve,
+                "capacity": plan.capacity,
+                "packs": len(plan),
+                "packed": len(plan.indices),
+                "left_out": len(plan.dropped),
+                "too_long": len(plan.dropped_by_reason().get("too_long", ())),
+                "tokens": costs["tokens"],
+                "fill": plan.fill,
+                "padded_wasted": costs["packed"]["wasted"],
+                "documents_per_pack": _spread(np.diff(plan.offsets)),
+                "straggler_8": dealt.straggler_ratio(),
+            }
+        )
+    shared = {name: costs[name] for name in ("batch_size", "tokens", "random", "by_length")}
+    names = {"meta": str(request.config.data), "processor": request.processor_name}
+    return {"version": VERSION, **names, "sizes": found, "padding": shared}
+
+
+def too_many_bad(report: Mapping[str, Any]) -> str:
+    """What the loader will say of the rows that cannot be used, where it will not start; else nothing."""
+    share, bad, rows = report.get("max_bad_share"), report.get("bad", 0), report["rows"]
+    if share is None or not rows or bad / rows <= share:
+        return ""
+    return (
+        f"the loader stops at more than {100 * share:.4g} % bad rows (max_bad_share): {bad:,} of {rows:,} "
+        f"are ({bad / rows:.2%}); mend them (`packhorse check` says how), or raise max_bad_share"
+    )
 
 
 def stragglers(packs: Packs, seed: int, epoch: int, more: Sequence[int] = ()) -> list[dict[str, Any]]:
@@ -128,6 +176,13 @@ def _reasons(planned: Planned) -> list[dict[str, Any]]:
         }
         for reason, drops in groups
     ]
+
+
+def _nothing_supervised(planned: Planned) -> dict[str, Any]:
+    """Rows that are in a pack though no token of them is learned: how many, and some of them."""
+    packed = np.sort(planned.packs.plan.indices)
+    found = packed[planned.counts.supervised[packed] == 0]
+    return {"rows": len(found), "keys": [planned.opened.dataset.key(int(row)) for row in found[:_KEYS]]}
 
 
 def _datasets(planned: Planned) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from packhorse.cli.app import app
+from packhorse.cli.bench import run as bench_run
 from packhorse.cli.bench.page import load_records, page_of, render
 from packhorse.cli.bench.run import find_folder, find_scripts, half_kept
 
@@ -82,9 +83,7 @@ def test_every_benchmark_promises_something_and_takes_quick(path: Path) -> None:
     found = calls(ast.parse(path.read_text("utf-8")))
     names = {name for name, _ in found}
     assert "promise" in names
-    # One that runs on another machine must tell its end by itself; others are asked for their exit code.
-    assert "recorded" in names or not path.stem.startswith("gpu_")
-    assert "parse" in names or ("add_argument", ["--quick"]) in found
+    assert {"recorded", "parse"} <= names
 
 
 def test_the_benchmarks_of_the_checkout_are_found() -> None:
@@ -135,7 +134,7 @@ def test_a_full_run_records_what_was_told_where_with_what_when_and_how(home: Pat
     (told,) = found["promises"]
     assert told == {
         **{"claim": "speed", "value": 6.2, "sign": ">=", "target": 6, "unit": "x"},
-        **{"baseline": "the plain way", "kept": True},
+        **{"baseline": "the plain way", "kind": "speed", "kept": True},
     }
     assert found["facts"] == [{"fact": "rows", "value": 1234567, "unit": ""}]
     page = page_of(home).read_text()
@@ -190,7 +189,9 @@ def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -
 def test_a_quick_run_asks_for_half_of_a_target_and_for_twice_a_limit(
     value: float, target: float, at_least: bool, kept: bool
 ) -> None:
-    assert half_kept({"value": value, "target": target, "sign": ">=" if at_least else "<="}) is kept
+    told = {"value": value, "target": target, "sign": ">=" if at_least else "<=", "kept": False}
+    assert half_kept(told | {"kind": "speed"}) is kept
+    assert not half_kept(told | {"kind": "exact"})
 
 
 def test_a_quick_run_passes_quick_on_judges_by_half_and_writes_no_file(home: Path) -> None:
@@ -208,6 +209,63 @@ def test_a_quick_run_passes_quick_on_judges_by_half_and_writes_no_file(home: Pat
     assert run("--no-docs", "--folder", home).exit_code == 1
     assert (home / "results" / "half.json").exists()
     assert not page_of(home).exists()
+
+
+def test_a_quick_run_does_not_halve_what_is_exact(home: Path) -> None:
+    script(home, "halved", "promise('noticed', 0.9, 1.0, baseline='b', kind='exact')")
+    done = run("--quick", "--json", "--folder", home)
+    assert done.exit_code == 1
+    (told,) = json.loads(done.stdout)["benchmarks"][0]["promises"]
+    assert (told["kind"], told["kept"]) == ("exact", False)
+    script(home, "halved", "promise('noticed', 1.0, 1.0, baseline='b', kind='exact')")
+    assert run("--quick", "--folder", home).exit_code == 0
+
+
+def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_results(home: Path) -> None:
+    def git(*arguments: str) -> str:
+        person = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        done = subprocess.run(
+            ["git", *person, *arguments], cwd=home.parent, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    script(home, "good", KEPT)
+    assert run("--folder", home).exit_code == 0
+    assert record(home, "good")["commit"] is None
+    assert "commit " not in page_of(home).read_text().partition("## Machines")[2]
+    git("init", "--quiet")
+    (home.parent / ".gitignore").write_text("__pycache__\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "all")
+    commit = git("rev-parse", "--short", "HEAD")
+    for _ in range(2):  # the record and the page that the first run writes are no change
+        assert run("--folder", home).exit_code == 0
+        assert record(home, "good")["commit"] == commit
+    assert f"commit {commit}, python " in page_of(home).read_text()
+    script(home, "other", KEPT)
+    assert run("good", "--folder", home).exit_code == 0
+    assert record(home, "good")["commit"] == f"{commit}+"
+
+
+def test_a_script_that_dies_and_leaves_a_child_with_its_output_is_not_waited_for(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "_SECONDS_TO_END", 1.0)
+    script(
+        home,
+        "parent",
+        KEPT,
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])",
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))",
+        "print('the last line')",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    begun = time.monotonic()
+    assert run("--folder", home).exit_code == 1
+    assert time.monotonic() - begun < 120  # of the 600 that the child would take
+    assert record(home, "parent")["problem"] == "exit code -9: the last line"
+    assert record(home, "parent")["promises"][0]["kept"]
+    assert ended(int((tmp_path / "child").read_text()))
 
 
 def test_one_script_that_fails_stops_no_other_and_is_shown_as_failed(home: Path) -> None:

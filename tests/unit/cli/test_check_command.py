@@ -46,7 +46,7 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     assert re.search(r"^ *error +broken_media +charts +1 *$", result.stdout, re.MULTILINE)
     assert "error malformed_row in charts: write the row again, or delete it\n" in result.stdout
     assert f"  charts/7, {tmp_path}/charts.jsonl:8 (byte 1105): not valid JSON" in result.stdout
-    assert "40 rows of 3 data set(s) checked, 27 media decoded, in " in result.stdout
+    assert "40 rows of 3 data sets checked, 26 of 27 media decoded, in " in result.stdout
     assert ": 3 errors, 1 warning.\n" in result.stdout
     assert "not asked (needs a processor): special_token_in_text" in result.stdout
     assert result.stderr == ""
@@ -73,7 +73,7 @@ def test_the_report_is_one_json_object_with_stable_names(tmp_path: Path, saved: 
     report = json.loads(result.stdout)
     assert list(report) == [
         *("version", "passed", "processor", "max_length", "decoded", "seconds", "rows", "media"),
-        *("rows_with_errors", "counts", "datasets", "not_asked", "fixed", "findings"),
+        *("media_failed", "rows_with_errors", "counts", "datasets", "not_asked", "fixed", "findings"),
     ]
     assert (report["passed"], report["decoded"], report["processor"]) == (False, False, saved)
     assert report["counts"]["error"] == sum(one["severity"] == "error" for one in report["findings"])
@@ -162,7 +162,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_help_shows_examples_and_exit_codes() -> None:
     shown = CliRunner().invoke(app, ["check", "--help"], env={"COLUMNS": "120"}).stdout
     assert "packhorse check meta.json --fix clean --drop-duplicates" in shown
-    assert "Exit code 0" in shown
+    assert "Exit code 0: no error (warnings and notes are told" in shown
     for flag in ("--headers", "--strict", "--drop-duplicates", "--json"):
         assert re.search(rf"{flag} +[A-Z]", shown), flag
 
@@ -194,7 +194,7 @@ def test_a_terminal_shows_how_far_the_work_is(tmp_path: Path) -> None:
     os.close(ours)
     assert b"checking" in shown
     assert b"2000/2000" in shown
-    assert b"2,000 rows of 1 data set(s) checked" in out
+    assert b"2,000 rows of 1 data set checked" in out
 
 
 def test_the_same_check_twice_at_once_gives_the_same_twice(tmp_path: Path) -> None:

@@ -80,6 +80,10 @@ def test_the_help_of_a_command_has_examples_exit_codes_and_json(command: str) ->
     assert f"packhorse {command}" in shown.partition("Examples")[2]
     assert "Exit code 0" in shown
     assert re.search(r"--json +[A-Z]", shown)
+    narrow = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    options = narrow.partition("Options")[2].partition("╰")[0]
+    assert "<bool>" not in options  # nothing stands behind a flag
+    assert not re.search(r"--[\w-]*…", options)  # no name is cut
 
 
 @pytest.mark.parametrize("command", ON_A_META_FILE)

@@ -71,10 +71,20 @@ def test_entries_can_be_chosen_by_reason_data_set_and_row(tmp_path: Path) -> Non
     ]
     assert entry["detail"] == "turn 1\nis [bold]odd"
     none = run(path, "--reason", "too_long")
-    assert (none.exit_code, none.stdout) == (
-        0,
-        "no entry: nothing was left out, replaced, cut or repaired\n",
-    )
+    there = "reasons there are: not_sampled (30), missing_media (2), unknown_role (1)"
+    assert (none.exit_code, none.stdout) == (0, f"33 entries, none with reason too_long; {there}\n")
+    assert run(path, "--key", "coco/9").stdout == "33 entries, none with key coco/9\n"
+    assert "none with reason a and dataset b\n" in run(path, "--reason", "a", "--dataset", "b").stdout
+    told = json.loads(run(path, "--key", "coco/9", "--json").stdout)
+    assert (told["entries"], told["all_entries"], told["lost"]) == (0, 33, 0)
+    one = run(path, "--reason", "unknown_role").stdout
+    assert one.endswith("1 entry; 0 samples were not delivered as themselves.\n")
+
+
+def test_a_ledger_without_an_entry_says_that_nothing_was_left_out(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_text("")
+    told = run(tmp_path / "ledger.jsonl", "--reason", "too_long")
+    assert told.stdout == "no entry: nothing was left out, replaced, cut or repaired\n"
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.6])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,11 +85,12 @@ def test_the_names_of_the_json_stay(report: dict[str, Any]) -> None:
     assert list(report) == [
         *("version", "name", "meta", "processor", "model", "epoch", "settings", "rows", "packed", "left_out"),
         *("packs", "fewest_packs", "pack_size", "reserve", "capacity", "tokens", "supervised", "fill"),
-        *("documents_per_pack", "straggler", "reasons", "not_drawn", "datasets", "histograms", "padding"),
-        *("estimated", "plan"),
+        *("documents_per_pack", "straggler", "reasons", "bad", "max_bad_share", "nothing_supervised"),
+        *("not_drawn", "datasets", "histograms", "padding", "estimated", "plan"),
     ]
     assert [one["ranks"] for one in report["straggler"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    assert set(report["padding"]) == {"batch_size", "tokens", "random", "by_length", "packed"}
+    costs = {"random", "by_length", "packed", "packed_unpadded"}
+    assert set(report["padding"]) == {"batch_size", "tokens", *costs}
     assert report["padding"]["tokens"] == report["tokens"]
     assert report["padding"]["packed"]["slots"] == report["packs"] * SIZE
     assert sum(report["histograms"]["fill"]["counts"]) == report["packs"]
@@ -176,7 +178,10 @@ def test_text_without_a_terminal_has_no_control_codes_and_says_what_json_says(
         assert re.search(rf"^ *{ranks} +\d+ +{ratio:.4f} ", result.stdout, re.MULTILINE)
     for key, reason in BROKEN.items():
         assert re.search(rf"left out: 1 {reason} \({key}\)", result.stdout)
-    assert result.stdout.endswith(f"look at it: packhorse view {out}\n")
+    shown = re.search(r"look at it: (\S*packhorse) view (\S+)\n$", result.stdout)
+    assert shown is not None
+    assert shown[2] == str(out)
+    assert shutil.which(shown[1]) is not None  # as printed it can be typed
 
 
 def test_without_a_name_the_plan_lies_beside_the_meta_file(tmp_path: Path, saved: str) -> None:
@@ -205,7 +210,8 @@ def test_long_samples_are_left_out_cut_or_an_error_as_asked(tmp_path: Path, save
     write_rows(tmp_path / "chats.jsonl", [*[chat("Why?", "So.")] * 5, chat("Why?", "so " * 400)])
     dropped = json.loads(run(meta, saved, "--json").stdout)
     assert [(one["reason"], one["keys"]) for one in dropped["reasons"]] == [("too_long", ["chats/5"])]
-    assert "more than the 512 tokens" in dropped["reasons"][0]["detail"]
+    assert re.match(r"1,2\d\d tokens, more than the 512 of a pack; .*:6 ", dropped["reasons"][0]["detail"])
+    assert run(meta, saved).stderr == ""  # said once, in the report
     assert json.loads(run(meta, saved, "--json", "--on-overlong", "truncate").stdout)["left_out"] == 0
     refused = run(meta, saved, "--on-overlong", "raise", "--out", tmp_path / "never.phplan")
     assert refused.exit_code == 2
@@ -234,6 +240,12 @@ def test_estimates_can_be_left_out_and_tell_what_would_be_lost(
         (["{meta}", "--processor", "{saved}", "--dataset", "other"], "no dataset other"),
         (["s3://bucket/meta.json", "--processor", "{saved}"], "--out"),
         (["{meta}", "--processor", "{saved}", "--model", "{empty}"], "no config there"),
+        (["{meta}", "--processor", "{saved}", "--out", "{empty}/no/p.phplan"], "there is no folder .*/no;"),
+        (
+            ["{meta}", "--processor", "{saved}", "--pack-size", "512,many"],
+            "--pack-size many: expected numbers",
+        ),
+        (["{meta}", "--processor", "{saved}", "--pack-size", "1,2", "--out", "p"], "--out goes with one"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_two(
@@ -260,10 +272,66 @@ def test_a_model_config_beside_the_processor_changes_costs_but_not_packs(meta: P
     one, other = (json.loads(result.stdout) for result in made)
     assert PackPlan.load(tmp_path / "0.phplan").bins() == PackPlan.load(tmp_path / "1.phplan").bins()
     assert one["name"] != other["name"]
+    assert (one["model"], other["model"]) == (None, str(tmp_path / "whole"))
     loader = packhorse.load(
         str(meta), build("qwen2_vl"), model=tiny_model("qwen2_vl"), pack_size=SIZE, max_bad_share=None
     )
     assert other["name"] == loader.plan_key
+
+
+def test_packs_as_they_are_handed_out_waste_nothing_but_what_alignment_adds(
+    report: dict[str, Any], meta: Path, saved: str, tmp_path: Path
+) -> None:
+    assert report["padding"]["packed_unpadded"] == {"slots": report["tokens"], "wasted": 0.0}
+    settings: dict[str, Any] = {"pack_size": SIZE, "dataset_names": ["chats"], "max_bad_share": None}
+    loader = packhorse.load(str(meta), build("qwen2_vl"), **settings)
+    made = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", tmp_path / "p").stdout)
+    assert made["name"] == loader.plan_key
+    handed_out = 0
+    for _ in loader:
+        handed_out += loader.last.slots
+    assert made["padding"]["packed_unpadded"]["slots"] == handed_out
+    aligned = json.loads(run(meta, saved, "--json", "--alignment", 16, "--out", tmp_path / "p").stdout)
+    assert aligned["padding"]["packed_unpadded"]["slots"] % 16 == 0
+    assert 0 < aligned["padding"]["packed_unpadded"]["wasted"] < aligned["padding"]["packed"]["wasted"]
+
+
+def test_a_plan_says_where_the_loader_would_stop_because_of_bad_rows(
+    meta: Path, saved: str, tmp_path: Path
+) -> None:
+    out = ["--out", tmp_path / "p.phplan"]
+    told = run(meta, saved, *out)
+    assert told.exit_code == 0
+    bad = json.loads(run(meta, saved, "--json", *out).stdout)["bad"]
+    assert f"the loader stops at more than 1 % bad rows (max_bad_share): {bad} of 24 are" in told.stdout
+    with pytest.raises(packhorse.PackhorseError, match=f"{bad} of 24 samples cannot be used"):
+        packhorse.load(str(meta), build("qwen2_vl"), pack_size=SIZE)
+    assert "the loader stops" not in run(meta, saved, *out, "--max-bad-share", 0.5).stdout
+
+
+def test_rows_with_nothing_to_learn_are_packed_and_told(tmp_path: Path, saved: str) -> None:
+    meta = write_chats(tmp_path, 6)
+    write_rows(
+        tmp_path / "chats.jsonl", [*[chat("Why?", "So.")] * 5, {"messages": [chat("A", "B")["messages"][0]]}]
+    )
+    report = json.loads(run(meta, saved, "--json").stdout)
+    assert (report["packed"], report["nothing_supervised"]) == (6, {"rows": 1, "keys": ["chats/5"]})
+    shown = run(meta, saved).stdout
+    assert "1 row has nothing to learn (chats/5)" in shown
+    assert "No medium was decoded" not in shown  # there is none
+
+
+def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, saved: str) -> None:
+    before = set(meta.parent.iterdir())
+    report = json.loads(run(meta, saved, "--pack-size", "512,1024,2048", "--json").stdout)
+    assert [one["pack_size"] for one in report["sizes"]] == [512, 1024, 2048]
+    for one in report["sizes"]:
+        loader = packhorse.load(str(meta), build("qwen2_vl"), pack_size=one["pack_size"], max_bad_share=None)
+        assert (one["packs"], one["fill"]) == (len(loader.plan), loader.plan.fill)
+    assert set(report["padding"]) == {"batch_size", "tokens", "random", "by_length"}
+    table = run(meta, saved, "--pack-size", "512,1024")
+    assert re.search(rf"^ *1,024 +{report['sizes'][1]['packs']} ", table.stdout, re.MULTILINE)
+    assert set(meta.parent.iterdir()) == before
 
 
 def test_ctrl_c_leaves_no_half_plan(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from packhorse.neat_packing_vlm import plan_packs
     [
         ("nowhere.json", "nowhere.json"),
         ("nowhere.phplan", "nowhere.phplan: no such file"),
-        ("{meta}", "name the --processor"),
+        ("{meta}", "is a meta file: name the --processor"),
+        ("{rows}", "looks like a data file; expected a meta file"),
+        ("{plan} --processor /nowhere", "processor /nowhere: no such folder"),
         ("{bare}", "make one with `packhorse plan`"),
         ("{torn}", "is not a whole plan"),
     ],
@@ -31,8 +33,14 @@ def test_what_cannot_be_shown_is_one_line_and_exit_code_two(source: str, says: s
     meta, bare, torn = write_chats(tmp_path, 3), tmp_path / "bare.phplan", tmp_path / "torn.phplan"
     plan_packs([3, 4], 8).save(bare)
     torn.write_bytes(bare.read_bytes()[:300])
-    place = source.format(meta=meta, bare=bare, torn=torn)
-    result = CliRunner().invoke(app, ["view", place, "--port", "0"])
+    plan = str(tmp_path / "made.phplan")
+    if "{plan}" in source:
+        saved = save_processor(tmp_path / "processor")
+        made = CliRunner().invoke(app, ["plan", str(meta), "--processor", saved, "--out", plan])
+        assert made.exit_code == 0, made.output
+    rows = tmp_path / "chats.jsonl"
+    place = source.format(meta=meta, bare=bare, torn=torn, rows=rows, plan=plan)
+    result = CliRunner().invoke(app, ["view", *place.split(), "--port", "0"])
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

@@ -9,6 +9,7 @@ import pytest
 
 from contract.processors import processor
 from count_samples import chat, sidecars, write_chats
+from packhorse.datasets.count_check import batch_digest
 from packhorse.datasets.count_part import open_processor
 from packhorse.datasets.counting import count_meta
 from packhorse.datasets.sidecar import Sidecar
@@ -81,3 +82,25 @@ def test_a_torchvision_that_cannot_be_imported_is_named(
     said = "something else"
     with pytest.raises(RuntimeError, match="something else"):
         open_processor(str(tmp_path))
+
+
+@pytest.mark.parametrize("with_settings_of_a_folder", [False, True])
+def test_a_new_part_is_looked_through_once_before_and_once_in_its_count_file(
+    with_settings_of_a_folder: bool, tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def counted(batch: Any) -> str:
+        looked.append(batch_digest(batch))
+        return looked[-1]
+
+    for module in ("count_disk", "sidecar", "counting"):
+        monkeypatch.setattr(f"packhorse.datasets.{module}.batch_digest", counted, raising=False)
+    meta = write_chats(tmp_path, 12)
+    if with_settings_of_a_folder:
+        config = json.loads(meta.read_text())
+        config["chats"]["media_dir"] = str(tmp_path)
+        meta.write_text(json.dumps(config))
+    report = count_meta(meta, qwen, part_rows=3)
+    assert report.counted_rows == 12
+    assert sorted(looked) == sorted(2 * report.files[0].sidecar.about["checks"])

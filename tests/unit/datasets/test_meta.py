@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import multiprocessing
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def test_lazy_and_eager_are_the_same_examples(mixture: Path) -> None:
     )
     with pytest.raises(IndexError, match="example 5 of 5"):
         lazy[5]
+
+
+def test_many_rows_are_located_without_reading_their_files(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = mixture.parent / "b.jsonl"
+    path.write_text("\n" + path.read_text())
+    lazy = open_meta_dataset(mixture)
+    exact = [lazy.location(n) for n in range(5)]
+    monkeypatch.delattr(os, "pread")
+    found = lazy.locations([4, 0, 2, 3])
+    assert [place.partition(" (byte")[0] for place in found] == [
+        *(f"{path}, row 1", f"{mixture.parent / 'a.jsonl'}:1"),
+        *(f"{mixture.parent / 'a.jsonl'}:3", f"{path}, row 0"),
+    ]
+    assert exact[4].startswith(f"{path}:3 (byte")
 
 
 def test_an_example_changed_by_its_user_is_whole_the_next_time(mixture: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 import packhorse.datasets.index as index_module
 from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
 from packhorse.datasets.rows import JsonRows, RowFile, gc_paused, open_rows
+from packhorse.datasets.scan import BlankLines, scan_lines
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from row_files import WRITERS
@@ -124,10 +125,84 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         open_rows(WRITERS["parquet"](tmp_path, ROWS))
 
 
-def test_many_bad_rows_are_located_in_one_count_of_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", b'{"id": 0}\n{bad\n' * 300)
+@pytest.mark.parametrize("blank", [0, 1])
+def test_many_bad_rows_are_located_in_one_count_of_lines(blank: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", b"\n" * blank + b'{"id": 0}\n{bad\n' * 300)
     errors = [row for row in open_rows(path).read(range(600)) if isinstance(row, BadSample)]
-    assert [int(str(error).split(".jsonl:")[1].split(" ")[0]) for error in errors] == list(range(2, 601, 2))
+    lines = [int(str(error).split(".jsonl:")[1].split(" ")[0]) for error in errors]
+    assert lines == list(range(2 + blank, 601 + blank, 2))
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes of files are read, a number for each time."""
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(fd: int, size: int, offset: int) -> bytes:
+        data = pread(fd, size, offset)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(os, "pread", counted)
+    return read
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"n": 0}\n{"n": 1}\n{"n": 2}\n',
+        b'\xef\xbb\xbf{"n": 0}\r\n{"n": 1}\r\n{"n": 2}',
+        b'{"n": 0}\n{"n": 1}\n{"n": 2}\n\n  \n\n',  # no row comes behind them
+    ],
+)
+def test_line_numbers_cost_no_reading_where_every_line_is_a_row(
+    data: bytes, kept: bool, tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "KEEP_FROM_BYTES", 0 if kept else 1 << 22)
+    path = write(tmp_path / "x.jsonl", data)
+    for _ in range(1 + kept):  # built, then found
+        rows = open_rows(path)
+        bytes_read.clear()
+        starts = [data.index(b'{"n": %d' % n) for n in range(3)]
+        assert [rows.location(n) for n in range(3)] == [
+            f"{path}:{n + 1} (byte {start})" for n, start in enumerate(starts)
+        ]
+        assert [rows.quick_location(n) for n in range(3)] == [rows.location(n) for n in range(3)]
+        assert bytes_read == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("before", [b"\n", b" \r\n", b'{"n": 9}\n\n'])
+def test_with_blank_lines_a_line_is_counted_when_it_is_asked_for_and_else_the_row_is_named(
+    before: bytes, kept: bool, tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "KEEP_FROM_BYTES", 0 if kept else 1 << 22)
+    data = before + b'{"n": 0}\n' * 3
+    path = write(tmp_path / "x.jsonl", data)
+    for _ in range(1 + kept):
+        rows = open_rows(path)
+        last = len(rows) - 1
+        bytes_read.clear()
+        start, line = len(data) - 9, data.count(b"\n")
+        assert rows.quick_location(-1) == f"{path}, row {last} (byte {start})"
+        assert bytes_read == []
+        assert rows.location(last) == f"{path}:{line} (byte {start})"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 9, 10, 64])
+@pytest.mark.parametrize(
+    "data", [b"{}\n{}\n\n", b"{}\n\n{}\n", b"\n\n", b"{}", b"", b"{}\n \n\n\n\n\n\n\n\n{}"]
+)
+def test_blank_lines_before_rows_are_seen_wherever_pieces_end(
+    chunk: int, data: bytes, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "x.jsonl", data)
+    seen = BlankLines()
+    with open(path, "rb") as file:
+        list(scan_lines(file.fileno(), len(data), path, chunk, None, seen))
+    assert seen.before_rows == (b"\n\n{" in data or b"\n \n" in data)
 
 
 def test_rows_can_be_read_from_threads(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 from collections import Counter
 
@@ -166,6 +167,31 @@ def test_samples_longer_than_a_pack_are_left_out_and_named():
     assert sorted(handed_out(loader)) == [n for n in range(14) if n != 10]
     (drop,) = loader.ledger
     assert (drop.key, drop.reason, drop.stage) == ("10", "too_long", "plan")
+
+
+@pytest.mark.parametrize(
+    ("before", "place"), [("", r"a\.jsonl:200 \(byte"), ("\n", r"a\.jsonl, row 199 \(byte")]
+)
+def test_a_start_does_not_read_the_data_to_name_a_row_at_their_end(tmp_path, monkeypatch, before, place):
+    def row(number):
+        answer = "so " * (300 if number == 199 else 3)
+        turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": answer}]
+        return json.dumps({"messages": turns, "note": "x" * 50_000}) + "\n"
+
+    (tmp_path / "a.jsonl").write_text(before + "".join(map(row, range(200))))
+    (tmp_path / "meta.json").write_text('{"a": {"file_name": "a.jsonl"}}')
+    load(tmp_path / "meta.json").close()
+    read, pread = [], os.pread
+
+    def counted(fd, size, offset):
+        data = pread(fd, size, offset)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(os, "pread", counted)
+    (drop,) = load(tmp_path / "meta.json").ledger
+    assert sum(read) < 5_000_000, "of 10 million bytes"
+    assert re.search(place, drop.detail)
 
 
 def test_samples_longer_than_a_pack_can_be_an_error_that_says_what_to_do():

@@ -132,6 +132,29 @@ def test_files_that_are_no_plans_are_refused(tmp_path):
         PackPlan.load(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("kind", ["struct", "time", "texts", "no list"])
+def test_a_plan_with_a_column_that_is_no_list_of_numbers_is_refused(tmp_path, kind):
+    import pyarrow as pa
+
+    path = tmp_path / "plan"
+    plan_packs([3, 4, 5], 8).save(path, {})
+    batch = pa.ipc.open_file(pa.BufferReader(path.read_bytes())).get_batch(0)
+    values = {
+        "struct": ([[{"a": 1}]], pa.list_(pa.struct([("a", pa.int64())]))),
+        "time": ([[1]], pa.list_(pa.time32("s"))),
+        "texts": ([["a"]], pa.list_(pa.string())),
+        "no list": ([1], pa.int64()),
+    }
+    column = pa.array(*values[kind])
+    place = batch.schema.get_field_index("tokens")
+    schema = batch.schema.set(place, pa.field("tokens", column.type))
+    columns = [column if number == place else one for number, one in enumerate(batch.columns)]
+    with pa.ipc.new_file(path, schema) as writer:
+        writer.write_batch(pa.record_batch(columns, schema=schema))
+    with pytest.raises(ConfigError, match="is not a whole plan"):
+        PackPlan.load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

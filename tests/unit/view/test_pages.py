@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from packhorse.neat_packing_vlm import plan_packs
 from packhorse.types import Drop
 from packhorse.view.app import make_app
 from packhorse.view.book import Book
-from packhorse.view.plan_book import save_book
+from packhorse.view.plan_book import book_of, save_book
 from packhorse.view.planning import Planned, Request, make_plan
 from packhorse.view.report import plan_report
 from view_samples import BROKEN, CUT, MALFORMED, SCRIPT, SIZES, SPOKEN, ask
@@ -37,6 +38,54 @@ def test_the_overview_has_the_numbers_of_the_report(app: Any, book: Book) -> Non
     for name in ("rows", "packed", "left_out", "packs", "tokens"):
         assert shown[name] == f"{report[name]:,}"
     assert shown["fill"] == f"{100 * report['fill']:.2f}\N{NO-BREAK SPACE}%"
+
+
+def test_the_overview_says_where_the_loader_would_not_start_and_how_tokens_are_counted(
+    app: Any, book: Book
+) -> None:
+    page = html.unescape(ask(app, "/").text)
+    bad = book.report["bad"]
+    assert f"The loader stops at more than 1 % bad rows (max_bad_share): {bad} of {len(book)} are" in page
+    assert "before the label shift takes one from each" in page
+    assert "kept free for a placeholder" in page
+    assert "name no row of" not in page
+
+
+def test_a_plan_of_an_earlier_version_without_the_later_numbers_is_shown(planned: Planned) -> None:
+    report = plan_report(planned, estimates=False)
+    later = ("bad", "max_bad_share", "nothing_supervised")
+    old = {name: value for name, value in report.items() if name not in later}
+    old["padding"] = {name: value for name, value in old["padding"].items() if name != "packed_unpadded"}
+    page = ask(make_app(Book(book_of(planned, old), planned.opened), "127.0.0.1"), "/")
+    assert page.status == 200
+    assert numbers(page.text)["packed"] == str(report["packed"])
+
+
+def test_a_ledger_of_other_data_is_warned_of(planned: Planned) -> None:
+    ledger = Ledger()
+    ledger.record(Drop("coco/3", "media", "missing_media", "no file a.png", dataset="coco"))
+    ledger.record(Drop("chats/1", "media", "missing_media", "no file a.png", dataset="chats"))
+    book = Book(book_of(planned, plan_report(planned, estimates=False)), planned.opened, ledger)
+    assert book.wrong_ledger().startswith("1 of 2 entries of the ledger name no row of ")
+    page = html.unescape(ask(make_app(book, "127.0.0.1"), "/").text)
+    assert book.wrong_ledger() in page
+
+
+def test_each_row_that_is_too_long_says_how_long_it_is(planned: Planned, tmp_path: Path) -> None:
+    config = planned.opened.request.config.with_changes(pack_size=100)
+    small = make_plan(replace(planned.opened.request, config=config), planned.opened)
+    report = plan_report(small, estimates=False)
+    save_book(small, report, tmp_path / "small.phplan")
+    made, again = Book(book_of(small, report), small.opened), Book.open(str(tmp_path / "small.phplan"))
+    told = {drop.key: drop.detail for drop in small.left_out if drop.reason == "too_long"}
+    assert len(told) > 1
+    for index in small.packs.plan.dropped_by_reason()["too_long"].tolist():
+        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.room} of a pack"
+        for book in (made, again):
+            drop = book.left_out(index)
+            assert drop is not None
+            assert drop.detail.startswith(detail)
+            assert told[drop.key].startswith(drop.detail)  # the ledger adds where it is
 
 
 @pytest.mark.parametrize("key", BROKEN)

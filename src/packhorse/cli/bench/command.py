@@ -28,7 +28,7 @@ packhorse bench
 [dim]# all of them at full size; writes benchmarks/results/ and docs/benchmarks.md[/dim]
 
 packhorse bench --quick
-[dim]# minutes: do they run, and is no ratio below half of its target? Writes nothing[/dim]
+[dim]# minutes: is what is exact exact, and no speed below half of its target? Writes nothing[/dim]
 
 packhorse bench jsonl packing --json > bench.json
 [dim]# two of them, for machines[/dim]
@@ -44,9 +44,7 @@ def bench(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", metavar="", help="Small sizes; half of each target is enough. Writes nothing."
-        ),
+        typer.Option("--quick", metavar="", help="Small sizes; half of a speed is enough. Writes nothing."),
     ] = False,
     render: Annotated[
         bool, typer.Option("--render", metavar="", help="Run nothing, only make the page from the results.")

@@ -16,11 +16,12 @@ _INTRO = """\
 # Benchmarks
 
 What Packhorse promises, and what was measured. Every figure was printed by a script of `benchmarks/` and
-recorded with the machine, the versions, the date and the command; this page is made from the records. A ratio
-is against the baseline beside it, in the same run on the same machine. `packhorse bench` (or `make bench`)
-runs every script, writes its record and makes this page anew; `packhorse bench --quick` takes minutes, writes
-nothing, and asks for half of each target. A script whose name begins with `gpu_` needs a GPU: where there is
-none, its record stays as it is.
+recorded with the machine, the versions, the commit (`+` where files were changed), the date and the command;
+this page is made from the records. A ratio is against the baseline beside it, in the same run on the same
+machine. `packhorse bench` (or `make bench`) runs every script, writes its record and makes this page anew;
+`packhorse bench --quick` takes minutes, writes nothing, and asks for half of each target that is about speed,
+and for the whole of what is exact. A script whose name begins with `gpu_` needs a GPU: where there is none,
+its record stays as it is.
 """
 _FIELDS = (
     "script",
@@ -151,11 +152,14 @@ def _failure(record: dict[str, Any]) -> str:
 
 
 def _place(record: dict[str, Any]) -> tuple[str, str]:
-    """Machine and versions in words."""
+    """Machine and versions in words, the commit with them."""
     machine, versions = record["machine"], record["versions"]
     gpu = f"{machine['gpu']}; " if machine["gpu"] else ""
     words = f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    return words, ", ".join(f"{name} {version}" for name, version in versions.items())
+    told = [f"{name} {version}" for name, version in versions.items()]
+    if commit := record.get("commit"):  # none where there was no git
+        told.insert(0, f"commit {commit}")
+    return words, ", ".join(told)
 
 
 def _link(record: dict[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from packhorse.cli.demo.story import Story
+from packhorse.cli.plan import WHY_PACK
 from packhorse.view import plots
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 260, 44, 30, 14
@@ -56,12 +57,14 @@ def write_report(story: Story, path: Path) -> None:
             _card("What to type next", _commands(story), ""),
         )
     )
-    path.write_text(
+    half = path.with_name(f".{path.name}")  # an earlier report stays until this one is whole
+    half.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Packhorse demo</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n",
         encoding="utf-8",
     )
+    os.replace(half, path)
 
 
 def _card(title: str, content: str, note: str) -> str:
@@ -76,7 +79,7 @@ def _head(story: Story) -> str:
         ("trained", f"{story.delivered:,}"),
         ("left out, by name", f"{story.ledger.lost():,}"),
         ("packs", f"{plan['packs']:,} of {plan['pack_size']:,} tokens"),
-        ("fill", f"{plan['fill']:.1%}"),
+        ("fill", f"{plan['fill']:.1%} of {plan['capacity']:,}"),
         ("loss", f"{story.whole[0].loss:.2f} → {story.whole[-1].loss:.2f}"),
     )
     told = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in numbers)
@@ -139,7 +142,8 @@ def _histogram(story: Story, name: str) -> str:
 def _costs(story: Story) -> str:
     found = story.plan["padding"]
     ways = (
-        ("packed, as planned", found["packed"]),
+        ("packed, as they are trained here", found["packed_unpadded"]),
+        (f"packed, padded to {story.plan['pack_size']:,}", found["packed"]),
         (f"padded, {found['batch_size']} of similar length", found["by_length"]),
         (f"padded, {found['batch_size']} at random", found["random"]),
     )
@@ -153,7 +157,7 @@ def _costs(story: Story) -> str:
 def _guess_note(story: Story) -> str:
     guessed = story.plan["estimated"]
     return (
-        f"Packed by estimated lengths, {guessed['lost']:,} of {guessed['rows']:,} rows "
+        f"{WHY_PACK[1:-1]} Packed by estimated lengths, {guessed['lost']:,} of {guessed['rows']:,} rows "
         f"({guessed['lost_share']:.0%}) would not have been trained; an estimate is off by "
         f"{guessed['error_mean']:.0f} tokens on average. (A tiny tokenizer and small pictures make guessing "
         "harder than it is for a large model; `packhorse plan` tells it for yours.)"
@@ -168,13 +172,15 @@ def _rows_plot(story: Story) -> str:
         f'<rect class="bar" width="{width:.1f}" height="18"><title>{story.delivered} trained</title></rect>'
         f'<rect class="lost" x="{width:.1f}" width="{1000 - width:.1f}" height="18">'
         f"<title>{lost} left out</title></rect></svg>"
-        f"<p>{story.rows:,} rows = {story.delivered:,} trained + {lost:,} left out. By reason: "
-        f"{escape(_told(Counter(story.ledger.counts())))}.</p>"
+        f"<p>{story.rows:,} rows = {story.delivered:,} trained + {lost:,} left out. Of these "
+        f"{story.plan['left_out']:,} are in no pack, and {story.failed:,} failed when decoded: counting "
+        f"reads headers only. By reason: {_told(story.ledger.samples_by_reason(gone=True))}.</p>"
+        f"<p>Trained, but not as the file has them: {_told(story.ledger.samples_by_reason(gone=False))}.</p>"
     )
 
 
-def _told(counts: Counter[str]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in counts.most_common()) or "none"
+def _told(counts: Mapping[str, int]) -> str:
+    return escape(", ".join(f"{number} {name}" for name, number in counts.items()) or "none")
 
 
 def _ledger_table(story: Story) -> str:

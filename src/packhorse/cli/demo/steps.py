@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli.demo.story import Story
-from packhorse.errors import ConfigError, PackhorseError
+from packhorse.errors import ConfigError, PackhorseError, plain_error
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _MARKER = ".packhorse-demo"
-_OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl", "report.html")
+_OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl")
+_REPORT = "report.html"  # stays until there is a new one
 _WIDTH = 100  # of what goes to a file
 _WORDS = 256  # pairs of letters the tokenizer learns: a token is then some three letters long
 _PARITY_SAMPLES = 8
@@ -39,10 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         held = run_demo(out)
     except (PackhorseError, OSError) as error:
-        print(f"packhorse demo: {error}", file=sys.stderr)
+        print(f"packhorse demo: {plain_error(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(f"stopped; {out} is unfinished (the next run starts again)", file=sys.stderr)
+        old = f"; {out / _REPORT} is of an earlier run" if (out / _REPORT).exists() else ""
+        print(f"stopped; {out} is unfinished (the next run starts again){old}", file=sys.stderr)
         sys.exit(130)
     sys.exit(not held)
 
@@ -68,13 +70,15 @@ def run_demo(out: Path) -> bool:
         _compare(story, console)
         _parity(story, console)
         story.seconds = time.monotonic() - started
-        write_report(story, out / "report.html")
+        write_report(story, out / _REPORT)
     _last_screen(story, console)
     return all(held for _, held in story.promises)
 
 
 def take_folder(out: Path) -> None:
     """Make the folder ready: a new one, an empty one, or the demo's own, whose files are deleted.
+
+    The report stays until there is a new one. What else lies in the demo's own folder is not touched.
 
     Raises:
         ConfigError: it has files and is not the demo's.
@@ -120,7 +124,8 @@ def _write(story: Story, console: Console) -> None:
 def _check(story: Story, console: Console) -> None:
     from packhorse.check import check_meta
 
-    _title(console, 2, f"What is wrong with them?  packhorse check {story.meta}")
+    told = story.command("check", "--processor", story.model, "--max-length", _pack_size())
+    _title(console, 2, f"What is wrong with them?  {told}")
     report = check_meta(str(story.meta), str(story.model), max_length=_pack_size(), decode=True)
     story.findings = [
         (one.severity, one.rule, one.key, one.found) for one in report.findings() if one.severity != "note"
@@ -132,7 +137,7 @@ def _check(story: Story, console: Console) -> None:
 def _count(story: Story, console: Console) -> None:
     from packhorse.datasets.counting import count_meta
 
-    _title(console, 3, f"How long is each row?  packhorse count {story.meta} --processor {story.model}")
+    _title(console, 3, f"How long is each row?  {story.command('count', '--processor', story.model)}")
     report = count_meta(str(story.meta), str(story.model), verify=20)
     totals, verified = report.totals(), report.verified
     assert verified is not None  # it was asked for
@@ -153,7 +158,8 @@ def _plan(story: Story, console: Console) -> None:
     from packhorse.view.planning import Request, make_plan
     from packhorse.view.report import plan_report
 
-    _title(console, 4, f"Which rows share a pack?  packhorse plan {story.meta} …")
+    told = story.command("plan", "--processor", story.model, "--pack-size", _pack_size())
+    _title(console, 4, f"Which rows share a pack?  {told}")
     planned = make_plan(Request(demo_config(story.out), str(story.model), str(story.model)))
     story.plan = plan_report(planned)
     save_book(planned, story.plan, story.plan_file)
@@ -237,7 +243,8 @@ def _compare(story: Story, console: Console) -> None:
     _promise(
         story,
         console,
-        f"{story.rows} rows = {len(delivered)} trained, each once + {lost} left out with their reason",
+        f"{story.rows} rows = {len(delivered)} trained, each once + {story.plan['left_out']} in no pack + "
+        f"{story.failed} that failed when decoded, each with its reason",
         len(set(delivered)) == len(delivered) and len(delivered) + lost == story.rows,
     )
     for drop in story.ledger:
@@ -253,7 +260,8 @@ def _parity(story: Story, console: Console) -> None:
     from packhorse.datasets.count_part import open_processor
     from packhorse.parity import check_parity
 
-    _title(console, 8, f"Is packed training unpacked training?  packhorse parity {story.meta} …")
+    told = story.command("parity", "--model", story.model)
+    _title(console, 8, f"Is packed training the same as unpacked training?  {told}")
     processor = open_processor(str(story.model))
     model = load_model(str(story.model), "float32", "cpu", False, False)
     chosen = choose_samples(str(story.meta), None, _PARITY_SAMPLES, processor)

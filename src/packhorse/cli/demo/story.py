@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packhorse.cli.screen import own_command
 from packhorse.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -61,11 +62,20 @@ class Story:
         """The plan that is trained."""
         return self.out / "plan.phplan"
 
+    def command(self, name: str, *options: object) -> str:
+        """A command as it can be typed here, on the demo's data."""
+        return " ".join([own_command(), name, str(self.meta), *map(str, options)])
+
     def next_commands(self) -> list[tuple[str, str]]:
         """What to type next, and what it shows."""
-        view = f"packhorse view {self.plan_file} --ledger {self.out / 'ledger.jsonl'}"
+        view = f"{own_command()} view {self.plan_file} --ledger {self.out / 'ledger.jsonl'}"
         return [
             (view, "packs, rows and losses in a browser"),
-            (f"packhorse check {self.meta} --fix {self.out / 'clean'}", "a copy without the broken rows"),
-            (f"packhorse stats {self.meta} --processor {self.model}", "lengths and media of each data set"),
+            (self.command("check", "--fix", self.out / "clean"), "a copy without the broken rows"),
+            (self.command("stats", "--processor", self.model), "lengths and media of each data set"),
         ]
+
+    @property
+    def failed(self) -> int:
+        """Rows of the plan that were not trained: they failed when they were decoded."""
+        return self.ledger.lost() - int(self.plan["left_out"])
