@@ -54,7 +54,7 @@ def main() -> None:
         home = Path(folder)
         os.environ["PACKHORSE_CACHE"] = str(home / "cache")
         killed(home, [kind for kind in options.kinds.split(",") if kind], options.rounds, options.seed)
-        others(home, 1 if options.quick else 5, options.seed)
+        others(home, 1 if options.quick else 5, 2 if options.quick else 20, options.seed)
 
 
 def killed(home: Path, kinds: list[str], rounds: int, seed: int) -> None:
@@ -84,7 +84,7 @@ def killed(home: Path, kinds: list[str], rounds: int, seed: int) -> None:
     none("killed: processes left behind", sum(one.left for one in everything))
 
 
-def others(home: Path, times: int, seed: int) -> None:
+def others(home: Path, times: int, races_each: int, seed: int) -> None:
     """Faults of other kinds."""
     total = Outcome()
     rows = 40 * times
@@ -97,7 +97,7 @@ def others(home: Path, times: int, seed: int) -> None:
         fact(f"faults put in: {'medium ' if kind in SPOILT else 'store '}{kind}", total.injected[kind])
     races = Counter[str]()
     differ = 0
-    for number in range(4 * times - 2):  # on one machine and as if on two
+    for number in range(races_each):
         for what in RACES:
             folder = prepared(home / f"race{number}{what}", what)
             found = race(folder, what, one_machine=bool(number % 2))

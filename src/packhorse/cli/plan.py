@@ -154,8 +154,11 @@ def plan(
         from packhorse.view.report import plan_report, sizes_report
 
         sizes = numbers_in("--pack-size", [pack_size])
-        if len(sizes) > 1 and out is not None:
-            raise ConfigError("--out goes with one --pack-size: several are compared, and no plan is written")
+        one_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}
+        if len(sizes) > 1 and (given := [name for name, value in one_only.items() if value]):
+            raise ConfigError(
+                f"{given[0]} goes with one --pack-size: several are compared, and no plan is written"
+            )
         target = out if out is not None else beside(meta) if len(sizes) == 1 else None
         if target is not None:
             check_target(target)  # before the long work

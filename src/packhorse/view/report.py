@@ -85,10 +85,10 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
 
     Args:
         request: what is to be planned; its own pack size is passed over.
-        sizes: of packs. Each costs a planning and a dealing.
+        sizes: of packs, told from the smallest on. Each costs a planning and a dealing.
     """
     opened, found = None, []
-    for size in sizes:
+    for size in sorted(sizes):
         planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
         opened, plan, costs = planned.opened, planned.packs.plan, padding(planned)
         dealt = Dealt(planned.packs, [Segment(8, 1, 1, 0)], seed=request.config.seed, epoch=request.epoch)
@@ -108,6 +108,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
                 "straggler_8": dealt.straggler_ratio(),
             }
         )
+    # Of the rows that fit into the largest packs.
     shared = {name: costs[name] for name in ("batch_size", "tokens", "random", "by_length")}
     names = {"meta": str(request.config.data), "processor": request.processor_name}
     return {"version": VERSION, **names, "sizes": found, "padding": shared}
