@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -186,16 +187,15 @@ def as_nobody(do: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def open_to_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that others may enter, and whose folders can be closed."""
-    folder = Path(tmp_path_factory.mktemp("shared"))
-    for parent in (folder, folder.parent, folder.parent.parent):
-        if parent.stat().st_uid == os.getuid():
-            parent.chmod(parent.stat().st_mode | 0o755)
-    yield folder
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_dir():
-            path.chmod(0o755)
+def open_to_all() -> Iterator[Path]:
+    """A folder that others may enter (pytest's own are private), and whose folders can be closed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        for path in [folder, *folder.rglob("*")]:
+            if path.is_dir():
+                path.chmod(0o755)
 
 
 def close(folder: Path, mode: int = 0o555) -> None:
