@@ -87,13 +87,20 @@ def test_a_ledger_without_an_entry_says_that_nothing_was_left_out(tmp_path: Path
     assert told.stdout == "no entry: nothing was left out, replaced, cut or repaired\n"
 
 
+@pytest.mark.parametrize("blank", [False, True], ids=["no blank line", "a blank line"])
 @pytest.mark.parametrize("ratio", [1.0, 0.6])
-def test_rows_that_a_loader_leaves_out_are_found_with_file_and_line(tmp_path: Path, ratio: float) -> None:
+def test_rows_that_a_loader_leaves_out_are_found_with_their_place_in_the_file(
+    tmp_path: Path, ratio: float, blank: bool
+) -> None:
     rows: list[Any] = [chat(number) for number in range(60)]
     for number in range(0, 60, 7):
         rows[number] = "{broken"
     rows[30] = chat(30) | {"messages": [{"role": "user", "content": "?" * 900}, *chat(30)["messages"][1:]]}
-    write_rows(tmp_path / "chats.jsonl", ["", *rows])  # a blank line is no row
+    write_rows(tmp_path / "chats.jsonl", ["", *rows] if blank else rows)  # a blank line is no row
+
+    def place(row: int) -> str:  # lines are not counted where that would mean to read the file
+        return f"{tmp_path}/chats.jsonl" + (f", row {row} (byte " if blank else f":{row + 1} (byte ")
+
     meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl", "sample_ratio": ratio}})
     ledger = tmp_path / "run"
     packhorse.load(str(meta), processor("qwen2_vl"), pack_size=256, max_bad_share=None, ledger_dir=ledger)
@@ -102,12 +109,12 @@ def test_rows_that_a_loader_leaves_out_are_found_with_file_and_line(tmp_path: Pa
     assert {one["reason"] for one in planned} >= {"malformed_row"}
     assert ratio < 1 or "too_long" in {one["reason"] for one in planned}
     for one in planned:
-        line = int(one["key"].partition("/")[2]) + 2
-        assert re.search(rf"; {tmp_path}/chats\.jsonl:{line} \(byte \d+\)$", one["detail"]), one
+        row = int(one["key"].partition("/")[2])
+        assert re.search(rf"; {re.escape(place(row))}\d+\)$", one["detail"]), one
     if ratio == 1.0:
         shown = run(ledger, "--key", "chats/7").stdout
         assert "chats/7  left_out  malformed_row  not valid JSON" in shown
-        assert f"{tmp_path}/chats.jsonl:9 (byte " in shown
+        assert place(7) in shown
 
 
 def test_errors_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
