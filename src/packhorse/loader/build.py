@@ -24,7 +24,7 @@ from packhorse.loader.blank import Blanks
 from packhorse.loader.time_limit import SampleTimeout, time_limit
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
-from packhorse.neat_packing_vlm.pixels import PixelRoom
+from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool
 from packhorse.types import MEDIA_KINDS
 
 logger = getLogger("packhorse.loader")
@@ -271,13 +271,14 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
+        self._pool = RoomPool()
         self._pixels: PixelRoom | None = None
 
     def begin(self, ticket: Ticket) -> None:
         """As above, with room for the pixels of one batch."""
         self.packer.set_epoch(ticket.epoch)
         tokens = len(ticket.packs) * self.packer.pack_size
-        self._pixels = PixelRoom(tokens, self.collater.get("pixel_dtype"))
+        self._pixels = PixelRoom(tokens, self.collater.get("pixel_dtype"), self._pool)
 
     def sample(self, index: int) -> Sample | None:
         """One sample, shifted and with its positions, its pixels where the batch has them."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
 _LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 _TIMES = 4  # as many pixels for a token as the first sample has, at most
 _MOST = 1 << 32  # bytes of a room; what is more is copied when the batch is made
+_KEPT = 4  # rooms: the batch that is built, the one that is trained, and each of pictures and of films
+_UNUSED = 3  # references to an array that nobody uses
 
 
 def are_pixels(key: str, dtype: torch.dtype) -> bool:
@@ -70,28 +74,66 @@ def already_joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     return exact.view(sum(map(len, parts)), *first.shape[1:])
 
 
+class Lent(torch.Tensor):
+    """Pixels in a room that will hold those of the next batch: they have to be copied out of it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class RoomPool:
+    """Memory for pixels that is used again as soon as nobody holds what was in it.
+
+    Memory that was written to before costs a third of fresh memory. What is larger than was ever needed costs
+    nothing: only what is written to is really taken.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.uint8]] = []
+
+    def __reduce__(self) -> tuple[type[RoomPool], tuple[()]]:
+        return RoomPool, ()  # another process begins with nothing
+
+    def take(self, size: int) -> torch.Tensor:
+        """So many bytes, or more.
+
+        Raises:
+            MemoryError: the system promises no more.
+        """
+        for number in range(len(self._arrays)):
+            array = self._arrays[number]
+            # Its place in the list, the name here, the argument there; every tensor over it is one more.
+            if len(array) >= size and sys.getrefcount(array) == _UNUSED:
+                return torch.from_numpy(array)
+        # The next power of two: first samples differ, and with them what is expected of a batch.
+        array = np.empty(1 << (size - 1).bit_length(), np.uint8)
+        self._arrays = [*self._arrays[-(_KEPT - 1) :], array]
+        return torch.from_numpy(array)
+
+
 class PixelRoom:
     """Room for the pixels of one batch: each sample's are put there as soon as they are made.
 
     Joining them then copies nothing (:func:`already_joined`), and the memory in which the processor made them
-    is free, and warm, for its next sample. Only what is written to is really taken of the room. Does nothing
-    in a worker, where a batch goes into shared memory of exactly its size.
+    is free, and warm, for its next sample. In a worker they are copied once more, into shared memory of
+    exactly the batch's size.
 
     Args:
         tokens: that the batch has at most.
         dtype: that the pixels are converted to; None leaves them.
+        pool: where the memory comes from.
     """
 
-    def __init__(self, tokens: int, dtype: torch.dtype | None) -> None:
-        self._tokens, self._dtype = tokens, dtype
+    def __init__(self, tokens: int, dtype: torch.dtype | None, pool: RoomPool) -> None:
+        self._tokens, self._dtype, self._pool = tokens, dtype, pool
         self._rooms: dict[str, torch.Tensor] = {}
-        self._off = get_worker_info() is not None
+        self._kind = Settled if get_worker_info() is None else Lent
+        self._off = False
 
     def settle(self, sample: MutableMapping[str, Any]) -> None:
         """Replace the pixels of a sample by the same ones in this room."""
-        if self._off:
-            return
         for key, value in sample.items():
+            if self._off:
+                return
             if isinstance(value, torch.Tensor) and are_pixels(key, value.dtype) and value.is_contiguous():
                 sample[key] = self._put(key, value, len(sample["input_ids"].reshape(-1)))
 
@@ -101,13 +143,13 @@ class PixelRoom:
         left = self._rooms.get(key)
         if left is None or len(left) < numbers or left.dtype != dtype:
             expected = _TIMES * numbers * (self._tokens // max(tokens, 1) + 1)
-            size = min(expected * dtype.itemsize, max(_MOST, numbers * dtype.itemsize))
+            size = max(min(expected * dtype.itemsize, _MOST), numbers * dtype.itemsize)
             if size < _LARGE:
                 return value
             try:
-                left = torch.from_numpy(np.empty(size - size % dtype.itemsize, np.uint8)).view(dtype)
+                left = self._pool.take(size).view(dtype)
             except MemoryError:  # the system promises less than it could give in the end
                 self._off = True
                 return value
         self._rooms[key] = left[numbers:]
-        return left[:numbers].view(value.shape).copy_(value).as_subclass(Settled)
+        return left[:numbers].view(value.shape).copy_(value).as_subclass(self._kind)

@@ -116,3 +116,14 @@ def test_masks_of_every_kind_are_moved_with_the_batch() -> None:
     assert moved["input_ids"].device.type == moved["attention_mask"]["full_attention"].device.type == "meta"
     assert moved["attention_mask"]["block"].kv_indices.device.type == "meta"
     assert moved["max_length_q"] == 2
+
+
+@pytest.mark.parametrize("tokens", [5, torch.tensor(5)], ids=["a number", "a tensor"])
+def test_with_replicas_the_average_over_ranks_is_the_sum(tokens: int | torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 4, 7, generator=generator)
+    labels = torch.tensor([[1, -100, 3, 0]])
+    alone = token_loss(logits, labels, tokens)
+    assert torch.allclose(token_loss(logits, labels, tokens, replicas=3) / 3, alone)
+    summed = F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum")
+    assert torch.allclose(alone, summed / 5)

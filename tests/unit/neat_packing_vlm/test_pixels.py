@@ -9,7 +9,7 @@ import torch
 from loader_samples import load, mixed
 from packhorse.loader import build
 from packhorse.neat_packing_vlm.media import join
-from packhorse.neat_packing_vlm.pixels import PixelRoom, Settled, already_joined
+from packhorse.neat_packing_vlm.pixels import Lent, PixelRoom, RoomPool, Settled, already_joined
 
 WIDE = 1 << 18  # numbers in a row of pixels: large enough that their place matters
 
@@ -24,7 +24,7 @@ def sample(rows: int, tokens: int = 10, seed: int = 0) -> dict[str, torch.Tensor
 
 
 def settled(samples: list[dict[str, torch.Tensor]], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    room = PixelRoom(tokens=10 * len(samples), dtype=dtype)
+    room = PixelRoom(10 * len(samples), dtype, RoomPool())
     for one in samples:
         room.settle(one)
     return [one["pixel_values"] for one in samples]
@@ -78,7 +78,7 @@ def test_a_sample_with_far_more_pixels_than_the_first_still_fits_in_the_batch() 
 def test_small_pixels_and_other_tensors_stay_where_they_are() -> None:
     one = {"input_ids": torch.arange(4), "pixel_values": torch.ones(2, 3), "input_features": torch.ones(2, 3)}
     before = dict(one)
-    PixelRoom(8, torch.bfloat16).settle(one)
+    PixelRoom(8, torch.bfloat16, RoomPool()).settle(one)
     assert all(one[key] is before[key] for key in before)
 
 
@@ -128,7 +128,7 @@ def test_a_room_never_asks_for_more_than_its_limit_or_than_the_machine_has(
     empty = np.empty
     monkeypatch.setattr(np, "empty", lambda size, kind: asked.append(size) or empty(size, kind))
     one = sample(4, tokens=2)
-    PixelRoom(tokens=10**12, dtype=torch.bfloat16).settle(one)
+    PixelRoom(10**12, torch.bfloat16, RoomPool()).settle(one)
     assert asked == [1 << 32]
 
     def refuse(size: int, kind: object) -> None:
@@ -137,7 +137,7 @@ def test_a_room_never_asks_for_more_than_its_limit_or_than_the_machine_has(
     monkeypatch.setattr(np, "empty", refuse)
     other = sample(4, tokens=2)
     before = other["pixel_values"]
-    room = PixelRoom(tokens=10**12, dtype=torch.bfloat16)
+    room = PixelRoom(10**12, torch.bfloat16, RoomPool())
     room.settle(other)
     assert other["pixel_values"] is before
     room.settle(sample(1))  # and asks no more
@@ -196,5 +196,67 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
     with_room, without = batches(True), batches(False)
     assert len(with_room) == len(without) > 1
     for one, other in zip(with_room, without, strict=True):
+        for key, value in one.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key])
+
+
+def test_memory_is_used_again_once_nobody_holds_the_batch_and_not_before() -> None:
+    pool = RoomPool()
+
+    def batch(seed: int) -> torch.Tensor:
+        samples = [sample(3, seed=seed), sample(2, seed=seed + 1)]
+        room = PixelRoom(20, None, pool)
+        for one in samples:
+            room.settle(one)
+        return join("pixel_values", [one["pixel_values"] for one in samples])
+
+    first = batch(1)
+    kept, place = first.clone(), first.data_ptr()
+    second = batch(5)
+    assert second.data_ptr() != place
+    assert torch.equal(first, kept)  # nobody wrote over it
+    row = first[2:3]  # a view holds it too
+    del first
+    third = batch(9)
+    assert place not in (second.data_ptr(), third.data_ptr())
+    assert torch.equal(row, kept[2:3])
+    del row
+    assert batch(11).data_ptr() == place
+
+
+def test_batches_that_are_all_kept_are_all_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)
+    rows = mixed(40, seed=5)
+    kept = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
+    for one, other in zip(kept, load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"), strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"]) if "pixel_values" in one else True
+    places = [one["pixel_values"].data_ptr() for one in kept if "pixel_values" in one]
+    assert len(set(places)) == len(places) > 3
+
+
+def test_in_a_worker_pixels_are_copied_out_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels.get_worker_info", lambda: object())
+    for rows in ([3], [3, 2]):
+        parts = settled([sample(number, seed=number) for number in rows], torch.bfloat16)
+        assert {type(one) for one in parts} == {Lent}
+        wanted = torch.cat([one.clone() for one in parts])
+        monkeypatch.undo()
+        joined = join("pixel_values", parts, dtype=torch.bfloat16)
+        assert joined.data_ptr() != parts[0].data_ptr()
+        assert joined.untyped_storage().nbytes() == joined.nbytes
+        assert torch.equal(joined, wanted)
+        monkeypatch.setattr("packhorse.neat_packing_vlm.pixels.get_worker_info", lambda: object())
+
+
+def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)  # workers are forked, and have it too
+    rows = mixed(30, seed=7)
+    own, theirs = (
+        [dict(batch) for batch in load(rows, pack_size=512, workers=workers, pixel_dtype="bfloat16")]
+        for workers in (0, 2)
+    )
+    assert len(own) == len(theirs) > 3
+    for one, other in zip(own, theirs, strict=True):
+        assert one.keys() == other.keys()
         for key, value in one.items():
             assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key])
