@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from packhorse.errors import ConfigError
 from packhorse.families import FAMILIES, Family, Generic
-from packhorse.neat_packing_vlm.pixels import Lent, already_joined, room_for
+from packhorse.neat_packing_vlm.pixels import already_joined, room_for
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # A key that several families declare is joined alike in all of them, but for what one of them calls ragged.
@@ -103,7 +103,7 @@ def join(
         _check_ragged(key, parts, family)
     if len(shapes) == 1 and (whole := already_joined(parts, dtype)) is not None:
         return whole
-    if len(parts) == 1 and parts[0].dtype == dtype and not isinstance(parts[0], Lent):
+    if len(parts) == 1 and parts[0].dtype == dtype:
         return parts[0]
     joined = room_for(Parts(parts).shape, dtype)
     if len(shapes) > 1:

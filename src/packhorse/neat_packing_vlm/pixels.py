@@ -74,12 +74,6 @@ def already_joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     return exact.view(sum(map(len, parts)), *first.shape[1:])
 
 
-class Lent(torch.Tensor):
-    """Pixels in a room that will hold those of the next batch: they have to be copied out of it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
 class RoomPool:
     """Memory for pixels that is used again as soon as nobody holds what was in it.
 
@@ -114,8 +108,8 @@ class PixelRoom:
     """Room for the pixels of one batch: each sample's are put there as soon as they are made.
 
     Joining them then copies nothing (:func:`already_joined`), and the memory in which the processor made them
-    is free, and warm, for its next sample. In a worker they are copied once more, into shared memory of
-    exactly the batch's size.
+    is free, and warm, for its next sample. In a worker they are copied once more, into shared memory, by the
+    thread that sends the batch, while the next one is built.
 
     Args:
         tokens: that the batch has at most.
@@ -126,7 +120,6 @@ class PixelRoom:
     def __init__(self, tokens: int, dtype: torch.dtype | None, pool: RoomPool) -> None:
         self._tokens, self._dtype, self._pool = tokens, dtype, pool
         self._rooms: dict[str, torch.Tensor] = {}
-        self._kind = Settled if get_worker_info() is None else Lent
         self._off = False
 
     def settle(self, sample: MutableMapping[str, Any]) -> None:
@@ -152,4 +145,4 @@ class PixelRoom:
                 self._off = True
                 return value
         self._rooms[key] = left[numbers:]
-        return left[:numbers].view(value.shape).copy_(value).as_subclass(self._kind)
+        return left[:numbers].view(value.shape).copy_(value).as_subclass(Settled)

@@ -9,7 +9,7 @@ import torch
 from loader_samples import load, mixed
 from packhorse.loader import build
 from packhorse.neat_packing_vlm.media import join
-from packhorse.neat_packing_vlm.pixels import Lent, PixelRoom, RoomPool, Settled, already_joined
+from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool, Settled, already_joined
 
 WIDE = 1 << 18  # numbers in a row of pixels: large enough that their place matters
 
@@ -232,20 +232,6 @@ def test_batches_that_are_all_kept_are_all_different(monkeypatch: pytest.MonkeyP
         assert torch.equal(one["pixel_values"], other["pixel_values"]) if "pixel_values" in one else True
     places = [one["pixel_values"].data_ptr() for one in kept if "pixel_values" in one]
     assert len(set(places)) == len(places) > 3
-
-
-def test_in_a_worker_pixels_are_copied_out_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels.get_worker_info", lambda: object())
-    for rows in ([3], [3, 2]):
-        parts = settled([sample(number, seed=number) for number in rows], torch.bfloat16)
-        assert {type(one) for one in parts} == {Lent}
-        wanted = torch.cat([one.clone() for one in parts])
-        monkeypatch.undo()
-        joined = join("pixel_values", parts, dtype=torch.bfloat16)
-        assert joined.data_ptr() != parts[0].data_ptr()
-        assert joined.untyped_storage().nbytes() == joined.nbytes
-        assert torch.equal(joined, wanted)
-        monkeypatch.setattr("packhorse.neat_packing_vlm.pixels.get_worker_info", lambda: object())
 
 
 def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
