@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 _LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 _TIMES = 4  # as many pixels for a token as the first sample has, at most
 _MOST = 1 << 32  # bytes of a room; what is more is copied when the batch is made
+_LEAST = 1 << 28
 _KEPT = 4  # rooms: the batch that is built, the one that is trained, and each of pictures and of films
 _UNUSED = 3  # references to an array that nobody uses
 
@@ -98,8 +99,8 @@ class RoomPool:
             # Its place in the list, the name here, the argument there; every tensor over it is one more.
             if len(array) >= size and sys.getrefcount(array) == _UNUSED:
                 return torch.from_numpy(array)
-        # The next power of two: first samples differ, and with them what is expected of a batch.
-        array = np.empty(1 << (size - 1).bit_length(), np.uint8)
+        # So large that other batches fit in too: first samples differ, and with them what is expected.
+        array = np.empty(max(_LEAST, 1 << (size - 1).bit_length()), np.uint8)
         self._arrays = [*self._arrays[-(_KEPT - 1) :], array]
         return torch.from_numpy(array)
 
