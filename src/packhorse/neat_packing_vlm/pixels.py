@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ _TIMES = 4  # as many pixels for a token as the first sample has, at most
 _MOST = 1 << 32  # bytes of a room; what is more is copied when the batch is made
 _LEAST = 1 << 28
 _KEPT = 4  # rooms: the batch that is built, the one that is trained, and each of pictures and of films
-_UNUSED = 3  # references to an array that nobody uses
 
 
 def are_pixels(key: str, dtype: torch.dtype) -> bool:
@@ -95,14 +95,24 @@ class RoomPool:
             MemoryError: the system promises no more.
         """
         for number in range(len(self._arrays)):
-            array = self._arrays[number]
-            # Its place in the list, the name here, the argument there; every tensor over it is one more.
-            if len(array) >= size and sys.getrefcount(array) == _UNUSED:
-                return torch.from_numpy(array)
+            if len(self._arrays[number]) >= size and self._holders(number) == _unused():
+                return torch.from_numpy(self._arrays[number])
         # So large that other batches fit in too: first samples differ, and with them what is expected.
         array = np.empty(max(_LEAST, 1 << (size - 1).bit_length()), np.uint8)
         self._arrays = [*self._arrays[-(_KEPT - 1) :], array]
         return torch.from_numpy(array)
+
+    def _holders(self, number: int) -> int:
+        """References to an array: as many as without any tensor over it, and one more for each."""
+        return sys.getrefcount(self._arrays[number])
+
+
+@cache
+def _unused() -> int:
+    """What ``_holders`` says of an array that nobody uses; measured, as Pythons count differently."""
+    pool = RoomPool()
+    pool._arrays = [np.empty(1, np.uint8)]
+    return pool._holders(0)
 
 
 class PixelRoom:
