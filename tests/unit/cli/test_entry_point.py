@@ -174,12 +174,11 @@ def test_with_json_standard_output_holds_one_object_and_standard_error_nothing(
 def on_a_terminal(arguments: list[str], **env: str) -> bytes:
     """What a command writes to a terminal on its standard error."""
     ours, theirs = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "CI"}
     process = subprocess.Popen(
         [PACKHORSE, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=theirs,
-        env={**environment, "TERM": "xterm", "COLUMNS": "100", **env},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **env},
     )
     os.close(theirs)
     shown = b""
