@@ -1,6 +1,6 @@
 """Feeding: what the loader costs beside the processor, and how quickly a long epoch is taken up again.
 
-    python benchmarks/feed.py [--quick] [--samples 120] [--repeat 3] [--packs 1000000]
+    python benchmarks/feed.py [--quick] [--samples 240] [--repeat 3] [--packs 1000000]
 
 Writes photographs and chats about them (as ``encode.py``) and feeds a consumer that does nothing, with 0, 1
 and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of
@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=120)
+    parser.add_argument("--samples", type=int, default=240)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--packs", type=int, default=1_000_000)
     options = parse(parser, samples=16, repeat=1, packs=20_000)

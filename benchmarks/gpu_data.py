@@ -29,15 +29,12 @@ from packhorse.collate_fns import pad_collate_fn
 from packhorse.collate_fns.finish import cast_pixels
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.transformers import prepare
+from words import SPECIAL
 
 Batch = dict[str, Any]
 
 _PATCH, _MERGE = 16, 2  # of Qwen3-VL: a token stands for 32 x 32 pixels
 _PIXELS_OF_TOKEN = (_PATCH * _MERGE) ** 2
-_SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|image_pad|>", "<|video_pad|>"),
-)
 _VOWELS, _CONSONANTS = "aeio", "bdfgklmnprst"
 _SYLLABLES = tuple(consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS)
 _SENTENCE = 12  # words
@@ -193,7 +190,7 @@ def _tokenizer(meta: Path) -> Any:
         tokenizer_object=model,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(_SPECIAL),
+        additional_special_tokens=list(SPECIAL),
     )
 
 

@@ -16,18 +16,18 @@ filelock. No network, no flash-attn build.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 
+from packhorse.cli.torchvision_help import help_torchvision
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
 from packhorse.integrations.attention import attention_of, use_attention
+from packhorse.integrations.loss import to_device
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
 from promises import fact, parse, promise, recorded
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=700.0)
     options = parse(parser, samples=16, pack=384, longest=256, mean=60.0)
     if options.quick:
-        make_transformers_importable()
+        help_torchvision()
         torch.set_num_threads(1)
         torch.compiler.set_stance("force_eager")  # compiling flex attention for a CPU takes half a minute
     device = "cpu" if options.quick else "cuda"
@@ -64,14 +64,6 @@ def main() -> None:
     if not options.quick:
         judge_speed(speeds)
     judge_parity(apart)
-
-
-def make_transformers_importable() -> None:
-    """Beside a CPU build of torch, torchvision needs help (see the module in tests)."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from contract.torchvision_ops import make_torchvision_importable
-
-    make_torchvision_importable()
 
 
 def decoder(tiny: bool, device: str) -> Any:
@@ -143,11 +135,6 @@ def packed_batches(samples: list[Batch], bins: list[list[int]], pack: int, atten
     return [neat_packed_vlm_collater([one], 0, pack, attention) for one in packs]
 
 
-def on(device: str, batch: Batch) -> Batch:
-    """The batch on a device."""
-    return {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
-
-
 # --- speed --------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +192,7 @@ def measure(model: Any, samples: list[Batch], options: argparse.Namespace, devic
     rows: dict[str, str] = {}
     for way, (attention, make) in ways.items():
         use_attention(model, attention)
-        batches = [on(device, batch) for batch in make()]
+        batches = [to_device(batch, device) for batch in make()]
         seconds = seconds_of(model, batches, device)
         speeds[way] = real / seconds
         filled = real / sum(batch["input_ids"].numel() for batch in batches)
@@ -241,7 +228,7 @@ def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device
 
     def alone_with(attention: str) -> dict[int, torch.Tensor]:
         use_attention(model, attention)
-        batches = ((index, on(device, padded([samples[index]]))) for index in chosen)
+        batches = ((index, to_device(padded([samples[index]]), device)) for index in chosen)
         return {index: token_losses(model, batch)[0, :FIRST_TOKENS] for index, batch in batches}
 
     with torch.no_grad():
@@ -266,7 +253,7 @@ def _difference(
 ) -> float:
     off, tokens = 0.0, 0
     for batch, one in zip(batches, bins, strict=True):
-        moved = on(device, batch)
+        moved = to_device(batch, device)
         losses = token_losses(model, moved)[0]
         numbers = moved.get("_packed_seq_ids", torch.ones_like(moved["input_ids"]))[0]
         for number, index in enumerate(one, 1):

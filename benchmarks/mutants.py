@@ -58,9 +58,16 @@ MUTANTS = (
     Mutant(
         "the token before an answer is learned too",
         "chat/labels.py",
-        "bisect.bisect_right(self.ends, span[0])",
-        "bisect.bisect_left(self.ends, span[0])",
+        "bisect.bisect_right(tokens.ends, span[0])",
+        "bisect.bisect_left(tokens.ends, span[0])",
         ("tests/unit/test_chat.py", "tests/contract/test_tokenized.py"),
+    ),
+    Mutant(
+        "a picture has one token more",
+        "chat/runs.py",
+        "times[place] = number",
+        "times[place] = number + 1",
+        ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
     ),
     Mutant(
         "the mean loss is that of one rank",

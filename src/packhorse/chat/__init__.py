@@ -2,11 +2,12 @@
 
 The text of each assistant turn is located in the *rendered* conversation and carried over to token positions,
 so whatever a user types, a literal ``<|im_start|>assistant`` included, never becomes a label. Costs one more
-rendering and one more tokenisation of the text (no media) per sample.
+rendering of the text per sample, and one more tokenisation where the processor's own cannot be used.
 """
 
 from packhorse.chat.answers import Span, answer_spans
-from packhorse.chat.labels import IGNORE_INDEX, label_tokens
+from packhorse.chat.labels import IGNORE_INDEX, label_tokens, supervised_tokens
+from packhorse.chat.runs import Tokenised, with_runs
 from packhorse.chat.shift import TOKEN_KEYS, shift_tokens
 from packhorse.chat.template import (
     CannotAlign,
@@ -28,6 +29,7 @@ __all__ = [
     "CannotAlign",
     "Render",
     "Span",
+    "Tokenised",
     "TurnMarkers",
     "Turns",
     "answer_spans",
@@ -37,7 +39,9 @@ __all__ = [
     "renderer",
     "shift_tokens",
     "special_tokens",
+    "supervised_tokens",
     "template_errors",
     "tokenizer_of",
     "turn_markers",
+    "with_runs",
 ]

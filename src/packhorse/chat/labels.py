@@ -9,33 +9,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
 
 from packhorse.chat.answers import Span
+from packhorse.chat.runs import Tokenised, tokenised
 from packhorse.chat.template import CannotAlign, special_tokens, token_ids, tokenizer_of
 
 IGNORE_INDEX = -100
 """The label of a token that is not learned. Written nowhere else."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """A text's tokens and where in the text each begins and ends."""
-
-    ids: list[int]
-    starts: list[int]
-    ends: list[int]
-
-    def pieces(self, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
-        """First and behind-last token of each run that touches the characters of ``span``, between media."""
-        first, last = bisect.bisect_right(self.ends, span[0]), bisect.bisect_left(self.starts, span[1])
-        for place in range(first, last):
-            if self.ids[place] in media_ids:
-                yield first, place
-                first = place + 1
-        yield first, last
 
 
 def label_tokens(
@@ -43,25 +25,47 @@ def label_tokens(
 ) -> list[int]:
     """Labels for ``ids``: the id itself inside the spans, :data:`IGNORE_INDEX` elsewhere.
 
+    Arguments and errors are those of :func:`supervised_tokens`.
+    """
+    labels = [IGNORE_INDEX] * len(ids)
+    for start, end in supervised_tokens(processor, text, spans, ids, media_ids):
+        labels[start:end] = ids[start:end]
+    return labels
+
+
+def supervised_tokens(
+    processor: Any,
+    text: str,
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    media_ids: frozenset[int],
+    read: Tokenised | None = None,
+) -> list[Span]:
+    """Where the spans of a text are in its ids: first and behind-last token of each piece, media left out.
+
     Args:
         processor: its tokenizer made ``ids``.
         text: the rendered conversation with unexpanded placeholders.
         spans: characters of ``text`` to supervise, none of them empty.
         ids: the tokens of ``text`` with placeholders expanded; may be padded, or cut at the end.
         media_ids: ids that stand for media or their placeholders; never supervised.
+        read: tokens of a text, as the processor's call made them; if it is this one, they are used.
 
     Raises:
         CannotAlign: a span's tokens are not found where they must be.
     """
-    labels = [IGNORE_INDEX] * len(ids)
-    if spans:
-        for start, end in _places(tokenizer_of(processor), text, spans, ids, media_ids):
-            labels[start:end] = ids[start:end]
-    return labels
+    if not spans:
+        return []
+    return _places(tokenizer_of(processor), text, spans, ids, media_ids, read)
 
 
 def _places(
-    tokenizer: Any, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+    tokenizer: Any,
+    text: str,
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    media_ids: frozenset[int],
+    known: Tokenised | None,
 ) -> list[Span]:
     """Where the spans are in ``ids``, without the media in them."""
     special = frozenset(special_tokens(tokenizer).values()) - media_ids
@@ -69,11 +73,17 @@ def _places(
 
     def read(bos: bool, padded: bool) -> list[Span]:
         tokens = _tokenise(tokenizer, text, spans, add_special_tokens=bos)
+        return over(tokens, padded)
+
+    def over(tokens: Tokenised, padded: bool) -> list[Span]:
         low, high = _without_padding(tokens.ids, ids, pad) if padded else (0, len(ids))
-        pieces = [piece for span in spans for piece in tokens.pieces(span, media_ids)]
+        pieces = [piece for span in spans for piece in _pieces(tokens, span, media_ids)]
         found = _carried_over(tokens.ids, pieces, ids[low:high], special)
         return [(low + start, low + end) for start, end in found]
 
+    if known is not None and known.text == text:
+        with suppress(CannotAlign):
+            return over(known, padded=False)
     try:
         return read(bos=False, padded=False)
     except CannotAlign:
@@ -85,19 +95,27 @@ def _places(
         raise
 
 
-def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> _Tokens:
+def _pieces(tokens: Tokenised, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
+    """First and behind-last token of each run that touches the characters of ``span``, between media."""
+    first, last = bisect.bisect_right(tokens.ends, span[0]), bisect.bisect_left(tokens.starts, span[1])
+    for place in range(first, last):
+        if tokens.ids[place] in media_ids:
+            yield first, place
+            first = place + 1
+    yield first, last
+
+
+def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> Tokenised:
     if getattr(tokenizer, "is_fast", False):
-        made = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        offsets = made["offset_mapping"]
-        return _Tokens(list(made["input_ids"]), [a for a, _ in offsets], [b for _, b in offsets])
+        return tokenised(tokenizer, text, add_special_tokens)
     return _tokenise_in_pieces(tokenizer, text, spans, add_special_tokens)
 
 
-def _tokenise_in_pieces(tokenizer: Any, text: str, spans: Sequence[Span], bos: bool) -> _Tokens:
+def _tokenise_in_pieces(tokenizer: Any, text: str, spans: Sequence[Span], bos: bool) -> Tokenised:
     """Without offsets: cut the text at the spans, and use the pieces if together they give the same ids."""
     whole = token_ids(tokenizer(text, add_special_tokens=bos))
     cuts = sorted({0, len(text), *(c for span in spans for c in span)})
-    made = _Tokens([], [], [])
+    made = Tokenised(text, bos, [], [], [])
     for a, b in pairwise(cuts):
         piece = token_ids(tokenizer(text[a:b], add_special_tokens=bos and a == 0))
         made.ids.extend(piece)

@@ -94,13 +94,14 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     if not hasattr(type(tokenizer), "__len__"):
         return make()
     # Asked for at every sample, and slow where there are thousands. Adding a token changes the length.
-    return _remembered(tokenizer, len(tokenizer), make)
+    return remembered(tokenizer, len(tokenizer), make)
 
 
 _memory: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def _remembered(tokenizer: Any, key: Any, make: Callable[[], T]) -> T:
+def remembered(tokenizer: Any, key: Any, make: Callable[[], T]) -> T:
+    """What ``make`` makes, made once for a tokenizer and a key; forgotten with the tokenizer."""
     try:
         known = _memory.setdefault(tokenizer, {})
     except TypeError:  # a tokenizer that cannot be a key is asked every time
@@ -123,7 +124,7 @@ def turn_markers(processor: Any) -> TurnMarkers:
     """
     tokenizer, template = tokenizer_of(processor), chat_template(processor)
     key = (type(processor).__qualname__, template)
-    return _remembered(tokenizer, key, lambda: _derive_markers(processor, tokenizer, template))
+    return remembered(tokenizer, key, lambda: _derive_markers(processor, tokenizer, template))
 
 
 def _derive_markers(processor: Any, tokenizer: Any, template: str | None) -> TurnMarkers:

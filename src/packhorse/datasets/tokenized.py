@@ -106,8 +106,9 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         """
         example = with_sound_in_place(example, self.family, self.processor, key)
         # Before a fake image hides that there is nothing.
-        self.family.check(parse_conversation(example, key))
-        sample, cut = self._labelled(*self._shown(example, key)), ""
+        conversation = parse_conversation(example, key)
+        self.family.check(conversation)
+        sample, cut = self._labelled(*self._shown(example, conversation)), ""
         length = len(sample["input_ids"])
         if self.max_length is not None and length > self.max_length:
             sample, cut = self._shortened(example, key, length, self.max_length)
@@ -118,13 +119,19 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             self._remark(key, "nothing_supervised", "no token of it is learned", "kept")
         return sample
 
-    def _shown(self, example: Mapping[str, Any], key: str) -> tuple[Conversation, bool]:
-        """The conversation with a fake image where it needs one, and whether it has one."""
-        if self.inject_fake_images and "image" in self.family.kinds:
+    def _shown(self, example: Mapping[str, Any], conversation: Conversation) -> tuple[Conversation, bool]:
+        """An example's conversation with a fake image where it needs one, and whether it has one."""
+        kinds = {ref.kind for ref in conversation.media}
+        if self.inject_fake_images and "image" in self.family.kinds and not kinds & {"image", "video"}:
             example = inject_fake_image(example)
-        conversation = parse_conversation(example, key)
+            conversation = parse_conversation(example, conversation.key)
         images = any(ref.kind == "image" for ref in conversation.media)
         return conversation, images and bool(example.get("_injected_fake"))
+
+    def _first_turns(self, example: Mapping[str, Any], number: int, key: str) -> tuple[Conversation, bool]:
+        """:meth:`_shown` of the first so many turns."""
+        shorter = {**example, "conversation": example["conversation"][:number]}
+        return self._shown(shorter, parse_conversation(shorter, key))
 
     def _labelled(self, conversation: Conversation, fake: bool) -> dict[str, torch.Tensor]:
         import torch
@@ -190,14 +197,14 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         for number in reversed(answers):
             if number == len(turns):
                 continue
-            shown, fake = self._shown({**example, "conversation": turns[:number]}, key)
+            shown, fake = self._first_turns(example, number, key)
             if not self._may_fit(shown, limit):
                 continue
             sample = self._labelled(shown, fake)
             if len(sample["input_ids"]) <= limit:
                 return sample, f"{too_long}: turns {number} to {len(turns) - 1} were cut"
         first = answers[0] if answers else len(turns)
-        shown, fake = self._shown({**example, "conversation": turns[:first]}, key)
+        shown, fake = self._first_turns(example, first, key)
         return self._with_cut_answer(shown, fake, limit, too_long), f"{too_long}: the first answer was cut"
 
     def _may_fit(self, conversation: Conversation, limit: int) -> bool:

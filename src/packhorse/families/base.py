@@ -17,13 +17,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from packhorse.chat import (
+    IGNORE_INDEX,
     TOKEN_KEYS,
+    Tokenised,
     answer_spans,
     is_transformers,
-    label_tokens,
     renderer,
+    supervised_tokens,
     template_errors,
     tokenizer_of,
+    with_runs,
 )
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error
 from packhorse.families.blank import blanked
@@ -51,6 +54,7 @@ class Encoded:
         tokens: tensors of shape [S] by key, ``input_ids`` and ``attention_mask`` at least.
         media: media tensors by key, as the family's layout declares them.
         sizes: kind and size of each medium, in the order of the text.
+        read: how the text was tokenised, a medium's token once; None where nobody looked.
     """
 
     text: str
@@ -58,6 +62,7 @@ class Encoded:
     tokens: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
+    read: Tokenised | None = None
 
 
 class Family(Counting):
@@ -154,8 +159,9 @@ class Family(Counting):
         text = self.rendered(processor, conversation)
         self.check_placeholders(processor, text, conversation)
         media = self.load(conversation.media, processor)
+        quick, runs = with_runs(processor, self.media_token_ids(processor))
         try:
-            output = self.call(processor, text, media)
+            output = self.call(quick, text, media)
         except PackhorseError:
             raise
         except REFUSALS as error:
@@ -166,7 +172,8 @@ class Family(Counting):
             what = f"the processor fails on it: {type(error).__name__}: {error}"
             raise self.bad(what, conversation, "sample_failed") from error
         sizes = media.sizes(ref.kind for ref in conversation.media)
-        made = Encoded(text, self.turns(conversation), {}, {}, tuple(sizes))
+        read = None if runs is None else runs.read
+        made = Encoded(text, self.turns(conversation), {}, {}, tuple(sizes), read)
         encoded = self._sorted_out(made, output)
         self._check_media_tokens(processor, encoded, conversation)
         self._check_layout(processor, encoded)
@@ -176,14 +183,19 @@ class Family(Counting):
         """Labels [S] of an encoded sample: the answers and their end-of-turn tokens, nothing else.
 
         Raises:
-            CannotAlign: see :func:`packhorse.chat.label_tokens`.
+            CannotAlign: see :func:`packhorse.chat.supervised_tokens`.
         """
         import torch
 
         spans = self.answer_spans(processor, encoded)
         ids = encoded.tokens["input_ids"]
         media_ids = self.media_token_ids(processor)
-        return torch.tensor(label_tokens(processor, encoded.text, spans, ids.tolist(), media_ids))
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        for start, end in supervised_tokens(
+            processor, encoded.text, spans, ids.tolist(), media_ids, encoded.read
+        ):
+            labels[start:end] = ids[start:end]
+        return labels
 
     def answer_spans(self, processor: Any, encoded: Encoded) -> list[tuple[int, int]]:
         """The characters of ``encoded.text`` that are supervised."""

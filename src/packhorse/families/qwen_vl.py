@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family, Pieces, token_named
+import numpy as np
+
+from packhorse.families.base import TOKEN_KEYS, Family, Pieces, token_named
 from packhorse.families.media import LoadedMedia, frame_times
 from packhorse.media import VideoInfo
 from packhorse.tokens.resize import resize_image, resize_video
@@ -44,10 +46,14 @@ class Qwen2VL(Family):
                 own = arguments.get(f"{kind}_kwargs", {})
                 arguments[f"{kind}_kwargs"] = {**own, "return_tensors": "pt"}
         output: Mapping[str, Any] = processor(text=[text], **arguments)
-        return {
-            key: value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            for key, value in output.items()
-        }
+
+        def tensor(key: str, value: Any) -> torch.Tensor:
+            if isinstance(value, torch.Tensor):
+                return value
+            # Numpy reads lists of numbers in a quarter of the time.
+            return torch.from_numpy(np.array(value, np.int64)) if key in TOKEN_KEYS else torch.tensor(value)
+
+        return {key: tensor(key, value) for key, value in output.items()}
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""

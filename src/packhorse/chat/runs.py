@@ -1,0 +1,154 @@
+"""Tokens that a text has thousands of in a row: a picture's. They are tokenised once, and repeated.
+
+A processor writes a medium's token into the text as often as the medium is long, and has all of it tokenised,
+which takes longer than the words do. A token that the tokenizer never splits or joins to its neighbours is as
+good once, if its id is repeated afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+from packhorse.chat.template import is_transformers, remembered, special_tokens
+
+_UNDERSTOOD = frozenset({"add_special_tokens", "padding", "return_tensors"})
+_NO_PADDING = (False, True, "longest", "do_not_pad")  # of a single text
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A text's tokens and where in the text each begins and ends.
+
+    Attributes:
+        text: that was tokenised.
+        special: whether the tokenizer was to put its own tokens around it.
+        ids: its tokens.
+        starts: of each token in the text.
+        ends: of each token in the text.
+    """
+
+    text: str
+    special: bool
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+def tokenised(tokenizer: Any, text: str, special: bool) -> Tokenised:
+    """The tokens of a text, by a fast tokenizer."""
+    made = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    return _with_offsets(made, text, special)
+
+
+def _with_offsets(made: Any, text: str, special: bool) -> Tokenised:
+    offsets = made["offset_mapping"]
+    return Tokenised(text, special, list(made["input_ids"]), [a for a, _ in offsets], [b for _, b in offsets])
+
+
+class RunTokenizer:
+    """Stands in for a processor's tokenizer during one call, and gives the same ids.
+
+    What it does not understand (several texts, truncation, padding to a length) goes to the tokenizer itself.
+
+    Args:
+        tokenizer: a fast one.
+        tokens: text and id of the tokens whose runs are shortened; see :func:`media_runs`.
+
+    Attributes:
+        read: what was tokenised, runs written once; None while nothing was, or the tokenizer itself did it.
+    """
+
+    def __init__(self, tokenizer: Any, tokens: Mapping[str, int]) -> None:
+        self._tokenizer, self._tokens = tokenizer, tokens
+        longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
+        self._runs = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
+        self.read: Tokenised | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: Any = None, *others: Any, **options: Any) -> Any:
+        """As the tokenizer's own call."""
+        one = text[0] if isinstance(text, list) and len(text) == 1 else None
+        understood = (
+            not others
+            and options.keys() <= _UNDERSTOOD
+            and options.get("padding", False) in _NO_PADDING
+            and options.get("return_tensors") in (None, "pt")
+        )
+        made = self._made(one, options) if isinstance(one, str) and understood else None
+        return self._tokenizer(text, *others, **options) if made is None else made
+
+    def _made(self, text: str, options: Mapping[str, Any]) -> Any:
+        """The tokenizer's answer for one text; None where the runs are not found again among the tokens."""
+        found: list[tuple[int, int]] = []
+
+        def once(run: re.Match[str]) -> str:
+            token = run[1]
+            found.append((self._tokens[token], len(run[0]) // len(token)))
+            return token
+
+        short = self._runs.sub(once, text)
+        special = bool(options.get("add_special_tokens", True))
+        answer = self._tokenizer(short, add_special_tokens=special, return_offsets_mapping=True)
+        read = _with_offsets(answer, short, special)
+        ids = read.ids
+        ours = frozenset(self._tokens.values())
+        places = [place for place, token in enumerate(ids) if token in ours]
+        if [ids[place] for place in places] != [token for token, _ in found]:
+            return None
+        self.read = read
+        times = [1] * len(ids)
+        for place, (_, number) in zip(places, found, strict=True):
+            times[place] = number
+        rows = {
+            key: [list(chain.from_iterable(map(repeat, row, times)))]
+            for key, row in answer.items()
+            if key != "offset_mapping"
+        }
+        return type(answer)(rows, tensor_type=options.get("return_tensors"))
+
+
+def media_runs(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
+    """Text and id of those tokens of ``ids`` that are the same written alone and among their like."""
+    special = special_tokens(tokenizer)
+
+    def make() -> dict[str, int]:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        return {
+            text: number
+            for text, number in special.items()
+            if number in ids
+            and not getattr(added.get(number), "single_word", True)
+            and not any(text + text in other for other in special)
+        }
+
+    return remembered(tokenizer, ("runs", len(special), ids), make)
+
+
+def with_runs(processor: Any, ids: frozenset[int]) -> tuple[Any, RunTokenizer | None]:
+    """The processor with a :class:`RunTokenizer`, and that; the processor itself and None where it has none.
+
+    The processor that is passed is not changed; what is returned shares all else with it.
+
+    Args:
+        processor: of any kind; only those that transformers ships, with a fast tokenizer, get one.
+        ids: of the tokens that stand for the content of media.
+    """
+    tokenizer = getattr(processor, "tokenizer", None)
+    if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
+        return processor, None
+    tokens = media_runs(tokenizer, ids)
+    if not tokens:
+        return processor, None
+    quick = copy.copy(processor)
+    quick.tokenizer = RunTokenizer(tokenizer, tokens)
+    return quick, quick.tokenizer

@@ -1,0 +1,148 @@
+"""A token that is written a thousand times in a row is tokenised once, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AddedToken
+
+from contract.processors import processor
+from contract.samples import picture
+from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
+from packhorse.chat import special_tokens, with_runs
+from packhorse.chat.runs import RunTokenizer, media_runs
+from packhorse.conversation import parse_conversation
+from packhorse.families import family_of
+
+PAD = "<|image_pad|>"
+
+
+def runs(words: Any, *tokens: str) -> RunTokenizer:
+    special = special_tokens(words)
+    return RunTokenizer(words, media_runs(words, frozenset(special[token] for token in tokens)))
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(TOKEN_SETS)), special=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_text_has_the_tokens_that_the_tokenizer_gives_it(
+    data: st.DataObject, name: str, special: bool
+) -> None:
+    words = tokenizer(name)
+    known = sorted(special_tokens(words))
+    shortened = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
+    piece = st.one_of(
+        st.sampled_from([" ", "\n", "\n\n", "the cat", ". ", "<|", "|>", "\u4e2d"]),
+        st.tuples(st.sampled_from(known), st.integers(1, 40)).map(lambda pair: pair[0] * pair[1]),
+    )
+    text = "".join(data.draw(st.lists(piece, max_size=12)))
+    quick = runs(words, *shortened)
+    for options in ({}, {"return_tensors": "pt"}) if text else ({},):
+        wanted = words([text], add_special_tokens=special, **options)
+        found = quick([text], add_special_tokens=special, **options)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
+    read = quick.read
+    if read is None:  # a token that the tokenizer puts around the text, too: it cannot tell which is which
+        assert special
+        assert {words.bos_token, words.eos_token} & {*shortened}
+        return
+    assert read.special is special
+    again = words(read.text, add_special_tokens=special, return_offsets_mapping=True)
+    assert (read.ids, list(zip(read.starts, read.ends, strict=True))) == (
+        again["input_ids"],
+        again["offset_mapping"],
+    )
+
+
+def test_what_it_does_not_understand_the_tokenizer_does_itself() -> None:
+    words = tokenizer("qwen2_vl")
+    text = "a" + PAD * 30 + "b"
+    calls: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (text, {}),
+        ([text, "c"], {"padding": True}),
+        ([text], {"padding": "max_length", "max_length": 40}),
+        ([text], {"truncation": True, "max_length": 20}),
+        ([text], {"return_offsets_mapping": True}),
+        ([text], {"return_tensors": "np"}),
+        ([["a", "b"]], {"is_split_into_words": True}),
+    )
+    for texts, options in calls:
+        quick = runs(words, PAD)
+        wanted, found = words(texts, **options), quick(texts, **options)
+        assert quick.read is None, options
+        assert {key: str(value) for key, value in found.items()} == {
+            key: str(value) for key, value in wanted.items()
+        }
+
+
+def test_a_token_that_is_another_one_beside_its_like_is_not_shortened() -> None:
+    words = copy.deepcopy(tokenizer("qwen2_vl"))
+    words.add_tokens([AddedToken("IMG", single_word=True), AddedToken("<a>"), AddedToken("<a><a>")])
+    assert media_runs(words, frozenset(words.convert_tokens_to_ids(["IMG", "<a>"]))) == {}
+    assert list(media_runs(words, frozenset(words.convert_tokens_to_ids(["<a><a>"])))) == ["<a><a>"]
+    made = copy.copy(processor("qwen2_vl"))
+    made.tokenizer = words
+    assert with_runs(made, frozenset(words.convert_tokens_to_ids(["IMG"]))) == (made, None)
+
+
+def test_runs_that_are_not_found_again_are_left_to_the_tokenizer() -> None:
+    words = tokenizer("qwen2_vl")
+    wrong = RunTokenizer(words, {"the": special_tokens(words)[PAD]})
+    text = "the" * 20
+    assert wrong([text])["input_ids"] == words([text])["input_ids"]
+    assert wrong.read is None
+
+
+def test_a_processor_keeps_its_tokenizer() -> None:
+    made = processor("qwen2_vl")
+    before = made.tokenizer
+    quick, stand_in = with_runs(made, family_of(made).media_token_ids(made))
+    assert stand_in is not None
+    assert made.tokenizer is before
+    assert quick is not made
+    assert quick.image_processor is made.image_processor
+    assert len(quick.tokenizer) == len(before)
+    assert quick.tokenizer.eos_token == before.eos_token
+
+
+@pytest.mark.parametrize("tool", [object(), tokenizer("qwen2_vl")], ids=["anything", "a tokenizer"])
+def test_what_is_no_processor_of_transformers_is_left_alone(tool: Any) -> None:
+    assert with_runs(tool, frozenset({1})) == (tool, None)
+
+
+def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = processor("qwen2_vl")
+    family = family_of(made)
+    parts = [{"type": "image", "image": picture(200, 150)}, {"type": "text", "text": "What is it?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "The cat."}]}
+    parsed = parse_conversation({"conversation": [{"role": "user", "content": parts}, answer]}, "a/0")
+    encoded = family.encode(parsed, made)
+    assert encoded.read is not None
+    assert encoded.read.text == encoded.text
+    assert len(encoded.read.ids) < len(encoded.tokens["input_ids"])
+    wanted = family.labels(made, replace(encoded, read=None))
+    monkeypatch.setattr("packhorse.chat.labels._tokenise", lambda *_, **__: pytest.fail("a second time"))
+    assert torch.equal(family.labels(made, encoded), wanted)
+    assert (wanted != -100).any()
+
+
+def test_tokens_of_another_text_are_not_used_for_labels() -> None:
+    made = processor("qwen2_vl")
+    family = family_of(made)
+
+    def encoded(answer: str) -> Any:
+        turns = [("user", "Who?"), ("assistant", answer)]
+        example = [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in turns]
+        return family.encode(parse_conversation({"conversation": example}, "a/0"), made)
+
+    one, other = encoded("A cat."), encoded("An answer that is longer.")
+    assert torch.equal(family.labels(made, replace(one, read=other.read)), family.labels(made, one))
