@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,14 @@ def leavings(folder: Path) -> list[str]:
     return sorted(
         path.name for path in folder.iterdir() if path.name.startswith(".") or path.suffix == ".parts"
     )
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """Files may not grow beyond ``size`` bytes: a full disk that needs no disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

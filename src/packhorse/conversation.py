@@ -129,7 +129,7 @@ def sounds_beside(example: Mapping[str, Any]) -> list[Any]:
 def _with_sounds(content: Any, pattern: re.Pattern[str], left: list[dict[str, Any]]) -> Any:
     """The content of a turn with the next sound in place of each placeholder."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    made: list[Any] = []
+    before, made = len(left), list[Any]()
     for part in parts:
         texts = pattern.split(part["text"]) if part["type"] == "text" else []
         if len(texts) < 2:
@@ -138,7 +138,7 @@ def _with_sounds(content: Any, pattern: re.Pattern[str], left: list[dict[str, An
         for number, text in enumerate(texts):
             made += [left.pop(0)] if number else []
             made += [{**part, "text": text}] if text else []
-    return content if len(made) == len(parts) and isinstance(content, str) else made
+    return content if len(left) == before else made
 
 
 def _message(turn: Any, number: int, key: str) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,14 @@ def _rebuild_bad_sample(detail: str, reason: Reason, key: str, stage: Stage) -> 
     return BadSample(detail, reason=reason, key=key, stage=stage)
 
 
+FULL_DISK = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file may not grow so large",
+}
+"""What the system's numbers for want of room mean."""
+
+
 def plain_error(error: Exception) -> str:
     """An error for people: one of the system without its number, as ``data.jsonl: no such file``."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -78,5 +87,6 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"this needs the package '{module.partition('.')[0]}': pip install 'packhorse[{extra}]'"
+            f"this needs the package '{(error.name or module).partition('.')[0]}': pip install "
+            f"'packhorse[{extra}]'"
         ) from error

@@ -6,7 +6,6 @@ Entries made in child processes (DataLoader workers) arrive in the parent's ledg
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from packhorse.errors import ConfigError, SystemFault
+from packhorse.errors import FULL_DISK, ConfigError, SystemFault
 from packhorse.ledger_rows import ManyRows
 from packhorse.types import Action, Drop, Reason, Stage
 
@@ -32,7 +31,6 @@ logger = getLogger(__name__)
 
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
 _GONE: tuple[Action, ...] = ("left_out", "replaced")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Ledger:
@@ -86,9 +84,11 @@ class Ledger:
     def record_all(self, drops: Iterable[Drop]) -> None:
         """Write many entries with one opening of the file."""
         with self._lock:
-            new = [drop for drop in dict.fromkeys(drops) if drop not in self._drops or not drop.key]
-            for drop in new:
-                self._drops[drop] = self._drops.get(drop, 0) + 1
+            new = []
+            for drop in drops:
+                if drop not in self._drops or not drop.key:
+                    self._drops[drop] = self._drops.get(drop, 0) + 1
+                    new.append(drop)
             if new and self._is_shared():
                 self._append(*map(asdict, new))
 
@@ -296,7 +296,7 @@ class Ledger:
                 os.close(fd)
                 del self._unwritten[:written]
         except OSError as error:
-            why = "the disk is full" if error.errno in _FULL else error.strerror or str(error)
+            why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
             raise SystemFault(
                 f"{spool} cannot be written: {why}. {len(self._unwritten):,} entries of the ledger are in "
                 f"memory only, the last for {entry.get('key') or entry.get('dataset')} ({entry['reason']}): "

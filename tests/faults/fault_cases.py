@@ -11,10 +11,8 @@ import math
 import multiprocessing
 import os
 import random
-import resource
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,17 +147,6 @@ def bad_store(
     harmless = outcome.injected["slow"] if delay < settings.get("sample_timeout", math.inf) else 0
     assert len(loader.ledger) == outcome.injected.total() - harmless, "each fault is one entry"
     return outcome
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """Files may not grow beyond ``size`` bytes: a full disk that needs no disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- races -----------------------------------------------------------------------------------------------

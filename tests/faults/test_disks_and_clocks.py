@@ -16,12 +16,19 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.processors import processor
-from count_samples import chat, leavings, save_processor, sidecars, write_chats, write_rows
+from count_samples import (
+    chat,
+    leavings,
+    no_file_larger_than,
+    save_processor,
+    sidecars,
+    write_chats,
+    write_rows,
+)
 from faults.failing_store import PROTOCOL, bad_line
 from faults.fault_cases import (
     RACES,
     count_all,
-    no_file_larger_than,
     open_index,
     plan_all,
     prepared,

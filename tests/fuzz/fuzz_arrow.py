@@ -68,11 +68,11 @@ def read_count_file(data: bytes, path: Path) -> None:
 
 def read_part(data: bytes, path: Path) -> None:
     from packhorse.datasets.count_columns import CountColumns, MediaColumns
-    from packhorse.datasets.count_disk import is_bad, needs_no_media, part_file
+    from packhorse.datasets.count_disk import Part, is_bad, needs_no_media
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
-    batch = part_file(path)
+    batch = Part("", path).batch()
     CountColumns.of(batch), MediaColumns.of([batch]), is_bad(batch), needs_no_media(batch)
 
 

@@ -62,6 +62,15 @@ def test_sound_beside_a_conversation_takes_the_place_of_its_placeholder() -> Non
     assert texts == ["Say ", "a.wav", " and ", "b.wav", "!"]
 
 
+def test_a_turn_that_is_the_placeholder_and_nothing_else_becomes_the_sound() -> None:
+    turns = [{"role": "user", "content": text} for text in ("<|audio_1|>", "Write it down.")]
+    placed = sound_in_place({"conversation": turns, "audio": "a.wav"})
+    assert placed["conversation"] == [
+        {"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]},
+        {"role": "user", "content": "Write it down."},
+    ]
+
+
 def test_an_example_without_sound_beside_it_comes_back_itself() -> None:
     for example in (EXAMPLE, {**EXAMPLE, "audio": None}, {**EXAMPLE, "audio": []}):
         assert sound_in_place(example) is example

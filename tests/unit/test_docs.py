@@ -3,6 +3,7 @@
 Only ``from_pretrained`` does not download here: it gives the small Qwen2.5-VL of the contract tests.
 """
 
+import importlib
 import re
 import subprocess
 import sys
@@ -16,6 +17,10 @@ from packhorse.types import Reason
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIGURES = ("benchmarks.md",)  # commands and what they printed
+PUBLIC = (
+    *("", ".datasets", ".collate_fns", ".samplers", ".neat_packing_vlm", ".pp_media", ".media", ".loader"),
+    *(".integrations.pipelining", ".integrations.transformers"),
+)
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -58,3 +63,10 @@ def test_the_page_on_the_ledger_explains_every_reason_and_no_other() -> None:
     table = (ROOT / "docs" / "ledger.md").read_text().partition("| reason |")[2].partition("\n\n")[0]
     explained = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert sorted(explained) == sorted(get_args(Reason))
+
+
+@pytest.mark.parametrize("module", [f"packhorse{name}" for name in PUBLIC])
+def test_every_public_name_is_on_a_page(module: str) -> None:
+    words = {word for page in PAGES for word in re.findall(r"\w+", page.read_text())}
+    names = {name for name in importlib.import_module(module).__all__ if not name.startswith("__")}
+    assert names <= words, f"{', '.join(sorted(names - words))} of {module} are on no page"

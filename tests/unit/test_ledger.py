@@ -114,9 +114,14 @@ def test_many_rows_recorded_again_count_once() -> None:
 
 def test_entries_that_name_no_row_are_all_counted() -> None:
     ledger = Ledger()
+    drop = Drop("", "convert", "surplus_media", "one", "left_out")
     for _ in range(3):
-        ledger.record(Drop("", "convert", "surplus_media", "one", "left_out"))
+        ledger.record(drop)
     assert len(ledger) == len(list(ledger)) == ledger.lost() == ledger.counts()["surplus_media"] == 3
+    ledger.record_all(
+        [drop, drop, Drop("a/0", "media", "missing_media"), Drop("a/0", "media", "missing_media")]
+    )
+    assert ledger.counts() == {"surplus_media": 5, "missing_media": 1}
 
 
 def test_a_fork_while_another_thread_records_does_not_hang_the_child() -> None:

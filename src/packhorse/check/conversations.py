@@ -6,7 +6,6 @@ deliver with a remark. Costs some tens of microseconds a row.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,11 +15,10 @@ from packhorse.check.rules import Found, found
 from packhorse.conversation import parse_conversation
 from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import Row
-from packhorse.datasets.sharegpt import ShareGptFormat, convert_row
+from packhorse.datasets.sharegpt import PLACEHOLDER, ShareGptFormat, convert_row
 from packhorse.errors import BadSample
 from packhorse.types import Conversation, Drop, MediaRef, Message, TextPart
 
-_PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
 # What an unknown role brings with it: its turn is gone, and so is what it said.
 _FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media", "surplus_placeholder")
 
@@ -89,7 +87,7 @@ def _texts(conversation: Conversation) -> list[Found]:
         media = any(isinstance(part, MediaRef) for part in message.parts)
         if not media and not message.extras and not any(text.strip() for text in texts):
             findings.append(found("empty_turn", f"turn {number} ({message.role}) says nothing"))
-        typed = [match[0] for text in texts for match in _PLACEHOLDER.finditer(text)]
+        typed = [match[0] for text in texts for match in PLACEHOLDER.finditer(text)]
         # Rows without sound may speak of <audio>: nobody takes it for a placeholder.
         typed = [one for one in typed if has_sound or one.lower() != "<audio>"]
         if typed:

@@ -321,8 +321,5 @@ def _file_names(files: Sequence[CheckedFile]) -> list[str]:
 def _meta_entry(checked: CheckedFile, file: str) -> dict[str, Any]:
     """The data set's entry of a meta file in another folder: its media folder is an absolute path."""
     config = checked.config
-    rules = asdict(config.rules)
-    if config.rules.media_dir is not None or checked.relative:
-        rules["media_dir"] = with_absolute_paths(config).rules.media_dir
-    kept = {name: rules[name] for name in ("columns", "tags", "media_dir", "strict", "confine")}
-    return {"file_name": file, **kept, "sample_ratio": config.sample_ratio}
+    absolute = config.rules.media_dir is not None or checked.relative
+    return (with_absolute_paths(config) if absolute else config).entry(file)

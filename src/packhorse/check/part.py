@@ -7,6 +7,7 @@ memory is a block of rows.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -263,7 +264,7 @@ def _under(source: Any, folder: str | None) -> bool:
     """Whether a resolved path got the working directory in front, which stands in for a media folder."""
     if isinstance(source, list | tuple):
         return any(_under(one, folder) for one in source)
-    return isinstance(source, str) and folder is not None and source.startswith(folder)
+    return isinstance(source, str) and folder is not None and source.startswith(os.path.join(folder, ""))
 
 
 def _digest_of(looked: _Looked) -> bytes:

@@ -8,6 +8,7 @@ images are exact; it costs one pass over the rows and the headers of their image
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from packhorse.datasets.count_columns import CountColumns, MediaColumns
 from packhorse.datasets.count_part import (
     PartTask,
     check_media_dir,
+    no_remarks,
     opened_rows,
     rows_now,
     with_absolute_paths,
@@ -38,7 +40,7 @@ from packhorse.datasets.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.media import media_size
 from packhorse.tokens.estimate import CHARS_PER_TOKEN, estimate
-from packhorse.types import MEDIA_KINDS, Drop, MediaRef
+from packhorse.types import MEDIA_KINDS, MediaRef
 
 SPREADS = (
     "tokens",
@@ -183,7 +185,8 @@ def stats_of(
         index_dir=index_dir,
         progress=progress,
     )
-    name = processor if isinstance(processor, str) else type(processor).__name__
+    is_path = isinstance(processor, str | os.PathLike)
+    name = os.fspath(processor) if is_path else type(processor).__name__
     return StatsReport(
         tuple(_counted(one, longest) for one in report.files),
         False,
@@ -341,7 +344,7 @@ def _add_estimate(
 ) -> None:
     if isinstance(row, BadSample):
         raise row
-    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=_no_remarks)
+    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=no_remarks)
     conversation = parse_conversation(example, key)
     sides = [_side(ref) for ref in conversation.media if ref.kind == "image"]
     guess = estimate(example)
@@ -364,7 +367,3 @@ def _add_estimate(
 def _side(ref: MediaRef) -> int:
     size: Any = media_size(ref)
     return int(max(size))
-
-
-def _no_remarks(drop: Drop) -> None:
-    """Remarks on rows that are delivered are the linter's affair."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS
-from packhorse.cli.screen import one_line_errors, out_console, progress_bar
+from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS, processor_option
+from packhorse.cli.screen import new_table, one_line_errors, out_console, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,12 +43,7 @@ packhorse check meta.json --fix clean --drop-duplicates
 
 def check(
     meta: META,
-    processor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder (or hub name) of the model's processor, for the rules that need it."
-        ),
-    ] = None,
+    processor: Annotated[str | None, processor_option(", for the rules that need it")] = None,
     max_length: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Rows with more tokens are too long; needs --processor."),
@@ -163,15 +158,11 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int) -> None:
 
 
 def _table(report: CheckReport) -> Table:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from packhorse.check.report import rule_counts
 
-    table = Table(
-        title="Findings by rule and data set", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
-    )
+    table = new_table("Findings by rule and data set")
     for name in ("severity", "rule"):
         table.add_column(name, no_wrap=True)
     table.add_column("data set", overflow="fold")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
-from packhorse.cli.screen import one_line_errors, out_console, progress_bar
+from packhorse.cli.screen import new_table, one_line_errors, out_console, progress_bar
 from packhorse.types import MEDIA_KINDS
 
 if TYPE_CHECKING:
@@ -173,9 +173,7 @@ def _remarks(dataset: DatasetReport) -> Iterator[str]:
 
 def _table(report: CountReport) -> Table:
     """A row for each data set; kinds of tokens that nobody has are left out, to fit on a terminal."""
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     kinds = [kind for kind in MEDIA_KINDS if any(one.tokens[kind] for one in report.datasets)]
     names = [
@@ -188,7 +186,7 @@ def _table(report: CountReport) -> Table:
         "longest",
         "bad",
     ]
-    table = Table(title="Tokens by data set", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table("Tokens by data set")
     table.add_column("data set", overflow="fold", min_width=8)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

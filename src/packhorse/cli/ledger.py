@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import one_line_errors, out_console
+from packhorse.cli.screen import new_table, one_line_errors, out_console
 
 if TYPE_CHECKING:
     from packhorse.ledger import Ledger
@@ -131,19 +131,15 @@ def _sums(counts: Counter[tuple[str, str]], place: int) -> dict[str, int]:
 
 
 def _print(
-    counts: Counter[tuple[str, str]], by: By, listed: list[Any], total: int, lost: int, files: int
+    counts: Counter[tuple[str, str]], by: By, listed: list[Drop], total: int, lost: int, files: int
 ) -> None:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from packhorse.check.rules import on_one_line
 
     console = out_console(_WIDTH)
     actions = list(_sums(counts, 1))
-    table = Table(
-        title=f"Entries by {by.value}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
-    )
+    table = new_table(f"Entries by {by.value}")
     table.add_column("data set" if by is By.dataset else by.value, overflow="fold")
     for name in [*(actions if by is not By.action else []), "all"]:
         table.add_column(name, justify="right", no_wrap=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+
+def processor_option(more: str = "") -> Any:
+    """The option ``--processor``; ``more`` says what it is for, or what is done without it."""
+    return typer.Option(metavar="DIR", help=f"Folder (or hub name) of the model's processor{more}.")
+
+
 META = Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")]
-PROCESSOR = Annotated[str, typer.Option(metavar="DIR", help="Folder (or hub name) of the model's processor.")]
+PROCESSOR = Annotated[str, processor_option()]
 DATASETS = Annotated[
     list[str] | None,
     typer.Option("--dataset", metavar="NAME", help="Only this data set; may be given again."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -177,7 +178,8 @@ def choose_samples(
     encoded = PreTokenizedDatasetWrapper(dataset, processor, on_bad="raise", ledger=Ledger())
     chosen, in_a_row = Chosen(), 0
     step = max(1, len(dataset) // number)
-    for place in dict.fromkeys([*range(0, len(dataset), step), *range(len(dataset))]):
+    between = (place for place in range(len(dataset)) if place % step)
+    for place in chain(range(0, len(dataset), step), between):
         if len(chosen.samples) == number or in_a_row == _MOST_BAD:
             break
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
-from packhorse.cli.screen import one_line_errors, out_console, own_command, progress_bar
+from packhorse.cli.screen import new_table, one_line_errors, out_console, own_command, progress_bar
 from packhorse.types import MEDIA_KINDS
 
 if TYPE_CHECKING:
@@ -304,10 +304,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
     """A table under its title, the first column to the left and all others to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table()
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:

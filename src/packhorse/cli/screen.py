@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from packhorse.datasets.counting import OnProgress
 
@@ -31,6 +32,14 @@ def out_console(width: int) -> Console:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=width, highlight=False)
+
+
+def new_table(title: str | None = None) -> Table:
+    """A table without columns, as all commands print it."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
 
 
 def own_command() -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS
-from packhorse.cli.screen import one_line_errors, out_console, progress_bar
+from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS, processor_option
+from packhorse.cli.screen import new_table, one_line_errors, out_console, progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from packhorse.check import DatasetStats, StatsReport
     from packhorse.check.distribution import Distribution
 
-_WIDTH = 80
+_WIDTH = 80  # of what goes to a file
 _MOST_BARS = 18
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
@@ -41,12 +41,7 @@ packhorse stats meta.json --dataset charts --json
 
 def stats(
     meta: META,
-    processor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder (or hub name) of the model's processor; estimates without it."
-        ),
-    ] = None,
+    processor: Annotated[str | None, processor_option("; estimates without it")] = None,
     datasets: DATASETS = None,
     each: Annotated[bool, typer.Option("--each", help="Draw the histograms of each data set, too.")] = False,
     longest: Annotated[
@@ -94,8 +89,7 @@ def _print(report: StatsReport, each: bool) -> None:
     every = [*report.datasets, report.all()] if len(report.datasets) > 1 else [*report.datasets]
     console.print(_lengths_table(every, report.estimated))
     console.print(
-        "(Tokens are those of the encoded rows. A plan tells them after the label shift: one less a row.)",
-        soft_wrap=False,
+        "(Tokens are those of the encoded rows. A plan tells them after the label shift: one less a row.)"
     )
     if bad := sum(sum(one.bad.values()) for one in report.datasets):
         rows = f"{bad:,} of {sum(one.rows for one in report.datasets):,} rows"
@@ -125,7 +119,7 @@ def _print(report: StatsReport, each: bool) -> None:
 
 def _lengths_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
     about = "~" if estimated else ""
-    table = _new_table(f"Tokens of a row{' (estimated)' if estimated else ''}")
+    table = _by_data_set(f"Tokens of a row{' (estimated)' if estimated else ''}")
     for name in ("rows", "tokens", "mean", "p50", "p90", "p99", "max", "learned"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in every:
@@ -142,7 +136,7 @@ def _lengths_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
 
 
 def _media_table(every: Sequence[DatasetStats]) -> Table:
-    table = _new_table("Media")
+    table = _by_data_set("Media")
     for name in ("text only", "images", "videos", "sounds", "a row p50", "p90", "p99", "max"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in every:
@@ -152,7 +146,7 @@ def _media_table(every: Sequence[DatasetStats]) -> Table:
 
 
 def _image_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
-    table = _new_table("Images")
+    table = _by_data_set("Images")
     names = ["side p50", "p90", "p99", "max", *([] if estimated else ["tokens p50", "p90", "p99", "max"])]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -171,11 +165,9 @@ def _marks(one: DatasetStats, name: str) -> list[str]:
     return [f"{mark:,}" if spread.n else "-" for mark in marks]
 
 
-def _new_table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+def _by_data_set(title: str) -> Table:
+    """A table whose first column is the data set."""
+    table = new_table(title)
     table.add_column("data set", overflow="fold", min_width=8)
     return table
 

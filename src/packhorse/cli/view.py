@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, TRUST
+from packhorse.cli.options import AS_JSON, TRUST, processor_option
 from packhorse.cli.screen import one_line_errors
 
 EXAMPLES = """
@@ -38,10 +38,7 @@ def view(
     source: Annotated[
         str, typer.Argument(help="A plan of `packhorse plan`, or a meta file.", metavar="PLAN|META")
     ],
-    processor: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder (or hub name) of the processor; a plan knows where it was."),
-    ] = None,
+    processor: Annotated[str | None, processor_option("; a plan knows where it was")] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="Where to listen; 0 takes a free one.")
     ] = 8123,

@@ -89,6 +89,7 @@ COLLATE_FNS: dict[str, Callable[..., dict[str, Any]]] = {
     "KimiK25Processor": kimi_k25_vl_collate_fn,
     "KimiVLProcessor": kimi_vl_collate_fn,
     "Kimi_K25Processor": kimi_k25_vl_collate_fn,
+    "LlavaOneVisionProcessor": llava_onevision_collate_fn,
     "LlavaOnevisionProcessor": llava_onevision_collate_fn,
     "NemotronH_Omni_Reasoning_V3Processor": default_collate_fn,
     "NemotronParseProcessor": nemotron_parse_collate_fn,

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from filelock import FileLock
 
-from packhorse.errors import ConfigError
+from packhorse.errors import FULL_DISK, ConfigError
 from packhorse.media.source import is_address, local_path
 
 logger = getLogger(__name__)
@@ -34,14 +34,13 @@ _PIECE = 1 << 22
 _LEAVINGS_AGE = 3600.0
 _TRIES = 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # then the age of a file has to tell
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
 
 
 def cache_folder() -> Path:
     """The folder of the cache; nothing is created."""
     if folder := os.environ.get("PACKHORSE_CACHE"):
-        return Path(folder)
+        return Path(folder).expanduser()  # a YAML file, say, does not do it
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "packhorse"
 
@@ -101,6 +100,21 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
     return target
 
 
+def build_anew(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path:
+    """As :func:`build_once`, where the file is there but is not what was written.
+
+    Args:
+        name: as for :func:`build_once`.
+        write: likewise.
+        damaged: the inode of that file; if another process has replaced it by now, the new one is taken.
+    """
+    target = cache_folder() / name
+    with cache_lock(name):
+        if not target.exists() or target.stat().st_ino == damaged:
+            write_whole(target, write, to_disk=True)
+    return target
+
+
 def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bool = False) -> None:
     """Write a file so that it is seen under its name only when it is complete.
 
@@ -127,9 +141,17 @@ def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bo
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        if isinstance(error, OSError) and error.errno in FULL_DISK and error.filename is None:
             error.filename = str(target)
         raise
+
+
+def is_of_the_system(error: Exception) -> bool:
+    """Whether an error is the system's own (no rights, no room), and tells nothing of what a file holds.
+
+    Arrow says OSError of a file whose inside is wrong, too, but then without the system's number.
+    """
+    return isinstance(error, OSError) and error.errno is not None
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.datasets.cache import is_of_the_system
 from packhorse.datasets.count_columns import count_schema
 from packhorse.errors import ConfigError
 from packhorse.types import MEDIA_KINDS
@@ -69,8 +70,7 @@ def open_batches(path: str) -> Any:
 
 def as_damage(error: Exception, path: str) -> Exception:
     """What Arrow raised over a file, as what it means: the system's own errors stay, the rest is damage."""
-    # Arrow says OSError of a file whose inside is wrong, too, but then without the system's number.
-    if isinstance(error, OSError) and error.errno is not None:
+    if is_of_the_system(error):
         return error
     why = " ".join(str(error).split())[:200]
     return ConfigError(f"{path} is a count file of another format, or damaged ({why})")

@@ -15,17 +15,12 @@ from packhorse.datasets.cache import write_whole
 from packhorse.datasets.count_check import CHECK, as_damage, batch_digest, open_batches
 from packhorse.datasets.count_columns import OK
 from packhorse.datasets.sidecar import Sidecar
-from packhorse.errors import SystemFault
+from packhorse.errors import FULL_DISK, SystemFault
 
 logger = getLogger("packhorse.datasets")
 
 _TICK = 2_000_000_000  # nanoseconds that every file system can tell apart
 _NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota is used up",
-    errno.EFBIG: "a file may not grow so large",
-}
 
 # Reasons that are the same in whatever folder media are looked for.
 _OF_THE_ROW = (
@@ -126,16 +121,6 @@ class Part:
         return True
 
 
-def part_file(path: Path) -> Any:
-    """The record batch of a part, looked through.
-
-    Raises:
-        OSError: it cannot be read.
-        ConfigError: (a ``ValueError``) it is damaged.
-    """
-    return _opened(path, look=True)[0]
-
-
 def _opened(path: Path, *, look: bool) -> tuple[Any, str]:
     """The record batch of a part, and the digest of its counts.
 
@@ -184,8 +169,8 @@ def told_if_full(path: Path) -> Iterator[None]:
 
 
 def _fault(error: OSError, path: Path) -> SystemFault:
-    why = _FULL.get(error.errno or 0, error.strerror or str(error))
-    cure = "make room and count again" if error.errno in _FULL else "count again"
+    why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
+    cure = "make room and count again" if error.errno in FULL_DISK else "count again"
     return SystemFault(
         f"{path} cannot be written: {why}. No count file is incomplete; {cure} (what is finished is kept)"
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +48,7 @@ def write_counted_jsonl(
         if os.path.realpath(target) == os.path.realpath(counted.file.path):
             raise ConfigError(f"{target} is the data file itself: write the copies to another folder")
     meta = {
-        counted.config.name: _meta_entry(counted, target)
+        counted.config.name: counted.config.entry(target.name)
         for counted, target in zip(files, targets, strict=True)
     }
     told = _Told(progress, sum(len(counted.file) for counted in files))
@@ -77,13 +76,6 @@ class _Told:
 
 def _write(file: IO[bytes], data: bytes) -> None:
     file.write(data)
-
-
-def _meta_entry(counted: CountedFile, target: Path) -> dict[str, Any]:
-    config = counted.config
-    rules = asdict(config.rules)
-    kept = {name: rules[name] for name in ("columns", "tags", "media_dir", "strict", "confine")}
-    return {"file_name": target.name, **kept, "sample_ratio": config.sample_ratio}
 
 
 def _lines(counted: CountedFile, told: _Told) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ from packhorse.datasets.cache import Fingerprint
 from packhorse.datasets.count_check import CHECK, batch_digest
 from packhorse.datasets.count_columns import COUNTS, OK, count_schema
 from packhorse.datasets.meta_file import DatasetConfig
-from packhorse.datasets.rows import JsonRows, Row, RowFile, gc_paused, open_rows
+from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sharegpt import convert_row
 from packhorse.datasets.sidecar import counter_settings, data_source
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from packhorse.tokens.count import Counted, MediumCount, TokenCounter
 
 _BLOCK = 512  # rows in memory at a time: enough for the tokenizer to work in bulk
-_PIECE = 1 << 22
 _LONGEST_DETAIL = 500
 _IN_ROW = re.compile(r"line (\d+) column (\d+) \(char \d+\)")
 
@@ -89,7 +88,8 @@ class PartCounter:
     def of(cls, processor: Any, trust_remote_code: bool = False) -> PartCounter:
         """Open the processor, and take its settings for those of all processes."""
         opened_rows.cache_clear()  # as for the processor: a file may be another one by now
-        if isinstance(processor, str):
+        if isinstance(processor, str | os.PathLike):
+            processor = os.fspath(processor)
             opened_counter.cache_clear()  # the folder may hold another one since the last pass
             return cls(processor, opened_counter(processor, trust_remote_code)[1], trust_remote_code)
         counter = make_counter(processor)
@@ -230,15 +230,8 @@ def with_absolute_paths(config: DatasetConfig) -> DatasetConfig:
 def part_digest(rows: RowFile, first: int, stop: int) -> str:
     """A digest of what the file holds for these rows: about a gigabyte a second."""
     state = hashlib.blake2b(digest_size=16)
-    if isinstance(rows, JsonRows):
-        at, end = rows._index.span(first)[0], rows._index.span(stop - 1)[1]
-        while at < end:
-            piece = rows._fetch(at, min(end, at + _PIECE))
-            state.update(piece)
-            at += len(piece)
-    else:
-        for row in range(first, stop):
-            state.update(repr(rows[row]).encode("utf-8", "backslashreplace"))
+    for piece in rows.content(first, stop):
+        state.update(piece)
     return state.hexdigest()
 
 
@@ -303,13 +296,13 @@ def _parsed(row: Row | BadSample, number: int, config: DatasetConfig) -> Convers
         return row
     key = row_key(config.name, number)
     try:
-        example = convert_row(row, config.rules, key=key, dataset=config.name, record=_no_remarks)
+        example = convert_row(row, config.rules, key=key, dataset=config.name, record=no_remarks)
         return parse_conversation(example, key)
     except BadSample as error:
         return error
 
 
-def _no_remarks(drop: Drop) -> None:
+def no_remarks(drop: Drop) -> None:
     """Remarks on rows that are delivered are made, and kept, when the data set is opened."""
 
 

@@ -47,10 +47,11 @@ def load_jsonl_for_rank(
     Returns:
         The parsed rows, and how many rows the file has.
     """
+    world = World(rank, world_size)  # before rows are counted by it
     with gc_paused():
         share = _ShareOfLines(rank, world_size) if sample_ratio == 1 else None
         rows = open_rows(os.fspath(file_path), onlooker=share)
-        selection = RowSelection(len(rows), sample_ratio, World(rank, world_size), remainder)
+        selection = RowSelection(len(rows), sample_ratio, world, remainder)
         selection.record_losses(rows.name, ledger if ledger is not None else default_ledger())
         if share is not None and share.lines:
             return share.rows(rows, len(selection)), len(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from packhorse.datasets.cache import local_file
@@ -26,6 +26,10 @@ class DatasetConfig:
     file_name: str
     rules: ShareGptFormat
     sample_ratio: float = 1.0
+
+    def entry(self, file_name: str) -> dict[str, Any]:
+        """The entry of a meta file for the same rows in another file."""
+        return {"file_name": file_name, **asdict(self.rules), "sample_ratio": self.sample_ratio}
 
 
 Meta = str | os.PathLike[str] | Mapping[str, Any]

@@ -41,11 +41,11 @@ def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], p
 
     Raises:
         BadSample: the hook refuses the sample.
-        ConfigError: it failed. A sample's fault cannot be told from a slip of the hook's author, which no
-            other sample would mend.
+        ConfigError: it failed, or gives no ``input_ids`` back. A sample's fault cannot be told from a slip of
+            the hook's author, which no other sample would mend.
     """
     try:
-        return hook(result, processor)
+        made = hook(result, processor)
     except BadSample:
         raise
     except DATA_ERRORS as error:
@@ -53,6 +53,12 @@ def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], p
             f"the post-tokenize hook failed: {type(error).__name__}: {error} (it may raise "
             "packhorse.errors.BadSample to refuse a sample)"
         ) from error
+    if not isinstance(made, Mapping) or "input_ids" not in made:
+        raise ConfigError(
+            f"the post-tokenize hook gave back a {type(made).__name__} without input_ids: expected the "
+            "tensors that it was given, changed as it likes"
+        )
+    return made
 
 
 def fake_tokens(

@@ -69,6 +69,10 @@ def make_cord_v2_dataset(
         seed: where a row has several parses, ``seed`` and the row's content decide which one is taken.
         **kwargs: passed to ``load_dataset``.
     """
+    if limit_dataset_samples is not None and limit_dataset_samples < 0:
+        raise ConfigError(
+            f"limit_dataset_samples={limit_dataset_samples}: expected at least 0, or None for all"
+        )
     dataset = _load(path_or_dataset, split, kwargs, ("image", "ground_truth"), _Cord(seed))
     if limit_dataset_samples is None:
         return dataset
@@ -223,6 +227,11 @@ def _load(
 ) -> Dataset:
     datasets = require("datasets", "hub")
     dataset = datasets.load_dataset(path, split=split, **kwargs)
+    if not isinstance(dataset, datasets.Dataset):
+        raise ConfigError(
+            f"{path}: load_dataset gives a {type(dataset).__name__}, expected a Dataset: name one split, and "
+            "leave streaming out"
+        )
     missing = [name for name in columns if name not in dataset.column_names]
     if missing:
         raise ConfigError(f"{path}: no column {', '.join(missing)}; it has {', '.join(dataset.column_names)}")

@@ -150,10 +150,14 @@ class ReplacingDataset(Dataset[Any]):
         logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
 
     def _place(self, idx: int | None, stage: Stage) -> str:
-        """File and line of the row, where the dataset tells; who reads or converts a row says it already."""
-        location = getattr(self.dataset, "location", None)
-        known = idx is not None and callable(location) and stage in ("media", "encode", "collate")
-        return f"; {location(idx)}" if known and location is not None else ""
+        """File and line of the row, where the dataset tells; who reads or converts a row says it already.
+
+        Nothing is read for it: of a file with blank lines, row and byte are told.
+        """
+        locations = getattr(self.dataset, "locations", None)
+        if idx is None or not callable(locations) or stage not in ("media", "encode", "collate"):
+            return ""
+        return f"; {locations([idx])[0]}"
 
     def substitute(self, idx: int, attempt: int) -> int:
         """The index that stands in for ``idx`` at an attempt; depends on seed, epoch and index alone."""

@@ -32,6 +32,7 @@ from packhorse.errors import BadSample, ConfigError
 Row = dict[str, Any]
 
 _BLOCK = 1 << 16  # rows looked up in the index at a time
+_PIECE = 1 << 22  # bytes of a row file's content that are in memory at a time
 _RUN_BYTES = 1 << 20  # about so many bytes are fetched with one call, if the rows asked for lie close
 
 
@@ -64,6 +65,14 @@ class RowFile(ABC):
         """The rows in the order asked for; one that cannot be parsed comes as its error: none is missed."""
         for row in rows:
             yield self._get_or_error(row)
+
+    def content(self, first: int, stop: int) -> Iterator[bytes]:
+        """What the file holds for these rows, in pieces: the same bytes wherever the file lies."""
+        for number, row in enumerate(self.read(range(first, stop)), first):
+            held = repr(row)
+            if isinstance(row, BadSample):
+                held = row.detail.removeprefix(f"{self.location(number)}: ")
+            yield held.encode("utf-8", "backslashreplace")
 
     def _get_or_error(self, row: int) -> Row | BadSample:
         try:
@@ -140,6 +149,14 @@ class JsonRows(RowFile):
                     view = memoryview(data)
                     for i in range(first, last):
                         yield self._row_or_error(view[first_bytes[i] - base : behind[i] - base], block[i])
+
+    def content(self, first: int, stop: int) -> Iterator[bytes]:
+        """As :meth:`RowFile.content`: the rows' own bytes and what lies between them, without parsing."""
+        at, end = self._index.span(first)[0], self._index.span(stop - 1)[1]
+        while at < end:
+            piece = self._fetch(at, min(end, at + _PIECE))
+            yield piece
+            at += len(piece)
 
     def _all_checked(self, rows: list[int]) -> Offsets:
         """As :meth:`_checked` for many rows at once."""
@@ -275,6 +292,8 @@ def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | N
         ConfigError: (a ``ValueError``) it is not what its name says.
     """
     path = local_file(address)
+    if os.path.isdir(path):
+        raise ConfigError(f"{address} is a folder, expected a file of rows: name its files, a data set each")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{address}: no such file")
     if path.endswith(".parquet"):

@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
 from typing import IO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.datasets.cache import build_once
+from packhorse.datasets.cache import build_anew, build_once
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.types import Drop, World
+
+logger = getLogger("packhorse.datasets")
 
 RowNumbers = npt.NDArray[np.int64]
 Remainder = Literal["drop", "keep"]
@@ -36,11 +40,27 @@ def _draw(total: int, size: int) -> RowNumbers:
         drawn = random.Random(_SEED).sample(range(total), size)
         file.write(np.array(drawn, "<i8").tobytes())
 
-    path = build_once(f"draws/{total}-{size}.i8", write)
-    if path.stat().st_size != 8 * size:
-        raise ConfigError(f"{path} is damaged: delete it")
-    kept: RowNumbers = np.memmap(path, "<i8", mode="r")
+    name = f"draws/{total}-{size}.i8"
+    path = build_once(name, write)
+    kept = _kept_draw(path, total, size)
+    if kept is None:
+        logger.warning("%s is damaged: drawing anew", path)
+        kept = _kept_draw(build_anew(name, write, path.stat().st_ino), total, size)
+    if kept is None:
+        raise ConfigError(f"{path} is damaged as soon as it is made: is the disk in order?")
     return kept
+
+
+def _kept_draw(path: Path, total: int, size: int) -> RowNumbers | None:
+    """The draw in a file; None if it is not ``size`` different rows of ``total``."""
+    if path.stat().st_size != 8 * size:
+        return None
+    kept: RowNumbers = np.memmap(path, "<i8", mode="r")
+    if kept.min() < 0 or kept.max() >= total:
+        return None
+    drawn = np.zeros(total, np.bool_)
+    drawn[kept] = True
+    return kept if np.count_nonzero(drawn) == size else None
 
 
 def row_key(dataset: str, row: int, copy: int = 0) -> str:

@@ -18,7 +18,9 @@ from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import resolve
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason
 
-_PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
+PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
+"""What stands in the text of a user for the next medium of that kind."""
+
 _SURPLUS = object()
 
 
@@ -226,7 +228,7 @@ class _Conversion:
         parts: list[dict[str, Any]] = []
         end = 0
         surplus: Counter[str] = Counter()
-        for match in _PLACEHOLDER.finditer(content):
+        for match in PLACEHOLDER.finditer(content):
             kind = match[1].lower()
             if kind not in self.media:
                 continue

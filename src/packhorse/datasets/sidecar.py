@@ -336,12 +336,12 @@ def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> Cou
     processor = as_processor(processor)
     counter = counter_settings(TokenCounter(family_of(processor), processor))
     places = [
-        Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset._sources
+        Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset.sources
     ]
     sidecars = [place.find() for place in places]
     usable: list[CountColumns] = []
     missing: list[str] = []
-    for source, place, sidecar in zip(dataset._sources, places, sidecars, strict=True):
+    for source, place, sidecar in zip(dataset.sources, places, sidecars, strict=True):
         if sidecar is None or len(sidecar) != len(source.file):
             missing.append(f"{source.config.name}: {_why_missing(place)}")
         elif not missing:
@@ -361,7 +361,7 @@ def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> Cou
 def is_counted(dataset: MetaDataset) -> bool:
     """Whether any file of a data set has a count file, whatever it was counted with."""
     return any(
-        any(True for _ in neighbours(names_of(data_source(source.file)))) for source in dataset._sources
+        any(True for _ in neighbours(names_of(data_source(source.file)))) for source in dataset.sources
     )
 
 

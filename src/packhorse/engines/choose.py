@@ -18,7 +18,8 @@ def engine_named(name: str, workers: int | None = None, ray_address: str | None 
         name: one of :data:`ENGINES`.
         workers: how many tasks run at the same time; None leaves it to the engine (all cores, or as many as
             the cluster has).
-        ray_address: an existing Ray cluster; None starts one on this machine.
+        ray_address: an existing Ray cluster; None takes that of ``RAY_ADDRESS``, else starts one on this
+            machine.
     """
     if name == "local":
         if ray_address is not None:

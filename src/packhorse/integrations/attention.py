@@ -158,8 +158,8 @@ def _kernel(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """PyTorch's kernel on [B * S, heads, width]; its arguments have changed between releases."""
-    function, takes = _varlen_attn()
+    """PyTorch's kernel on [B * S, heads, width]."""
+    function, takes = varlen_kernel()
     if scaling is not None and "scale" not in takes:
         query = query * (scaling * query.shape[-1] ** 0.5)
     options: dict[str, Any] = {"scale": scaling} if "scale" in takes else {}
@@ -182,7 +182,12 @@ def _kernel(
 
 
 @cache
-def _varlen_attn() -> tuple[Any, frozenset[str]]:
+def varlen_kernel() -> tuple[Any, frozenset[str]]:
+    """PyTorch's kernel, and the names of its arguments, which have changed between releases.
+
+    Raises:
+        ConfigError: this PyTorch has none.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:

@@ -7,8 +7,6 @@ known here about backends is what packed batches bring them (:mod:`packhorse.col
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from packhorse.collate_fns.packed import ATTENTION
 from packhorse.errors import ConfigError, require
 from packhorse.families import FAMILIES
+from packhorse.integrations.attention import varlen_kernel
 
 BEST_ON_CUDA = ("varlen", "flash_attention_2", "flex_attention", "sdpa", "eager")
 BEST_ELSEWHERE = ("sdpa", "varlen", "eager")
@@ -109,11 +108,11 @@ def _device_of(model: Any) -> torch.device:
 
 def _varlen_kernel() -> tuple[bool, bool]:
     """Whether PyTorch has it, and with a sliding window."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    try:
+        _, takes = varlen_kernel()
+    except ConfigError:
         return False, False
-    from torch.nn.attention.varlen import varlen_attn
-
-    return True, "window_size" in inspect.signature(varlen_attn).parameters
+    return True, "window_size" in takes
 
 
 def _both_ways_models() -> frozenset[str]:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
-from packhorse.samplers.agree import reachable_device
+from packhorse.samplers.agree import has_process_group, reachable_device
 
 Batch = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -107,7 +107,7 @@ def count_supervised(batches: Sequence[Batch], group: Any = None, device: Any = 
         device: where the backend can reach a number; None asks it.
     """
     count = sum(supervised(batch) for batch in batches)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return count
     number = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
     dist.all_reduce(number, group=group)

@@ -132,10 +132,10 @@ class LoaderConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
-        for name in ("workers", "seed"):
+        for name, least in (("workers", " of 0 or more"), ("seed", "")):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or (name == "workers" and value < 0):
-                raise ConfigError(f"{name}={value!r}: expected a whole number of 0 or more")
+            if not isinstance(value, int) or isinstance(value, bool) or (least and value < 0):
+                raise ConfigError(f"{name}={value!r}: expected a whole number{least}")
         for name in _NUMBERS_OR_NONE:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or value < 0):

@@ -47,17 +47,21 @@ def facts_of(model: Any) -> ModelFacts:
             )
     config = inner.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    try:
-        weights = CostWeights.of_model(config)
-    except ConfigError:
-        weights = CostWeights()  # sizes under names that nobody has written down: the usual proportions
     return ModelFacts(
         rope_index(inner),
         str(getattr(text, "_attn_implementation", None) or "sdpa"),
         getattr(inner, "dtype", None),
-        weights,
+        weights_of(config),
         config,
     )
+
+
+def weights_of(config: Any) -> CostWeights:
+    """What tokens and patches cost by a model's config; the usual proportions where it does not tell."""
+    try:
+        return CostWeights.of_model(config)
+    except ConfigError:  # sizes under names that nobody has written down
+        return CostWeights()
 
 
 def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:

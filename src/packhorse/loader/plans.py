@@ -26,13 +26,13 @@ from packhorse.ledger import Ledger
 from packhorse.loader.config import Mode, OnOverlong
 from packhorse.loader.deal import SampleFacts
 from packhorse.neat_packing_vlm import CostWeights, PackPlan, plan_key, plan_packs, sample_costs
+from packhorse.neat_packing_vlm.judge import FOUND_WHEN_COUNTED
 from packhorse.neat_packing_vlm.pack_plan import DROP_REASONS
 from packhorse.types import MEDIA_KINDS, Drop, Reason
 
 logger = getLogger("packhorse.loader")
 
 Integers = npt.NDArray[np.int64]
-_FOUND_WHEN_COUNTED = "found when it was counted"
 _MAY_HAVE_ARRIVED = ("missing_media", "broken_media", "media_too_large")  # a row is mended in its file
 _ORDER = 1  # goes up when the same plan is dealt in another order
 _CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
@@ -271,7 +271,7 @@ def record_left_out(
 def _bad_detail(counts: CountColumns, index: int) -> str:
     again = "; `packhorse count --retry-bad` looks again"
     hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
-    return f"{counts.detail[index]} ({_FOUND_WHEN_COUNTED}{hint})"
+    return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 
 def too_long_detail(length: int, settings: PlanSettings) -> str:

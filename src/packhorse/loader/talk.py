@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from packhorse.errors import ConfigError, PackhorseError
+from packhorse.samplers.agree import has_process_group
 from packhorse.types import World
 
 Result = TypeVar("Result")
@@ -24,12 +25,11 @@ class Ranks:
 
     def __init__(self, world: World, group: Any = None) -> None:
         self.world, self.group = world, group
-        ready = dist.is_available() and dist.is_initialized()
         if group is not None and dist.get_world_size(group) != world.size:
             raise ConfigError(
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
-        self.can_talk = world.size > 1 and ready and dist.get_world_size(group) == world.size
+        self.can_talk = world.size > 1 and has_process_group() and dist.get_world_size(group) == world.size
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank says, in order; only this rank's where they cannot talk."""

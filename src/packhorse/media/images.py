@@ -19,7 +19,7 @@ from packhorse.media.headers import header_size, path_header_size
 from packhorse.media.source import describe, open_source
 
 DEFAULT_MAX_PIXELS = 2 * 89_478_485
-"""PIL's own limit against decompression bombs: above twice this many pixels it refuses to open an image."""
+"""PIL's own limit against decompression bombs (twice its ``MAX_IMAGE_PIXELS``): it opens nothing larger."""
 
 # What PIL's plugins raise on damaged files. Everything else would be a mistake in a program.
 _DECODE_ERRORS = (

@@ -17,6 +17,9 @@ from packhorse.types import Reason
 
 Flags = npt.NDArray[np.bool_]
 
+FOUND_WHEN_COUNTED = "found when it was counted"
+"""What the ledger adds where a row is bad already before a plan is made."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -44,9 +47,9 @@ class Judged:
         """The reason and the detail of a bad row, with its place in the file where the dataset tells."""
         assert self.counts is not None, "only counts tell that a row is bad"
         reason: Reason = self.counts.status[index]
-        location = getattr(getattr(dataset, "dataset", None), "location", None)
-        place = f"; {location(index)}" if callable(location) else ""
-        return reason, f"{self.counts.detail[index]} (found when it was counted){place}"
+        locations = getattr(getattr(dataset, "dataset", None), "locations", None)
+        place = f"; {locations([index])[0]}" if callable(locations) else ""
+        return reason, f"{self.counts.detail[index]} ({FOUND_WHEN_COUNTED}){place}"
 
     def why_too_long(self, index: int) -> str:
         """The detail of a sample that is too long."""

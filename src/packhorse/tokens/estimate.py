@@ -179,15 +179,17 @@ class Outline(NamedTuple):
 def outline(example: Mapping[str, Any]) -> Outline:
     """Count characters and media without building anything; passes over what is not understood."""
     characters = images = videos = audios = 0
-    for turn in example.get("conversation") or ():
+    turns = example.get("conversation")
+    for turn in turns if isinstance(turns, (list, tuple)) else ():
         content = turn.get("content") if isinstance(turn, dict) else None
         if isinstance(content, str):
             characters += len(content)
             continue
-        for part in content or ():
+        for part in content if isinstance(content, (list, tuple)) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text":
-                characters += len(part.get("text") or "")
+                text = part.get("text")
+                characters += len(text) if isinstance(text, str) else 0
             elif kind == "image":
                 images += 1
             elif kind == "video":

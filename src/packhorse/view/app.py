@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import DATA_ERRORS, ConfigError, MissingDependency, is_data_error, require
 from packhorse.view.book import Book
 from packhorse.view.guard import App, Guard
 from packhorse.view.media import Encoded, why_not
 from packhorse.view.pages import NotThere, Pages
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 _STATIC = {"style.css": "text/css", "keys.js": "text/javascript", "icon.svg": "image/svg+xml"}
 
@@ -19,41 +24,12 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
     """The application for a book, to be served on ``host``."""
     require("starlette", "view")
     from starlette.applications import Starlette
-    from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
     pages, render = Pages(book), renderer()
     static = {name: files("packhorse.view").joinpath("static", name).read_bytes() for name in _STATIC}
-
-    def page(template: str, make: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Response]:
-        def answer(request: Request) -> Response:
-            try:
-                html, status = render(template, **make(request)), 200
-            except NotThere as error:
-                html, status = render("message.html", title="Not found", text=str(error)), 404
-            except (ConfigError, MissingDependency, OSError) as error:
-                title = "This cannot be shown"
-                html, status = render("message.html", title=title, text=str(error)), 503
-            return Response(html, status, media_type="text/html", headers={"cache-control": "no-store"})
-
-        return answer
-
-    def medium(get: Callable[..., Encoded]) -> Callable[[Request], Response]:
-        def answer(request: Request) -> Response:
-            numbers = request.path_params
-            try:
-                if not 0 <= numbers["row"] < len(book):
-                    raise LookupError(f"there is no row {numbers['row']}")
-                made = get(**numbers)
-            except DATA_ERRORS as error:
-                if not isinstance(error, LookupError | ConfigError) and not is_data_error(error):
-                    raise
-                return Response(why_not(error), 404, media_type="text/plain")
-            # Not kept by the browser: the next plan on this port has other pictures under the same numbers.
-            return Response(made.data, media_type=made.kind, headers={"cache-control": "no-store"})
-
-        return answer
+    page, medium = partial(_page, render), partial(_medium, len(book))
 
     def plain(request: Request) -> Response:
         name = request.path_params["name"]
@@ -81,6 +57,44 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
         Route("/static/{name}", plain),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={404: nothing}), host)
+
+
+def _page(
+    render: Callable[..., str], template: str, make: Callable[[Request], dict[str, Any]]
+) -> Callable[[Request], Response]:
+    """What answers with a template; what is not there, or cannot be shown, is a page too."""
+    from starlette.responses import Response
+
+    def answer(request: Request) -> Response:
+        try:
+            html, status = render(template, **make(request)), 200
+        except NotThere as error:
+            html, status = render("message.html", title="Not found", text=str(error)), 404
+        except (ConfigError, MissingDependency, OSError) as error:
+            html, status = render("message.html", title="This cannot be shown", text=str(error)), 503
+        return Response(html, status, media_type="text/html", headers={"cache-control": "no-store"})
+
+    return answer
+
+
+def _medium(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Response]:
+    """What answers with a medium of one of the ``rows``, or says why it cannot."""
+    from starlette.responses import Response
+
+    def answer(request: Request) -> Response:
+        numbers = request.path_params
+        try:
+            if not 0 <= numbers["row"] < rows:
+                raise LookupError(f"there is no row {numbers['row']}")
+            made = get(**numbers)
+        except DATA_ERRORS as error:
+            if not isinstance(error, LookupError | ConfigError) and not is_data_error(error):
+                raise
+            return Response(why_not(error), 404, media_type="text/plain")
+        # Not kept by the browser: the next plan on this port has other pictures under the same numbers.
+        return Response(made.data, media_type=made.kind, headers={"cache-control": "no-store"})
+
+    return answer
 
 
 def renderer() -> Callable[..., str]:

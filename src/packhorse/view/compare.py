@@ -34,7 +34,7 @@ def padding(planned: Planned) -> dict[str, Any]:
     plan, settings = planned.packs.plan, planned.planner.settings
     lengths = planned.planner.lengths[plan.indices]
     aligned = int((lengths + -lengths % settings.alignment).sum())
-    shuffled = np.random.default_rng(planned.planner.settings.seed).permutation(lengths)
+    shuffled = generator(settings.seed).permutation(lengths)
     tokens = int(lengths.sum())
     return {
         "batch_size": BATCH,
@@ -44,6 +44,11 @@ def padding(planned: Planned) -> dict[str, Any]:
         "packed": _wasted(len(plan) * settings.size, tokens),
         "packed_unpadded": _wasted(aligned, tokens),
     }
+
+
+def generator(seed: int) -> np.random.Generator:
+    """Random numbers for a loader's seed, which may be negative where numpy's may not."""
+    return np.random.default_rng(seed & (2**63 - 1))
 
 
 def padded_slots(lengths: Integers, batch: int) -> int:

@@ -103,11 +103,6 @@ class Encoder:
         self._blanks = Blanks(self.samples)
 
     @property
-    def three_rows(self) -> bool:
-        """Whether the family's positions are three rows."""
-        return self.family.mrope
-
-    @property
     def knows_positions(self) -> bool:
         """Whether positions shown are the model's: three rows need its config."""
         return not self.family.mrope or self.opened.facts.get_rope_index is not None

@@ -11,6 +11,8 @@ from packhorse.datasets.meta import MetaDataset, Source
 
 Integers = npt.NDArray[np.int64]
 
+_MOST_DIGITS = 18
+
 
 class RowFinder:
     """Finds rows of a mixture; sorts the rows of a data set when it is first asked for one of them."""
@@ -32,7 +34,7 @@ class RowFinder:
         """The position of ``name/row`` or ``name/row#copy``; None if there is none."""
         name, _, rest = key.rpartition("/")
         number, _, copy = rest.partition("#")
-        if name not in self._sources or not number.isdecimal() or not (copy or "0").isdecimal():
+        if name not in self._sources or not _is_number(number) or not _is_number(copy or "0"):
             return None
         rows, order = self._order(name)
         first = int(np.searchsorted(rows, int(number)))
@@ -48,3 +50,8 @@ class RowFinder:
         rows = np.asarray(self._sources[name].selection.rows(), np.int64)
         order = np.argsort(rows, kind="stable")
         return rows[order], order
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text can be the number of a row; Python refuses to read one of thousands of digits."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS

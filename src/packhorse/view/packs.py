@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.loader.blank import kinds_in
 from packhorse.types import MEDIA_KINDS
 from packhorse.view.book import Book
 
@@ -116,7 +117,7 @@ class PackList:
             int(self.plan.tokens[number]) / self.plan.capacity,
             len(rows),
             float(self.costs[number]),
-            tuple(kind for bit, kind in enumerate(MEDIA_KINDS) if bits >> bit & 1),
+            kinds_in(bits),
             tuple(self.book.names[place] for place in datasets),
             tuple(sorted(errors)),
         )

@@ -28,10 +28,10 @@ from packhorse.loader.build import PackBuilder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.deal import Packs
-from packhorse.loader.model_facts import ModelFacts
+from packhorse.loader.model_facts import ModelFacts, weights_of
 from packhorse.loader.plans import Planner, record_left_out, refuse_overlong
 from packhorse.loader.talk import Ranks
-from packhorse.neat_packing_vlm import CostWeights, PackedDatasetWrapper
+from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.positions import WeightlessRopeIndex
 from packhorse.types import Drop, World
 
@@ -194,11 +194,7 @@ def model_facts(request: Request) -> ModelFacts:
         if request.model is None:
             return ModelFacts()
         raise ConfigError(f"model {path}: no config there ({' '.join(str(error).split())[:200]})") from error
-    try:
-        weights = CostWeights.of_model(config)
-    except ConfigError:
-        weights = CostWeights()
-    return ModelFacts(_rope_index(transformers, config), weights=weights, config=config)
+    return ModelFacts(_rope_index(transformers, config), weights=weights_of(config), config=config)
 
 
 def _rope_index(transformers: Any, config: Any) -> WeightlessRopeIndex | None:

@@ -2,21 +2,26 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from contract.processors import processor
-from count_samples import leavings, python_path, save_processor, sidecars, write_chats
+from count_samples import (
+    leavings,
+    no_file_larger_than,
+    python_path,
+    save_processor,
+    sidecars,
+    write_chats,
+)
 from packhorse.cli.app import app
 from packhorse.datasets.counting import count_meta
 
@@ -65,16 +70,6 @@ def test_a_killed_count_goes_on_where_it_stopped_and_ends_with_the_same_bytes(
     sidecar.unlink()
     assert count_meta(meta, processor("qwen2_vl"), part_rows=PART).counted_rows == rows
     assert sidecar.read_bytes() == interrupted
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def the_error(result: Result) -> str:

@@ -88,6 +88,8 @@ def test_cord_turns_its_parse_into_tokens(tmp_path: Path) -> None:
         dataset[2]
     assert len(make_cord_v2_dataset(path, limit_dataset_samples=2)) == 2
     assert len(make_cord_v2_dataset(path, limit_dataset_samples=9)) == 3
+    with pytest.raises(ConfigError, match="limit_dataset_samples=-1: expected at least 0"):
+        make_cord_v2_dataset(path, limit_dataset_samples=-1)
 
 
 def test_json2token_knows_plain_text_and_key_order() -> None:
@@ -145,6 +147,8 @@ def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp
     assert len(make_rdr_dataset("parquet", data_files=files)) == 4
     with pytest.raises(ConfigError, match="no column image_id, question, answer; it has image, text"):
         make_medpix_dataset(path)
+    with pytest.raises(ConfigError, match="gives a IterableDataset, expected a Dataset: name one split"):
+        make_rdr_dataset(path, streaming=True)
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:

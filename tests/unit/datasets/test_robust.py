@@ -330,3 +330,18 @@ def test_broken_media_are_named_by_row_in_the_datasets_own_ledger(mixture: Path)
         "a/2": ("a", "broken_media"),
         "a/3": ("a", "missing_media"),
     }
+
+
+def test_a_broken_medium_is_told_with_the_place_of_its_row_and_no_line_is_counted_for_it(
+    mixture: Path,
+) -> None:
+    def places() -> list[str]:
+        wrapper = RobustDatasetWrapper(open_meta_dataset(mixture), on_bad="skip")
+        wrapper.preload_media = True
+        assert wrapper[2] is wrapper[3] is None
+        return [drop.detail.rpartition("; ")[2].partition(" (byte")[0] for drop in wrapper.ledger]
+
+    file = mixture.parent / "a.jsonl"
+    assert places() == [f"{file}:3", f"{file}:4"]
+    file.write_text("\n" + file.read_text())
+    assert places() == [f"{file}, row 2", f"{file}, row 3"]

@@ -258,6 +258,8 @@ def test_a_malformed_line_names_file_line_and_byte_and_costs_no_other_row(
     with pytest.raises(BadSample, match="byte 11"):
         _load_jsonl_for_rank(path, 1.0, 1, 3)
     assert _load_jsonl_for_rank(path, 1.0, 2, 3) == ([{"id": 2}], 3)
+    with pytest.raises(ValueError, match="rank=0, world size=0: expected size >= 1"):
+        _load_jsonl_for_rank(path, 1.0, 0, 0)
 
 
 def test_a_malformed_element_of_an_array_is_named_by_byte(tmp_path: Path) -> None:
@@ -286,6 +288,8 @@ def test_a_missing_file_and_a_file_of_another_kind_are_named(tmp_path: Path) -> 
         open_rows("memory://no/rows.jsonl")
     with pytest.raises(ValueError, match=r"x\.json: expected a JSON array"):
         _load_json_or_jsonl(write(tmp_path / "x.json", b'{"id": 0}\n{"id": 1}\n'))
+    with pytest.raises(ConfigError, match="is a folder, expected a file of rows"):
+        open_rows(str(tmp_path))
     with pytest.raises(ConfigError, match=r"x\.parquet: not a readable Parquet file"):
         open_rows(write(tmp_path / "x.parquet", b"PAR1 no"))
     for name in ("x.jsonl.gz", "x.jsonl.zst"):

@@ -149,3 +149,9 @@ def test_a_folder_in_which_no_new_file_is_left_alone_is_one_error(
     with pytest.raises(OSError, match="is its clock wrong"):
         write_whole(tmp_path / "a", lambda file: file.write(b"a"))
     assert os.listdir(tmp_path) == []
+
+
+def test_the_cache_may_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PACKHORSE_CACHE", "~/rows")
+    assert cache.cache_folder() == tmp_path / "rows"

@@ -36,3 +36,11 @@ def test_a_setting_under_the_name_that_others_give_it_is_refused_with_ours():
 def test_the_names_that_hints_give_are_settings():
     assert set(_CALLED_ELSEWHERE.values()) <= {one.name for one in dataclasses.fields(LoaderConfig)}
     assert not set(_CALLED_ELSEWHERE) & {one.name for one in dataclasses.fields(LoaderConfig)}
+
+
+def test_a_seed_may_be_any_whole_number_and_workers_none_below_0():
+    assert LoaderConfig(data=[], seed=-1).seed == -1
+    with pytest.raises(ConfigError, match=r"^seed=1.5: expected a whole number$"):
+        LoaderConfig(data=[], seed=1.5)
+    with pytest.raises(ConfigError, match=r"^workers=-1: expected a whole number of 0 or more$"):
+        LoaderConfig(data=[], workers=-1)

@@ -94,8 +94,11 @@ def test_what_is_not_a_conversation_counts_nothing():
         {},
         {"conversation": None},
         {"conversation": ["text", {"role": "user"}, {"role": "user", "content": [None, {"type": "text"}]}]},
+        {"conversation": 5},
+        {"conversation": [{"role": "user", "content": 5}]},
+        {"conversation": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
     ]
-    assert [estimate_sample_length(row) for row in rows] == [0, 0, 0]
+    assert [estimate_sample_length(row) for row in rows] == [0] * len(rows)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """What padding and guessing would cost, on numbers that can be checked by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from packhorse.neat_packing_vlm import plan_packs
 from packhorse.view.compare import estimated, overflowing, padded_slots, padding
-from packhorse.view.planning import Planned
+from packhorse.view.planning import Planned, make_plan
+from packhorse.view.report import plan_report
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,12 @@ def test_of_many_rows_some_are_estimated(planned: Planned) -> None:
     found = estimated(planned, lambda done, total: seen.append((done, total)), most=5)
     assert found["rows"] == 5
     assert seen[-1] == (5, 5)
+
+
+def test_a_seed_below_0_is_as_good_as_any_for_a_report(planned: Planned) -> None:
+    request = planned.opened.request
+    seeded = replace(request, config=request.config.with_changes(seed=-1))
+    found = plan_report(make_plan(seeded, planned.opened), estimates=False)
+    assert found["settings"]["seed"] == -1
+    assert found["padding"]["random"]["slots"] >= found["padding"]["by_length"]["slots"]
+    assert found["straggler"][0]["random"] == 1

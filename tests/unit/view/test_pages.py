@@ -233,6 +233,14 @@ def test_rows_are_found_by_key_number_and_text(app: Any) -> None:
     assert re.findall(r"data-item>([\w/]+)<", broken) == [f"chats/{MALFORMED}"]
 
 
+def test_a_number_of_thousands_of_digits_is_no_row(app: Any, book: Book) -> None:
+    for asked in ("9" * 5000, f"charts/{'9' * 5000}", f"charts/1%23{'9' * 5000}"):
+        answer = ask(app, f"/search?q={asked}")
+        assert answer.status == 200
+        assert "data-item" not in answer.text
+    assert book.finder.find("charts/" + "9" * 30) is None
+
+
 def test_a_search_stops_in_time_and_goes_on_where_it_stopped(book: Book) -> None:
     from packhorse.view.search import find_text
 

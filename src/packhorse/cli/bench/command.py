@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import one_line_errors, out_console
+from packhorse.cli.screen import new_table, one_line_errors, out_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,11 +126,9 @@ def _as_dict(one: Result) -> dict[str, object]:
 
 
 def _print_table(results: list[Result], console: Console) -> None:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = new_table()
     for name in ("benchmark", "promise", "measured", "to reach", "verdict"):
         table.add_column(name, justify="right" if name in ("measured", "to reach") else "left")
     for one in results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def write_page(home: Path) -> Path:
     """Make the page anew; where it is."""
     page = page_of(home)
     page.parent.mkdir(parents=True, exist_ok=True)
-    part = page.with_name(f".{page.name}.part")
+    part = page.with_name(f".{page.name}.{os.getpid()}")
     try:
         part.write_text(render(home), encoding="utf-8")
         part.replace(page)

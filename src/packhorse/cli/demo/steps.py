@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli.demo.story import Story
+from packhorse.cli.screen import out_console
 from packhorse.errors import ConfigError, PackhorseError, plain_error
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run_demo(out: Path) -> bool:
     started = time.monotonic()
     take_folder(out)
     story = Story(out)
-    console = _console()
+    console = out_console(_WIDTH)
     with _quiet():
         _write(story, console)
         _check(story, console)
@@ -307,13 +308,6 @@ def _say(console: Console, told: str) -> None:
 def _short(text: str, most: int = 90) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=_WIDTH, highlight=False)
 
 
 @contextmanager

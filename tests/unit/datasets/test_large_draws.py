@@ -1,0 +1,29 @@
+"""A large draw of rows is made once and kept; a damaged one is made anew."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packhorse.datasets.select import RowSelection
+
+TOTAL = 250_000
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda data: data[:-8],
+    "outside of the file": lambda data: np.int64(TOTAL).tobytes() + data[8:],
+    "below 0": lambda data: np.int64(-1).tobytes() + data[8:],
+    "a row twice": lambda data: data[8:16] + data[8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_draw_is_made_anew_and_is_the_same(damage: str, cache: Path) -> None:
+    rows = np.array(RowSelection(TOTAL, 0.5).rows())
+    assert len(np.unique(rows)) == TOTAL // 2
+    (kept,) = (cache / "draws").iterdir()
+    good = kept.read_bytes()
+    kept.unlink()
+    kept.write_bytes(DAMAGE[damage](good))
+    assert np.array_equal(RowSelection(TOTAL, 0.5).rows(), rows)
+    assert kept.read_bytes() == good
