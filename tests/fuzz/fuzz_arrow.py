@@ -76,6 +76,52 @@ def read_part(data: bytes, path: Path) -> None:
     CountColumns.of(batch), MediaColumns.of([batch]), is_bad(batch), needs_no_media(batch)
 
 
+def copy_seeds(folder: Path) -> list[bytes]:
+    """The Arrow copy of a Parquet file with texts, numbers, lists and pictures."""
+    return [_copied(folder).read_bytes()]
+
+
+def _copied(folder: Path) -> Path:
+    """Where the copy of a Parquet file lies; both are made once."""
+    import os
+
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    from packhorse.datasets.arrow import ParquetRows
+
+    os.environ["PACKHORSE_CACHE"] = str(folder / "cache")
+    file = folder / "rows.parquet"
+    if not file.exists():
+        turns = [{"role": "user", "content": "what"}, {"role": "assistant", "content": None}]
+        rows = [
+            {
+                "messages": turns[: n % 3],
+                "image": {"bytes": b"abc" * n, "path": None},
+                "size": n,
+                "good": n > 2,
+            }
+            for n in range(7)
+        ]
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), file)
+    return ParquetRows(str(file), str(file))._copy
+
+
+def read_copy(data: bytes, path: Path) -> None:
+    """Read all rows of a Parquet file whose copy was damaged; one that is made anew counts as refused."""
+    from packhorse.datasets.arrow import ParquetRows
+    from packhorse.errors import BadSample, ConfigError
+
+    copy, file = _copied(path.parent), str(path.parent / "rows.parquet")
+    copy.unlink()
+    copy.write_bytes(data)
+    written = copy.stat().st_ino
+    rows = ParquetRows(file, file)
+    assert sum(isinstance(row, dict | BadSample) for row in rows.read(range(len(rows)))) == 7
+    if rows._inode != written:
+        raise ConfigError("it was made anew")
+
+
 def plan_seeds(folder: Path) -> list[bytes]:
     import numpy as np
 

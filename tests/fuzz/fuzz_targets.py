@@ -59,6 +59,7 @@ TARGETS: dict[str, Target] = {
     ),
     "count_file": Target(arrow.count_file_seeds, arrow.read_count_file, _DATASETS, arrow.mutate_arrow),
     "count_part": Target(arrow.part_seeds, arrow.read_part, _DATASETS, arrow.mutate_arrow),
+    "arrow_copy": Target(arrow.copy_seeds, arrow.read_copy, _DATASETS, arrow.mutate_arrow),
     "plan": Target(arrow.plan_seeds, arrow.read_plan, ("packhorse.neat_packing_vlm",), arrow.mutate_plan),
     "picture": Target(media.picture_seeds, media.read_picture, ("packhorse.media", "PIL")),
     "sound": Target(media.sound_seeds, media.read_sound, ("packhorse.media",)),

@@ -205,7 +205,9 @@ def _validate(column: Any) -> None:
     try:
         column.validate(full=True)
     except pyarrow.ArrowInvalid:
-        # A text that is no UTF-8 is no damage: the Parquet file has it so, and its row is told to be bad.
+        # A text that is no UTF-8 is no damage: the Parquet file has it so, and its row is told to be bad. Seen
+        # as bytes, a column has other lengths where fields hold nothing, so these are looked at before.
+        column.validate()
         column.view(_without_texts(column.type)).validate(full=True)
 
 

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import random
 import resource
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packhorse.datasets.arrow import ParquetRows
+from packhorse.datasets.arrow import ParquetRows, _validate
 from packhorse.datasets.count_part import part_digest
 from packhorse.datasets.rows import open_rows
 from packhorse.errors import BadSample
@@ -150,3 +151,21 @@ def test_a_disk_that_is_full_is_not_called_a_parquet_file_that_cannot_be_read(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(open_rows(str(tmp_path / "rows.parquet"))) == ROWS
+
+
+def test_a_field_without_values_that_is_too_short_is_damage_beside_a_text_that_is_not_utf8() -> None:
+    texts = pa.Array.from_buffers(pa.string(), 5, [None, *pa.array([b"\xff"] * 5).buffers()[1:]])
+    batch = pa.RecordBatch.from_arrays([pa.StructArray.from_arrays([texts, pa.nulls(5)], ["a", "b"])], ["c"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    whole = sink.getvalue().to_pybytes()
+    lengths, shorter = (struct.pack("<6q", 5, 0, 5, 0, *last) for last in ((5, 5), (0, 0)))
+    assert whole.count(lengths) == 1
+    good, damaged = (
+        pa.ipc.open_stream(data).read_next_batch().column(0)
+        for data in (whole, whole.replace(lengths, shorter))
+    )
+    _validate(good)
+    with pytest.raises(pa.ArrowInvalid):
+        _validate(damaged)
