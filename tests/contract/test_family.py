@@ -1,5 +1,7 @@
 """One suite over all families: they encode what their processors make, and only answers are learned."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,15 @@ def test_ids_are_those_of_the_processors_own_batch(name, case, made):
     ids = batch["input_ids"][0][batch["attention_mask"][0].bool()]
     assert torch.equal(sample.encoded.tokens["input_ids"], ids)
     assert all(len(values) == len(ids) for values in sample.encoded.tokens.values())
+
+
+@every_sample
+def test_what_was_tokenised_is_known_and_gives_the_same_labels(name, case, made):
+    sample = made(name, case)
+    # The processors of these two come with their models: what they do with a tokenizer is their own affair.
+    assert (sample.encoded.read is None) == (name in {"kimi_vl", "nemotron_parse"})
+    again = family_of(processor(name)).labels(processor(name), replace(sample.encoded, read=None))
+    assert torch.equal(sample.labels, again)
 
 
 @every_sample

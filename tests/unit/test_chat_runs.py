@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AddedToken
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from contract.processors import processor
 from contract.samples import picture
@@ -18,6 +21,7 @@ from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
 from packhorse.chat import special_tokens, with_runs
 from packhorse.chat.runs import RunTokenizer, media_runs
 from packhorse.conversation import parse_conversation
+from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
 
 PAD = "<|image_pad|>"
@@ -72,6 +76,7 @@ def test_what_it_does_not_understand_the_tokenizer_does_itself() -> None:
         ([text], {"return_offsets_mapping": True}),
         ([text], {"return_tensors": "np"}),
         ([["a", "b"]], {"is_split_into_words": True}),
+        (["a"], {"is_split_into_words": True}),
     )
     for texts, options in calls:
         quick = runs(words, PAD)
@@ -82,14 +87,45 @@ def test_what_it_does_not_understand_the_tokenizer_does_itself() -> None:
         }
 
 
-def test_a_token_that_is_another_one_beside_its_like_is_not_shortened() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        (["<a>"], ["<a>"]),
+        (["<a>", "<a><a>"], ["<a><a>"]),
+        (["<a>", "<a><"], []),
+        (["<a>", "x<a><b"], []),
+        ([AddedToken("<a>", single_word=True)], []),
+        ([AddedToken("<a>", normalized=True)], []),
+        ([AddedToken("<a>", lstrip=True, rstrip=True, normalized=False)], ["<a>"]),
+    ],
+)
+def test_a_token_that_is_another_one_beside_its_like_is_not_shortened(
+    tokens: list[Any], kept: list[str]
+) -> None:
     words = copy.deepcopy(tokenizer("qwen2_vl"))
-    words.add_tokens([AddedToken("IMG", single_word=True), AddedToken("<a>"), AddedToken("<a><a>")])
-    assert media_runs(words, frozenset(words.convert_tokens_to_ids(["IMG", "<a>"]))) == {}
-    assert list(media_runs(words, frozenset(words.convert_tokens_to_ids(["<a><a>"])))) == ["<a><a>"]
+    words.add_tokens(
+        [one if isinstance(one, AddedToken) else AddedToken(one, normalized=False) for one in tokens]
+    )
+    ids = frozenset(words.convert_tokens_to_ids(["<a>", "<a><a>"])) - {words.unk_token_id}
+    assert sorted(media_runs(words, ids)) == kept
     made = copy.copy(processor("qwen2_vl"))
     made.tokenizer = words
-    assert with_runs(made, frozenset(words.convert_tokens_to_ids(["IMG"]))) == (made, None)
+    quick, stand_in = with_runs(made, ids)
+    assert (stand_in is None) == (not kept) == (quick is made)
+    for text in ("<a>" * 7, "x<a><a><b", " <a> <a><a>\n<a>"):
+        assert quick.tokenizer([text])["input_ids"] == words([text])["input_ids"]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("strip", [False, True])
+def test_words_behind_a_run_are_cut_as_they_are_behind_one_token(scheme: str, strip: bool) -> None:
+    words = copy.deepcopy(tokenizer("qwen2_vl"))
+    words.backend_tokenizer.pre_tokenizer = Metaspace(prepend_scheme=scheme)
+    words.add_tokens([AddedToken("<a>", lstrip=strip, rstrip=strip, normalized=False)])
+    quick = runs(words, "<a>")
+    for text in ("<a><a><a>the cat", "the <a><a> cat", "the\n<a><a><a> <a>the", "<a><a>"):
+        assert quick([text])["input_ids"] == words([text])["input_ids"]
+        assert quick.read is not None
 
 
 def test_runs_that_are_not_found_again_are_left_to_the_tokenizer() -> None:
@@ -133,6 +169,87 @@ def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
     monkeypatch.setattr("packhorse.chat.labels._tokenise", lambda *_, **__: pytest.fail("a second time"))
     assert torch.equal(family.labels(made, encoded), wanted)
     assert (wanted != -100).any()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava_onevision", "kimi_k25"])
+def test_a_token_that_the_tokenizer_puts_behind_the_text_is_not_learned(name: str) -> None:
+    made = copy.copy(processor(name))
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    end = made.tokenizer.pad_token
+    template = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, made.tokenizer.convert_tokens_to_ids(end))]
+    )
+    made.tokenizer.backend_tokenizer.post_processor = template
+    family = family_of(made)
+    for length in range(1, 30):
+        turns = [("user", "q " * (length % 7 + 1)), ("assistant", "a b c " * length + "end.")]
+        example = [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in turns]
+        encoded = family.encode(parse_conversation({"conversation": example}, "a/0"), made)
+        assert encoded.read is not None
+        labels = family.labels(made, encoded)
+        assert torch.equal(labels, family.labels(made, replace(encoded, read=None)))
+        assert labels[-1] == -100
+
+
+def test_a_processor_with_a_call_of_its_own_is_given_its_own_tokenizer() -> None:
+    class Counting(type(processor("qwen2_vl"))):  # type: ignore[misc]
+        seen = 0
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            self.seen += 1
+            assert isinstance(self.tokenizer, PreTrainedTokenizerBase)
+            return super().__call__(*args, **options)
+
+    base = processor("qwen2_vl")
+    made = Counting(base.image_processor, base.tokenizer, base.video_processor, base.chat_template)
+    family = family_of(base)
+    example = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+    parsed = parse_conversation({"conversation": example}, "a/0")
+    encoded = family.encode(parsed, made)
+    assert (made.seen, encoded.read) == (1, None)
+    assert torch.equal(encoded.tokens["input_ids"], family.encode(parsed, base).tokens["input_ids"])
+
+
+def test_a_processor_that_the_stand_in_is_not_enough_for_gets_its_own_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = processor("qwen2_vl")
+    family = family_of(made)
+    example = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+    parsed = parse_conversation({"conversation": example}, "a/0")
+    wanted = family.encode(parsed, made)
+
+    def asks_for_more(self: Any, text: Any, **options: Any) -> Any:
+        found = self.tokenizer(text, **options)
+        found.char_to_token(0, 0)
+        return type(made).__mro__[1].__call__(self, text=text, **options)
+
+    asks_for_more.__module__ = "transformers.models.of_tomorrow"
+    monkeypatch.setattr(type(made), "__call__", asks_for_more)
+    for _ in range(2):
+        assert torch.equal(family.encode(parsed, made).tokens["input_ids"], wanted.tokens["input_ids"])
+    told = [message for message in caplog.messages if "quicker tokenizer" in message]
+    assert len(told) == 1
+    assert told[0].startswith("Qwen2VLProcessor does not work with a quicker tokenizer (ValueError: char_to")
+
+
+def test_the_stand_in_can_be_copied_and_sent() -> None:
+    quick = runs(tokenizer("qwen2_vl"), PAD)
+    text = ["a" + PAD * 5]
+    wanted = quick(text)["input_ids"]
+    for other in (copy.copy(quick), copy.deepcopy(quick), pickle.loads(pickle.dumps(quick))):
+        assert other(text)["input_ids"] == wanted
+
+
+def test_labels_are_long_whatever_a_hook_makes_of_the_ids() -> None:
+    def shorter(batch: Any, _: Any) -> Any:
+        return {**batch, "input_ids": batch["input_ids"].int()}
+
+    example = {
+        "conversation": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
+    }
+    dataset = PreTokenizedDatasetWrapper([example], processor("qwen2_vl"), post_tokenize_hook=shorter)
+    assert dataset[0]["labels"].dtype == torch.int64
 
 
 def test_tokens_of_another_text_are_not_used_for_labels() -> None:

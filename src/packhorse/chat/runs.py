@@ -16,8 +16,10 @@ from typing import Any
 
 from packhorse.chat.template import is_transformers, remembered, special_tokens
 
-_UNDERSTOOD = frozenset({"add_special_tokens", "padding", "return_tensors"})
-_NO_PADDING = (False, True, "longest", "do_not_pad")  # of a single text
+# What a single text, which is neither padded nor cut, can be asked for with.
+_PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
+_UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
+_NO_PADDING = (False, True, "longest", "do_not_pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,14 @@ def tokenised(tokenizer: Any, text: str, special: bool) -> Tokenised:
 
 def _with_offsets(made: Any, text: str, special: bool) -> Tokenised:
     offsets = made["offset_mapping"]
-    return Tokenised(text, special, list(made["input_ids"]), [a for a, _ in offsets], [b for _, b in offsets])
+    starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
+    # What the tokenizer puts behind a text is said to stand at its beginning: places would not be in order.
+    place = len(ends)
+    while place and not ends[place - 1]:
+        place -= 1
+    if place:
+        starts[place:] = ends[place:] = [len(text)] * (len(ends) - place)
+    return Tokenised(text, special, list(made["input_ids"]), starts, ends)
 
 
 class RunTokenizer:
@@ -64,28 +73,32 @@ class RunTokenizer:
     """
 
     def __init__(self, tokenizer: Any, tokens: Mapping[str, int]) -> None:
-        self._tokenizer, self._tokens = tokenizer, tokens
+        self._original, self._shortened = tokenizer, tokens
         longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
-        self._runs = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
+        self._pattern = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
         self.read: Tokenised | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        if name == "_original" or name.startswith("__"):  # a copy asks for them before it has anything
+            raise AttributeError(name)
+        return getattr(self._original, name)
 
     def __len__(self) -> int:
-        return len(self._tokenizer)
+        return len(self._original)
 
     def __call__(self, text: Any = None, *others: Any, **options: Any) -> Any:
         """As the tokenizer's own call."""
+        self.read = None
         one = text[0] if isinstance(text, list) and len(text) == 1 else None
         understood = (
             not others
             and options.keys() <= _UNDERSTOOD
             and options.get("padding", False) in _NO_PADDING
             and options.get("return_tensors") in (None, "pt")
+            and not options.get("is_split_into_words")
         )
         made = self._made(one, options) if isinstance(one, str) and understood else None
-        return self._tokenizer(text, *others, **options) if made is None else made
+        return self._original(text, *others, **options) if made is None else made
 
     def _made(self, text: str, options: Mapping[str, Any]) -> Any:
         """The tokenizer's answer for one text; None where the runs are not found again among the tokens."""
@@ -93,20 +106,19 @@ class RunTokenizer:
 
         def once(run: re.Match[str]) -> str:
             token = run[1]
-            found.append((self._tokens[token], len(run[0]) // len(token)))
+            found.append((self._shortened[token], len(run[0]) // len(token)))
             return token
 
-        short = self._runs.sub(once, text)
-        special = bool(options.get("add_special_tokens", True))
-        answer = self._tokenizer(short, add_special_tokens=special, return_offsets_mapping=True)
-        read = _with_offsets(answer, short, special)
-        ids = read.ids
-        ours = frozenset(self._tokens.values())
-        places = [place for place, token in enumerate(ids) if token in ours]
-        if [ids[place] for place in places] != [token for token, _ in found]:
+        short = self._pattern.sub(once, text)
+        passed_on = {name: value for name, value in options.items() if name in _PASSED_ON}
+        answer = self._original(short, **passed_on, return_offsets_mapping=True)
+        read = _with_offsets(answer, short, bool(options.get("add_special_tokens", True)))
+        ours = frozenset(self._shortened.values())
+        places = [place for place, token in enumerate(read.ids) if token in ours]
+        if [read.ids[place] for place in places] != [token for token, _ in found]:
             return None
         self.read = read
-        times = [1] * len(ids)
+        times = [1] * len(read.ids)
         for place, (_, number) in zip(places, found, strict=True):
             times[place] = number
         rows = {
@@ -123,13 +135,18 @@ def media_runs(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
 
     def make() -> dict[str, int]:
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        return {
-            text: number
-            for text, number in special.items()
-            if number in ids
-            and not getattr(added.get(number), "single_word", True)
-            and not any(text + text in other for other in special)
-        }
+
+        def stays(text: str, number: int) -> bool:
+            token = added.get(number)
+            if token is None or token.single_word or token.normalized:
+                return False  # what it becomes depends on what stands beside it
+            if any(text + text[0] in other for other in special):
+                return False  # two of them may begin another token
+            made = tokenizer(text * 3, add_special_tokens=False)
+            return list(made["input_ids"]) == [number] * 3
+
+        wanted = {text: number for text, number in special.items() if number in ids}
+        return {text: number for text, number in wanted.items() if stays(text, number)}
 
     return remembered(tokenizer, ("runs", len(special), ids), make)
 
@@ -140,11 +157,14 @@ def with_runs(processor: Any, ids: frozenset[int]) -> tuple[Any, RunTokenizer | 
     The processor that is passed is not changed; what is returned shares all else with it.
 
     Args:
-        processor: of any kind; only those that transformers ships, with a fast tokenizer, get one.
+        processor: of any kind; only those with a fast tokenizer that are called as transformers wrote it get
+            one: a call of somebody else's may do anything with its tokenizer.
         ids: of the tokens that stand for the content of media.
     """
     tokenizer = getattr(processor, "tokenizer", None)
     if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
+        return processor, None
+    if not type(processor).__call__.__module__.startswith("transformers."):
         return processor, None
     tokens = media_runs(tokenizer, ids)
     if not tokens:

@@ -21,7 +21,7 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
 from packhorse.families.base import TOKEN_KEYS, Encoded
 from packhorse.ledger import Ledger
-from packhorse.media import inject_fake_image
+from packhorse.media import inject_fake_image, shows_a_picture
 from packhorse.types import Action, Conversation, Drop, Reason
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _shown(self, example: Mapping[str, Any], conversation: Conversation) -> tuple[Conversation, bool]:
         """An example's conversation with a fake image where it needs one, and whether it has one."""
-        kinds = {ref.kind for ref in conversation.media}
-        if self.inject_fake_images and "image" in self.family.kinds and not kinds & {"image", "video"}:
+        wanted = self.inject_fake_images and "image" in self.family.kinds
+        if wanted and not shows_a_picture(conversation):
             example = inject_fake_image(example)
             conversation = parse_conversation(example, conversation.key)
         images = any(ref.kind == "image" for ref in conversation.media)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from logging import getLogger
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["TOKEN_KEYS", "Encoded", "Family", "LoadedMedia", "MediaSize", "Pieces", "Sizes", "token_named"]
+
+logger = getLogger(__name__)
 
 _ALL_FRAMES = VideoSampling()
 
@@ -80,6 +84,7 @@ class Family(Counting):
         chats: whether conversations are written by a chat template.
         mrope: the model's positions are three rows (time, height, width), not one, found from media grids.
         both_ways: the tensor per token that marks media whose tokens see each other in both directions.
+        listed: whether its processors are known, and tested, by their class.
     """
 
     name: ClassVar[str]
@@ -93,6 +98,7 @@ class Family(Counting):
     chats: ClassVar[bool] = True
     mrope: ClassVar[bool] = False
     both_ways: ClassVar[str | None] = None
+    listed: ClassVar[bool] = True
 
     # --- facts; subclasses override what differs ---------------------------------------------------------
 
@@ -159,9 +165,8 @@ class Family(Counting):
         text = self.rendered(processor, conversation)
         self.check_placeholders(processor, text, conversation)
         media = self.load(conversation.media, processor)
-        quick, runs = with_runs(processor, self.media_token_ids(processor))
         try:
-            output = self.call(quick, text, media)
+            output, read = self._called(processor, text, media)
         except PackhorseError:
             raise
         except REFUSALS as error:
@@ -172,7 +177,6 @@ class Family(Counting):
             what = f"the processor fails on it: {type(error).__name__}: {error}"
             raise self.bad(what, conversation, "sample_failed") from error
         sizes = media.sizes(ref.kind for ref in conversation.media)
-        read = None if runs is None else runs.read
         made = Encoded(text, self.turns(conversation), {}, {}, tuple(sizes), read)
         encoded = self._sorted_out(made, output)
         self._check_media_tokens(processor, encoded, conversation)
@@ -190,7 +194,7 @@ class Family(Counting):
         spans = self.answer_spans(processor, encoded)
         ids = encoded.tokens["input_ids"]
         media_ids = self.media_token_ids(processor)
-        labels = torch.full_like(ids, IGNORE_INDEX)
+        labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
         for start, end in supervised_tokens(
             processor, encoded.text, spans, ids.tolist(), media_ids, encoded.read
         ):
@@ -310,6 +314,21 @@ class Family(Counting):
         output: Mapping[str, Any] = processor(text=[text], return_tensors="pt", **arguments)
         return output
 
+    def _called(
+        self, processor: Any, text: str, media: LoadedMedia
+    ) -> tuple[Mapping[str, Any], Tokenised | None]:
+        """:meth:`call`, with a tokenizer that is quicker over media; and what that has read."""
+        quick, runs = with_runs(processor, self.media_token_ids(processor)) if self.listed else (None, None)
+        if runs is None:
+            return self.call(processor, text, media), None
+        try:
+            return self.call(quick, text, media), runs.read
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            # The sample may be at fault, or a processor that wants more of its tokenizer than there is.
+            output = self.call(processor, text, media)
+            _warn_of_stand_in(type(processor).__name__, f"{type(error).__name__}: {error}")
+            return output, None
+
     def rows(self, processor: Any, encoded: Encoded, key: str) -> list[int]:
         """How many entries along axis 0 of a media tensor belong to each of its items, in text order.
 
@@ -393,6 +412,11 @@ class Family(Counting):
         expected = sum(self.media_tokens(processor, kind, size, images) for kind, size in encoded.sizes)
         if found != expected:
             raise self.bad(f"{found} media tokens where its media need {expected}", conversation)
+
+
+@cache
+def _warn_of_stand_in(processor: str, why: str) -> None:
+    logger.warning("%s does not work with a quicker tokenizer (%s): encoding takes longer", processor, why)
 
 
 def token_named(processor: Any, name: str) -> str:

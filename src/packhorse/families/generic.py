@@ -44,6 +44,7 @@ class Generic(Family):
     kinds: ClassVar[tuple[MediaKind, ...]] = MEDIA_KINDS
     exact: ClassVar[bool] = False
     off_by: ClassVar[int | None] = None
+    listed: ClassVar[bool] = False
     caveats: ClassVar[tuple[str, ...]] = (
         "media tokens are counted by running the processor on a blank medium of the same size",
         "a media tensor is kept only if it has one entry per medium of one kind (or patches with a grid); "

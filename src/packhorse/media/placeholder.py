@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from packhorse.conversation import parse_conversation, prepend_part
+from packhorse.types import Conversation
 
 FAKE_IMAGE_SIZE = 56
 """Two merged patches of 28 pixels a side: four tokens for the Qwen2-VL family."""
@@ -20,6 +21,11 @@ FAKE_IMAGE_SIZE = 56
 def fake_image() -> Image.Image:
     """A white RGB square of :data:`FAKE_IMAGE_SIZE` pixels a side."""
     return Image.new("RGB", (FAKE_IMAGE_SIZE, FAKE_IMAGE_SIZE), (255, 255, 255))
+
+
+def shows_a_picture(conversation: Conversation) -> bool:
+    """Whether there is an image or a video in it, for which the vision tower runs."""
+    return any(ref.kind in ("image", "video") for ref in conversation.media)
 
 
 def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,7 +43,7 @@ def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
         BadSample: ``wrong_format`` where the example is not in the documented format.
     """
     conversation = parse_conversation(example)
-    if any(ref.kind in ("image", "video") for ref in conversation.media):
+    if shows_a_picture(conversation):
         return example
     roles = [message.role for message in conversation.messages]
     image_part = {"type": "image", "image": fake_image()}

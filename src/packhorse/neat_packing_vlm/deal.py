@@ -102,6 +102,11 @@ class Shuffle:
         return numbers
 
 
+def random_numbers(seed: int, *more: int) -> np.random.Generator:
+    """For any seed, a negative one too, and whatever else they depend on."""
+    return np.random.default_rng([seed & (2**63 - 1), *more])
+
+
 def _spread(lengths: npt.NDArray[np.integer], strata: Integers, seed: int, epoch: int) -> Integers:
     """An order within each run of equal lengths in which the strata come evenly."""
     groups = np.lexsort((strata, -lengths.astype(np.int64)))  # stable: it keeps the shuffle
@@ -110,7 +115,7 @@ def _spread(lengths: npt.NDArray[np.integer], strata: Integers, seed: int, epoch
     counts = np.diff(np.append(starts, len(groups)))
     rank = np.arange(len(groups)) - np.repeat(starts, counts)
     # Each stratum starts at a point of its own, so that not all of them begin with their first.
-    begin = np.random.default_rng([seed & (2**63 - 1), epoch]).random(len(starts))
+    begin = random_numbers(seed, epoch).random(len(starts))
     share = (rank + np.repeat(begin, counts)) / np.repeat(counts, counts)
     return groups[np.lexsort((share, -run.astype(np.int64)))]
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm.balance import Floats
+from packhorse.neat_packing_vlm.deal import random_numbers
 from packhorse.neat_packing_vlm.fill import Integers
 
 TOLERANCE = 0.01
@@ -62,7 +63,7 @@ def order_packs(
     kind = np.zeros(len(cost), np.int64) if kinds is None else np.asarray(kinds, np.int64)
     if len(kind) != len(cost):
         raise ConfigError(f"{len(kind):,} kinds for {len(cost):,} packs: expected one for each")
-    draw = np.random.default_rng([seed & (2**63 - 1), epoch])
+    draw = random_numbers(seed, epoch)
     # Bands of equal cost, which lie elsewhere in each epoch; at random within a band.
     band = np.floor(np.log(cost) / np.log1p(tolerance) + draw.random()).astype(np.int64)
     by_cost = np.lexsort((draw.random(len(cost)), band))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from packhorse.datasets.lengths import examples_at
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
+from packhorse.neat_packing_vlm.deal import random_numbers
 from packhorse.tokens.estimate import estimate, image_config, video_config
 from packhorse.view.planning import Planned
 
@@ -34,7 +35,7 @@ def padding(planned: Planned) -> dict[str, Any]:
     plan, settings = planned.packs.plan, planned.planner.settings
     lengths = planned.planner.lengths[plan.indices]
     aligned = int((lengths + -lengths % settings.alignment).sum())
-    shuffled = generator(settings.seed).permutation(lengths)
+    shuffled = random_numbers(settings.seed).permutation(lengths)
     tokens = int(lengths.sum())
     return {
         "batch_size": BATCH,
@@ -44,11 +45,6 @@ def padding(planned: Planned) -> dict[str, Any]:
         "packed": _wasted(len(plan) * settings.size, tokens),
         "packed_unpadded": _wasted(aligned, tokens),
     }
-
-
-def generator(seed: int) -> np.random.Generator:
-    """Random numbers for a loader's seed, which may be negative where numpy's may not."""
-    return np.random.default_rng(seed & (2**63 - 1))
 
 
 def padded_slots(lengths: Integers, batch: int) -> int:

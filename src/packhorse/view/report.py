@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.loader.deal import Dealt, Packs, Segment, Shape, Units, deal
+from packhorse.neat_packing_vlm.deal import random_numbers
 from packhorse.types import MEDIA_KINDS
-from packhorse.view.compare import estimated, generator, padding
+from packhorse.view.compare import estimated, padding
 from packhorse.view.planning import Planned, Request, make_plan
 
 VERSION = 1
@@ -134,7 +135,7 @@ def stragglers(packs: Packs, seed: int, epoch: int, more: Sequence[int] = ()) ->
     if not len(packs.plan):
         return []
     many = len(packs.plan) > _MANY_PACKS
-    shuffled = generator(seed).permutation(len(packs.plan))
+    shuffled = random_numbers(seed).permutation(len(packs.plan))
     found = []
     for ranks in sorted({*WORLD_SIZES, *more, *(() if many else _MORE_SIZES)}):
         dealt = Dealt(packs, [Segment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
