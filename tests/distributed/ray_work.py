@@ -86,4 +86,4 @@ def environment(number: int) -> tuple[str | None, int]:
 
 
 def sleep(number: int) -> None:
-    time.sleep(60)
+    time.sleep(300)

@@ -183,7 +183,7 @@ def test_a_run_given_up_early_frees_the_cluster(cluster: Any) -> None:
     run.close()
     started = time.monotonic()
     assert results(RayEngine(cluster.address), environment, range(2)) == {0: ("false", 1), 1: ("false", 1)}
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200  # far less than the tasks that were given up would take
 
 
 def first_at_once(number: int) -> None:

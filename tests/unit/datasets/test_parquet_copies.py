@@ -1,21 +1,27 @@
-"""The Arrow copies of Parquet files: whatever becomes of one, rows are right, and no process dies of it."""
+"""The Arrow copies of Parquet files: damage to their structure is noticed, and no process dies of it.
+
+A changed letter in a copy is not noticed, nor is a changed number: such a copy is valid, and its rows are
+read as they are in it.
+"""
 
 import logging
 import multiprocessing
 import random
 import resource
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packhorse.datasets.arrow import ParquetRows, _validate
+from packhorse.datasets import arrow
+from packhorse.datasets.arrow import ParquetRows, _check, _validate
 from packhorse.datasets.count_part import part_digest
 from packhorse.datasets.rows import open_rows
-from packhorse.errors import BadSample
+from packhorse.errors import BadSample, ConfigError
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -39,7 +45,7 @@ def path(tmp_path: Path, cache: Path) -> str:
 
 
 def copy_in(cache: Path) -> Path:
-    (copy,) = (cache / "arrow").glob("*.arrow")
+    (copy,) = (cache / "arrow-2").glob("*.arrow")
     return copy
 
 
@@ -139,6 +145,132 @@ def test_a_text_that_is_no_utf8_costs_its_row_and_no_other(tmp_path: Path, cache
     assert part_digest(rows, 0, 3) != part_digest(rows, 0, 1)
 
 
+TEXTS = pa.array([b"good", b"\xff\xfe", b"good" * 9], pa.binary()).view(pa.string())
+ENDS = pa.array(range(4), pa.int32())
+NESTED: dict[str, pa.Array] = {
+    "large": TEXTS.view(pa.binary()).cast(pa.large_binary()).view(pa.large_string()),
+    "dictionary": pa.DictionaryArray.from_arrays(pa.array(range(3), pa.int32()), TEXTS),
+    "list": pa.ListArray.from_arrays(ENDS, TEXTS),
+    "fixed-size list": pa.FixedSizeListArray.from_arrays(TEXTS, 1),
+    "struct": pa.StructArray.from_arrays([TEXTS, pa.nulls(3)], ["text", "nothing"]),
+    "keys of a map": pa.MapArray.from_arrays(ENDS, TEXTS, pa.array([1, 2, 3])),
+    "values of a map": pa.MapArray.from_arrays(ENDS, pa.array(["a", "b", "c"]), TEXTS),
+}
+NESTED["list of structs"] = pa.ListArray.from_arrays(ENDS, NESTED["struct"])
+NESTED["list of maps"] = pa.ListArray.from_arrays(ENDS, NESTED["values of a map"])
+NESTED["list of dictionaries"] = pa.ListArray.from_arrays(ENDS, NESTED["dictionary"])
+if hasattr(pa, "json_"):  # that pyarrow writes views to Parquet, too
+    NESTED["view"] = TEXTS.view(pa.binary()).cast(pa.binary_view()).view(pa.string_view())
+    NESTED["json"] = pa.ExtensionArray.from_storage(pa.json_(), TEXTS)
+    NESTED["list of json"] = pa.ListArray.from_arrays(ENDS, NESTED["json"])
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_text_that_is_no_utf8_costs_its_row_alone_wherever_it_is_nested(
+    kind: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pq.write_table(pa.table({"text": NESTED[kind]}), tmp_path / "rows.parquet")
+    first, bad, last = open_rows(str(tmp_path / "rows.parquet")).read(range(3))
+    assert [first, last] == [{"text": NESTED[kind][n].as_py()} for n in (0, 2)]
+    assert isinstance(bad, BadSample)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_an_offset_outside_is_damage_beside_a_text_that_is_not_utf8(kind: str) -> None:
+    sink = pa.BufferOutputStream()
+    batch = pa.RecordBatch.from_arrays([NESTED[kind]], ["text"])
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    whole = sink.getvalue().to_pybytes()
+    last = struct.pack("<3i" if kind != "large" else "<3q", 4, 6, 42)
+    broken = last[: len(last) // 3 * 2] + (1 << 30).to_bytes(len(last) // 3, "little")
+    if kind == "view":  # it has where a long text begins, behind its length and first letters
+        last, broken = (struct.pack("<i4sii", 36, b"good", 0, at) for at in (6, 1 << 30))
+    assert whole.count(last) == 1
+    _validate(pa.ipc.open_file(whole).get_batch(0).column(0))
+    with pytest.raises(pa.ArrowException):
+        _validate(pa.ipc.open_file(whole.replace(last, broken)).get_batch(0).column(0))
+
+
+MAPS = {
+    "map": pa.array([[("k", "v")], None, []], pa.map_(pa.string(), pa.string())),
+    "list": pa.array([[[("k", 1)]], [], [None]], pa.list_(pa.map_(pa.string(), pa.int64()))),
+    "struct": pa.array([{"m": [("k", "v")]}] * 3, pa.struct([("m", pa.map_(pa.string(), pa.string()))])),
+    "map of maps": pa.array(
+        [[("k", [("a", 1)])]] * 3, pa.map_(pa.string(), pa.map_(pa.string(), pa.int64()))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_maps_are_read_wherever_they_are_nested(
+    kind: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table({"map": MAPS[kind]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for _ in range(2):
+        rows = open_rows(str(tmp_path / "rows.parquet"))
+        assert list(rows) == table.to_pylist()
+    assert isinstance(rows, ParquetRows)
+    assert rows.table([2, 0]).to_pylist() == [table.to_pylist()[n] for n in (2, 0)]
+    assert not caplog.text
+
+
+def test_columns_are_described_alike_where_an_extension_type_is_not_known() -> None:
+    known = pa.schema([("tensor", pa.fixed_shape_tensor(pa.int32(), (2,)))])
+    name = {"ARROW:extension:name": "arrow.fixed_shape_tensor"}
+    unknown = pa.schema([pa.field("tensor", pa.list_(pa.int32(), 2), metadata=name)])
+    assert _check(known, 3) == _check(unknown, 3)
+    others = [
+        pa.schema([("tensor", pa.list_(pa.int32(), 2))]),
+        pa.schema([pa.field("tensor", pa.list_(pa.int32(), 3), metadata=name)]),
+        pa.schema([pa.field("tensor", pa.list_(pa.int32()), metadata=name)]),
+        pa.schema([pa.field("tensor", pa.list_(pa.int64(), 2), metadata=name)]),
+    ]
+    assert len({_check(schema, 3) for schema in [known, *others]} | {_check(known, 4)}) == 6
+
+
+def test_a_copy_is_never_made_of_a_file_that_has_changed(path: str, cache: Path) -> None:
+    rows = open_rows(path)
+    copy = copy_in(cache)
+    damaged = outside(copy.read_bytes())
+    with open(copy, "r+b") as file:
+        file.write(damaged)
+    pq.write_table(pa.Table.from_pylist(ROWS[:10]), path)
+    with pytest.raises(ConfigError, match=r"rows\.parquet: the file has changed since it was opened"):
+        rows[300]
+    assert copy.read_bytes() == damaged
+    assert list(open_rows(path)) == ROWS[:10]
+
+
+def test_a_file_that_changes_while_it_is_copied_leaves_no_copy(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), file)
+    rows = ParquetRows.__new__(ParquetRows)
+    rows.__dict__.update(open_rows(str(file)).__getstate__())  # type: ignore[operator]
+    copy_in(cache).unlink()
+    pq.write_table(pa.Table.from_pylist(ROWS[:10]), file)
+    with pytest.raises(ConfigError, match="has changed since it was opened"):
+        rows._open()
+    assert not list((cache / "arrow-2").iterdir())
+
+
+def test_a_copy_that_is_deleted_before_it_is_mapped_is_made_anew(
+    path: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = arrow.build_once
+
+    def made_and_deleted(name: str, write: Callable[[IO[bytes]], None]) -> Path:
+        made = once(name, write)
+        made.unlink()
+        return made
+
+    monkeypatch.setattr(arrow, "build_once", made_and_deleted)
+    assert list(open_rows(path)) == ROWS
+    assert copy_in(cache).exists()
+
+
 def test_a_disk_that_is_full_is_not_called_a_parquet_file_that_cannot_be_read(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -146,7 +278,7 @@ def test_a_disk_that_is_full_is_not_called_a_parquet_file_that_cannot_be_read(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large: '.*cache/arrow/.*\.arrow'"):
+        with pytest.raises(OSError, match=r"File too large: '.*cache/arrow-2/.*\.arrow'"):
             open_rows(str(tmp_path / "rows.parquet"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
