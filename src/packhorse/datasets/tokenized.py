@@ -21,7 +21,7 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
 from packhorse.families.base import TOKEN_KEYS, Encoded
 from packhorse.ledger import Ledger
-from packhorse.media import inject_fake_image, shows_a_picture
+from packhorse.media.placeholder import inject_fake_image, shows_a_picture
 from packhorse.types import Action, Conversation, Drop, Reason
 
 if TYPE_CHECKING:

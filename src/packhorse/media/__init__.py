@@ -11,7 +11,7 @@ from packhorse.media.confine import confine, resolve
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.limits import DEFAULT_MAX_BYTES
 from packhorse.media.load import load_media, media_size, preload_media, sampling_of
-from packhorse.media.placeholder import FAKE_IMAGE_SIZE, fake_image, inject_fake_image, shows_a_picture
+from packhorse.media.placeholder import FAKE_IMAGE_SIZE, fake_image, inject_fake_image
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames, sample_frame_indices
 from packhorse.media.source import describe, local_path, open_source, read_bytes
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
@@ -44,5 +44,4 @@ __all__ = [
     "resolve",
     "sample_frame_indices",
     "sampling_of",
-    "shows_a_picture",
 ]
