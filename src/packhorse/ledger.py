@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = getLogger(__name__)
 
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
-_GONE: tuple[Action, ...] = ("left_out", "replaced")
+GONE: tuple[Action, ...] = ("left_out", "replaced")
 
 
 class Ledger:
@@ -56,6 +56,7 @@ class Ledger:
         self._many: dict[tuple[str | int | None, ...], ManyRows] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
+        self.held = False  # see hold
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
         self._unwritten: list[bytes] = []  # lines that a full disk has kept from the file
@@ -116,8 +117,43 @@ class Ledger:
         for many in list(other._many.values()):
             self._record_many(many)
 
+    def hold(self) -> Ledger:
+        """Keep what this process records out of the file until :meth:`release`; returns the ledger itself."""
+        self.held = True
+        return self
+
+    def release(self) -> None:
+        """Write what was held back and is not in the file yet (read once); from now on write at once.
+
+        Raises:
+            SystemFault: the file cannot be written.
+        """
+        if not self.held:
+            return
+        known = Ledger()
+        if self.path is not None and self.path.exists():
+            with open(self.path, "rb") as file:
+                for line in file:
+                    known._add_line(line)
+        with self._lock:
+            self.held = False
+            new = [
+                asdict(drop) for drop, n in self._drops.items() for _ in range(n - known._drops.get(drop, 0))
+            ]
+            new += [many.to_json() for many in self._many.values() if known._add_many(many)]
+            if new and self._is_shared():
+                self._append(*new)
+
+    def take_in(self, written: Ledger) -> None:
+        """Add entries that the file of this ledger has from before; nothing is written, none counts twice."""
+        with self._lock:
+            for drop, times in written._drops.items():
+                self._drops[drop] = max(times, self._drops.get(drop, 0))
+            for many in written._many.values():
+                self._add_many(many)
+
     def take_back(self, epoch: int, keys: Collection[str]) -> int:
-        """Forget the entries of an epoch about these samples, which will be handed out (again); how many.
+        """Forget the entries of an epoch about these samples, and all of later epochs; how many.
 
         A run that was killed has recorded what failed behind its last checkpoint. Taken up there, it tries
         these samples once more. The file is written anew, and appears when it is whole.
@@ -127,7 +163,8 @@ class Ledger:
             whole._collect()
         else:
             whole = self
-        gone = [drop for drop in whole._drops if drop.epoch == epoch and drop.key in keys]
+        dated = [(drop, drop.epoch) for drop in whole._drops if drop.epoch is not None]
+        gone = [drop for drop, its in dated if its > epoch or (its == epoch and drop.key in keys)]
         for drop in gone:
             self._drops.pop(drop, None)
             if whole is not self:
@@ -137,13 +174,19 @@ class Ledger:
             self._spool_read = _size(self.path)
         return len(gone)
 
-    def of_epoch(self, epoch: int) -> Ledger:
-        """Another ledger with the entries of one epoch, and with those that belong to none."""
+    def of_epoch(self, epoch: int, *, alone: bool = False) -> Ledger:
+        """Another ledger with the entries of one epoch, and (unless ``alone``) with those of no epoch."""
         self._collect()
+        wanted = (epoch,) if alone else (None, epoch)
         found = Ledger()
-        found._drops = {drop: n for drop, n in self._drops.items() if drop.epoch in (None, epoch)}
-        found._many = {group: many for group, many in self._many.items() if many.epoch in (None, epoch)}
+        found._drops = {drop: n for drop, n in self._drops.items() if drop.epoch in wanted}
+        found._many = {group: many for group, many in self._many.items() if many.epoch in wanted}
         return found
+
+    def last_epoch(self) -> int:
+        """The last epoch that an entry of a single sample belongs to; -1 where there is none."""
+        self._collect()
+        return max((drop.epoch for drop in list(self._drops) if drop.epoch is not None), default=-1)
 
     def __len__(self) -> int:
         self._collect()
@@ -176,13 +219,13 @@ class Ledger:
         found: Counter[str] = Counter()
         lost = self._gone() if gone is False else set()
         for (reason, action), number in self._samples(by_reason=True, without=lost).items():
-            if gone is None or (action in _GONE) == gone:
+            if gone is None or (action in GONE) == gone:
                 found[reason] += number
         return dict(found.most_common())
 
     def lost(self) -> int:
         """How many samples were not delivered (left out or replaced), each counted once per epoch."""
-        return sum(n for (_, action), n in self._samples(by_reason=False).items() if action in _GONE)
+        return sum(n for (_, action), n in self._samples(by_reason=False).items() if action in GONE)
 
     def summary(self, total: int | None = None) -> str:
         """A line per reason and action, ready to print: ``missing_media, left_out: 37 of 10,000``.
@@ -231,7 +274,7 @@ class Ledger:
     def _gone(self) -> set[tuple[str, int | None]]:
         """Key and epoch of the samples, named one by one, that were not delivered."""
         self._collect()
-        return {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in _GONE}
+        return {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in GONE}
 
     def _samples(
         self, *, by_reason: bool, without: Collection[tuple[str, int | None]] = ()
@@ -268,7 +311,7 @@ class Ledger:
         return True
 
     def _is_shared(self) -> bool:
-        return self.path is not None or os.getpid() != self._owner
+        return (self.path is not None and not self.held) or os.getpid() != self._owner
 
     def _append(self, *entries: dict[str, Any]) -> None:
         """Write entries, and those before them that could not be written.

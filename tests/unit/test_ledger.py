@@ -217,3 +217,47 @@ def test_a_sample_that_was_cut_and_then_lost_is_not_told_as_delivered():
     assert ledger.samples_by_reason(gone=True) == {"collate_failed": 1}
     assert ledger.samples_by_reason(gone=False) == {"truncated": 1}
     assert ledger.samples_by_reason() == {"truncated": 2, "collate_failed": 1}
+
+
+def test_a_ledger_that_is_held_writes_what_the_file_has_not_when_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    old, new = (Drop(f"a/{n}", "plan", "too_long", "9 tokens") for n in range(2))
+    Ledger(path).record(old)
+    ledger = Ledger(path).hold()
+    ledger.record_all([old, new])
+    ledger.record(Drop("", "collate", "collate_failed", "which one is not known"))
+    assert list(Ledger.load(path)) == [old]
+    ledger.release()
+    ledger.release()
+    assert len(path.read_text().splitlines()) == 3
+    assert list(Ledger.load(path)) == list(ledger)
+    ledger.record(Drop("a/2", "plan", "too_long", "9 tokens"))
+    assert len(Ledger.load(path)) == 4
+
+
+def test_entries_of_the_file_that_are_taken_in_are_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    nameless = Drop("", "collate", "collate_failed", "which one is not known", epoch=0)
+    first = Ledger(path)
+    first.record_all([nameless, nameless, Drop("a/1", "media", "missing_media", "no file", epoch=0)])
+    before = path.read_text()
+    ledger = Ledger(path).hold()
+    for _ in range(2):
+        ledger.take_in(Ledger.load(path).of_epoch(0, alone=True))
+    ledger.release()
+    assert path.read_text() == before
+    assert list(ledger) == list(Ledger.load(path))
+
+
+def test_taking_back_forgets_later_epochs_and_nothing_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    drops = [
+        Drop(f"a/{n}", "media", "missing_media", "no file", epoch=epoch) for n in (1, 2) for epoch in range(3)
+    ]
+    ledger = Ledger(path)
+    ledger.record_all([Drop("a/9", "plan", "too_long", "9 tokens"), *drops])
+    assert ledger.last_epoch() == 2
+    assert ledger.take_back(1, {"a/2"}) == 3
+    kept = {("a/9", None), ("a/1", 0), ("a/2", 0), ("a/1", 1)}
+    assert {(drop.key, drop.epoch) for drop in ledger} == kept
+    assert {(drop.key, drop.epoch) for drop in Ledger.load(path)} == kept

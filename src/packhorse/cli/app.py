@@ -110,7 +110,7 @@ app.command(cls=PlainCommand, epilog=check.EXAMPLES)(check.check)
 app.command(cls=PlainCommand, epilog=view.EXAMPLES)(view.view)
 app.command(cls=PlainCommand, epilog=parity.EXAMPLES)(parity.parity)
 app.command(cls=PlainCommand, epilog=ledger.EXAMPLES)(ledger.ledger)
-app.command(cls=PlainCommand, epilog=bench.EXAMPLES)(bench.bench)
+app.command(cls=bench.BenchCommand, epilog=bench.EXAMPLES)(bench.bench)
 
 
 def main() -> None:

@@ -110,17 +110,32 @@ def check(
         if fix is not None:
             with progress_bar("writing") as progress:
                 fixed = write_fixed(report, fix, drop_duplicates=drop_duplicates, progress=progress)
+        advice = _advice(meta, report)
     if as_json:
-        _print_json(report, fixed)
+        _print_json(report, fixed, advice)
     else:
-        _print(report, fixed, show)
+        _print(report, fixed, show, advice)
     if not report.passed(strict):
         raise typer.Exit(1)
 
 
-def _print_json(report: CheckReport, fixed: Fixed | None) -> None:
+def _advice(meta: str, report: CheckReport) -> list[str]:
+    """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
+    from packhorse.check.beside import media_dir_advice
+
+    told = [
+        media_dir_advice(meta, one.config, one.file)
+        for one in report.files
+        if one.file is not None
+        and one.media == one.media_failed > 0
+        and any(rule == "missing_media" for rule, _ in one.counts)
+    ]
+    return [line for line in told if line is not None]
+
+
+def _print_json(report: CheckReport, fixed: Fixed | None, advice: list[str]) -> None:
     """One object; the findings are written one by one, since they may be many."""
-    head = report.as_dict() | {"fixed": None if fixed is None else fixed.as_dict()}
+    head = report.as_dict() | {"advice": advice, "fixed": None if fixed is None else fixed.as_dict()}
     typer.echo(json.dumps(head, indent=2).removesuffix("\n}") + ',\n  "findings": [', nl=False)
     separator = "\n"
     for finding in report.findings():
@@ -129,7 +144,7 @@ def _print_json(report: CheckReport, fixed: Fixed | None) -> None:
     typer.echo("]\n}" if separator == "\n" else "\n  ]\n}")
 
 
-def _print(report: CheckReport, fixed: Fixed | None, show: int) -> None:
+def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str]) -> None:
     console = out_console(_WIDTH)
     counts = report.counts()
     if any(counts.values()):
@@ -148,6 +163,8 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int) -> None:
         f"{rows:,} rows of {sets} checked, {some} media {decoded}, in {report.seconds:.1f} s: "
         f"{what or 'nothing found'}."
     )
+    for line in advice:
+        console.print(line, markup=False, soft_wrap=True)
     needed: dict[str, list[str]] = defaultdict(list)
     for rule, need in report.not_asked().items():
         needed[need].append(rule)

@@ -119,16 +119,39 @@ def count(
         if write_jsonl is not None:
             with progress_bar("writing") as progress:
                 written = write_counted_jsonl(report.files, write_jsonl, progress)
+        advice = _advice(meta, report)
     if as_json:
-        told = {"version": 1, **report.as_dict(), "written": [str(path) for path in written]}
+        told = {
+            "version": 1,
+            **report.as_dict(),
+            "advice": advice,
+            "written": [str(path) for path in written],
+        }
         typer.echo(json.dumps(told, indent=2))
     else:
-        _print(report, written)
+        _print(report, written, advice)
     if report.verified is not None and report.verified.failed:
         raise typer.Exit(1)
 
 
-def _print(report: CountReport, written: list[Path]) -> None:
+def _advice(meta: str, report: CountReport) -> list[str]:
+    """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
+    from packhorse.check.beside import media_dir_advice
+    from packhorse.datasets.meta_file import read_meta
+
+    none = {
+        one.name: counted.file
+        for one, counted in zip(report.datasets, report.files, strict=True)
+        if "missing_media" in one.bad and not any(one.media.values())
+    }
+    # The report has absolute paths; whether a media_dir was named stands in the meta file.
+    told = (
+        [media_dir_advice(meta, one, none[one.name]) for one in read_meta(meta, list(none))] if none else []
+    )
+    return [line for line in told if line is not None]
+
+
+def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:
     console = out_console(_WIDTH)
     console.print(_table(report))
     longest = ", ".join(f"{one.longest_row} ({one.longest:,})" for one in report.datasets if one.longest_row)
@@ -137,6 +160,8 @@ def _print(report: CountReport, written: list[Path]) -> None:
     for dataset in report.datasets:
         for line in _remarks(dataset):
             console.print(line, markup=False, soft_wrap=True)
+    for line in advice:
+        console.print(line, markup=False, soft_wrap=True)
     taken_over, rate = sum(dataset.taken_over for dataset in report.datasets), ""
     if report.counted_rows and report.counting_seconds:
         rate = f" ({report.counted_rows / report.counting_seconds:,.0f} rows/s)"

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
+from logging import getLogger
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from packhorse.types import MEDIA_KINDS, Conversation, Drop
 
 if TYPE_CHECKING:
     from packhorse.tokens.count import Counted, MediumCount, TokenCounter
+
+logger = getLogger("packhorse.datasets")
 
 _BLOCK = 512  # rows in memory at a time: enough for the tokenizer to work in bulk
 _LONGEST_DETAIL = 500
@@ -148,6 +151,9 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
     here = os.path.exists(path)
     if not here and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise ConfigError(f"processor {path}: no such folder")
+    if not here and not _is_cached(path):
+        # The hub's client tries for minutes where there is no network: whoever meant a folder knows now.
+        logger.warning("processor %s: no such folder in %s, so the hub is asked", path, os.getcwd())
     try:
         opened = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -164,6 +170,13 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)
     return opened
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache has something of this name."""
+    constants = require("huggingface_hub.constants", "train")
+    folder = f"models--{name.replace('/', '--')}"
+    return os.path.isdir(os.path.join(constants.HF_HUB_CACHE, folder, "snapshots"))
 
 
 def _torchvision_hint() -> str:

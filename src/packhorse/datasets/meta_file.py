@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 from packhorse.datasets.cache import local_file
@@ -127,7 +128,9 @@ def _folder(path: str) -> str:
 def _join(folder: str, path: str) -> str:
     if is_address(path) or not folder:
         return path
-    return folder + path if folder.endswith("://") else os.path.join(folder, path)
+    if is_address(folder):
+        return folder + path if folder.endswith("://") else os.path.join(folder, path)
+    return str(PurePath(folder, path))  # without the "." of `"media_dir": "."`; a ".." stays, for links
 
 
 def _beside(folder: str, media_dir: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packhorse.errors import ConfigError, PackhorseError
-from packhorse.ledger import Ledger
+from packhorse.ledger import GONE, Ledger
 from packhorse.loader.build import BatchReport
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm.pack_plan import BAD_ROW, DROP_REASONS
@@ -19,8 +19,11 @@ from packhorse.types import World
 
 logger = getLogger("packhorse.loader")
 
-# Good samples, which the settings leave no room for.
-_LEFT_OUT_BY_PLAN = frozenset(DROP_REASONS[:BAD_ROW])
+# Good samples, which the settings leave no room for, or do not draw.
+_GOOD = frozenset((*DROP_REASONS[:BAD_ROW], "not_sampled"))
+
+_NO_FOLDER = "part of the epoch was before a restart: set ledger_dir to have it"
+_NO_GROUP = "this rank's part alone: ranks without a process group cannot add up"
 
 
 class TooManyBad(PackhorseError):
@@ -91,14 +94,16 @@ class Guard:
             )
 
     def _told(self, what: str, setting: str = "max_bad_share") -> str:
-        last = list(self.ledger)[-3:]
+        counted = (drop for drop in self.ledger if drop.action in GONE and drop.reason not in _GOOD)
+        last = deque(counted, maxlen=3)
         examples = "; ".join(f"{drop.key}: {drop.reason}, {drop.detail}" for drop in last)
         gone = self.ledger.samples_by_reason(gone=True)
-        bad = {reason: number for reason, number in gone.items() if reason not in _LEFT_OUT_BY_PLAN}
+        bad = {reason: number for reason, number in gone.items() if reason not in _GOOD}
         value = f"{self.share:.2%}" if setting == "max_bad_share" else self.in_a_row
         return (
             f"{what}, more than {setting}={value} allows. By reason: {_by_reason(bad)}. "
-            f"As: {examples}. `packhorse check` finds them all; raise {setting} if that is meant"
+            f"As: {examples}. `packhorse check` finds them all, with --fix it writes the data without them; "
+            f"raise {setting} if that is meant"
         )
 
 
@@ -114,11 +119,11 @@ class EpochAccount:
         epoch: which one.
         rows: examples of the data set.
         planned: of them are in the plan; the others are in the ledger.
-        delivered: were handed out to a rank; None where that is not known: ranks cannot talk, or part of the
-            epoch was before a restart and there is no ``ledger_dir``.
-        lost: failed on the way (before a restart too, where there is a ``ledger_dir``).
+        delivered: were handed out to a rank; None where that is not known (``unknown`` says why).
+        lost: were planned and failed on the way (before a restart too, where there is a ``ledger_dir``).
         reasons: how many samples were not delivered for each reason, in this epoch or in all.
         remarks: how many were, though the ledger has a reason for them (cut, nothing to learn in them).
+        unknown: why ``delivered`` is not known, and what would tell; empty where it is.
     """
 
     epoch: int
@@ -128,6 +133,7 @@ class EpochAccount:
     lost: int
     reasons: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, int] = field(default_factory=dict)
+    unknown: str = ""
 
     @property
     def left_out(self) -> int:
@@ -135,8 +141,11 @@ class EpochAccount:
         return self.rows - self.planned
 
     def __str__(self) -> str:
-        handed = "" if self.delivered is None else f", {self.delivered:,} delivered"
-        lost = f", {self.lost:,} failed" if self.lost else ""
+        handed = f", delivered not known ({self.unknown})" if self.unknown else ""
+        if self.delivered is not None:
+            handed = f", {self.delivered:,} delivered"
+        known = " in the part that is known" if self.delivered is None else ""
+        lost = f", {self.lost:,} failed{known}" if self.lost else ""
         lines = [f"epoch {self.epoch}: {self.rows:,} rows, {self.planned:,} in the plan{handed}{lost}"]
         lines += [f"  {reason}: {number:,} of {self.rows:,}" for reason, number in self.reasons.items()]
         if self.remarks:
@@ -161,12 +170,14 @@ def close_epoch(
     everybody = ranks.can_talk or ranks.world.size == 1
     lost = sum(one.lost for one in found)
     planned = sum(one.planned for one in found) if shard_data else mine.planned
-    delivered = None
+    delivered, unknown = None, ""
     if everybody and whole:
         delivered = sum(one.delivered or 0 for one in found)
     elif everybody and ledger.path is not None:  # what was lost before a restart is in the files
         lost = written.lost
         delivered = planned - lost
+    else:
+        unknown = _NO_FOLDER if everybody else _NO_GROUP
     account = EpochAccount(
         mine.epoch,
         sum(one.rows for one in found) if shard_data else mine.rows,
@@ -175,6 +186,7 @@ def close_epoch(
         lost,
         written.reasons,
         written.remarks,
+        unknown,
     )
     if account.delivered is not None and account.delivered + account.lost != account.planned:
         raise PackhorseError(
@@ -203,8 +215,14 @@ def _lost_in(ledger: Ledger) -> int:
     return ledger.lost() - ledger.of_epoch(-1).lost()
 
 
+def recall(ledger: Ledger, epoch: int) -> None:
+    """Take in what the file of a ledger has on an epoch from before a restart; it is not written again."""
+    if ledger.path is not None and ledger.path.exists():
+        ledger.take_in(_read(ledger.path).of_epoch(epoch, alone=True))
+
+
 def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Collection[str]]) -> None:
-    """Forget what was recorded behind a state about samples that it says are still to come.
+    """Forget what was recorded behind a state: about samples that it says are to come, and later epochs.
 
     Args:
         ledger: this rank's.
@@ -213,14 +231,14 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
         unused: the names of these samples; asked for only if there is anything to take back.
     """
     if ledger.path is None:
-        if any(drop.epoch == epoch for drop in ledger.of_epoch(epoch)):
+        if ledger.last_epoch() >= epoch:
             ledger.take_back(epoch, unused())
         return
     files = [rank_file(ledger.path.parent, world.rank)]
     if not world.rank:
         files += [path for rank, path in _rank_files(ledger.path.parent).items() if rank >= world.size]
     for path in files:
-        if path.exists() and any(drop.epoch == epoch for drop in _read(path, epoch)):
+        if path.exists() and _read(path).last_epoch() >= epoch:
             own = ledger if path == ledger.path else Ledger(path)
             number = own.take_back(epoch, unused())
             if number:

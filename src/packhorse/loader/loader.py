@@ -24,6 +24,7 @@ from packhorse.loader.account import (
     close_epoch,
     lost_before,
     rank_file,
+    recall,
     take_back,
     warn_of_lost_entries,
 )
@@ -41,7 +42,13 @@ from packhorse.loader.epoch import Epoch, ticket_of
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.model_facts import facts_of
-from packhorse.loader.plans import record_left_out, refuse_bad, refuse_overlong, warn_of_too_long
+from packhorse.loader.plans import (
+    plan_lines,
+    record_left_out,
+    refuse_bad,
+    refuse_overlong,
+    warn_of_too_long,
+)
 from packhorse.loader.progress import Progress
 from packhorse.loader.talk import Ranks, Result
 from packhorse.neat_packing_vlm import PackPlan
@@ -64,7 +71,8 @@ class Loader:
         world: this rank's place.
         dataset: the examples.
         counts: their exact counts.
-        ledger: what was left out on this rank, and why.
+        ledger: what was left out on this rank, and why; after a resume with ``ledger_dir`` also what the
+            rank's file has on the epoch that goes on.
         metrics: fill, speed and waiting of the last steps.
         last: what the batch handed out last is made of; None before the first.
         account: where the samples of the last finished epoch went; None before that.
@@ -86,7 +94,8 @@ class Loader:
         self._ranks.same("settings", config.of_all_ranks())
         facts = facts_of(model)
         folder = config.ledger_dir
-        self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank))
+        # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
+        self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
         # What is left out when rows are drawn is the same on all ranks: the first one says it.
         opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
         shard = self.world if config.shard_data else None
@@ -163,7 +172,7 @@ class Loader:
         kept = f"; {free:,} of the {size:,} tokens of a pack are kept free for a placeholder" if free else ""
         lines = [
             f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",
-            self.plan.describe(()),
+            *plan_lines(self._planner, self.plan, self.key),
             f"{len(self):,} micro steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
             f"{self.straggler_ratio():.4f}",
             self.ledger.summary(len(self.dataset)),
@@ -180,6 +189,7 @@ class Loader:
         return self._batches(self._now)
 
     def _batches(self, epoch: Epoch) -> Iterator[dict[str, Any]]:
+        self.ledger.release()
         asked = time.perf_counter()
         for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
             if epoch is not self._now:
@@ -264,7 +274,8 @@ class Loader:
                 raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
             progress = progress.at(self._now.first + consumed)
         state = progress.to_dict(self.plan_key, self._planner.key) | {"packs": self._now.packs.digest}
-        state["ledger"] = {"rank": self.world.rank, "entries": len(self.ledger)}
+        written = 0 if self.ledger.held else len(self.ledger)
+        state["ledger"] = {"rank": self.world.rank, "entries": written}
         if self.config.shard_data:
             state["shard"] = self._shard()
         return state
@@ -296,9 +307,11 @@ class Loader:
         warn_of_lost_entries(self.ledger, self.world, state)
         self._feed.close()  # workers remember what they have recorded, and would not record it again
         take_back(self.ledger, self.world, self.epoch, self._unused)
-        self._now.guard = self._guard(self.plan)
         if not self.remaining:  # the epoch was over
             self._go_to(Progress(self.epoch + 1))
+            return
+        recall(self.ledger, self.epoch)
+        self._now.guard = self._guard(self.plan)
 
     def _unused(self) -> set[str]:
         """The names of the samples of this epoch that are still to come."""
@@ -378,7 +391,8 @@ class Loader:
         try:
             return guard(self.ledger, lost)
         except TooManyBad:
-            return guard(self._left_out(plan))
+            pass  # said below, once and with the rows, which the ledger of the first rank alone has
+        return guard(self._left_out(plan))
 
     def _left_out(self, plan: PackPlan) -> Ledger:
         """What is in no pack; the ledger of the first rank alone has it."""

@@ -269,7 +269,7 @@ def record_left_out(
 
 
 def _bad_detail(counts: CountColumns, index: int) -> str:
-    again = "; `packhorse count --retry-bad` looks again"
+    again = "; between runs `packhorse count --retry-bad` looks again"
     hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
     return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
@@ -284,6 +284,22 @@ def too_long_detail(length: int, settings: PlanSettings) -> str:
 def over_limit_detail(planner: Planner) -> str:
     """Why a sample is in no pack that fits by its tokens, in words."""
     return f"alone over a limit of a pack ({', '.join(planner.limits)})"
+
+
+def plan_lines(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> list[str]:
+    """A plan in words, with a line for each reason why examples are in no pack, and five of them."""
+    # A plan knows positions only: its own lines on them are left for those with names.
+    lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
+    left_out: dict[str, list[int]] = {}
+    for index in np.flatnonzero(~planner.counts.ok).tolist():
+        left_out.setdefault(str(planner.counts.status[index]), []).append(index)
+    for reason, positions in plan.dropped_by_reason().items():
+        if len(good := positions[planner.counts.ok[positions]]):
+            left_out.setdefault(str(reason), []).extend(good.tolist())
+    for name, indices in left_out.items():
+        some = ", ".join(map(key_of, indices[:5])) + (", …" if len(indices) > 5 else "")
+        lines.append(f"left out   {name}: {len(indices):,} of {len(planner.counts):,} ({some})")
+    return lines
 
 
 def warn_of_too_long(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:

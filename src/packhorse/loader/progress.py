@@ -12,7 +12,9 @@ from packhorse.loader.deal import Segment, Shape
 VERSION = 1
 # What a plan is made from, in words.
 _TOLD = {
-    "counts": "the tokens of the samples (other data, processor or template)",
+    "counts": "the tokens of the samples (other data, processor or template; or counts made anew, as with "
+    "`packhorse count --retry-bad`: rows that were bad are good now. Then put the count files of that run "
+    "back, or take the media that have arrived away and `packhorse count --fresh`)",
     "samples": "the number of samples",
     "capacity": "the tokens that a pack has room for",
     "rows": "the rows of the data set",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from packhorse.neat_packing_vlm.balance import straggler_ratio
 from packhorse.neat_packing_vlm.fill import Integers
 from packhorse.neat_packing_vlm.order import order_packs
 from packhorse.neat_packing_vlm.pack_plan import BAD_ROW, DROP_REASONS, PackPlan
+
+QUARTILES = (0, 25, 50, 75, 100)
+"""The least, the quartiles and the most."""
 
 _WORLD_SIZES = (8, 64, 512)
 
@@ -32,7 +36,7 @@ def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
         f"samples    {counted}{len(plan.dropped) - bad:,} dropped",
     ]
     if len(plan):
-        quartiles = ", ".join(f"{value:.0f}" for value in np.percentile(samples, (0, 25, 50, 75, 100)))
+        quartiles = ", ".join(f"{value:,}" for value in percentiles(samples, QUARTILES))
         lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
     for reason, positions in plan.dropped_by_reason().items():
         some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
@@ -44,6 +48,16 @@ def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
     elif world_sizes is not None and list(world_sizes):
         lines.append("straggler  not known: the plan has no costs (PackPlan.with_costs)")
     return "\n".join(lines)
+
+
+def percentiles(values: npt.NDArray[Any], percents: Sequence[int]) -> list[int]:
+    """Of whole numbers, at least one: each is the smallest value that at least so many percent do not exceed.
+
+    Real values, none in between, as ``packhorse stats`` tells them. Costs a sort.
+    """
+    ranks = [max(1, -(-len(values) * percent // 100)) for percent in percents]
+    ordered = np.sort(values)
+    return [int(ordered[rank - 1]) for rank in ranks]
 
 
 def _straggler_line(plan: PackPlan, world_size: int) -> str:

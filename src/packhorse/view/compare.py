@@ -15,6 +15,7 @@ import numpy.typing as npt
 from packhorse.datasets.lengths import examples_at
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
 from packhorse.neat_packing_vlm.deal import random_numbers
+from packhorse.neat_packing_vlm.describe import percentiles
 from packhorse.tokens.estimate import estimate, image_config, video_config
 from packhorse.view.planning import Planned
 
@@ -96,7 +97,7 @@ def estimated(
         "lost_share": float(lost.mean()) if len(rows) else 0.0,
         "fill": float(real[~lost].sum()) / slots if slots else 0.0,
         "error_mean": float(off.mean()) if len(rows) else 0.0,
-        "error_p99": int(np.percentile(off, 99, method="lower")) if len(rows) else 0,
+        "error_p99": percentiles(off, (99,))[0] if len(rows) else 0,
     }
 
 

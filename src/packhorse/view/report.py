@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from packhorse.loader.deal import Dealt, Packs, Segment, Shape, Units, deal
 from packhorse.neat_packing_vlm.deal import random_numbers
+from packhorse.neat_packing_vlm.describe import QUARTILES, percentiles
 from packhorse.types import MEDIA_KINDS
 from packhorse.view.compare import estimated, padding
 from packhorse.view.planning import Planned, Request, make_plan
@@ -158,9 +159,8 @@ def _ratio_in_order(packs: Packs, order: npt.NDArray[np.int64], ranks: int) -> f
 def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:
     if not len(values):
         return {"mean": 0.0, "min": 0, "p25": 0, "p50": 0, "p75": 0, "max": 0}
-    marks = np.percentile(values, (0, 25, 50, 75, 100), method="lower").astype(int).tolist()
     names = ("min", "p25", "p50", "p75", "max")
-    return {"mean": float(values.mean()), **dict(zip(names, marks, strict=True))}
+    return {"mean": float(values.mean()), **dict(zip(names, percentiles(values, QUARTILES), strict=True))}
 
 
 def _reasons(planned: Planned) -> list[dict[str, Any]]:

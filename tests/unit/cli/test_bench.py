@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from packhorse.cli.app import app
 from packhorse.cli.bench import run as bench_run
 from packhorse.cli.bench.page import load_records, page_of, render
-from packhorse.cli.bench.run import find_folder, find_scripts, half_kept
+from packhorse.cli.bench.run import find_folder, find_scripts, load_promises
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 KEPT = "promise('speed', 6.2, 6, baseline='the plain way')"
@@ -107,8 +108,9 @@ def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
     same, ratio = one["promises"]
     assert same["claim"] == "rows with another estimate over columns"
     assert same["kept"]
-    assert (ratio["sign"], ratio["target"]) == (">=", 50)
+    assert (ratio["sign"], ratio["target"], ratio["full_target"]) == (">=", 25, 50)
     assert ratio["kept"] == (ratio["value"] >= 25)
+    assert report["kept"] == ratio["kept"]
     assert done.exit_code == (0 if ratio["kept"] else 1)
     assert sorted((BENCHMARKS / "results").glob("*")) == before
     assert page_of(BENCHMARKS).read_bytes() == page
@@ -180,35 +182,85 @@ def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -
 
 
 @pytest.mark.parametrize(
-    ("value", "target", "at_least", "kept"),
+    ("target", "sign", "quick", "told"),
     [
-        *((3.1, 6, True, True), (2.9, 6, True, False), (46, 90, True, True), (44, 90, True, False)),
-        *((1.9, 1.0, False, True), (2.1, 1.0, False, False), (1, 0, False, False), (0, 0, False, True)),
+        (2.5, ">=", 1.25, ">= 1.25x, half of 2.5x"),
+        (90, ">=", 45, ">= 45x, half of 90x"),
+        (1.0, "<=", 2.0, "<= 2x, twice 1x"),
+        (0, "<=", 0, "<= 0x"),
     ],
 )
-def test_a_quick_run_asks_for_half_of_a_target_and_for_twice_a_limit(
-    value: float, target: float, at_least: bool, kept: bool
+def test_a_quick_run_asks_for_half_of_a_speed_for_twice_a_limit_and_for_all_of_what_is_exact(
+    target: float, sign: str, quick: float, told: str
 ) -> None:
-    told = {"value": value, "target": target, "sign": ">=" if at_least else "<=", "kept": False}
-    assert half_kept(told | {"kind": "speed"}) is kept
-    assert not half_kept(told | {"kind": "exact"})
+    promises = load_promises(BENCHMARKS)
+    assert promises.in_force(target, sign, "speed") == quick
+    assert promises.in_force(target, sign, "exact") == target
+    words = {"sign": sign, "target": quick, "full_target": target, "unit": "x"}
+    assert promises.to_reach(words) == told
 
 
-def test_a_quick_run_passes_quick_on_judges_by_half_and_writes_no_file(home: Path) -> None:
-    script(
-        home, "half", "value = 3.1 if '--quick' in sys.argv else 9", "promise('x', value, 6, baseline='b')"
+@pytest.mark.parametrize(
+    ("value", "target", "at_least", "kept", "told"),
+    [
+        (3.1, 6, True, True, ">= 3x, half of 6x"),
+        (2.9, 6, True, False, ">= 3x, half of 6x"),
+        (1.9, 1, False, True, "<= 2x, twice 1x"),
+        (2.1, 1, False, False, "<= 2x, twice 1x"),
+    ],
+)
+def test_line_table_json_and_exit_codes_of_a_quick_run_judge_alike_and_name_both_targets(
+    home: Path, value: float, target: float, at_least: bool, kept: bool, told: str
+) -> None:
+    script(home, "half", f"promise('x', {value}, {target}, baseline='b', at_least={at_least})")
+    verdict, code = ("ok  ", 0) if kept else ("MISS", 1)
+    line = f"{verdict} x: {value}x (to reach: {told}; baseline: b)"
+    alone = subprocess.run(
+        [sys.executable, str(home / "half.py"), "--quick"], capture_output=True, text=True, check=False
     )
+    assert (alone.returncode, alone.stdout) == (code, line + "\n")
+    seen = run("--quick", "--folder", home)
+    assert seen.exit_code == code
+    assert line in seen.output
+    assert [row.split() for row in seen.output.splitlines() if row.startswith("  half ")] == [
+        ["half", "x", f"{value}x", *told.split(), verdict.strip()]
+    ]
+    end = "every promise is kept" if kept else "missed: half"
+    assert re.search(rf"^1 benchmark in \d+ s; {end}$", seen.output, re.MULTILINE)
     done = run("--quick", "--json", "--folder", home)
-    assert done.exit_code == 0
-    (told,) = json.loads(done.stdout)["benchmarks"][0]["promises"]
-    assert (told["value"], told["kept"]) == (3.1, True)
-    script(home, "half", "promise('x', 2.9, 6, baseline='b')")
-    assert run("--quick", "--folder", home).exit_code == 1
+    assert done.exit_code == code
+    report = json.loads(done.stdout)
+    (one,) = report["benchmarks"]
+    (promised,) = one["promises"]
+    assert (report["kept"], one["ok"], promised["kept"]) == (kept, kept, kept)
+    assert (promised["value"], promised["full_target"]) == (value, target)
+    assert promised["target"] == (target / 2 if at_least else target * 2)
+
+
+def test_a_quick_run_passes_quick_on_and_writes_no_file_and_a_full_run_asks_for_all(home: Path) -> None:
+    script(
+        home, "half", "value = 3.1 if '--quick' in sys.argv else 5", "promise('x', value, 6, baseline='b')"
+    )
+    assert run("--quick", "--folder", home).exit_code == 0
     assert not (home / "results").exists()
     assert not page_of(home).exists()
-    assert run("--no-docs", "--folder", home).exit_code == 1
-    assert (home / "results" / "half.json").exists()
+    done = run("--no-docs", "--json", "--folder", home)
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    (told,) = report["benchmarks"][0]["promises"]
+    assert (report["kept"], told["target"], told["full_target"]) == (False, 6, 6)
+    assert "full_target" not in record(home, "half")["promises"][0]
     assert not page_of(home).exists()
+
+
+def test_a_record_of_a_quick_run_is_not_taken_for_a_promised_figure(home: Path) -> None:
+    script(home, "half", "promise('x', 3.1, 6, baseline='b')")
+    (home / "results").mkdir()
+    environment = {**os.environ, "PACKHORSE_RECORD": str(home / "results" / "half.json")}
+    subprocess.run([sys.executable, str(home / "half.py"), "--quick"], env=environment, check=True)
+    done = run("--render", "--folder", home)
+    assert done.exit_code == 2
+    assert "half.json is of a run with --quick" in done.stderr
 
 
 def test_a_quick_run_does_not_halve_what_is_exact(home: Path) -> None:
@@ -216,9 +268,16 @@ def test_a_quick_run_does_not_halve_what_is_exact(home: Path) -> None:
     done = run("--quick", "--json", "--folder", home)
     assert done.exit_code == 1
     (told,) = json.loads(done.stdout)["benchmarks"][0]["promises"]
-    assert (told["kind"], told["kept"]) == ("exact", False)
+    assert (told["kind"], told["kept"], told["target"]) == ("exact", False, 1.0)
     script(home, "halved", "promise('noticed', 1.0, 1.0, baseline='b', kind='exact')")
     assert run("--quick", "--folder", home).exit_code == 0
+
+
+def test_the_help_names_the_benchmarks_of_the_checkout() -> None:
+    told = " ".join(run("--help").output.split())
+    names = ", ".join(path.stem for path in find_scripts(BENCHMARKS))
+    assert f"Names: {names}." in told
+    assert "packhorse bench --quick jsonl" in told
 
 
 def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_results(home: Path) -> None:

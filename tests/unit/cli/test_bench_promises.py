@@ -11,8 +11,9 @@ import pytest
 from packhorse.cli.bench.run import load_promises
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def promises() -> Any:
+    """A module of its own for each test: it remembers what was told, and whether the run is quick."""
     return load_promises(Path(__file__).parents[3] / "benchmarks")
 
 

@@ -73,7 +73,8 @@ def test_the_report_is_one_json_object_with_stable_names(tmp_path: Path, saved: 
     report = json.loads(result.stdout)
     assert list(report) == [
         *("version", "passed", "processor", "max_length", "decoded", "seconds", "rows", "media"),
-        *("media_failed", "rows_with_errors", "counts", "datasets", "not_asked", "fixed", "findings"),
+        *("media_failed", "rows_with_errors", "counts", "datasets", "not_asked", "advice", "fixed"),
+        "findings",
     ]
     assert (report["passed"], report["decoded"], report["processor"]) == (False, False, saved)
     assert report["counts"]["error"] == sum(one["severity"] == "error" for one in report["findings"])

@@ -65,6 +65,17 @@ def test_the_plan_is_the_one_that_the_loader_trains(report: dict[str, Any], meta
         assert (told["packs"], told["fill"]) == (len(loader.plan), loader.plan.fill)
 
 
+def test_command_and_loader_tell_the_same_quartiles(meta: Path, saved: str, tmp_path: Path) -> None:
+    for size in (128, 256, SIZE):
+        printed = run(meta, saved, "--pack-size", size, "--out", tmp_path / f"{size}.phplan").stdout
+        loader = packhorse.load(str(meta), saved, pack_size=size, max_bad_share=None)
+        lines = [
+            [line.split() for line in text.splitlines() if line.startswith("per pack")]
+            for text in (printed, loader.describe())
+        ]
+        assert lines[0] == lines[1] != []
+
+
 def test_so_it_is_where_long_samples_are_cut(meta: Path, saved: str, tmp_path: Path) -> None:
     out = tmp_path / "cut.phplan"
     result = run(meta, saved, "--json", "--pack-size", 128, "--on-overlong", "truncate", "--out", out)

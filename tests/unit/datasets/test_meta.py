@@ -287,6 +287,23 @@ def test_a_media_folder_is_found_beside_the_meta_file(tmp_path: Path) -> None:
         assert open_meta_dataset(path)[0]["conversation"][0]["content"][0]["image"] == expected
 
 
+def test_a_dot_for_the_folder_of_the_meta_file_is_in_no_path_and_dots_for_the_one_above_stay(
+    tmp_path: Path,
+) -> None:
+    for given, path in (
+        (".", "data/mule.png"),
+        ("./pics/", "data/pics/mule.png"),
+        ("..", "data/../mule.png"),
+    ):
+        (tmp_path / "data" / "pics").mkdir(parents=True, exist_ok=True)
+        entry = {"file_name": "./a.jsonl", "media_dir": given}
+        row = chat(0, images=["mule.png"])
+        row["messages"][0]["content"] = "<image>"
+        meta = write_meta(tmp_path / "data", {"a": entry}, a=[row])
+        (part,) = open_meta_dataset(meta)[0]["conversation"][0]["content"]
+        assert part["image"] == f"{tmp_path}/{path}"
+
+
 def test_two_datasets_of_the_same_file_are_both_delivered_and_remarked(tmp_path: Path) -> None:
     meta = {"a": {"file_name": "a.jsonl"}, "b": {"file_name": "../" + tmp_path.name + "/a.jsonl"}}
     lazy = open_meta_dataset(write_meta(tmp_path, meta, a=[chat(0), chat(1)]))

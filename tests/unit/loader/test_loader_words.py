@@ -64,7 +64,10 @@ def test_a_row_that_is_too_long_is_told_once_with_its_length(
 def test_only_media_that_may_arrive_are_to_be_counted_again(meta: Path) -> None:
     loader = packhorse.load(meta, processor("qwen2_vl"), pack_size=200, max_bad_share=0.5)
     told = {drop.reason: drop.detail for drop in loader.ledger}
-    assert "(found when it was counted; `packhorse count --retry-bad` looks again)" in told["missing_media"]
+    assert (
+        "(found when it was counted; between runs `packhorse count --retry-bad` looks again)"
+        in told["missing_media"]
+    )
     assert "(found when it was counted);" in told["malformed_row"]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import new_table, one_line_errors, out_console
+from packhorse.cli.screen import PlainCommand, new_table, one_line_errors, out_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,9 @@ packhorse bench
 packhorse bench --quick
 [dim]# minutes: is what is exact exact, and no speed below half of its target? Writes nothing[/dim]
 
+packhorse bench --quick jsonl
+[dim]# one of them, in seconds[/dim]
+
 packhorse bench jsonl packing --json > bench.json
 [dim]# two of them, for machines[/dim]
 
@@ -38,13 +41,38 @@ packhorse bench --render
 """
 
 
+class BenchCommand(PlainCommand):
+    """The command; its help names the benchmarks of the checkout, which are looked for only then."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As the base class, with the names in front of the examples."""
+        self.epilog = f"{_names()}\n{EXAMPLES}"
+        super().format_help(ctx, formatter)
+
+
+def _names() -> str:
+    """The benchmarks that there are, in one line; why there are none where there is no checkout."""
+    from packhorse.cli.bench.run import find_folder, find_scripts
+    from packhorse.errors import ConfigError
+
+    try:
+        names = [path.stem for path in find_scripts(find_folder(None))]
+    except ConfigError:
+        return "There are none here: benchmarks are part of a checkout, not of an installed package."
+    return f"Names: {', '.join(names)}."
+
+
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which ones; all without it.", metavar="[NAME]…")
+        list[str] | None, typer.Argument(help="Which ones; all without it.", metavar="NAME")
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", metavar="", help="Small sizes; half of a speed is enough. Writes nothing."),
+        typer.Option(
+            "--quick",
+            metavar="",
+            help="Small sizes; half of a speed is enough, twice a limit on one. Writes nothing.",
+        ),
     ] = False,
     render: Annotated[
         bool, typer.Option("--render", metavar="", help="Run nothing, only make the page from the results.")
@@ -68,7 +96,7 @@ def bench(
     console = Console(stderr=True, highlight=False) if as_json else out_console(_WIDTH)
     with one_line_errors("bench", "the results of the scripts before it are written"):
         from packhorse.cli.bench.page import load_records, write_page
-        from packhorse.cli.bench.run import find_folder, find_scripts
+        from packhorse.cli.bench.run import find_folder, find_scripts, load_promises
 
         home = find_folder(folder)
         if render:
@@ -83,12 +111,13 @@ def bench(
             results.append(_measured(script, quick, processor, console))
             if docs and not quick:
                 write_page(home)
+    kept = all(one.ok for one in results)
     if as_json:
-        told = {"version": 1, "quick": quick, "benchmarks": [_as_dict(one) for one in results]}
+        told = {"version": 2, "quick": quick, "kept": kept, "benchmarks": [_as_dict(one) for one in results]}
         typer.echo(json.dumps(told, indent=2))
     else:
-        _print_table(results, console)
-    if not all(one.ok for one in results):
+        _print_table(results, load_promises(home), console)
+    if not kept:
         raise typer.Exit(1)
 
 
@@ -105,7 +134,7 @@ def _measured(script: Path, quick: bool, processor: str | None, console: Console
         options += ["--processor", processor]
     started = time.monotonic()
     result = run_script(
-        script, options, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True), quick=quick
+        script, options, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True)
     )
     if not quick and result.record is not None:
         load_promises(script.parent).write_record(
@@ -119,13 +148,15 @@ def _measured(script: Path, quick: bool, processor: str | None, console: Console
 
 def _as_dict(one: Result) -> dict[str, object]:
     record = one.record or {}
+    promises = [{"full_target": promise["target"], **promise} for promise in one.promises]
     return {
-        **{"name": one.name, "ran": one.ran, "ok": one.ok, "problem": one.problem, "promises": one.promises},
+        **{"name": one.name, "ran": one.ran, "ok": one.ok, "problem": one.problem, "promises": promises},
         **{"facts": record.get("facts", []), "seconds": record.get("seconds", 0.0)},
     }
 
 
-def _print_table(results: list[Result], console: Console) -> None:
+def _print_table(results: list[Result], promises: Any, console: Console) -> None:
+    """What each script promised, in the words of ``promises.py``."""
     from rich.markup import escape
 
     table = new_table()
@@ -134,12 +165,13 @@ def _print_table(results: list[Result], console: Console) -> None:
     for one in results:
         for promise in one.promises:
             verdict = "ok" if promise["kept"] else "MISS"
-            value, target = (f"{promise[which]:,.4g} {promise['unit']}" for which in ("value", "target"))
-            table.add_row(one.name, escape(promise["claim"]), value, f"{promise['sign']} {target}", verdict)
+            value = promises.shown(promise["value"], promise["unit"], promise["target"])
+            table.add_row(one.name, escape(promise["claim"]), value, promises.to_reach(promise), verdict)
         if one.problem:
             table.add_row(one.name, escape(one.problem), "", "", "FAILED" if one.ran else "not run")
     console.print(table)
     wrong = [one.name for one in results if not one.ok]
     seconds = sum(one.record["seconds"] for one in results if one.record is not None)
     told = f"missed: {', '.join(wrong)}" if wrong else "every promise is kept"
-    console.print(f"{len(results)} benchmarks in {seconds:.0f} s; {told}", markup=False, soft_wrap=True)
+    number = "1 benchmark" if len(results) == 1 else f"{len(results)} benchmarks"
+    console.print(f"{number} in {seconds:.0f} s; {told}", markup=False, soft_wrap=True)

@@ -52,7 +52,7 @@ def load_records(home: Path) -> list[dict[str, Any]]:
     """The records of all scripts, in the order of the alphabet.
 
     Raises:
-        ConfigError: a file is no record.
+        ConfigError: a file is no record, or one of a quick run, whose targets are not the promised ones.
     """
     records = []
     for path in sorted(results_folder(home).glob("*.json")):
@@ -63,6 +63,8 @@ def load_records(home: Path) -> list[dict[str, Any]]:
         lacking = [name for name in _FIELDS if not isinstance(record, dict) or name not in record]
         if lacking:
             raise ConfigError(f"{path} has no {', '.join(lacking)}: remove it, or run `packhorse bench`")
+        if any("full_target" in one for one in record["promises"]):
+            raise ConfigError(f"{path} is of a run with --quick: remove it, or run `packhorse bench`")
         records.append(record)
     return records
 

@@ -40,13 +40,11 @@ class Result:
         name: of the script.
         record: what it told, None where it was not run.
         problem: why it failed or was not run.
-        quick: whether half of each target that is about speed is enough.
     """
 
     name: str
     record: dict[str, Any] | None
     problem: str = ""
-    quick: bool = False
 
     @property
     def ran(self) -> bool:
@@ -55,25 +53,13 @@ class Result:
 
     @property
     def promises(self) -> list[dict[str, Any]]:
-        """What it promised; ``kept`` as this run judges it."""
-        told = [] if self.record is None else self.record["promises"]
-        return [{**one, "kept": one["kept"] or (self.quick and half_kept(one))} for one in told]
+        """What it promised, each with its verdict: the script's own, also of a quick run."""
+        return [] if self.record is None else list(self.record["promises"])
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong; a script that cannot run here is not wrong."""
         return all(one["kept"] for one in self.promises) and not (self.ran and self.problem)
-
-
-def half_kept(promise: dict[str, Any]) -> bool:
-    """Whether at least half of a target is reached; of a limit: no more than twice.
-
-    What is exact is not halved: it depends on no machine, and is promised only at sizes where it holds.
-    """
-    if promise["kind"] == "exact":
-        return bool(promise["kept"])
-    value, target = promise["value"], promise["target"]
-    return bool(value >= target / 2 if promise["sign"] == ">=" else value <= target * 2)
 
 
 def find_folder(folder: Path | None) -> Path:
@@ -123,7 +109,7 @@ def why_not(script: Path, quick: bool) -> str:
     return "" if torch.cuda.is_available() else "there is no GPU"
 
 
-def run_script(script: Path, options: list[str], told: Callable[[str], object], *, quick: bool) -> Result:
+def run_script(script: Path, options: list[str], told: Callable[[str], object]) -> Result:
     """Run one script and pass on its promises as they come.
 
     Its temporary files are gone afterwards, however it ended. Ctrl-C ends it too.
@@ -132,7 +118,6 @@ def run_script(script: Path, options: list[str], told: Callable[[str], object], 
         script: to run.
         options: of its command line.
         told: is called with each line that tells a promise.
-        quick: whether half of each target that is about speed is enough.
     """
     promises = load_promises(script.parent)
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -152,7 +137,7 @@ def run_script(script: Path, options: list[str], told: Callable[[str], object], 
         problem = "it promised nothing"
     record |= {"exit": code, "problem": problem}
     record["seconds"] = record["seconds"] or round(time.monotonic() - started, 1)
-    return Result(script.stem, record, problem, quick)
+    return Result(script.stem, record, problem)
 
 
 def _run(

@@ -1,0 +1,101 @@
+"""Media that are all missing, though they lie beside the meta or data file: commands say what to add."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from count_samples import save_processor, write_meta, write_rows
+from packhorse.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_processor(tmp_path_factory.mktemp("processor"))
+
+
+def rows(folder: Path, *pictures: str) -> Path:
+    """A row for each picture, and one without."""
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A mule."}]
+    seen = [{"role": "user", "content": "<image>What is it?"}, turns[1]]
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Any] = [
+        {"messages": turns},
+        "{",
+        *({"messages": seen, "images": [one]} for one in pictures),
+    ]
+    return write_rows(folder / "mules.jsonl", written)
+
+
+def picture(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (56, 56), "tan").save(path)
+
+
+def told(command: str, meta: Path, saved: str) -> list[str]:
+    """The advice of a command, which is the same on the screen and for machines."""
+    more = ["--processor", saved] if command == "count" else []
+    plain, machine = (
+        CliRunner().invoke(app, [command, str(meta), "--workers", "1", *more, *options])
+        for options in ([], ["--json"])
+    )
+    advice: list[str] = json.loads(machine.stdout)["advice"]
+    assert [line for line in plain.stdout.splitlines() if '"media_dir"' in line] == advice
+    return advice
+
+
+@pytest.mark.parametrize("command", ["check", "count"])
+def test_media_beside_the_meta_file_are_told_and_found_with_what_is_advised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path / "data", "pics/0.png", "pics/1.png")
+    for number in range(2):
+        picture(tmp_path / "data" / "pics" / f"{number}.png")
+    entry = {"file_name": "mules.jsonl"}
+    write_meta(tmp_path / "data", {"mules": entry})
+    meta = Path("data/meta.json")
+    (line,) = told(command, meta, saved)
+    assert line == (
+        f"mules: its media are missing where they are looked for, in {tmp_path}. They exist beside the meta "
+        'file: add "media_dir": "." to this data set in data/meta.json'
+    )
+    write_meta(tmp_path / "data", {"mules": entry | {"media_dir": "."}})
+    assert told(command, meta, saved) == []
+    done = CliRunner().invoke(app, ["check", str(meta), "--workers", "1", "--json"])
+    assert json.loads(done.stdout)["media_failed"] == 0
+
+
+@pytest.mark.parametrize("command", ["check", "count"])
+def test_media_beside_the_data_file_are_told_from_the_meta_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path / "sets" / "far", "0.png")
+    picture(tmp_path / "sets" / "far" / "0.png")
+    write_meta(tmp_path / "sets", {"mules": {"file_name": "far/mules.jsonl"}})
+    (line,) = told(command, Path("sets/meta.json"), saved)
+    assert 'They exist beside the data file: add "media_dir": "far" to' in line
+
+
+@pytest.mark.parametrize("command", ["check", "count"])
+def test_nothing_is_advised_where_media_are_nowhere_or_only_some_are_missing_or_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, meta = tmp_path / "data", Path("data/meta.json")
+    rows(folder, "0.png", "1.png")
+    write_meta(folder, {"mules": {"file_name": "mules.jsonl"}})
+    assert told(command, meta, saved) == []  # nowhere
+    picture(folder / "0.png")
+    assert told(command, meta, saved) == []  # not all of them there either
+    picture(folder / "1.png")
+    picture(tmp_path / "0.png")
+    rows(folder, "0.png", "1.png", "1.png")  # another file: what was counted is not taken over
+    assert told(command, meta, saved) == []  # one is where it is looked for
+    (tmp_path / "empty").mkdir()
+    write_meta(folder, {"mules": {"file_name": "mules.jsonl", "media_dir": "../empty"}})
+    assert told(command, meta, saved) == []

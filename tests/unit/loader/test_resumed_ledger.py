@@ -1,0 +1,227 @@
+"""The ledger of a run that was taken up again: all of its epoch, once; a refused one adds nothing."""
+
+import json
+import logging
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import packhorse
+from contract.processors import processor
+from count_samples import write_meta, write_rows
+from loader_samples import handed_out, load, texts
+from packhorse.check import read_ledgers
+from packhorse.ledger import Ledger
+from packhorse.loader import TooManyBad
+from view_samples import chat
+
+ROWS = 40
+NEVER_PLANNED = {"mules/20": "too_long", "mules/30": "malformed_row"}
+
+
+@pytest.fixture
+def meta(tmp_path: Path) -> Path:
+    """Forty rows with a picture each, of which one is too long for a pack of 256 tokens and one torn."""
+    rows: list[Any] = []
+    for number in range(ROWS):
+        Image.new("RGB", (60 + number, 80), "tan").save(tmp_path / f"{number}.png")
+        rows.append(
+            chat(f"<image>What is {number}?", "A mule. " * (number % 5 + 1), images=[f"{number}.png"])
+        )
+    rows[20] = chat("Why?", "So. " * 400)
+    rows[30] = json.dumps(rows[30])[:40]
+    write_rows(tmp_path / "mules.jsonl", rows)
+    return write_meta(tmp_path, {"mules": {"file_name": "mules.jsonl", "media_dir": str(tmp_path)}})
+
+
+def opened(meta: Path, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
+    settings = {"ledger_dir": meta.parent / "ledger", "max_bad_share": None, "mode": "pad", **options}
+    return load(meta, rank, size, **settings)
+
+
+def order_of(meta: Path, epoch: int = 0) -> list[int]:
+    """The rows of an epoch, one in each step, as they will be handed out to one rank."""
+    loader = opened(meta, ledger_dir=None)
+    loader.set_epoch(epoch)
+    return handed_out(loader)
+
+
+def take_away(meta: Path, rows: list[int]) -> None:
+    for row in rows:
+        (meta.parent / f"{row}.png").unlink(missing_ok=True)
+
+
+def lines_of(meta: Path, rank: int = 0) -> list[dict[str, Any]]:
+    text = (meta.parent / "ledger" / f"rank-{rank:05d}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def keys_of(ledger: Ledger, epoch: int | None = None) -> list[str]:
+    return sorted(drop.key for drop in ledger if epoch is None or drop.epoch in (None, epoch))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_run_that_goes_on_has_in_its_ledger_what_failed_before(
+    meta: Path, epoch: int, workers: int
+) -> None:
+    """Rows fail before the state, behind it (one is mended in time), and after the restart."""
+    order = order_of(meta, epoch)
+    early, mended, late = order[1:3], order[7], order[20:22]
+    first = opened(meta, workers=workers)
+    if epoch:
+        handed_out(first)
+    take_away(meta, [*early, mended, *late])
+    before = handed_out(first, 5)
+    state = json.loads(json.dumps(first.state_dict()))
+    handed_out(first, 5)
+    first.close()
+    Image.new("RGB", (60 + mended, 80), "tan").save(meta.parent / f"{mended}.png")
+
+    again = opened(meta, workers=workers)
+    again.load_state_dict(state)
+    never = sorted(NEVER_PLANNED)
+    assert keys_of(again.ledger) == sorted([*never, *(f"mules/{row}" for row in early)])
+    after = handed_out(again)
+    again.close()
+
+    gone = sorted([*never, *(f"mules/{row}" for row in early + late)])
+    account = again.account
+    assert account is not None
+    assert (account.epoch, account.delivered, account.lost, account.left_out) == (epoch, ROWS - 6, 4, 2)
+    assert account.delivered == len(before) + len(after)
+    assert (
+        account.delivered + again.ledger.lost() == ROWS == account.delivered + sum(account.reasons.values())
+    )
+    assert keys_of(again.ledger) == gone
+    assert sorted(line["key"] for line in lines_of(meta)) == gone, "nothing is written twice"
+
+    handed_out(again)  # the next epoch: all four fail once more
+    assert again.account is not None
+    assert (again.account.delivered, again.account.lost) == (ROWS - 6, 4)
+    assert keys_of(again.ledger, epoch + 1) == gone
+    assert again.account.delivered + again.ledger.of_epoch(epoch + 1).lost() == ROWS
+    again.close()
+
+
+def test_what_an_epoch_recorded_that_the_state_knows_nothing_of_is_taken_back(meta: Path) -> None:
+    first = opened(meta)
+    handed_out(first)
+    state = first.state_dict()  # at the end of epoch 0
+    broken = order_of(meta, 1)[0]
+    take_away(meta, [broken])
+    handed_out(first, 3)
+    assert f"mules/{broken}" in keys_of(Ledger.load(meta.parent / "ledger" / "rank-00000.jsonl"))
+    Image.new("RGB", (60 + broken, 80), "tan").save(meta.parent / f"{broken}.png")
+
+    again = opened(meta)
+    again.load_state_dict(state)
+    handed_out(again)
+    assert again.account is not None
+    assert (again.account.epoch, again.account.delivered, again.account.lost) == (1, ROWS - 2, 0)
+    assert keys_of(again.ledger) == sorted(line["key"] for line in lines_of(meta)) == sorted(NEVER_PLANNED)
+
+
+def test_with_other_ranks_each_knows_its_own_file_and_the_folder_has_all(meta: Path) -> None:
+    gone = [handed_out(opened(meta, rank, 3, ledger_dir=None), 1)[0] for rank in range(3)]
+    loaders = [opened(meta, rank, 3) for rank in range(3)]
+    take_away(meta, gone)
+    for loader in loaders:
+        handed_out(loader, 2)
+    state = loaders[0].state_dict()
+    by_rank = [{f"mules/{row}" for row in gone} & set(keys_of(loader.ledger)) for loader in loaders]
+    assert list(map(len, by_rank)) == [1, 1, 1], "a rank that will be no more has a failure, too"
+
+    again = [opened(meta, rank, 2) for rank in range(2)]
+    for rank, loader in enumerate(again):
+        loader.load_state_dict(state)
+        assert set(keys_of(loader.ledger)) - set(NEVER_PLANNED) == by_rank[rank]
+        handed_out(loader)
+    names = sorted(drop.key for drop in read_ledgers(meta.parent / "ledger")[0])
+    assert names == sorted([*NEVER_PLANNED, *(f"mules/{row}" for row in gone)])
+
+
+def test_a_loader_that_is_refused_or_never_used_leaves_nothing_in_the_ledger_of_a_run(meta: Path) -> None:
+    folder = meta.parent / "ledger"
+    opened(meta)
+    assert not folder.exists()
+    loader = opened(meta)
+    handed_out(loader, 2)
+    before = lines_of(meta)
+    assert {line["key"]: line["reason"] for line in before} == NEVER_PLANNED
+    other = opened(meta, pack_size=512)
+    assert {drop.key: drop.reason for drop in other.ledger} == NEVER_PLANNED
+    with pytest.raises(packhorse.ConfigError, match="the tokens that a pack has room for"):
+        other.load_state_dict(loader.state_dict())
+    with pytest.raises(TooManyBad):
+        opened(meta, max_bad_share=0.0, pack_size=512)
+    assert lines_of(meta) == before
+    again = opened(meta)
+    again.load_state_dict(loader.state_dict())
+    assert lines_of(meta) == before
+    handed_out(again)
+    assert lines_of(meta) == before
+
+
+def test_a_state_from_before_the_first_batch_misses_no_entry(
+    meta: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = opened(meta).state_dict()
+    with caplog.at_level(logging.WARNING):
+        opened(meta).load_state_dict(state)
+    assert "entries were lost" not in caplog.text
+
+
+def test_an_account_without_delivered_says_how_to_have_it() -> None:
+    loader = load(texts(20), mode="pad")
+    handed_out(loader, 5)
+    again = load(texts(20), mode="pad")
+    again.load_state_dict(loader.state_dict())
+    handed_out(again)
+    assert "20 in the plan, delivered not known (part of the epoch was before a restart: set " in str(
+        again.account
+    )
+    assert "set ledger_dir to have it" in str(again.account)
+    part = load(texts(20), 0, 2)
+    handed_out(part)
+    assert "delivered not known (this rank's part alone" in str(part.account)
+
+
+def test_rows_that_are_counted_again_stop_a_resume_which_says_so_and_how_to_go_on(meta: Path) -> None:
+    take_away(meta, [3])
+    loader = opened(meta)
+    handed_out(loader, 2)
+    state = loader.state_dict()
+    Image.new("RGB", (63, 80), "tan").save(meta.parent / "3.png")
+    packhorse.count_meta(str(meta), processor("qwen2_vl"), retry_bad=True)
+    with pytest.raises(
+        packhorse.ConfigError, match=r"--retry-bad`: rows that were bad are good now.*--fresh"
+    ):
+        opened(meta).load_state_dict(state)
+    take_away(meta, [3])
+    packhorse.count_meta(str(meta), processor("qwen2_vl"), fresh=True)
+    opened(meta).load_state_dict(state)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_too_many_bad_is_told_once_and_names_only_what_is_bad(meta: Path, rank: int) -> None:
+    with pytest.raises(TooManyBad) as caught:
+        opened(meta, rank, 2, max_bad_share=0.01)
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("TooManyBad: 1 of 40 samples cannot be used") == 1
+    assert "During handling" not in told
+    assert "As: mules/30: malformed_row" in told
+    assert "mules/20" not in told
+    assert "--fix" in told
+
+
+def test_the_description_names_rows_by_their_keys(meta: Path) -> None:
+    for rank in range(2):
+        told = opened(meta, rank, 2).describe()
+        assert "left out   too_long: 1 of 40 (mules/20)" in told
+        assert "left out   malformed_row: 1 of 40 (mules/30)" in told
+        assert "(samples" not in told
+        assert "38 packed, 1 bad, 1 dropped" in told
