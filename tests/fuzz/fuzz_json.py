@@ -7,6 +7,7 @@ import struct
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1 << 31, 1 << 70, 1.5, float("nan"), float("inf")),
@@ -168,9 +169,9 @@ def index_source(folder: Path) -> Path:
 def index_seeds(folder: Path) -> list[bytes]:
     from packhorse.datasets import index
 
-    index.KEEP_FROM_BYTES = 0
     source = index_source(folder)
-    index.open_index(str(source), "lines")
+    with mock.patch.object(index, "KEEP_FROM_BYTES", 0):  # this is the process of the tests
+        index.open_index(str(source), "lines")
     return [source.with_name(source.name + ".phidx").read_bytes()]
 
 
