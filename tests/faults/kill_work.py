@@ -200,7 +200,9 @@ def ended(pid: int, request: dict[str, Any]) -> dict[str, Any]:
         if found:
             break
         if now >= deadline:
-            (os.killpg if request["group"] else os.kill)(pid, signal.SIGKILL)
+            # One that has just begun has no group of its own yet, and nobody in it.
+            group = request["group"] and os.getpgid(pid) == pid
+            (os.killpg if group else os.kill)(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
             break
         time.sleep(min(0.001, deadline - now))

@@ -9,7 +9,9 @@ blank lines, the comma of an array) is left in that span for the parser to shed.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +59,8 @@ def scan_lines(
     ``blank_lines`` is told of every line.
     """
     mean_line = 0.0  # of the chunk before: most files are alike from beginning to end
-    for data, offset, got in _chunks(fd, size, name, chunk, _AHEAD):
+    chunks = _chunks if onlooker is None else _chunks_ahead
+    for data, offset, got in chunks(fd, size, name, chunk, _AHEAD):
         array = np.frombuffer(data, np.uint8, got)
         inside = min(got, chunk)
         far_apart = mean_line > _LONG_LINE
@@ -94,7 +97,7 @@ Chunks = Iterator[tuple[bytearray, int, int]]
 def _chunks(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks:
     """The file in pieces: buffer (the same each time), offset, bytes in it (``extra`` belong to the next).
 
-    One thread: handing pieces to others was measured to cost more than it saves.
+    One thread: where little is done with a piece, reading ahead was measured to cost more than it saves.
     """
     report = Progress(f"indexing {name}", size)
     buffer = bytearray(min(chunk, size) + extra)
@@ -102,6 +105,28 @@ def _chunks(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks
         got = _read_into(fd, buffer, offset, min(len(buffer), size - offset), name)
         yield buffer, offset, got
         report(offset + got)
+
+
+def _chunks_ahead(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks:
+    """As :func:`_chunks`, with two buffers in turn: the next piece is read while one is looked at."""
+    report = Progress(f"indexing {name}", size)
+    buffers = [bytearray(min(chunk, size) + extra) for _ in range(2)]
+
+    def read(pool: ThreadPoolExecutor, number: int) -> Future[int]:
+        buffer, offset = buffers[number % 2], number * chunk
+        reading = pool.submit(_read_into, fd, buffer, offset, min(len(buffer), size - offset), name)
+        time.sleep(0)  # the thread needs the interpreter for a moment, to begin
+        return reading
+
+    offsets = range(0, size, chunk)
+    with ThreadPoolExecutor(1) as pool:
+        reading = read(pool, 0) if offsets else None
+        for number, offset in enumerate(offsets):
+            assert reading is not None
+            got = reading.result()
+            reading = read(pool, number + 1) if number + 1 < len(offsets) else None
+            yield buffers[number % 2], offset, got
+            report(offset + got)
 
 
 def _blank(fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int) -> np.ndarray:
