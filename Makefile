@@ -19,9 +19,8 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Many tests wait for processes of their own: three at a time keep two cores busy.
 unit: $(READY)
-	$(BIN)/pytest -n 3 -m "not slow" -q
+	$(BIN)/pytest -n 2 -m "not slow" -q
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -q
