@@ -8,6 +8,7 @@ blank lines, the comma of an array) is left in that span for the parser to shed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ def scan_lines(
         array = np.frombuffer(data, np.uint8, got)
         inside = min(got, chunk)
         far_apart = mean_line > _LONG_LINE
-        breaks = _breaks_by_find(data, inside) if far_apart else np.flatnonzero(array[:inside] == _NEWLINE)
+        breaks = _breaks_by_search(data, inside) if far_apart else np.flatnonzero(array[:inside] == _NEWLINE)
         mean_line = inside / (len(breaks) + 1)
         starts = breaks + 1
         if offset == 0:
@@ -80,14 +81,15 @@ def scan_lines(
     yield np.array([size], np.int64)
 
 
-def _breaks_by_find(data: bytearray, stop: int) -> Offsets:
+def _breaks_by_search(data: bytearray, stop: int) -> Offsets:
     """Where the newlines are, one search for each: the quicker way when they are far apart."""
     found: list[int] = []
-    add, find = found.append, data.find
-    at = find(b"\n", 0, stop)
-    while at >= 0:
-        add(at)
-        at = find(b"\n", at + 1, stop)
+    add, index = found.append, data.index
+    with contextlib.suppress(ValueError):  # there is none behind the last: told once, not asked each time
+        at = -1
+        while True:
+            at = index(_NEWLINE, at + 1, stop)
+            add(at)
     return np.array(found, np.int64)
 
 
