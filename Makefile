@@ -20,7 +20,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow" -q
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" -q
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -q

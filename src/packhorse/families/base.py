@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from logging import getLogger
 from types import MappingProxyType
@@ -33,6 +32,7 @@ from packhorse.chat import (
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error
 from packhorse.families.blank import blanked
 from packhorse.families.counting import REFUSALS, Counting, Sizes
+from packhorse.families.encoded import Encoded, check_layout, check_media_tokens
 from packhorse.families.media import LoadedMedia, MediaSize, size_of
 from packhorse.media import VideoSampling, describe, load_media
 from packhorse.tokens.expand import Pieces
@@ -46,27 +46,6 @@ __all__ = ["TOKEN_KEYS", "Encoded", "Family", "LoadedMedia", "MediaSize", "Piece
 logger = getLogger(__name__)
 
 _ALL_FRAMES = VideoSampling()
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """One sample as the processor made it, not yet labelled.
-
-    Attributes:
-        text: the rendered conversation, placeholders not expanded.
-        turns: the messages it was rendered from.
-        tokens: tensors of shape [S] by key, ``input_ids`` and ``attention_mask`` at least.
-        media: media tensors by key, as the family's layout declares them.
-        sizes: kind and size of each medium, in the order of the text.
-        read: how the text was tokenised, a medium's token once; None where nobody looked.
-    """
-
-    text: str
-    turns: Sequence[Mapping[str, Any]]
-    tokens: dict[str, torch.Tensor]
-    media: dict[str, torch.Tensor]
-    sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
-    read: Tokenised | None = None
 
 
 class Family(Counting):
@@ -179,8 +158,8 @@ class Family(Counting):
         sizes = media.sizes(ref.kind for ref in conversation.media)
         made = Encoded(text, self.turns(conversation), {}, {}, tuple(sizes), read)
         encoded = self._sorted_out(made, output)
-        self._check_media_tokens(processor, encoded, conversation)
-        self._check_layout(processor, encoded)
+        check_media_tokens(self, processor, encoded, conversation)
+        check_layout(self, processor, encoded)
         return encoded
 
     def labels(self, processor: Any, encoded: Encoded) -> torch.Tensor:
@@ -372,17 +351,6 @@ class Family(Counting):
                 )
         return encoded
 
-    def _check_layout(self, processor: Any, encoded: Encoded) -> None:
-        for key, value in encoded.media.items():
-            layout = self.layout[key]
-            expected = 1 if layout.owner == "sample" else sum(self.rows(processor, encoded, key))
-            if value.shape[0] != expected:
-                kinds = Counter(kind for kind, _ in encoded.sizes)
-                raise ConfigError(
-                    f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(kinds)} family "
-                    f"'{self.name}' ({layout.owner}) expects {expected} along axis 0"
-                )
-
     def check_placeholders(self, processor: Any, text: str, conversation: Conversation) -> None:
         """Refuse a rendered text that has not one placeholder for each medium, or has one typed out."""
         wanted = Counter(ref.kind for ref in conversation.media)
@@ -402,16 +370,6 @@ class Family(Counting):
                     ),
                     conversation,
                 )
-
-    def _check_media_tokens(self, processor: Any, encoded: Encoded, conversation: Conversation) -> None:
-        if not self.exact:
-            return
-        ids = encoded.tokens["input_ids"]
-        found = sum(int((ids == token).sum()) for token in self.media_token_ids(processor))
-        images = sum(kind == "image" for kind, _ in encoded.sizes)
-        expected = sum(self.media_tokens(processor, kind, size, images) for kind, size in encoded.sizes)
-        if found != expected:
-            raise self.bad(f"{found} media tokens where its media need {expected}", conversation)
 
 
 @cache

@@ -20,7 +20,8 @@ from packhorse.tokens.expand import Pieces
 from packhorse.types import Conversation, MediaKind, MediaRef, Message
 
 if TYPE_CHECKING:
-    from packhorse.families.base import Encoded, Family
+    from packhorse.families.base import Family
+    from packhorse.families.encoded import Encoded
 
 
 @dataclass(frozen=True, slots=True)

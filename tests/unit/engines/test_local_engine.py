@@ -160,7 +160,8 @@ def test_a_run_given_up_early_leaves_no_process() -> None:
     assert not children()
 
 
-def test_workers_use_one_thread_each() -> None:
+def test_workers_use_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for found in results(LocalEngine(2), environment, range(2)).values():
         assert found == ("false", "1", 1)
 
