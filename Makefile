@@ -11,6 +11,9 @@ demo: $(READY)
 
 test: system lint types unit
 
+# Two processes; the tests of a file stay in one of them, so that what they share is made once.
+BESIDE := -n 2 --dist loadfile
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -20,7 +23,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" -q
+	$(BIN)/pytest $(BESIDE) -m "not slow" -q
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -q
@@ -34,7 +37,7 @@ fuzz: $(READY)
 
 # Which lines no test runs, child processes included; pyproject.toml has the share that must be reached.
 coverage: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow" --cov=packhorse --cov-report=term-missing:skip-covered
+	$(BIN)/pytest $(BESIDE) -m "not slow" --cov=packhorse --cov-report=term-missing:skip-covered
 
 # The oldest versions that pyproject.toml allows, on the oldest Python; and the newest there are, whatever
 # constraints.txt says. Each in an environment of its own, some gigabytes with the CUDA build of torch; uv, which

@@ -11,7 +11,7 @@ _CACHE = tempfile.mkdtemp(prefix="packhorse-tests-")
 os.environ["PACKHORSE_CACHE"] = os.path.join(_CACHE, "packhorse")
 os.environ["HF_HOME"] = os.path.join(_CACHE, "huggingface")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other, their tensors are small
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run beside each other, and their tensors are small
 os.environ.pop("CI", None)  # no bars where it is set: the tests see the same wherever they run
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -27,9 +29,11 @@ NODE = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": Fa
 def two_nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
-    cluster.second = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-    cluster.wait_for_nodes()
+    # As on a user's machine: the tests' own setting would hide whether workers keep to one thread.
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="2"):
+        cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        cluster.second = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+        cluster.wait_for_nodes()
     try:
         yield cluster
     finally:

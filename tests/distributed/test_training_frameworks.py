@@ -1,13 +1,11 @@
 """The Trainer, Accelerate and Lightning train a tiny model from a loader, are stopped, and go on exactly."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from contract.torchvision_ops import make_torchvision_importable
 from distributed.training_runs import DEMO_KEYS, Step, example, samples_of, steps_of
@@ -33,15 +31,6 @@ class Runs:
 def run(framework: str, folder: Path, *words: str) -> list[Step]:
     example(f"train_{framework}").main([str(folder), "--epochs", "2", *words])
     return steps_of(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower on several threads, and far slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

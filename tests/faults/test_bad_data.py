@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import packhorse
 from contract.processors import processor
@@ -15,8 +14,6 @@ from packhorse.datasets import open_rows
 from packhorse.datasets.counting import count_meta
 from packhorse.errors import SystemFault
 from packhorse.loader import TooManyBad
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

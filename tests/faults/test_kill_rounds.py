@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from contract.processors import processor
 from count_samples import leavings, write_chats
@@ -21,8 +20,6 @@ from loader_samples import handed_out, load, texts
 from packhorse.datasets.counting import count_meta
 from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
-
-torch.set_num_threads(1)
 
 FEW = {"count": 3, "plan": 3, "view": 2, "ledger": 4, "train": 2}
 

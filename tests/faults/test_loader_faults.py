@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import packhorse
 from contract.samples import picture
@@ -31,8 +30,6 @@ from loader_samples import chat, handed_out, load, texts
 from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.ledger import Ledger
 from packhorse.loader import TooManyBad
-
-torch.set_num_threads(1)  # more only get in each other's way beside workers
 
 ROWS = 60
 EVERYTHING = list(range(ROWS))

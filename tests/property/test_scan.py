@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.datasets import _load_jsonl_for_rank, index
+from packhorse.datasets import scan as scan_module
 from packhorse.datasets.scan import scan_array, scan_lines
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
@@ -22,6 +23,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 OBJECTS = st.dictionaries(st.text('ab"\\,[]{}\n é漢', max_size=6), JSON, max_size=4)
+LONG_LINES = st.sampled_from([-1, 0, 200])  # with -1 newlines are searched for, with 200 bytes compared
 BLANK = st.sampled_from([b"", b" ", b"\t ", b"\r", b" \r", b"  \t\r"])
 
 
@@ -39,13 +41,15 @@ def scan(function, data: bytes, chunk: int) -> list[int]:
     last_newline=st.booleans(),
     bom=st.booleans(),
     chunk=st.integers(1, 64),
+    long_line=LONG_LINES,
 )
-def test_lines_are_found_as_a_text_file_has_them(lines, ends, last_newline, bom, chunk) -> None:
+def test_lines_are_found_as_a_text_file_has_them(lines, ends, last_newline, bom, chunk, long_line) -> None:
     data = b"".join(line + end for line, end in zip(lines, ends, strict=False))
     if lines and not last_newline:
         data = data.rstrip(b"\r\n")
     data = (b"\xef\xbb\xbf" if bom else b"") + data
-    starts = scan(scan_lines, data, chunk)
+    with mock.patch.object(scan_module, "_LONG_LINE", long_line):
+        starts = scan(scan_lines, data, chunk)
     rows = [json.loads(data[a:b]) for a, b in pairwise(starts)]
     text = data.decode("utf-8-sig")
     assert rows == [json.loads(line) for line in text.split("\n") if line.strip()]
@@ -60,9 +64,10 @@ def test_lines_are_found_as_a_text_file_has_them(lines, ends, last_newline, bom,
     chunk=st.integers(1, 64),
     size=st.integers(1, 5),
     rank=st.integers(0, 4),
+    long_line=LONG_LINES,
 )
 def test_a_rank_that_parses_while_scanning_gets_the_rows_that_reading_gives_it(
-    lines, last_newline, bom, chunk, size, rank
+    lines, last_newline, bom, chunk, size, rank, long_line
 ) -> None:
     rank %= size
     data = b"\n".join(lines) + b"\n" * last_newline
@@ -72,7 +77,10 @@ def test_a_rank_that_parses_while_scanning_gets_the_rows_that_reading_gives_it(
         path = os.path.join(folder, "rows.jsonl")
         with open(path, "wb") as file:
             file.write(data)
-        with mock.patch.object(index, "_LOOKED_AT_CHUNK", chunk):
+        with (
+            mock.patch.object(index, "_LOOKED_AT_CHUNK", chunk),
+            mock.patch.object(scan_module, "_LONG_LINE", long_line),
+        ):
             got, total = _load_jsonl_for_rank(path, 1.0, rank, size, ledger=Ledger())
     assert total == len(rows)
     assert got == rows[: len(rows) - len(rows) % size][rank::size]

@@ -28,9 +28,9 @@ Layout = Literal["lines", "array"]
 
 _FORMAT = "packhorse-index-2"
 _HEADER_BYTES = 512
-# An onlooker keeps rows in memory, so larger pieces cost it little; smaller ones cost time, because the
-# interpreter goes from thread to thread with each.
-_LOOKED_AT_CHUNK = 1 << 24
+# Where an onlooker parses, the next piece is read beside it; the interpreter goes from thread to thread with
+# each: larger pieces are quicker. They cost two buffers of this size, and the offsets of the lines in one.
+_LOOKED_AT_CHUNK = 1 << 23
 # A smaller file is indexed in milliseconds: not worth a second file beside it.
 KEEP_FROM_BYTES = 1 << 22
 

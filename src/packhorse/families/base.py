@@ -334,7 +334,7 @@ class Family(Counting):
         """The error that refuses a conversation."""
         return BadSample(detail, reason=reason, key=conversation.key, stage="encode")
 
-    # --- checks ------------------------------------------------------------------------------------------
+    # --- what came out, and what is refused --------------------------------------------------------------
 
     def _sorted_out(self, encoded: Encoded, output: Mapping[str, Any]) -> Encoded:
         for key, value in output.items():

@@ -21,14 +21,6 @@ make_torchvision_importable()
 STEPS = 4  # of an epoch: eight packs of one sample, two micro batches a step
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def trainer(
     folder: Path, loader: Any = None, callbacks: Any = None, eval_dataset: Any = None, **settings: Any
 ) -> Any:
