@@ -1,6 +1,6 @@
 """Feeding: what the loader costs beside the processor, and how quickly a long epoch is taken up again.
 
-    python benchmarks/feed.py [--quick] [--samples 240] [--repeat 3] [--packs 1000000]
+    python benchmarks/feed.py [--quick] [--samples 240] [--repeat 5] [--packs 1000000]
 
 Writes photographs and chats about them (as ``encode.py``) and feeds a consumer that does nothing, with 0, 1
 and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of
@@ -156,7 +156,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=240)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--packs", type=int, default=1_000_000)
     options = parse(parser, samples=16, repeat=1, packs=20_000)
     torch.set_num_threads(1)  # as DataLoader workers have it

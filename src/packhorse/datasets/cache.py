@@ -181,7 +181,7 @@ def _remove_leavings(target: Path) -> None:
     for leaving in target.parent.glob(f".{escape(target.name)}.*"):
         with contextlib.suppress(OSError):  # gone already, or not ours to remove
             if abs(time.time() - leaving.stat().st_mtime) > _LEAVINGS_AGE:
-                _remove_if_idle(leaving)
+                remove_if_idle(leaving)
 
 
 def _new_file(target: Path) -> tuple[int, str]:
@@ -206,7 +206,7 @@ def _new_file(target: Path) -> tuple[int, str]:
     raise OSError(errno.EAGAIN, told, str(target))
 
 
-def _remove_if_idle(path: Path) -> None:
+def remove_if_idle(path: Path) -> None:
     """Remove a file that no process has locked (see :func:`_new_file`)."""
     with open(path, "rb") as file:
         # Shared: a file server gives no exclusive lock for a file that is open for reading. And it is removed

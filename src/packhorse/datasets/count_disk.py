@@ -11,7 +11,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import IO, Any
 
-from packhorse.datasets.cache import write_whole
+from packhorse.datasets.cache import remove_if_idle, write_whole
 from packhorse.datasets.count_check import CHECK, as_damage, batch_digest, open_batches
 from packhorse.datasets.count_columns import OK
 from packhorse.datasets.sidecar import Sidecar
@@ -195,6 +195,16 @@ def older_than(mtime_ns: int, paths: Iterable[Path]) -> Iterator[Path]:
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime_ns <= mtime_ns:
                 yield path
+
+
+def remove_leavings(folder: Path, mtime_ns: int) -> None:
+    """Remove what killed processes had begun to write in a folder of parts before that time.
+
+    Without it the folder could not be removed. What a process is writing now is locked, and stays.
+    """
+    for leaving in older_than(mtime_ns, folder.glob(".*.arrow.*")):
+        with contextlib.suppress(OSError):  # gone already, or not ours to remove
+            remove_if_idle(leaving)
 
 
 def remove_files(paths: Iterable[Path]) -> None:

@@ -30,6 +30,7 @@ from packhorse.datasets.count_disk import (
     needs_no_media,
     older_than,
     remove_files,
+    remove_leavings,
     told_if_full,
 )
 from packhorse.datasets.count_part import (
@@ -327,6 +328,8 @@ class _Job:
     def tidy_up(self) -> None:
         """Leave no empty folder behind, whatever happened."""
         for folder in self.place.parts_folders():
+            if self._done is not None:
+                remove_leavings(folder, self._done.mtime_ns)
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

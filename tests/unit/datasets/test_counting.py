@@ -1,5 +1,6 @@
 """The counting pass: what is counted, what is taken over, what is compared, and how it fails."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -373,3 +374,26 @@ def test_verifying_tells_kinds_apart_where_the_tokens_do(name: str, tmp_path: Pa
     assert report.verified is not None
     assert (report.verified.checked, report.verified.failed, report.verified.not_encoded) == (1, (), ())
     assert all(report.datasets[0].tokens.values())
+
+
+def test_what_a_killed_run_had_begun_to_write_is_gone_when_the_count_is_done(
+    qwen: Any, tmp_path: Path
+) -> None:
+    meta = write_chats(tmp_path, 8)
+    with pytest.raises(Stopped):
+        count_meta(meta, qwen, part_rows=2, engine=StopsAfter(2))
+    (folder,) = tmp_path.glob("*.parts")
+    begun = folder / ".abc-2.arrow.x1"
+    begun.write_bytes(b"half")
+    count_meta(meta, qwen, part_rows=2)
+    assert not folder.exists()
+    # Also where all was counted before, but not what a process holds that is at work.
+    folder.mkdir()
+    begun.write_bytes(b"half")
+    os.utime(begun, ns=(0, 0))
+    with open(begun, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        count_meta(meta, qwen, part_rows=2)
+        assert begun.exists()
+    count_meta(meta, qwen, part_rows=2)
+    assert not folder.exists()
