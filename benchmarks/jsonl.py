@@ -1,11 +1,12 @@
 """Reading a large ShareGPT JSONL file: the plain way, ours eager, ours lazy.
 
-    python benchmarks/jsonl.py [--quick] [--gigabytes 2] [--folder DIR] [--repeat 3]
+    python benchmarks/jsonl.py [--quick] [--gigabytes 2] [--folder DIR] [--repeat 5]
 
 Writes the file itself, then runs every reading in a fresh process (so that peak memory is that reading's own)
-and prints the best time of ``--repeat``, peak resident memory over a bare interpreter, and the ratios that
-are promised. Exit code 1 if one is missed. Baselines, in the same run: ``wc -l``, and the plain way of
-sharded loading, ``json.loads`` on each line of the shard while iterating over the file in text mode.
+and prints the best time of ``--repeat`` (one for the world sizes of which nothing is promised), peak resident
+memory over a bare interpreter, and the ratios that are promised. Exit code 1 if one is missed. Baselines, in
+the same run: ``wc -l``, and the plain way of sharded loading, ``json.loads`` on each line of the shard while
+iterating over the file in text mode.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from promises import fact, parse, promise, recorded
 
 WORLDS = (1, 8, 64)
+PROMISED = 8  # the world size whose speed is promised: the two ways are measured in turns
 
 # What each process runs; {path}, {world} are filled in. The measured part is between the two clock readings.
 READINGS = {
@@ -78,7 +81,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write the file (a temporary folder)"
     )
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     options = parse(parser, gigabytes=0.1, repeat=2)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "sharegpt.jsonl"
@@ -119,8 +122,11 @@ def write_short(path: Path, size: float) -> None:
             file.write(block)
 
 
-def run(reading: str, path: Path, world: int, repeat: int, *, cold: bool = False) -> tuple[float, float, int]:
-    """Best seconds, peak MB and rows of a reading, each time in a new process."""
+Result = tuple[float, float, int]  # best seconds, peak MB, rows
+
+
+def run(reading: str, path: Path, world: int, repeat: int, *, cold: bool = False) -> Result:
+    """A reading, each time in a new process."""
     script = MEASURE.format(body=READINGS[reading].format(path=str(path), world=world))
     results = []
     for _ in range(repeat):
@@ -129,8 +135,20 @@ def run(reading: str, path: Path, world: int, repeat: int, *, cold: bool = False
         out = subprocess.run(
             [sys.executable, "-c", script], check=True, capture_output=True, text=True
         ).stdout
-        results.append([float(value) for value in out.split()])
-    return min(r[0] for r in results), max(r[1] for r in results), int(results[0][2])
+        seconds, peak, rows = out.split()
+        results.append((float(seconds), float(peak), int(rows)))
+    return best(results)
+
+
+def best(results: Sequence[Result]) -> Result:
+    """The quickest, and the most memory that any of them took."""
+    return min(r[0] for r in results), max(r[1] for r in results), results[0][2]
+
+
+def in_turns(path: Path, world: int, times: int) -> tuple[Result, Result]:
+    """The plain way and ours, in turns: a busy moment of the machine hits not one of them alone."""
+    rounds = [(run("plain", path, world, 1), run("eager", path, world, 1, cold=True)) for _ in range(times)]
+    return best([one for one, _ in rounds]), best([other for _, other in rounds])
 
 
 def count_lines(path: Path, repeat: int) -> float:
@@ -151,25 +169,32 @@ def report(path: Path, tenth: Path, short: Path, repeat: int) -> None:
     line("reading", "world", "seconds", "MB over bare", "rows")
     line("wc -l", "", f"{wc:.2f}", "", "")
 
-    def measured(label: str, reading: str, file: Path, world: int, *, cold: bool) -> tuple[float, float, int]:
-        seconds, peak, rows = run(reading, file, world, repeat, cold=cold)
+    def told(label: str, world: int, result: Result) -> None:
+        seconds, peak, rows = result
         line(label, str(world), f"{seconds:.3f}", f"{peak - base:,.0f}", f"{rows:,}")
-        return seconds, peak - base, rows
 
-    plain = {w: measured("plain json.loads", "plain", path, w, cold=False) for w in WORLDS}
-    eager = {w: measured("ours eager, cold index", "eager", path, w, cold=True) for w in WORLDS}
+    def measured(label: str, reading: str, file: Path, *, cold: bool) -> tuple[float, float]:
+        result = run(reading, file, 1, repeat, cold=cold)
+        told(label, 1, result)
+        return result[0], result[1] - base
+
+    plain, eager = {}, {}
     for world in WORLDS:
-        measured("ours eager, warm index", "eager", path, world, cold=False)
-    cold = measured("ours lazy, cold index", "lazy", path, 1, cold=True)
-    warm = measured("ours lazy, warm index", "lazy", path, 1, cold=False)
-    touched = measured("ours lazy, 100,000 rows", "lazy, 100,000 random rows", path, 1, cold=False)
-    small = measured("… of a tenth of the file", "lazy, 100,000 random rows", tenth, 1, cold=True)
-    many = measured("… of rows of 10 bytes", "lazy, 100,000 random rows", short, 1, cold=True)
-    per_row = 1e6 * plain[1][1] / plain[1][2]
+        plain[world], eager[world] = in_turns(path, world, repeat if world == PROMISED else 1)
+        told("plain json.loads", world, plain[world])
+        told("ours eager, cold index", world, eager[world])
+        told("ours eager, warm index", world, run("eager", path, world, 1))
+    cold = measured("ours lazy, cold index", "lazy", path, cold=True)
+    warm = measured("ours lazy, warm index", "lazy", path, cold=False)
+    touched = measured("ours lazy, 100,000 rows", "lazy, 100,000 random rows", path, cold=False)
+    small = measured("… of a tenth of the file", "lazy, 100,000 random rows", tenth, cold=True)
+    many = measured("… of rows of 10 bytes", "lazy, 100,000 random rows", short, cold=True)
+    per_row = 1e6 * (plain[1][1] - base) / plain[1][2]
     print(f"\n{os.cpu_count()} cores; dicts of the plain way take {per_row:,.0f} bytes a row\n")
     loads = "json.loads on each line of the shard"
     bare = "a bare interpreter"
-    promise("eager rows at world size 8, speed", plain[8][0] / eager[8][0], 2.5, baseline=loads)
+    speed = plain[PROMISED][0] / eager[PROMISED][0]
+    promise(f"eager rows at world size {PROMISED}, speed", speed, 2.5, baseline=loads)
     promise("opening lazily, no index yet, time", cold[0] / wc, 4, baseline="wc -l", at_least=False)
     warm_claim = "opening lazily, indexed before, time"
     promise(
