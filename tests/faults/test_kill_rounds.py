@@ -83,7 +83,7 @@ import multiprocessing, os, signal, sys, time
 from packhorse.loader.feed import _end_with_parent
 
 def work(told):
-    _end_with_parent(0)
+    _end_with_parent()
     told.send(os.getpid())
     time.sleep(60)  # a read that hangs
 

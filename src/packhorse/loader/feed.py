@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from packhorse.errors import SystemFault
 from packhorse.loader.build import BatchBuilder, Built, Ticket
+from packhorse.loader.heap import keep_freed_memory
 
 logger = getLogger("packhorse.loader")
 
@@ -216,7 +217,7 @@ class Feed:
                 "persistent_workers": True,
                 "timeout": settings.timeout or 0,
                 "multiprocessing_context": settings.context,
-                "worker_init_fn": _end_with_parent,
+                "worker_init_fn": _begin_worker,
             }
         return DataLoader(
             self.builder,
@@ -231,7 +232,13 @@ class Feed:
         )
 
 
-def _end_with_parent(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
+    """What a worker does first."""
+    keep_freed_memory()
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
     """Have this worker end at once when the process that it works for is killed.
 
     By itself it would work off what it was given. A read that fails then, perhaps a minute later, would write

@@ -130,7 +130,10 @@ def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any)
         image.load()
         if exif and (turn := _UPRIGHT.get(_orientation(image))) is not None:
             image = image.transpose(turn)
-        return image if image.mode == "RGB" and image is source else image.convert("RGB")
+        if image.mode != "RGB":
+            return image.convert("RGB")
+        # What PIL's copy() does, without copying the pixels: a plain image that knows nothing of its file.
+        return image if image is source else image._new(image.im)
     except Image.DecompressionBombError as error:
         raise bad(f"{describe(source)}: {error}", "media_too_large") from error
     except _DECODE_ERRORS as error:
