@@ -80,10 +80,10 @@ def is_running(pid: int) -> bool:
 
 RUN = """
 import multiprocessing, os, signal, sys, time
-from packhorse.loader.feed import _end_with_parent
+from packhorse.loader.feed import _begin_worker
 
 def work(told):
-    _end_with_parent()
+    _begin_worker(0)
     told.send(os.getpid())
     time.sleep(60)  # a read that hangs
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 # What malloc.h of glibc calls them.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_IN_HEAP = 1 << 25  # bytes; the most that glibc allows: what is larger always comes fresh
 _KEPT = 1 << 28  # bytes at the end of the heap that are free and are kept all the same
+
+_SAID_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed_memory() -> bool:
@@ -20,8 +23,12 @@ def keep_freed_memory() -> bool:
     that do nothing else; it holds until they end.
 
     Returns:
-        Whether it was done: False with another C library than glibc, which is then left as it is.
+        Whether it was done: not where the user has said something on it (``MALLOC_TRIM_THRESHOLD_`` and its
+        like), nor with another C library than glibc.
     """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if any(name in os.environ for name in _SAID_BY_USER) or "_threshold" in tunables:
+        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
