@@ -1,6 +1,7 @@
 """Every test run has caches of its own; nothing is read from or written to the user's."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,10 @@ os.environ["HF_HOME"] = os.path.join(_CACHE, "huggingface")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run beside each other, and their tensors are small
 os.environ.pop("CI", None)  # no bars where it is set: the tests see the same wherever they run
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So it is where a shell has put the tests in the background; what they interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
