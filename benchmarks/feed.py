@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=240)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--packs", type=int, default=1_000_000)
-    options = parse(parser, samples=16, repeat=1, packs=20_000)
+    options = parse(parser, samples=24, repeat=1, packs=20_000)
     report_resume(options.packs)
     report_overhead(options.samples, options.repeat, WORKERS[::2] if options.quick else WORKERS)
 

@@ -4,6 +4,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from count_samples import python_path  # noqa: E402
 
 EXCEPTION = 77  # libFuzzer's exit code for a target that failed
 STARTING = 120.0  # seconds at most until the first input
+_ONE_AT_A_TIME = threading.Lock()  # makes seeds: what they import is not made for threads
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ def fuzz(name: str, seconds: int, folder: Path, seed: int = 1) -> Report:
     """Make the seeds of a target in a new folder, and fuzz it for so long; what is found is kept there."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
-    for number, data in enumerate((TARGETS | BROKEN)[name].seeds(folder)):
-        (corpus / f"seed-{number}").write_bytes(data)
+    with _ONE_AT_A_TIME:
+        for number, data in enumerate((TARGETS | BROKEN)[name].seeds(folder)):
+            (corpus / f"seed-{number}").write_bytes(data)
     counts = struct.Struct("<qqq")
     (folder / "counts").write_bytes(bytes(counts.size))
     environment = {**os.environ, "PYTHONPATH": python_path(folder), "PYTHONFAULTHANDLER": "1"}
