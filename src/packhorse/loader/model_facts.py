@@ -11,6 +11,8 @@ from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import CostWeights
 from packhorse.positions import RopeIndex, rope_index
 
+UNCHECKED = "unchecked"  # ``model="unchecked"``: pack without a model, at the user's own risk
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -33,7 +35,7 @@ class ModelFacts:
 
 def facts_of(model: Any) -> ModelFacts:
     """What a model of transformers tells; wrappers (DDP, FSDP, ``torch.compile``) are looked through."""
-    if model is None:
+    if model is None or (isinstance(model, str) and model == UNCHECKED):
         return ModelFacts()
     inner = model
     while not hasattr(inner, "config"):
