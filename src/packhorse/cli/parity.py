@@ -75,10 +75,14 @@ def parity(
         from packhorse.datasets.count_part import open_processor
         from packhorse.errors import ConfigError
         from packhorse.integrations.attention import check_attention
+        from packhorse.models import check_packable, model_classes, open_config
 
         for backend in attention or ():
             check_attention(backend)  # before the weights are loaded
         check_place(dtype, device)
+        config = open_config(model, trust_remote_code)
+        if model_classes(config):  # a model of remote code is checked once it is loaded
+            check_packable(config)
         try:
             opened = open_processor(processor or model, trust_remote_code)
         except ConfigError as error:
