@@ -111,7 +111,7 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
     """
     transformers: Any = require("transformers", "train")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ConfigError(f"model {name}: the folder has no config.json. Expected {EXPECTED}")
+        raise ConfigError(f"model {name}: no config there, the folder has no config.json. Expected {EXPECTED}")
     check_name("model", name)
     wrong_values = require("huggingface_hub.errors", "train").StrictDataclassError
     try:
@@ -119,7 +119,7 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, wrong_values) as error:
         why = " ".join(str(error).split())[:300]
         hint = "; load the model and pass it: model=model" if "trust_remote_code" in why else ""
-        raise ConfigError(f"model {name}: no config can be read there ({why}){hint}") from error
+        raise ConfigError(f"model {name}: no config there can be read ({why}){hint}") from error
 
 
 def check_name(what: str, name: str) -> None:
