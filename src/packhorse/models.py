@@ -111,7 +111,7 @@ def open_config(name: str, trust_remote_code: bool = False) -> Any:
     """
     transformers: Any = require("transformers", "train")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ConfigError(f"model {name}: no config there, the folder has no config.json. Expected {EXPECTED}")
+        raise ConfigError(f"model {name}: no config there (config.json is missing). Expected {EXPECTED}")
     check_name("model", name)
     wrong_values = require("huggingface_hub.errors", "train").StrictDataclassError
     try:

@@ -41,7 +41,7 @@ from packhorse.loader.deal import Dealt, Packs, Shape
 from packhorse.loader.epoch import Epoch, ticket_of
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.model_facts import facts_of
+from packhorse.loader.model_facts import facts_of, refuse_tokenizer
 from packhorse.loader.plans import (
     plan_lines,
     record_left_out,
@@ -96,6 +96,7 @@ class Loader:
         self._ranks.same("settings", config.of_all_ranks())
         facts = facts_of(model, packed=config.mode == "pack")
         self.model_name = facts.name
+        refuse_tokenizer(self.processor, facts)
         folder = config.ledger_dir
         # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from packhorse.chat import is_tokenizer
 from packhorse.errors import ConfigError
 from packhorse.models import (
     EXPECTED,
     UNCHECKED,
     check_packable,
     is_unchecked,
+    media_parts,
     resolve_model,
     text_config,
 )
@@ -75,6 +77,20 @@ def facts_of(model: Any, *, packed: bool = False) -> ModelFacts:
         config,
         type(config if inner is None else inner).__name__,
     )
+
+
+def refuse_tokenizer(processor: Any, facts: ModelFacts) -> None:
+    """Raise if a tokenizer is to feed a model that has a vision or audio part.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    parts = media_parts(facts.config) if facts.config is not None else ()
+    if parts and is_tokenizer(processor):
+        raise ConfigError(
+            f"processor is a tokenizer ({type(processor).__name__}), but {facts.name} has a {parts[0]}: pass "
+            "the model's processor, as AutoProcessor.from_pretrained(name)"
+        )
 
 
 def weights_of(config: Any) -> CostWeights:
