@@ -155,7 +155,9 @@ def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
         meta, processor = write_chats(Path(folder), samples), released_qwen2_vl()
         print(f"\n{samples} samples, tokens/s\n{'workers':<10}{'processor':>12}{'loader':>12}{'ratio':>8}")
         for workers in numbers:
-            loader = packhorse.load(str(meta), processor, world=World(), workers=workers, **settings)
+            loader = packhorse.load(
+                str(meta), processor, model="unchecked", world=World(), workers=workers, **settings
+            )
             begin = partial(bare, meta, processor, workers), partial(ours, loader)
             measure = one_after_the_other if workers else by_turns
             measure(begin)  # imports and caches
@@ -201,8 +203,8 @@ def report_resume(packs: int) -> None:
     processor = released_qwen2_vl()
     with tempfile.TemporaryDirectory() as folder:
         config = config.with_changes(cache_dir=folder)
-        before = config.build(processor, world=World(3, 64), counts=counts)
-        other = config.build(processor, world=World(3, 48), counts=counts)
+        before = config.build(processor, model="unchecked", world=World(3, 64), counts=counts)
+        other = config.build(processor, model="unchecked", world=World(3, 48), counts=counts)
     state = before.state_dict() | {"segments": [[64, 1, 1, len(before) * 9 // 10]]}
     print(f"{len(before.plan):,} packs of {number:,} samples, {len(before):,} steps of 64 ranks")
     for what, loader in (("the same 64 ranks", before), ("48 ranks instead of 64", other)):

@@ -25,6 +25,7 @@ from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import attention_of, check_attention, use_attention
 from packhorse.ledger import Ledger
+from packhorse.models import check_packable
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.parity_causes import Packed, likely_causes
 from packhorse.positions import RopeIndex, rope_index
@@ -125,6 +126,7 @@ def check_parity(
     tolerance: float | None = None,
     gradient_tolerance: float | None = None,
     keys: Sequence[str] | None = None,
+    unchecked: bool = False,
 ) -> ParityReport:
     """Compare packed with unpacked training on a few samples.
 
@@ -141,12 +143,15 @@ def check_parity(
         tolerance: allowed difference of a token's loss; by the model's type without it.
         gradient_tolerance: allowed relative difference of gradients, likewise.
         keys: names the samples in the report; their numbers without it.
+        unchecked: compare also with a model that :func:`packhorse.models.packing_problems` has objections to.
 
     Raises:
-        ConfigError: there are too few samples, none of their tokens is learned, or the backend is not
-            possible here.
+        ConfigError: the model cannot be trained on packed rows, there are too few samples, none of their
+            tokens is learned, or the backend is not possible here.
         BadSample: one cannot be encoded.
     """
+    if not unchecked:
+        check_packable(model)
     if not 1 <= rows < len(samples):
         raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more, to have some together")
     names = [str(number) for number in range(len(samples))] if keys is None else list(keys)

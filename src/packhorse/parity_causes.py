@@ -10,7 +10,7 @@ import torch
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
-from packhorse.integrations.choose_attention import mixing_layers
+from packhorse.models import packing_problems
 from packhorse.positions import RopeIndex, mrope_position_ids
 
 _ONE_ROW = 2  # axes: [B, S]
@@ -74,7 +74,7 @@ def likely_causes(
         *_of_labels(packed, labels),
         *_of_positions(packed, samples, own_rope),
         *_of_attention(packed, tolerance),
-        *_of_layers(packed.model.config.get_text_config()),
+        *packing_problems(packed.model),
     ]
     unknown = (
         "none of the usual ones (labels and positions are right, documents do not see each other): compare "
@@ -166,12 +166,3 @@ def _as_mask(numbers: torch.Tensor, row: int, places: torch.Tensor) -> torch.Ten
     mask = torch.zeros_like(numbers, dtype=torch.bool)
     mask[row] = places
     return mask
-
-
-def _of_layers(config: Any) -> Iterator[str]:
-    kinds = mixing_layers(config)
-    if kinds:
-        yield (
-            f"the decoder has layers of type {', '.join(kinds)}, which carry their state from one "
-            "document to the next unless their kernels are told where documents begin"
-        )

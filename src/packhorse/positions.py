@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from packhorse.errors import ConfigError
+from packhorse.models import resolve_model, weightless_model
 
 RopeIndex = Callable[..., Any]
 
@@ -76,23 +77,42 @@ def rope_index(model: Any) -> RopeIndex | None:
     """The ``get_rope_index`` of a model without its weights, so that it can be sent to DataLoader workers.
 
     Args:
-        model: of transformers; the method is looked for in it and in its ``model``.
+        model: of transformers, wrapped or not; its config; or the folder or hub name of one. The method is
+            looked for in the model and in its ``model``.
 
     Returns:
         None where the model has none: its positions are one row of numbers.
+
+    Raises:
+        ConfigError: it is no model.
     """
+    inner, config = resolve_model(model)
+    if inner is None:
+        inner = weightless_model(config)
     owner: Any
-    for owner in (getattr(model, "model", None), model):
+    for owner in (getattr(inner, "model", None), inner):
         if callable(getattr(type(owner), "get_rope_index", None)):
-            return WeightlessRopeIndex(type(owner), owner.config)
+            plain = {name: value for name, value in vars(owner).items() if _is_plain(name, value)}
+            return WeightlessRopeIndex(type(owner), owner.config, plain)
     return None
 
 
-class WeightlessRopeIndex:
-    """A model class's ``get_rope_index``, called on an object that has the model's config alone."""
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether an attribute is a setting (``spatial_merge_size``) and no state of torch's or a weight."""
+    return not name.startswith("_") and isinstance(value, int | float | str) and name != "training"
 
-    def __init__(self, model_class: type, config: Any) -> None:
-        self.model_class, self.config = model_class, config
+
+class WeightlessRopeIndex:
+    """A model class's ``get_rope_index``, called on an object with the model's config and settings alone.
+
+    Args:
+        model_class: has the method.
+        config: of the model.
+        settings: numbers and words that the model keeps as attributes and the method reads.
+    """
+
+    def __init__(self, model_class: type, config: Any, settings: Mapping[str, Any] | None = None) -> None:
+        self.model_class, self.config, self.settings = model_class, config, dict(settings or {})
         parameters = dict(inspect.signature(model_class.get_rope_index).parameters)  # type: ignore[attr-defined]
         parameters.pop("self")
         self.__signature__ = inspect.Signature(list(parameters.values()))
@@ -100,11 +120,11 @@ class WeightlessRopeIndex:
     def __call__(self, **arguments: Any) -> Any:
         """What the method returns."""
         shell: Any = object.__new__(self.model_class)
-        shell.__dict__["config"] = self.config
+        shell.__dict__.update(self.settings, config=self.config)
         return self.model_class.get_rope_index(shell, **arguments)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.model_class, self.config)
+        return type(self), (self.model_class, self.config, self.settings)
 
 
 def _parameters(function: RopeIndex) -> tuple[set[str], bool]:

@@ -87,6 +87,8 @@ def test_a_tokenizer_alone_is_enough_for_text():
         encoded = family.encode(asked(), made)
         assert encoded.text.startswith("<|im_start|>user\nWhat is it?<|im_end|>")
         assert learned(family, made, asked()) == "A cat.<|im_end|>"
+        with pytest.raises(ConfigError, match=r"has media \(image\), but the processor is a tokenizer"):
+            family.encode(asked(picture(10, 10)), made)
     finally:
         made.chat_template = None
 
@@ -179,9 +181,9 @@ def test_a_tensor_whose_owner_is_not_certain_stops_the_run(tensors):
 
 
 def test_a_tensor_per_token_is_not_taken_for_one_per_image():
-    family, made = Generic(), Returning()
+    family, made = Generic(), Returning(pixel_values=torch.zeros(1, 5))
     length = len(family.encode(asked(IMAGES[0]), made).tokens["input_ids"])
-    made.tensors = {"position_ids": torch.zeros(1, length)}
+    made.tensors["position_ids"] = torch.zeros(1, length)
     with pytest.raises(ConfigError, match=f"'position_ids' .* and {length} tokens"):
         family.encode(asked(IMAGES[0]), made)
 

@@ -30,7 +30,9 @@ PROCESSOR = "qwen2_vl"
 
 def built(run: dict[str, Any], **changes: Any) -> packhorse.Loader:
     """The loader of a run, in this process's place of the process group."""
-    return packhorse.load(run["meta"], processor(PROCESSOR), **{**run["settings"], **changes})
+    return packhorse.load(
+        run["meta"], processor(PROCESSOR), **{"model": "unchecked", **run["settings"], **changes}
+    )
 
 
 def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
@@ -101,13 +103,13 @@ def uneven(run: dict[str, Any], rank: int) -> dict[str, Any]:
     ]
     settings: dict[str, Any] = {"shard_data": True, "pack_size": 256}
     seen: list[int] = []
-    loader = packhorse.load(rows, processor(PROCESSOR), **settings)
+    loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", **settings)
     for _ in loader:
         assert loader.last is not None
         seen += loader.last.samples
         if loader.remaining == 2:
             break
-    again = packhorse.load(rows, processor(PROCESSOR), **settings)
+    again = packhorse.load(rows, processor(PROCESSOR), model="unchecked", **settings)
     again.load_state_dict(loader.state_dict())
     left = 0
     for _ in again:
@@ -123,7 +125,9 @@ def torn(run: dict[str, Any], rank: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     for number in (rank, 17):
         (folder / f"rank-{number:05d}.jsonl").write_text('{"key": "half')
-    loader = packhorse.load(chats(12, 5), processor(PROCESSOR), ledger_dir=str(folder), pack_size=128)
+    loader = packhorse.load(
+        chats(12, 5), processor(PROCESSOR), model="unchecked", ledger_dir=str(folder), pack_size=128
+    )
     for _ in loader:
         pass
     assert loader.account is not None
@@ -135,7 +139,7 @@ def too_few(run: dict[str, Any], rank: int) -> str:
     turns = [("user", "a"), ("assistant", "b")]
     content = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
     try:
-        packhorse.load([{"conversation": content}], processor(PROCESSOR), shard_data=True)
+        packhorse.load([{"conversation": content}], processor(PROCESSOR), model="unchecked", shard_data=True)
     except PackhorseError as error:
         return str(error)
     return "not refused"

@@ -121,7 +121,7 @@ def train(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     checkpoint, model, trained = Path(request["checkpoint"]), Model(), []
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = packhorse.load(request["meta"], request["processor"], **request["settings"])
+    loader = packhorse.load(request["meta"], request["processor"], model="unchecked", **request["settings"])
     if checkpoint.exists():
         saved = json.loads(checkpoint.read_text())
         loader.load_state_dict(saved["state"])

@@ -31,7 +31,9 @@ def test_media_spoilt_after_they_were_counted_are_in_the_ledger_too(tmp_path: Pa
     meta = write_pictures(tmp_path / "data", 60)
     count_meta(str(meta), processor("qwen2_vl"))
     done = spoil(tmp_path / "data", 60, seed=3)
-    loader = packhorse.load(str(meta), processor("qwen2_vl"), pack_size=256, max_bad_share=0.2)
+    loader = packhorse.load(
+        str(meta), processor("qwen2_vl"), model="unchecked", pack_size=256, max_bad_share=0.2
+    )
     seen = epoch(loader)
     gone = {f"shots/{number}" for number, kind in done.items() if kind != "renamed"}
     assert {drop.key for drop in loader.ledger} == gone
@@ -40,7 +42,7 @@ def test_media_spoilt_after_they_were_counted_are_in_the_ledger_too(tmp_path: Pa
 
 def test_a_tenth_is_more_than_is_usual_and_the_run_stops_with_the_reasons(tmp_path: Path) -> None:
     meta = write_pictures(tmp_path / "data", 60)
-    whole = packhorse.load(str(meta), processor("qwen2_vl"), pack_size=256)
+    whole = packhorse.load(str(meta), processor("qwen2_vl"), model="unchecked", pack_size=256)
     spoil(tmp_path / "data", 60, seed=3)
     with pytest.raises(TooManyBad, match=r"max_bad_share=1.00%.*broken_media \d.*shots/\d+: broken_media"):
         epoch(whole)
@@ -48,7 +50,7 @@ def test_a_tenth_is_more_than_is_usual_and_the_run_stops_with_the_reasons(tmp_pa
         path.unlink()
     # A header that is whole is all that counting looks at: those that are cut off come later.
     with pytest.raises(TooManyBad, match=r"3 of 60 samples cannot be used.*broken_media 3"):
-        packhorse.load(str(meta), processor("qwen2_vl"), pack_size=256)
+        packhorse.load(str(meta), processor("qwen2_vl"), model="unchecked", pack_size=256)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -100,7 +102,7 @@ def test_rows_that_do_not_come_whole_stop_the_run_and_none_of_them_is_kept(
     bad_line(log, {fault: 1.0})
     for _ in range(2):  # nor is it taken from the cache the second time
         with pytest.raises(ConnectionError, match=r"shots.jsonl.*nothing is kept") as caught:
-            packhorse.load(remote_rows, processor("qwen2_vl"), pack_size=256)
+            packhorse.load(remote_rows, processor("qwen2_vl"), model="unchecked", pack_size=256)
         assert address in str(caught.value)
     assert happened(log) == Counter({fault: 2})
     assert [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"] == []

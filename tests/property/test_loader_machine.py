@@ -83,6 +83,7 @@ class LoaderMachine(RuleBasedStateMachine):
             loader = packhorse.load(
                 self.rows,
                 processor("qwen2_vl"),
+                model="unchecked",
                 world=World(rank, world),
                 counts=self.counts,
                 mode=self.mode,

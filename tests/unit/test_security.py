@@ -124,7 +124,7 @@ def test_code_that_comes_with_a_processor_runs_only_if_the_user_says_so(
     with pytest.raises(ConfigError):
         count_meta(meta, folder)
     with pytest.raises(ConfigError):
-        load(str(meta), folder, world=World())
+        load(str(meta), folder, model="unchecked", world=World())
     assert not marker.exists()
     open_processor(folder, trust_remote_code=True)
     assert marker.exists()
@@ -182,7 +182,7 @@ def test_a_picture_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory
         assert caught.value.reason == "media_too_large"
     write_rows(tmp_path / "a.jsonl", [with_picture("bomb.png"), *[with_picture("good.png")] * 3])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
-    loader = load(str(meta), qwen, world=World(), pack_size=512, max_bad_share=None)
+    loader = load(str(meta), qwen, model="unchecked", world=World(), pack_size=512, max_bad_share=None)
     assert [(drop.key, drop.reason) for drop in loader.ledger] == [("a/0", "media_too_large")]
     delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
     assert sorted(delivered) == [1, 2, 3]
@@ -208,7 +208,8 @@ sys.addaudithook(watch)
 import packhorse
 from contract.processors import processor
 from packhorse import World
-loader = packhorse.load(sys.argv[1], processor("qwen2_vl"), world=World(), pack_size=512, max_bad_share=None)
+settings = {"model": "unchecked", "world": World(), "pack_size": 512, "max_bad_share": None}
+loader = packhorse.load(sys.argv[1], processor("qwen2_vl"), **settings)
 steps = sum(1 for _ in loader)
 print(json.dumps({"steps": steps, "asked": asked, "bad": loader.ledger.counts()}))
 """

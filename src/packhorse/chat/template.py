@@ -74,6 +74,12 @@ def tokenizer_of(processor: Any) -> Any:
     return processor if tokenizer is None else tokenizer
 
 
+def is_tokenizer(processor: Any) -> bool:
+    """Whether a tokenizer was given in place of a processor."""
+    known = any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(processor).__mro__)
+    return known or (tokenizer_of(processor) is processor and hasattr(processor, "convert_tokens_to_ids"))
+
+
 def chat_template(processor: Any) -> str | None:
     """The template as text, the processor's before the tokenizer's; None where there is not exactly one."""
     template = getattr(processor, "chat_template", None)

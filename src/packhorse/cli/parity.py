@@ -228,15 +228,20 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     """The model at a path or hub name, or with random weights one of its config.
 
     Raises:
-        ConfigError: there is none, or the type or the device is not to be had.
+        ConfigError: there is none, it cannot be trained on packed rows, or the type or the device is not to
+            be had.
     """
     import torch
 
     from packhorse.datasets.progress import bars_are_wanted
     from packhorse.errors import ConfigError, require
+    from packhorse.models import check_packable, model_classes, open_config
 
     transformers: Any = require("transformers", "train")
     kind = check_place(dtype, device)
+    config = open_config(model, trust_remote_code)
+    if model_classes(config):  # one of remote code is checked when it is loaded
+        check_packable(config)
     if not bars_are_wanted():
         transformers.utils.logging.disable_progress_bar()
     auto = transformers.AutoModelForImageTextToText
@@ -244,7 +249,6 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
         if not random_weights:
             loaded = auto.from_pretrained(model, dtype=kind, trust_remote_code=trust_remote_code)
         else:
-            config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
             torch.manual_seed(0)
             loaded = auto.from_config(config, trust_remote_code=trust_remote_code).to(kind)
     except (OSError, ValueError) as error:

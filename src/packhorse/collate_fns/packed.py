@@ -18,6 +18,7 @@ from packhorse.collate_fns.masks import Segments, additive, block_causal_mask, p
 from packhorse.collate_fns.records import check_present
 from packhorse.errors import ConfigError
 from packhorse.families import Family
+from packhorse.models import check_packable, unwrap
 from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join, layout_of, layouts_of
 from packhorse.neat_packing_vlm.pixels import are_pixels
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
@@ -136,7 +137,7 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
             With another one, documents see each other, and nothing else says so.
 
     Raises:
-        ConfigError: the batch was made for another attention.
+        ConfigError: the batch was made for another attention, or the model cannot be trained on packed rows.
     """
     if model is not None:
         _check_attention(batch, model)
@@ -145,8 +146,10 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
-    runs = str(getattr(model, "module", model).config.get_text_config()._attn_implementation)
+    runs = str(unwrap(model).config.get_text_config()._attn_implementation)
     right = _backends_of(batch)
+    if right:
+        check_packable(model)
     if right and runs not in right:
         raise ConfigError(
             f"the batch was made for {' or '.join(right)}, the model's decoder runs {runs}: documents would "

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
-from logging import getLogger
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from packhorse.chat import template_errors, tokenizer_of
+from packhorse.chat import is_tokenizer, template_errors, tokenizer_of
 from packhorse.conversation import parse_conversation
 from packhorse.datasets.cache import Fingerprint
 from packhorse.datasets.count_check import CHECK, batch_digest
@@ -33,12 +32,11 @@ from packhorse.errors import BadSample, ConfigError, require
 from packhorse.families import family_of
 from packhorse.media import VideoInfo
 from packhorse.media.source import is_address
+from packhorse.models import check_name
 from packhorse.types import MEDIA_KINDS, Conversation, Drop
 
 if TYPE_CHECKING:
     from packhorse.tokens.count import Counted, MediumCount, TokenCounter
-
-logger = getLogger("packhorse.datasets")
 
 _BLOCK = 512  # rows in memory at a time: enough for the tokenizer to work in bulk
 _LONGEST_DETAIL = 500
@@ -135,10 +133,28 @@ def as_processor(processor: Any) -> Any:
     """The processor itself, opened if its path or hub name was given.
 
     Raises:
-        ConfigError: there is none, or it cannot be opened.
+        ConfigError: it is no processor, or cannot be opened.
     """
     is_path = isinstance(processor, str | os.PathLike)
-    return open_processor(os.fspath(processor)) if is_path else processor
+    return open_processor(os.fspath(processor)) if is_path else _checked(processor)
+
+
+def _checked(processor: Any) -> Any:
+    """The processor, if it is one.
+
+    Raises:
+        ConfigError: it is something else: a part of one, a class, None.
+    """
+    speaks = any(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template"))
+    if isinstance(processor, type) or not callable(processor) or not (speaks or is_tokenizer(processor)):
+        given = type(processor).__name__
+        if processor is None or isinstance(processor, type):
+            given = "None" if processor is None else f"the class {processor.__name__}, not an object of it"
+        raise ConfigError(
+            f"processor is {given}: expected the model's whole processor (with a tokenizer), or the folder "
+            "or hub name of one. Write processor=AutoProcessor.from_pretrained(name)"
+        )
+    return processor
 
 
 def open_processor(path: str, trust_remote_code: bool = False) -> Any:
@@ -149,11 +165,7 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
     """
     transformers: Any = require("transformers", "train")
     here = os.path.exists(path)
-    if not here and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise ConfigError(f"processor {path}: no such folder")
-    if not here and not _is_cached(path):
-        # The hub's client tries for minutes where there is no network: whoever meant a folder knows now.
-        logger.warning("processor %s: no such folder in %s, so the hub is asked", path, os.getcwd())
+    check_name("processor", path)
     try:
         opened = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -169,14 +181,7 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)
-    return opened
-
-
-def _is_cached(name: str) -> bool:
-    """Whether the hub's cache has something of this name."""
-    constants = require("huggingface_hub.constants", "train")
-    folder = f"models--{name.replace('/', '--')}"
-    return os.path.isdir(os.path.join(constants.HF_HUB_CACHE, folder, "snapshots"))
+    return _checked(opened)  # for a folder with a part of a processor, transformers gives that part
 
 
 def _torchvision_hint() -> str:

@@ -6,6 +6,7 @@ Importing this imports neither torch nor transformers.
 
 from typing import Any
 
+from packhorse.chat import is_tokenizer
 from packhorse.families.base import TOKEN_KEYS, Encoded, Family, LoadedMedia, MediaSize
 from packhorse.families.gemma3 import Gemma3
 from packhorse.families.gemma4 import Gemma4
@@ -56,7 +57,7 @@ def family_of(processor: Any) -> Family:
 
     An object around a known processor (``.processor``) is served as that one if it hands out the same
     tokenizer and image processor, so that the family's facts hold for it. Any other gets the generic family,
-    with one warning per class that says what is not exact.
+    with one warning per class that says what is not exact; a tokenizer gets one that takes no media.
     """
     inner = getattr(processor, "processor", None)
     shown = ("tokenizer", "image_processor")
@@ -69,4 +70,4 @@ def family_of(processor: Any) -> Family:
             for family in FAMILIES:
                 if name in family.processor_classes:
                     return family
-    return generic_for(type(processor))
+    return generic_for(type(processor), is_tokenizer(processor))

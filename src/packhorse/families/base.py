@@ -32,7 +32,7 @@ from packhorse.chat import (
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error
 from packhorse.families.blank import blanked
 from packhorse.families.counting import REFUSALS, Counting, Sizes
-from packhorse.families.encoded import Encoded, check_layout, check_media_tokens
+from packhorse.families.encoded import Encoded, check_layout, check_media_tensors, check_media_tokens
 from packhorse.families.media import LoadedMedia, MediaSize, size_of
 from packhorse.media import VideoSampling, describe, load_media
 from packhorse.tokens.expand import Pieces
@@ -158,6 +158,7 @@ class Family(Counting):
         sizes = media.sizes(ref.kind for ref in conversation.media)
         made = Encoded(text, self.turns(conversation), {}, {}, tuple(sizes), read)
         encoded = self._sorted_out(made, output)
+        check_media_tensors(self, encoded, conversation)
         check_media_tokens(self, processor, encoded, conversation)
         check_layout(self, processor, encoded)
         return encoded

@@ -52,6 +52,14 @@ def check_layout(family: Family, processor: Any, encoded: Encoded) -> None:
             )
 
 
+def check_media_tensors(family: Family, encoded: Encoded, conversation: Conversation) -> None:
+    """Refuse a sample with a media item that the processor returned no tensor for."""
+    made = {kind for key in encoded.media for kind in family.layout[key].kinds}
+    for kind, number in Counter(kind for kind, _ in encoded.sizes).items():
+        if kind not in made:
+            raise family.bad(f"the processor returned no tensor for its {number} {kind}(s)", conversation)
+
+
 def check_media_tokens(family: Family, processor: Any, encoded: Encoded, conversation: Conversation) -> None:
     """Refuse a sample with more or fewer media tokens than its media need, where the family can tell."""
     if not family.exact:

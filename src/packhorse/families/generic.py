@@ -23,7 +23,7 @@ from packhorse.chat import (
 from packhorse.errors import ConfigError
 from packhorse.families.base import TOKEN_KEYS, Encoded, Family, LoadedMedia, Pieces
 from packhorse.families.blank import blank
-from packhorse.types import MEDIA_KINDS, MediaKind, TensorLayout
+from packhorse.types import MEDIA_KINDS, Conversation, MediaKind, TensorLayout
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,28 @@ class Generic(Family):
         return super()._sorted_out(encoded, output)
 
 
+class TextOnly(Generic):
+    """The family of a tokenizer in place of a processor: conversations without media."""
+
+    name = "text"
+    kinds: ClassVar[tuple[MediaKind, ...]] = ()
+    caveats: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, conversation: Conversation) -> None:
+        """Raise if there are media: a tokenizer would write their placeholders and drop their content.
+
+        Raises:
+            ConfigError: there are.
+        """
+        if conversation.media:
+            row = f"row {conversation.key}" if conversation.key else "a row"
+            raise ConfigError(
+                f"{row} has media ({conversation.media[0].kind}), but the processor is a tokenizer: pass the "
+                "model's processor, as AutoProcessor.from_pretrained(name)"
+            )
+        super().check(conversation)
+
+
 def _layout_of(
     key: str, value: Any, output: Mapping[str, Any], counts: Mapping[MediaKind, int], length: int
 ) -> TensorLayout:
@@ -175,9 +197,14 @@ def _joined(content: Any) -> Any:
 _served: dict[type, Generic] = {}
 
 
-def generic_for(processor_class: type) -> Generic:
-    """The generic family of a processor class; the first time it says what is not exact."""
-    if processor_class not in _served:
+def generic_for(processor_class: type, text_only: bool = False) -> Generic:
+    """The generic family of a processor class (of tokenizers, if text_only).
+
+    For a processor it says what is not exact, the first time.
+    """
+    if processor_class not in _served and text_only:
+        _served[processor_class] = TextOnly()
+    elif processor_class not in _served:
         logger.warning(
             "%s is no processor that Packhorse knows, so it is encoded from its template and call alone: %s",
             processor_class.__name__,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from packhorse.integrations.feed import check_world
+from packhorse.integrations.feed import check_model, check_world
 from packhorse.integrations.loss import Batch, count_supervised, grouped, to_device
 
 
@@ -24,20 +24,32 @@ def attach(accelerator: Any, loader: Any) -> Any:
         The loader.
 
     Raises:
-        ConfigError: the loader deals to other ranks, or accumulates another number of micro steps.
+        ConfigError: the loader deals to other ranks, or accumulates another number of micro steps; or packed
+            rows are wrong for a model that was prepared.
     """
     check_world(
         loader, accelerator.process_index, accelerator.num_processes, accelerator.gradient_accumulation_steps
     )
+    _check_models(accelerator, loader)
     accelerator.register_for_checkpointing(loader)
     return loader
+
+
+def _check_models(accelerator: Any, loader: Any) -> None:
+    # Accelerate has no public list of the models that were prepared.
+    for model in accelerator._models:
+        check_model(loader, model)
 
 
 def steps(accelerator: Any, loader: Any) -> Iterator[tuple[list[Batch], int]]:
     """The micro batches of each step on the accelerator's device, and the supervised tokens of all ranks.
 
     Loop over the micro batches under ``accelerator.accumulate(model)``.
+
+    Raises:
+        ConfigError: packed rows are wrong for a model that was prepared.
     """
+    _check_models(accelerator, loader)
     for group in grouped(loader, accelerator.gradient_accumulation_steps):
         yield [to_device(batch, accelerator.device) for batch in group], count_supervised(group)
 

@@ -17,12 +17,11 @@ from packhorse.collate_fns.packed import ATTENTION
 from packhorse.errors import ConfigError, require
 from packhorse.families import FAMILIES
 from packhorse.integrations.attention import varlen_kernel
+from packhorse.models import packing_problems, refusal
 
 BEST_ON_CUDA = ("varlen", "flash_attention_2", "flex_attention", "sdpa", "eager")
 BEST_ELSEWHERE = ("sdpa", "varlen", "eager")
 
-# Kinds of layers in which a token sees no more than its mask or its document's bounds let it see.
-_KEEP_TO_THEIR_DOCUMENT = frozenset({"full_attention", "sliding_attention", "chunked_attention", "moe"})
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 _WIDEST_HEAD = 256  # of flash attention's kernels, which varlen runs too
 _AMPERE = (8, 0)
@@ -95,7 +94,7 @@ def facts_of(
         window=_window(config),
         chunk=_chunk(config),
         head=_head(config),
-        mixing=tuple(what_mixes(model)),
+        mixing=packing_problems(model),
     )
 
 
@@ -146,28 +145,6 @@ def _head(config: Any) -> int | None:
     if not found and heads and widths:
         return int(max(widths) // min(heads))
     return max(found, default=None)
-
-
-def mixing_layers(config: Any) -> tuple[str, ...]:
-    """Kinds of layers of a decoder that carry something from one document of a row to the next."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return tuple(sorted(set(kinds) - _KEEP_TO_THEIR_DOCUMENT))
-
-
-def what_mixes(model: Any) -> Iterator[str]:
-    """Why documents of one row would see each other in this model, whatever the attention backend."""
-    config = model.config.get_text_config()
-    kinds = mixing_layers(config)
-    if kinds:
-        yield f"layers of type {', '.join(kinds)} carry something from one document of a row to the next"
-    elif any(getattr(module, "_is_stateful", False) for module in model.modules()):
-        yield f"{type(model).__name__} carries a state from one document of a row to the next"
-    if getattr(model.config, "is_encoder_decoder", False):
-        yield "its encoder and the attention to it know nothing of documents"
-    if getattr(config, "cross_attention_layers", None):
-        yield "text attends to images in layers of cross attention, which know nothing of documents"
-    if model.config.model_type == "paligemma":
-        yield "PaliGemma's question sees itself both ways, which packed batches have no mask for"
 
 
 def objections(facts: Facts, backend: str, longest: int | None = None) -> tuple[str, ...]:
@@ -251,10 +228,7 @@ def choose(facts: Facts, attn: str = "auto", longest: int | None = None) -> str:
         ConfigError: the model cannot be packed, the backend is wrong for it, or none is right.
     """
     if facts.mixing:
-        raise ConfigError(
-            f"this model cannot be trained on packed rows: {'; '.join(facts.mixing)}. Use padded batches "
-            '(mode="pad")'
-        )
+        raise refusal(facts.mixing)
     if attn != "auto":
         wrong = objections(facts, attn, longest)
         if wrong:

@@ -7,6 +7,7 @@ from typing import Any
 
 from packhorse.errors import ConfigError
 from packhorse.integrations.loss import Batch, count_supervised
+from packhorse.models import UNCHECKED, check_packable, models_in
 
 
 def check_world(loader: Any, rank: int, size: int, accumulation: int, *, saved_by_all: bool = False) -> None:
@@ -38,6 +39,22 @@ def check_world(loader: Any, rank: int, size: int, accumulation: int, *, saved_b
             f"{accumulation} micro batches are accumulated, but the loader has accumulation="
             f"{loader.config.accumulation}: give both the same"
         )
+
+
+def check_model(loader: Any, module: Any) -> None:
+    """Raise if a module that a loader of packs feeds holds a model that packed rows are wrong for.
+
+    Args:
+        loader: the loader; one that was built with ``model="unchecked"`` is not checked here either.
+        module: a model, or a module around it (a LightningModule).
+
+    Raises:
+        ConfigError: see :func:`packhorse.models.packing_problems`.
+    """
+    if loader.config.mode != "pack" or loader.model_name == UNCHECKED:
+        return
+    for model in models_in(module):
+        check_packable(model)
 
 
 class Feed:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from packhorse.errors import require
-from packhorse.integrations.feed import StepFeed, check_world
+from packhorse.integrations.feed import StepFeed, check_model, check_world
 from packhorse.integrations.loss import Batch, token_loss
 
 _lightning: Any = require("lightning.pytorch", "lightning")
@@ -50,10 +50,12 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
         """The loader.
 
         Raises:
-            ConfigError: it deals to other ranks, or accumulates another number of micro steps.
+            ConfigError: it deals to other ranks, accumulates another number of micro steps, or packed rows
+                are wrong for a model in the LightningModule.
         """
         trainer = self.trainer
         check_world(self.loader, trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+        check_model(self.loader, trainer.lightning_module)
         return self._feed
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError, require
-from packhorse.integrations.feed import Feed, check_world
+from packhorse.integrations.feed import Feed, check_model, check_world
 from packhorse.integrations.loss import count_supervised, supervised, to_device, token_loss
 
 LOADER_STATE = "packhorse_loader.json"
@@ -47,7 +47,8 @@ class TrainFromLoader:
         loader: a :class:`packhorse.Loader`, built with as many accumulated micro steps as the Trainer takes.
 
     Raises:
-        ConfigError: arguments of the Trainer would undo what the loader does.
+        ConfigError: arguments of the Trainer would undo what the loader does, or packed rows are wrong for
+            the model.
     """
 
     # The Trainer's own words for: do not divide by the number of accumulated micro steps.
@@ -59,6 +60,7 @@ class TrainFromLoader:
         super().__init__(*arguments, **options)
         args: Any = self.args  # type: ignore[attr-defined]
         _check(args, loader)
+        check_model(loader, self.model)  # type: ignore[attr-defined]
         args.ignore_data_skip = True  # the loader goes on by itself
         self.model_accepts_loss_kwargs = True  # what versions without the attribute above go by
         self._asked_steps = args.max_steps

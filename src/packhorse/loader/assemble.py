@@ -126,11 +126,7 @@ def batch_builder(
         for_pipeline = config.pipeline_microbatches is not None
         return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout, media_layout=for_pipeline)
     if samples.family.mrope and facts.get_rope_index is None:
-        logger.warning(
-            "%s models have positions in three rows, which the model tells: pass model=, or packed training "
-            "will differ from unpacked",
-            samples.family.name,
-        )
+        _refuse_one_row(samples.family.name, facts)
     padding = pad_token_id(samples.processor)
     packer = PackedDatasetWrapper(
         samples,
@@ -154,6 +150,20 @@ def batch_builder(
     if facts.dtype is not None:
         collater["mask_dtype"] = facts.dtype
     return PackBuilder(samples, packer, collater, finish, config.sample_timeout)
+
+
+def _refuse_one_row(family: str, facts: ModelFacts) -> None:
+    """Raise if a model without mRoPE is to be fed by a processor of models with it; warn if unchecked."""
+    if facts.config is not None:
+        raise ConfigError(
+            f"{facts.name} has no get_rope_index, but models of the processor's family {family} have "
+            "positions in three rows (mRoPE): pass the whole model that belongs to the processor"
+        )
+    logger.warning(
+        "model='unchecked': positions have one row, but models of family %s have three (mRoPE), so packed "
+        "training will differ from unpacked. Pass model=",
+        family,
+    )
 
 
 def _finish(config: LoaderConfig) -> Finish | None:

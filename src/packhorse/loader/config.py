@@ -210,11 +210,17 @@ class LoaderConfig:
 
         Args:
             processor: encodes the samples; a processor, or the path or hub name of one.
-            model: the model that is trained; tells positions (mRoPE), attention backend, pixel type and what
-                tokens and patches cost. It is not kept.
+            model: the model that is trained (wrappers are looked through), its config, or the folder or hub
+                name of one. Gives positions (mRoPE), attention backend, pixel type and what tokens and
+                patches cost; it is not kept. Needed for ``mode="pack"``, which raises if packed rows are
+                wrong for the model; ``"unchecked"`` packs without a model.
             world: this process's place among those that share the data; found out if None.
             group: their process group, where it is not the default one.
             counts: of the examples, where the caller has them; they have to be those of this processor.
+
+        Raises:
+            ConfigError: processor, model or data is not what is expected, or packed rows are wrong for the
+                model.
         """
         from packhorse.loader.loader import Loader
 
@@ -238,7 +244,8 @@ def load(
     Args:
         data: a meta file, a dict with its content, or examples.
         processor: a processor, or the path or hub name of one.
-        model: the model that is trained; see :meth:`LoaderConfig.build`, as for the next three.
+        model: the model that is trained, its config, folder or hub name; needed for packs. See
+            :meth:`LoaderConfig.build`, as for the next three.
         world: this process's place among those that share the data.
         group: their process group.
         counts: of the examples, where the caller has them.

@@ -7,6 +7,7 @@ microseconds to a millisecond a row).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,7 @@ from packhorse.engines import LocalEngine
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.ledger import Ledger
 from packhorse.loader.talk import Ranks
+from packhorse.media.source import is_address
 from packhorse.tokens.count import Counted, TokenCounter
 from packhorse.types import World
 
@@ -42,6 +44,12 @@ _IN_THIS_PROCESS = 20_000
 """Up to so many rows are counted without starting other processes, which takes some seconds."""
 _BLOCK = 256
 _ROWS_LOOKED_AT = 32
+_EXPECTED = (
+    "a meta file (JSON that names data files), a dict with its content, or examples with len() and [index] "
+    "(a list, a Hugging Face dataset that is not streamed)"
+)
+_DATA_FILES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst")
+_OTHER_FILES = (".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
 
 
 def open_data(
@@ -62,6 +70,8 @@ def open_data(
         raise ConfigError(f"data has the splits {', '.join(data)}: choose one, as data['{next(iter(data))}']")
     if isinstance(data, str | PathLike | Mapping):
         meta: Any = dict(data) if isinstance(data, Mapping) else str(data)
+        if not isinstance(data, Mapping):
+            _refuse_other_files(str(data))
         if shard is None:
             return open_meta_dataset(meta, names, ledger=ledger)
         return open_meta_dataset(
@@ -75,8 +85,8 @@ def open_data(
         )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
-            f"data is a {type(data).__name__}: expected a meta file, a dict with its content, or examples "
-            "with len() and [index] (a list, a Hugging Face dataset that is not streamed)"
+            f'data is a {type(data).__name__}: expected {_EXPECTED}. Write data="meta.json", or '
+            'data=[{"conversation": […]}, …]'
         )
     if names is not None:
         raise ConfigError("dataset_names= goes with a meta file; data is a sequence of examples")
@@ -93,6 +103,39 @@ def open_data(
                 f"examples need a 'conversation' (found: {found}): see docs/datasets.md, or give a meta file"
             )
     return data if shard is None else Shard(data, shard)
+
+
+def _refuse_other_files(path: str) -> None:
+    """Raise if a path on this machine is no meta file, with the line to write instead.
+
+    Raises:
+        ConfigError: it is missing, a folder, a data file, an archive or a table.
+    """
+    if is_address(path):
+        return
+    if not os.path.exists(path):
+        raise ConfigError(f"data {path}: no such file or directory. Expected {_EXPECTED}")
+    if os.path.isdir(path):
+        inside = (name for name in sorted(os.listdir(path)) if name.endswith(_DATA_FILES))
+        file = os.path.join(path, next(inside, "train.jsonl"))
+        raise _no_meta_file(path, "a directory", f"Write {_entry(file, path)}")
+    if path.lower().endswith(_DATA_FILES):
+        raise _no_meta_file(path, "a data file", f"Write {_entry(path)}")
+    if path.lower().endswith(_OTHER_FILES):
+        stem = os.path.basename(path).partition(".")[0]
+        converted = os.path.join(os.path.dirname(path), f"{stem}.jsonl")
+        how = f"Write its rows to {converted} first, one JSON object a line, then {_entry(converted)}"
+        raise _no_meta_file(path, "an archive or table", how)
+
+
+def _entry(file: str, media_dir: str | None = None) -> str:
+    media = f", 'media_dir': {media_dir!r}" if media_dir else ""
+    name = os.path.basename(file).partition(".")[0] or "train"
+    return f"data={{{name!r}: {{'file_name': {file!r}{media}}}}}"
+
+
+def _no_meta_file(path: str, kind: str, advice: str) -> ConfigError:
+    return ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice}")
 
 
 def digest_of_rows(dataset: Any) -> str:

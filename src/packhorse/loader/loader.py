@@ -41,7 +41,7 @@ from packhorse.loader.deal import Dealt, Packs, Shape
 from packhorse.loader.epoch import Epoch, ticket_of
 from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.model_facts import facts_of
+from packhorse.loader.model_facts import facts_of, refuse_tokenizer
 from packhorse.loader.plans import (
     plan_lines,
     record_left_out,
@@ -71,6 +71,8 @@ class Loader:
         world: this rank's place.
         dataset: the examples.
         counts: their exact counts.
+        model_name: class of the model (or of its config) that batches are made for; ``"unchecked"`` if the
+            user opted out of checking one.
         ledger: what was left out on this rank, and why; after a resume with ``ledger_dir`` also what the
             rank's file has on the epoch that goes on.
         metrics: fill, speed and waiting of the last steps.
@@ -92,7 +94,9 @@ class Loader:
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
         self._ranks.same("settings", config.of_all_ranks())
-        facts = facts_of(model)
+        facts = facts_of(model, packed=config.mode == "pack")
+        self.model_name = facts.name
+        refuse_tokenizer(self.processor, facts)
         folder = config.ledger_dir
         # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
@@ -132,6 +136,14 @@ class Loader:
         After a resume under another shape these are the steps of what was left; else of the whole epoch.
         """
         return len(self._now.dealt)
+
+    def __repr__(self) -> str:
+        size = f"packs of {self.config.pack_size:,}" if self.config.mode == "pack" else "padded samples"
+        return (
+            f"<Loader: {len(self.dataset):,} rows, {size} tokens, {len(self):,} micro-steps of "
+            f"{self.config.batch_size}, rank {self.world.rank} of {self.world.size}, epoch {self.epoch}, "
+            f"step {self.cursor:,}, model {self.model_name}>"
+        )
 
     @property
     def plan(self) -> PackPlan:

@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 
+from packhorse.chat import is_tokenizer
 from packhorse.errors import ConfigError
+from packhorse.models import (
+    EXPECTED,
+    UNCHECKED,
+    check_packable,
+    is_unchecked,
+    media_parts,
+    resolve_model,
+    text_config,
+)
 from packhorse.neat_packing_vlm import CostWeights
 from packhorse.positions import RopeIndex, rope_index
-
-UNCHECKED = "unchecked"  # ``model="unchecked"``: pack without a model, at the user's own risk
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +29,10 @@ class ModelFacts:
     Attributes:
         get_rope_index: positions in three rows, where the model has such.
         attention: the backend of its decoder.
-        dtype: of its weights; None where nobody knows.
+        dtype: of its weights; None if unknown.
         weights: what tokens and patches cost.
         config: the model's.
+        name: of the model's class or config, or ``"unchecked"``.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -31,31 +40,57 @@ class ModelFacts:
     dtype: torch.dtype | None = None
     weights: CostWeights = field(default_factory=CostWeights)
     config: Any = None
+    name: str = UNCHECKED
 
 
-def facts_of(model: Any) -> ModelFacts:
-    """What a model of transformers tells; wrappers (DDP, FSDP, ``torch.compile``) are looked through."""
-    if model is None or (isinstance(model, str) and model == UNCHECKED):
+def facts_of(model: Any, *, packed: bool = False) -> ModelFacts:
+    """What a loader wants to know of a model.
+
+    Args:
+        model: a model of transformers, also inside PEFT, DDP, FSDP or ``torch.compile``; its config; the
+            folder or hub name of one; ``"unchecked"``; or None.
+        packed: whether it is fed packed rows. Then None is not accepted, and neither is a model that packed
+            rows are wrong for.
+
+    Raises:
+        ConfigError: it is no model, or cannot be fed packed rows.
+    """
+    if is_unchecked(model):
         return ModelFacts()
-    inner = model
-    while not hasattr(inner, "config"):
-        inner = next(
-            (found for name in ("module", "_orig_mod") if (found := getattr(inner, name, None)) is not None),
-            None,
-        )
-        if inner is None:
+    if model is None:
+        if packed:
             raise ConfigError(
-                f"model is a {type(model).__name__} without a config: expected a model of transformers"
+                "model is missing: packed rows need the model's positions, and not every model keeps the "
+                f"documents of a row apart. Pass {EXPECTED}: packhorse.load(data, processor, model=model). "
+                f'Without one use mode="pad", or model="{UNCHECKED}" to pack without these checks'
             )
-    config = inner.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return ModelFacts(name="none")
+    inner, config = resolve_model(model)
+    if packed:
+        check_packable(model if inner is not None else config)
+    text = text_config(config)
     return ModelFacts(
-        rope_index(inner),
+        rope_index(config if inner is None else inner),
         str(getattr(text, "_attn_implementation", None) or "sdpa"),
         getattr(inner, "dtype", None),
         weights_of(config),
         config,
+        type(config if inner is None else inner).__name__,
     )
+
+
+def refuse_tokenizer(processor: Any, facts: ModelFacts) -> None:
+    """Raise if a tokenizer is to feed a model that has a vision or audio part.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    parts = media_parts(facts.config) if facts.config is not None else ()
+    if parts and is_tokenizer(processor):
+        raise ConfigError(
+            f"processor is a tokenizer ({type(processor).__name__}), but {facts.name} has a {parts[0]}: pass "
+            "the model's processor, as AutoProcessor.from_pretrained(name)"
+        )
 
 
 def weights_of(config: Any) -> CostWeights:

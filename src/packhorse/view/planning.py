@@ -17,7 +17,7 @@ from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.count_part import open_processor
 from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import ConfigError, require
+from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.loader.assemble import (
     batch_builder,
@@ -28,11 +28,11 @@ from packhorse.loader.build import PackBuilder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.deal import Packs
-from packhorse.loader.model_facts import ModelFacts, weights_of
+from packhorse.loader.model_facts import ModelFacts, facts_of
 from packhorse.loader.plans import Planner, record_left_out, refuse_overlong
 from packhorse.loader.talk import Ranks
+from packhorse.models import check_packable, model_classes, open_config
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
-from packhorse.positions import WeightlessRopeIndex
 from packhorse.types import Drop, World
 
 
@@ -155,9 +155,12 @@ def make_plan(request: Request, opened: Opened | None = None) -> Planned:
         opened: its examples and processor, where an earlier plan has opened them.
 
     Raises:
-        ConfigError: see :func:`open_request`; or a sample is too long, and that was to be an error.
+        ConfigError: see :func:`open_request`; the model cannot be trained on packs; or a sample is too long,
+            and that was to be an error.
     """
     opened = open_request(request) if opened is None else opened.under(request)
+    if opened.facts.config is not None and model_classes(opened.facts.config):
+        check_packable(opened.facts.config)
     config, processor = request.config, opened.samples.processor
     ranks = Ranks(World())
     counts = counts_for(
@@ -187,22 +190,10 @@ def model_facts(request: Request) -> ModelFacts:
         and not os.path.isfile(os.path.join(path, "config.json"))
     ):
         return ModelFacts()
-    transformers: Any = require("transformers", "train")
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=request.trust_remote_code)
-    except (OSError, ValueError) as error:
+        config = open_config(path, request.trust_remote_code)
+    except ConfigError:
         if request.model is None:
             return ModelFacts()
-        raise ConfigError(f"model {path}: no config there ({' '.join(str(error).split())[:200]})") from error
-    return ModelFacts(_rope_index(transformers, config), weights=weights_of(config), config=config)
-
-
-def _rope_index(transformers: Any, config: Any) -> WeightlessRopeIndex | None:
-    """Positions without weights: the method of the class that the config is one of."""
-    try:
-        model_class = transformers.AutoModel._model_mapping[type(config)]
-    except KeyError:  # remote code
-        return None
-    if not callable(getattr(model_class, "get_rope_index", None)):
-        return None
-    return WeightlessRopeIndex(model_class, config)
+        raise
+    return facts_of(config)

@@ -53,7 +53,7 @@ def report(meta: Path, saved: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_the_plan_is_the_one_that_the_loader_trains(report: dict[str, Any], meta: Path, saved: str) -> None:
     for epoch in (0, 1):
-        loader = packhorse.load(str(meta), saved, pack_size=SIZE, max_bad_share=None)
+        loader = packhorse.load(str(meta), saved, model="unchecked", pack_size=SIZE, max_bad_share=None)
         loader.set_epoch(epoch)
         out = meta.parent / f"epoch{epoch}.phplan"
         told = json.loads(run(meta, saved, "--json", "--epoch", epoch, "--out", out).stdout)
@@ -68,7 +68,7 @@ def test_the_plan_is_the_one_that_the_loader_trains(report: dict[str, Any], meta
 def test_command_and_loader_tell_the_same_quartiles(meta: Path, saved: str, tmp_path: Path) -> None:
     for size in (128, 256, SIZE):
         printed = run(meta, saved, "--pack-size", size, "--out", tmp_path / f"{size}.phplan").stdout
-        loader = packhorse.load(str(meta), saved, pack_size=size, max_bad_share=None)
+        loader = packhorse.load(str(meta), saved, model="unchecked", pack_size=size, max_bad_share=None)
         lines = [
             [line.split() for line in text.splitlines() if line.startswith("per pack")]
             for text in (printed, loader.describe())
@@ -79,7 +79,9 @@ def test_command_and_loader_tell_the_same_quartiles(meta: Path, saved: str, tmp_
 def test_so_it_is_where_long_samples_are_cut(meta: Path, saved: str, tmp_path: Path) -> None:
     out = tmp_path / "cut.phplan"
     result = run(meta, saved, "--json", "--pack-size", 128, "--on-overlong", "truncate", "--out", out)
-    loader = packhorse.load(str(meta), saved, pack_size=128, on_overlong="truncate", max_bad_share=None)
+    loader = packhorse.load(
+        str(meta), saved, model="unchecked", pack_size=128, on_overlong="truncate", max_bad_share=None
+    )
     assert json.loads(result.stdout)["name"] == loader.plan_key
     assert PackPlan.load(out).bins() == loader.plan.bins()
 
@@ -296,7 +298,7 @@ def test_packs_as_they_are_handed_out_waste_nothing_but_what_alignment_adds(
 ) -> None:
     assert report["padding"]["packed_unpadded"] == {"slots": report["tokens"], "wasted": 0.0}
     settings: dict[str, Any] = {"pack_size": SIZE, "dataset_names": ["chats"], "max_bad_share": None}
-    loader = packhorse.load(str(meta), build("qwen2_vl"), **settings)
+    loader = packhorse.load(str(meta), build("qwen2_vl"), model="unchecked", **settings)
     made = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", tmp_path / "p").stdout)
     assert made["name"] == loader.plan_key
     handed_out = 0
@@ -317,7 +319,7 @@ def test_a_plan_says_where_the_loader_would_stop_because_of_bad_rows(
     bad = json.loads(run(meta, saved, "--json", *out).stdout)["bad"]
     assert f"the loader stops at more than 1 % bad rows (max_bad_share): {bad} of 24 are" in told.stdout
     with pytest.raises(packhorse.PackhorseError, match=f"{bad} of 24 samples cannot be used"):
-        packhorse.load(str(meta), build("qwen2_vl"), pack_size=SIZE)
+        packhorse.load(str(meta), build("qwen2_vl"), model="unchecked", pack_size=SIZE)
     assert "the loader stops" not in run(meta, saved, *out, "--max-bad-share", 0.5).stdout
 
 
@@ -338,7 +340,9 @@ def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, save
     report = json.loads(run(meta, saved, "--pack-size", "512,1024,2048", "--json").stdout)
     assert [one["pack_size"] for one in report["sizes"]] == [512, 1024, 2048]
     for one in report["sizes"]:
-        loader = packhorse.load(str(meta), build("qwen2_vl"), pack_size=one["pack_size"], max_bad_share=None)
+        loader = packhorse.load(
+            str(meta), build("qwen2_vl"), model="unchecked", pack_size=one["pack_size"], max_bad_share=None
+        )
         assert (one["packs"], one["fill"]) == (len(loader.plan), loader.plan.fill)
     assert set(report["padding"]) == {"batch_size", "tokens", "random", "by_length"}
     table = run(meta, saved, "--pack-size", "512,1024")

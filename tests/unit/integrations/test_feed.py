@@ -30,7 +30,7 @@ def examples(number: int) -> list[dict[str, Any]]:
 
 
 def loader(accumulation: int = 2, number: int = 12, **settings: Any) -> Any:
-    settings = {"pack_size": 128, "max_documents": 1, **settings}
+    settings = {"model": "unchecked", "pack_size": 128, "max_documents": 1, **settings}
     return packhorse.load(
         examples(number), processor("qwen2_vl"), accumulation=accumulation, world=World(), **settings
     )

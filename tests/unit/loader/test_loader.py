@@ -359,7 +359,7 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
 )
 def test_wrong_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        packhorse.load(mixed(6), processor("qwen2_vl"), world=World(), **settings)
+        load(mixed(6), **settings)
 
 
 def test_a_yaml_file_that_is_none_is_refused(tmp_path):
@@ -487,7 +487,7 @@ def test_samples_longer_than_they_were_counted_get_a_row_of_their_own():
     short = dataclasses.replace(
         counts, text=np.maximum(counts.text - 6, 2), exact=~counts.ok, off_by=np.full(30, -1)
     )
-    loader = packhorse.load(rows, processor("qwen2_vl"), world=World(), pack_size=180, counts=short)
+    loader = load(rows, pack_size=180, counts=short)
     assert sorted(handed_out(loader)) == list(range(30))
     assert not loader.ledger.lost()
 

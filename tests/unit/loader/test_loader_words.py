@@ -49,12 +49,14 @@ def test_a_row_that_is_too_long_is_told_once_with_its_length(
     meta: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        loader = packhorse.load(meta, processor("qwen2_vl"), pack_size=200, max_bad_share=0.5)
+        loader = packhorse.load(
+            meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.5
+        )
         loader.set_epoch(1)
     assert caplog.text.count("too_long: 1 of 10") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING), pytest.raises(TooManyBad, match="2 of 10 samples cannot be used"):
-        packhorse.load(meta, processor("qwen2_vl"), pack_size=200)
+        packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200)
     assert caplog.text.count("too_long: 1 of 10") == 1
     (entry,) = [drop for drop in loader.ledger if drop.key == "chats/2"]
     length = int(loader.counts.total[2]) - 1
@@ -62,7 +64,7 @@ def test_a_row_that_is_too_long_is_told_once_with_its_length(
 
 
 def test_only_media_that_may_arrive_are_to_be_counted_again(meta: Path) -> None:
-    loader = packhorse.load(meta, processor("qwen2_vl"), pack_size=200, max_bad_share=0.5)
+    loader = packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.5)
     told = {drop.reason: drop.detail for drop in loader.ledger}
     assert (
         "(found when it was counted; between runs `packhorse count --retry-bad` looks again)"
@@ -79,6 +81,8 @@ def test_one_rank_says_that_rows_are_counted_now(meta: Path, caplog: pytest.LogC
         caplog.clear()
         with caplog.at_level(logging.INFO):
             world = packhorse.World(rank, 2)
-            packhorse.load(meta, processor("qwen2_vl"), pack_size=200, max_bad_share=0.5, world=world)
+            packhorse.load(
+                meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.5, world=world
+            )
         told.append("a loader counts the rows now" in caplog.text)
     assert told == [False, True]

@@ -1,0 +1,270 @@
+"""What a loader says about a wrong processor, model or data: what was given, and what to write instead."""
+
+import copy
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import packhorse
+from contract.processors import processor
+from contract.tiny_models import tiny_model
+from contract.tiny_tokenizers import tokenizer
+from contract.torchvision_ops import make_torchvision_importable
+from loader_samples import chat, load, mixed, texts
+from packhorse.errors import ConfigError
+from packhorse.types import World
+
+make_torchvision_importable()
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else '' }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+def words() -> Any:
+    """A tokenizer that writes conversations."""
+    made = copy.deepcopy(tokenizer("qwen2_vl"))
+    made.chat_template = TEMPLATE
+    return made
+
+
+def text_model() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(words()), num_key_value_heads=1, **sizes))
+
+
+# Each makes the argument in an empty folder, and says what the message has to hold.
+WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
+    "a tokenizer for a model with images": (
+        "processor",
+        lambda folder: words(),
+        ("Qwen2VLForConditionalGeneration has a vision_config", "AutoProcessor.from_pretrained"),
+    ),
+    "an image processor": (
+        "processor",
+        lambda folder: processor("qwen2_vl").image_processor,
+        ("Qwen2VLImageProcessor", "expected the model's whole processor", "AutoProcessor.from_pretrained"),
+    ),
+    "no processor": (
+        "processor",
+        lambda folder: None,
+        ("processor is None", "AutoProcessor.from_pretrained"),
+    ),
+    "a processor's class": (
+        "processor",
+        lambda folder: type(processor("qwen2_vl")),
+        ("the class Qwen2VLProcessor", "AutoProcessor.from_pretrained"),
+    ),
+    "a model for a processor": (
+        "processor",
+        lambda folder: tiny_model("qwen2_vl"),
+        ("processor is Qwen2VLForConditionalGeneration", "AutoProcessor.from_pretrained"),
+    ),
+    "a processor's name that is none": (
+        "processor",
+        lambda folder: "my processor",
+        ("processor my processor: no such folder", "hub name"),
+    ),
+    "a processor's name, offline": (
+        "processor",
+        lambda folder: "nobody/nothing",
+        ("processor nobody/nothing: no such folder", "HF_HUB_OFFLINE", "hf download nobody/nothing"),
+    ),
+    "no model": (
+        "model",
+        lambda folder: None,
+        ("model is missing", "model=model", 'mode="pad"', "unchecked"),
+    ),
+    "a model's class": (
+        "model",
+        lambda folder: type(tiny_model("qwen2_vl")),
+        ("the class Qwen2VLForConditionalGeneration", "model=model"),
+    ),
+    "a model's name that is none": (
+        "model",
+        lambda folder: "uncheked",
+        ("model uncheked: no such folder", "folder or hub name"),
+    ),
+    "a model's name, offline": (
+        "model",
+        lambda folder: "nobody/nothing",
+        ("model nobody/nothing: no such folder", "HF_HUB_OFFLINE", "hf download nobody/nothing"),
+    ),
+    "an empty folder for a model": (
+        "model",
+        lambda folder: folder,
+        ("no config there", "expected a model of transformers"),
+    ),
+    "a module that is no model": (
+        "model",
+        lambda folder: torch.nn.Linear(2, 2),
+        ("model is a Linear without a config", "expected a model of transformers"),
+    ),
+    "a number for a model": (
+        "model",
+        lambda folder: 7,
+        ("model is a int", "expected a model of transformers"),
+    ),
+    "a model without mRoPE for a processor with it": (
+        "model",
+        lambda folder: text_model(),
+        ("Qwen2ForCausalLM has no get_rope_index", "mRoPE"),
+    ),
+    "a folder": (
+        "data",
+        lambda folder: made(folder, "rows/train.jsonl").parent,
+        ("is a directory", "data={'train': {'file_name': '", "rows/train.jsonl', 'media_dir': '"),
+    ),
+    "an archive": (
+        "data",
+        lambda folder: made(folder, "train.tar"),
+        ("train.tar is an archive", "a meta file", "data={'train': {'file_name': '"),
+    ),
+    "a table": (
+        "data",
+        lambda folder: made(folder, "train.csv"),
+        ("train.csv is an archive or table", "a meta file", "train.jsonl"),
+    ),
+    "a data file": (
+        "data",
+        lambda folder: made(folder, "train.jsonl"),
+        ("train.jsonl is a data file", "a meta file", "data={'train': {'file_name': '"),
+    ),
+    "a parquet file": (
+        "data",
+        lambda folder: str(made(folder, "train.parquet")),
+        ("train.parquet is a data file", "data={'train': {'file_name': '"),
+    ),
+    "a JSON file of rows": (
+        "data",
+        lambda folder: made(folder, "train.json", json.dumps(texts(2))),
+        ("looks like a data file", "expected a meta file", '{"train": {"file_name": "train.json"}}'),
+    ),
+    "a path to nothing": (
+        "data",
+        lambda folder: folder / "meta.json",
+        ("meta.json: no such file or directory", "a meta file"),
+    ),
+    "no data": ("data", lambda folder: None, ("data is a NoneType", 'data="meta.json"')),
+    "a generator": ("data", lambda folder: iter(texts(2)), ("with len() and [index]", 'data="meta.json"')),
+}
+
+
+def made(folder: Path, name: str, content: str = "{}\n") -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_object_is_one_error_that_says_what_to_write(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, make, says = WRONG[wrong]
+    right = {"data": texts(4), "processor": processor("qwen2_vl"), "model": tiny_model("qwen2_vl")}
+    with pytest.raises(ConfigError) as caught:
+        packhorse.load(**{**right, name: make(tmp_path)}, world=World(), pack_size=256)
+    message = str(caught.value)
+    for expected in says:
+        assert expected.lower() in message.lower()
+    assert "\n" not in message
+
+
+def test_a_name_that_the_hub_cannot_be_asked_for_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    started = time.monotonic()
+    for arguments in ({"model": "nobody/nothing"}, {"processor": "nobody/nothing"}):
+        with pytest.raises(ConfigError, match="the hub cannot be reached"):
+            packhorse.load(**{"data": texts(4), "processor": processor("qwen2_vl"), **arguments})
+    assert time.monotonic() - started < 20, "the hub's client alone retries for longer"
+
+
+def test_without_a_model_packs_are_refused_and_padded_batches_are_not() -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        packhorse.load(texts(4), processor("qwen2_vl"), world=World())
+    with pytest.raises(ConfigError, match="model is missing"):
+        packhorse.LoaderConfig(data=texts(4)).build(processor("qwen2_vl"), world=World())
+    with pytest.raises(ConfigError, match="model is missing"):
+        packhorse.Loader(packhorse.LoaderConfig(data=texts(4)), processor("qwen2_vl"), world=World())
+    loader = packhorse.load(texts(4), processor("qwen2_vl"), world=World(), mode="pad")
+    assert "model none" in repr(loader)
+
+
+def test_the_loader_shows_which_model_it_makes_batches_for() -> None:
+    model = tiny_model("qwen2_vl")
+    assert "model unchecked>" in repr(load(texts(4), model="unchecked"))
+    assert "model Qwen2VLForConditionalGeneration>" in repr(load(texts(4), model=model))
+    assert "model Qwen2VLConfig>" in repr(load(texts(4), model=model.config))
+    shown = repr(load(texts(4), 1, 2))
+    assert shown.startswith("<Loader: 4 rows, packs of 256 tokens, ")
+    assert "rank 1 of 2, epoch 0, step 0" in shown
+
+
+# A tokenizer in place of a processor.
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_tokenizer_is_enough_for_texts_and_a_model_without_media(mode: Any) -> None:
+    loader = packhorse.load(texts(8), words(), model=text_model(), world=World(), mode=mode)
+    seen = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    assert sorted(seen) == list(range(8))
+
+
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_a_tokenizer_is_refused_at_the_first_row_with_media(mode: Any, tmp_path: Path) -> None:
+    from PIL import Image
+
+    rows = [*texts(5), chat("What?", "That.", {"type": "image", "image": Image.new("RGB", (60, 60))})]
+    with pytest.raises(ConfigError, match=r"row 5 has media \(image\), but the processor is a tokenizer"):
+        packhorse.load(rows, words(), model=text_model(), world=World(), mode=mode)
+    Image.new("RGB", (60, 60)).save(tmp_path / "a.png")
+    row = {"messages": [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "It."}]}
+    (tmp_path / "shots.jsonl").write_text(json.dumps({**row, "images": ["a.png"]}) + "\n")
+    meta = {"shots": {"file_name": str(tmp_path / "shots.jsonl"), "media_dir": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=r"row shots/0 has media \(image\)"):
+        packhorse.load(meta, words(), model=text_model(), world=World(), mode=mode)
+
+
+def test_media_that_the_processor_makes_no_tensor_of_are_bad_samples() -> None:
+    class Blind:
+        """Writes placeholders and drops what they stand for."""
+
+        def __init__(self) -> None:
+            self.inner = processor("qwen2_vl")
+            self.tokenizer, self.chat_template = self.inner.tokenizer, self.inner.chat_template
+
+        def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
+            return self.inner.apply_chat_template(*arguments, **options)
+
+        def __call__(self, text: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+            return self.tokenizer(text, **options)
+
+    rows = mixed(20)
+    plain = {
+        index
+        for index, row in enumerate(rows)
+        if all(part["type"] == "text" for part in row["conversation"][0]["content"])
+    }
+    loader = packhorse.load(rows, Blind(), model="unchecked", world=World(), max_bad_share=None)
+    seen = {index for _ in loader for index in loader.last.samples}  # type: ignore[union-attr]
+    assert seen == plain
+    assert {int(drop.key): drop.reason for drop in loader.ledger} == dict.fromkeys(
+        set(range(20)) - plain, "media_mismatch"
+    )

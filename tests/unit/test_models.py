@@ -1,0 +1,375 @@
+"""Whether a model's packed rows are its samples: decided from a model, its config or its name alike."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import packhorse
+from contract.processors import processor
+from contract.tiny_models import MODELS, tiny_model
+from contract.tiny_tokenizers import tokenizer
+from contract.torchvision_ops import make_torchvision_importable
+from loader_samples import mixed, texts
+from packhorse.collate_fns import model_inputs
+from packhorse.datasets import PreTokenizedDatasetWrapper
+from packhorse.errors import ConfigError
+from packhorse.models import check_packable, packing_problems, unwrap
+from packhorse.positions import mrope_position_ids, rope_index
+from packhorse.types import World
+
+make_torchvision_importable()
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def hybrid() -> Any:
+    """A language model with a short convolution before its attention, of the size of the test tokenizers."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    words = tokenizer("qwen2_vl")
+    sizes = {**SMALL, "vocab_size": len(words), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
+
+
+def decoder() -> Any:
+    """A language model of attention alone."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    words = tokenizer("qwen2_vl")
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "vocab_size": len(words)})).eval()
+
+
+def load(rows: Any, model: Any, **settings: Any) -> packhorse.Loader:
+    return packhorse.load(
+        rows,
+        settings.pop("processor", None) or tokenizer_with_template(),
+        model=model,
+        world=World(),
+        **settings,
+    )
+
+
+def tokenizer_with_template() -> Any:
+    words = copy.deepcopy(tokenizer("qwen2_vl"))
+    words.chat_template = processor("qwen2_vl").chat_template
+    return words
+
+
+# What is decided, and from what.
+
+
+def default_configs() -> Iterator[tuple[str, type, Any]]:
+    """The classes for text and for images with text of transformers, each with its default config."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tables = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    for model_type, name in sorted({entry for table in tables for entry in table.items()}):
+        if model_type != "gemma4_assistant":  # its class refuses its own default config
+            yield model_type, getattr(transformers, name), CONFIG_MAPPING[model_type]()
+
+
+def test_every_class_of_transformers_with_a_recurrent_state_is_refused_by_its_config() -> None:
+    stateful = [(name, config) for name, model, config in default_configs() if model._is_stateful]
+    assert {"mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "qwen3_5", "nemotron_h_omni"} <= {
+        name for name, _ in stateful
+    }
+    accepted = [name for name, config in stateful if not packing_problems(config)]
+    assert not accepted
+
+
+def test_every_layer_kind_that_no_parity_test_proves_is_refused_by_its_config() -> None:
+    proven = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+    accepted = []
+    for name, _, config in default_configs():
+        try:
+            kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+        except ValueError:  # a config with several decoders
+            continue
+        if kinds - proven and not packing_problems(config):
+            accepted.append(name)
+    assert not accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layer"),
+    [
+        (
+            "Qwen3NextConfig",
+            {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]},
+            "layer 1 (linear_attention)",
+        ),
+        ("Lfm2Config", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "layer 0 (conv)"),
+        ("NemotronHConfig", {"hybrid_override_pattern": "*-M"}, "layer 2 (linear_attention)"),
+        ("RecurrentGemmaConfig", {}, "layer 0 (recurrent)"),
+        ("FalconH1Config", {}, "layer 0 (hybrid)"),
+        ("MiniMaxConfig", {}, "(linear_attention)"),
+        ("DeepseekV32Config", {}, "(indexed_attention)"),
+    ],
+)
+def test_the_layer_is_named(name: str, settings: dict[str, Any], layer: str) -> None:
+    import transformers
+
+    with pytest.raises(ConfigError) as caught:
+        check_packable(getattr(transformers, name)(**settings))
+    assert layer in str(caught.value)
+    assert 'mode="pad"' in str(caught.value)
+
+
+def test_a_model_that_says_nothing_about_its_layers_is_refused_by_its_class() -> None:
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    for given in (config, RwkvForCausalLM(config)):
+        assert any("Rwkv" in why and "state" in why for why in packing_problems(given))
+
+
+def test_a_model_without_position_ids_is_refused() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    for given in (config, BloomForCausalLM(config)):
+        assert any("BloomForCausalLM takes no position_ids" in why for why in packing_problems(given))
+
+
+def test_a_config_of_code_that_transformers_has_not_is_refused_with_what_to_pass() -> None:
+    from transformers import PretrainedConfig
+
+    class OwnConfig(PretrainedConfig):
+        model_type = "own"
+
+    with pytest.raises(ConfigError, match=r"OwnConfig is not a config of transformers.*pass the model"):
+        check_packable(OwnConfig())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tested_family_is_accepted_as_model_and_as_config(name: str) -> None:
+    model = tiny_model(name)
+    assert packing_problems(model) == ()
+    assert packing_problems(model.config) == ()
+
+
+# Hybrid models leak, and every entrance refuses them.
+
+
+def test_a_hybrid_model_leaks_from_document_to_document_and_the_loader_refuses_it() -> None:
+    model, plain = hybrid(), decoder()
+    ids = torch.randint(4, 200, (1, 24), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[:, :12] = ids[:, :12].flip(1)
+    seen = torch.zeros(1, 1, 24, 24, dtype=torch.bool)
+    for start in (0, 12):
+        seen[..., start : start + 12, start : start + 12] = torch.ones(12, 12).tril().bool()
+    positions = torch.arange(12).repeat(2)[None]
+    moved = {}
+    for one in (model, plain):
+        with torch.no_grad():
+            before, after = (
+                one(row, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, 12:]
+                for row in (ids, other)
+            )
+        moved[type(one).__name__] = float((before - after).abs().max())
+    assert moved["Qwen2ForCausalLM"] == 0.0, "the mask keeps documents apart"
+    assert moved["Lfm2ForCausalLM"] > 0.1, "the convolution carries document 1 into document 2"
+    assert packing_problems(plain) == ()
+    for given in (model, model.config):
+        with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+            load(texts(8), given, pack_size=256)
+    assert len(list(load(texts(8), model, mode="pad"))) > 0, "padded batches are right"
+
+
+def test_a_hybrid_model_is_refused_by_its_folder(tmp_path: Path) -> None:
+    hybrid().config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+        load(texts(8), tmp_path, pack_size=256)
+
+
+def test_model_inputs_refuse_packs_for_a_hybrid_model_and_take_padded_batches() -> None:
+    model = hybrid()
+    batch = next(iter(load(texts(8), "unchecked", pack_size=256)))
+    with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+        model_inputs(batch, model)
+    assert "input_ids" in model_inputs(next(iter(load(texts(8), None, mode="pad"))), model)
+
+
+def test_prepare_and_parity_refuse_a_hybrid_model() -> None:
+    from packhorse.integrations.transformers import prepare
+    from packhorse.parity import check_parity
+
+    model = hybrid()
+    with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+        prepare(model, device="cpu")
+    with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+        check_parity(model, tokenizer_with_template(), texts(4))
+    report = check_parity(model, tokenizer_with_template(), texts(4), unchecked=True, gradients=False)
+    assert not report.ok
+    assert any("layer 0 (conv)" in cause for cause in report.causes)
+
+
+def test_the_trainer_refuses_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from packhorse.integrations.transformers import TrainFromLoader
+
+    class PackedTrainer(TrainFromLoader, Trainer):
+        pass
+
+    args = TrainingArguments(str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True)
+    checked, unchecked = (load(texts(8), model, pack_size=256) for model in (decoder(), "unchecked"))
+    with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+        PackedTrainer(hybrid(), args, loader=checked)
+    PackedTrainer(hybrid(), args, loader=unchecked)
+
+
+def test_accelerate_refuses_a_hybrid_model() -> None:
+    from accelerate import Accelerator
+
+    from packhorse.integrations.accelerate import attach, steps
+
+    accelerator = Accelerator(cpu=True)
+    loader = load(texts(8), decoder(), pack_size=256)
+    attach(accelerator, loader)
+    accelerator.prepare(hybrid())
+    for refused in (lambda: attach(accelerator, loader), lambda: next(steps(accelerator, loader))):
+        with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+            refused()
+    accelerator.free_memory()
+
+
+def test_lightning_refuses_a_hybrid_model(tmp_path: Path) -> None:
+    import lightning.pytorch as lightning
+
+    from packhorse.integrations.lightning import LoaderDataModule
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = hybrid()
+
+        def training_step(self, *_: Any) -> Any:
+            raise AssertionError("training has begun")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
+            trainer.fit(Module(), LoaderDataModule(load(texts(8), decoder(), pack_size=256)))
+
+
+# The model in the forms in which it can be given.
+
+
+def test_wrappers_are_looked_through(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    right = next(iter(load(mixed(8), model, processor=processor("qwen2_vl"), pack_size=256)))["position_ids"]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+        wrapped = {
+            "compiled": torch.compile(model),
+            "ddp": DistributedDataParallel(model),
+            "peft": adapted,
+            "ddp of peft": DistributedDataParallel(adapted),
+            "compiled peft": torch.compile(adapted),
+            "fsdp": FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu")),
+        }
+        for name, outer in wrapped.items():
+            assert type(unwrap(outer)) is type(model), name
+            assert packing_problems(outer) == (), name
+            loader = load(mixed(8), outer, processor=processor("qwen2_vl"), pack_size=256)
+            assert torch.equal(next(iter(loader))["position_ids"], right), name
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_virtual_tokens_of_prompt_learning_are_refused() -> None:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    adapted = get_peft_model(decoder(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ConfigError, match="PrefixTuningConfig adds its virtual tokens once for each row"):
+        load(texts(8), adapted, pack_size=256)
+
+
+@pytest.mark.parametrize("name", MROPE)
+def test_positions_from_a_config_or_its_folder_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    model.config.save_pretrained(tmp_path)
+    batches = [
+        list(load(mixed(8), given, processor=processor(name), pack_size=512))
+        for given in (model, model.config, tmp_path, str(tmp_path))
+    ]
+    for others in batches[1:]:
+        for one, other in zip(batches[0], others, strict=True):
+            assert one["position_ids"].shape == (3, *one["input_ids"].shape)
+            assert other["position_ids"].device.type == "cpu"
+            assert torch.equal(one["position_ids"], other["position_ids"])
+
+
+def test_positions_of_qwen3_omni_from_its_config_are_those_of_the_model() -> None:
+    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    made = processor("qwen3_omni")
+    ids = made.tokenizer.convert_tokens_to_ids
+    text = {**SMALL, "head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+    tokens = {
+        f"{kind}_token_id": ids(token)
+        for kind, token in {
+            "image": made.image_token,
+            "video": made.video_token,
+            "audio": made.audio_token,
+            "vision_start": made.vision_bos_token,
+            "audio_start": made.audio_bos_token,
+        }.items()
+    }
+    config = Qwen3OmniMoeThinkerConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
+        audio_config=audio,
+        **tokens,
+    )
+    model = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    samples = PreTokenizedDatasetWrapper(mixed(12), made)
+    for index in range(12):
+        sample = samples.load(index)
+        right, *_ = model.get_rope_index(
+            sample["input_ids"][None],
+            sample.get("image_grid_thw"),
+            sample.get("video_grid_thw"),
+            sample["attention_mask"][None],
+            second_per_grids=sample.get("video_second_per_grid"),
+        )
+        for given in (model, config):
+            found = rope_index(given)
+            assert found is not None
+            assert torch.equal(mrope_position_ids(sample, found), right[:, 0])
