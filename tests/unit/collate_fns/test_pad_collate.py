@@ -36,7 +36,7 @@ def test_short_samples_are_filled_up_on_the_right_and_shifted():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 3, 4], [2, -100, -100]]
     assert batch["mm_token_type_ids"].tolist() == [[1, 1, 1], [0, 0, 0]]
-    assert batch.keys() == {"input_ids", "attention_mask", "labels", "mm_token_type_ids"}
+    assert batch.keys() == {"input_ids", "attention_mask", "labels", "shift_labels", "mm_token_type_ids"}
 
 
 def test_one_sample_is_a_batch():
