@@ -18,7 +18,7 @@ from packhorse.collate_fns.finish import Counts, counted, row_order, shifted
 from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
-from packhorse.neat_packing_vlm.media import count_items, join, layout_of
+from packhorse.neat_packing_vlm.media import count_items, holds_media, join, layout_of, media_parts
 from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import MEDIA_KINDS
 
@@ -61,7 +61,7 @@ def pad_collate_fn(
     for sample, key in zip(examples, keys_of(examples), strict=True):
         with named(key):
             _check_length(sample.get("input_ids"), max_length)
-    samples = ordered(examples, family)
+    samples = [_with_media_tensors(sample, family) for sample in ordered(examples, family)]
     batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
     if media_layout:
         batch |= whose_media(samples, family)
@@ -171,6 +171,17 @@ def join_media(samples: Sequence[Sample], family: Family) -> dict[str, torch.Ten
             tensors = _row_for_each(key, tensors)
         joined[key] = join(key, [tensor for tensor in tensors if tensor is not None], family)
     return joined
+
+
+def _with_media_tensors(sample: Sample, family: Family) -> Sample:
+    """The sample with one tensor in place of each list of tensors, joined as the family's layout says."""
+    lists = {
+        key: value
+        for key, value in sample.items()
+        if isinstance(value, list | tuple) and _is_media(key) and holds_media(key, value)
+    }
+    joined = {key: join(key, media_parts(key, value, sample, family), family) for key, value in lists.items()}
+    return {**sample, **joined}
 
 
 def whose_media(samples: Sequence[Sample], family: Family) -> dict[str, Any]:
