@@ -6,6 +6,7 @@ way) and, for ``sdpa`` and ``eager`` only, a dense mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,11 +144,30 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
             With another one, documents see each other, and nothing else says so.
 
     Raises:
-        ConfigError: the batch was made for another attention.
+        ConfigError: the batch was made for another attention, or the model has an auxiliary loss, which only
+            the model itself can add (see :func:`check_router_loss`).
     """
     if model is not None:
         _check_attention(batch, model)
+        check_router_loss(getattr(model, "module", model).config)
     return {key: value for key, value in loss_inputs(batch).items() if key not in _LABELS}
+
+
+def check_router_loss(config: Any) -> None:
+    """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
+
+    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask it
+    counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
+
+    Raises:
+        ConfigError: ``output_router_logits`` is set.
+    """
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
+            "batches, and token_loss does not add it. Set model.config.get_text_config()."
+            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss"
+        )
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
@@ -190,6 +210,7 @@ class PackedRows:
                 "least the pack_size of the dataset"
             )
         self.length = longest if max_length is None else max_length
+        self.alignment = math.lcm(*(pack.get("_alignment", 1) for pack in batch))
         self.family: Family | None = next((p["_family"] for p in batch if p.get("_family") is not None), None)
 
     def tokens(self) -> dict[str, Any]:
@@ -240,7 +261,12 @@ class PackedRows:
                 f"images of this family see themselves both ways, which {backend} cannot do: use sdpa, eager "
                 "or flex_attention"
             )
-        found = segments(made["attention_mask"])
+        if self.length % self.alignment:
+            raise ConfigError(
+                f"documents are aligned to {self.alignment} tokens, which rows of {self.length:,} are not: make "
+                f"max_length (pack_size of a loader) a multiple of {self.alignment}"
+            )
+        found = segments(made["attention_mask"], self.alignment)
         if not found.moved:
             return dict(made), found
         self._check_hidden(made["attention_mask"], backend)
