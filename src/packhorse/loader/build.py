@@ -112,7 +112,9 @@ class BatchBuilder(Dataset[Built]):
             self.add_blank(rows, missing)
         rows, batch, refused = self._collated(rows, packs, ticket)
         delivered = {id(s): index for at, pack in enumerate(packs) if at not in refused for index, s in pack}
-        info = self._describe(ticket, self.in_order(rows), delivered, batch, placeholder=blank or bool(refused))
+        info = self._describe(
+            ticket, self.in_order(rows), delivered, batch, placeholder=blank or bool(refused)
+        )
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
         return Built(Batch(loss_inputs(finished), info), info)
