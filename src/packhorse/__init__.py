@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from packhorse.errors import BadSample, ConfigError, PackhorseError
     from packhorse.ledger import Ledger, default_ledger
     from packhorse.loader import Loader, LoaderConfig, load
-    from packhorse.types import Drop, World
+    from packhorse.types import Batch, BatchInfo, Drop, World
 
 __all__ = [
     "BadSample",
+    "Batch",
+    "BatchInfo",
     "ConfigError",
     "Drop",
     "Ledger",
@@ -44,6 +46,8 @@ __all__ = [
 
 _HOME = {
     "BadSample": "errors",
+    "Batch": "types",
+    "BatchInfo": "types",
     "ConfigError": "errors",
     "Drop": "types",
     "Ledger": "ledger",

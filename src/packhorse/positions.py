@@ -54,7 +54,7 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
     for name, keys in _GRIDS.items():
         found = next((sample[key] for key in keys if sample.get(key) is not None), None)
         if found is not None:
-            arguments[name] = found
+            arguments[name] = torch.stack(list(found)) if isinstance(found, list | tuple) else found
     if sample.get("feature_attention_mask") is not None:
         arguments["audio_seqlens"] = sample["feature_attention_mask"].sum(-1)
     if takes_any or "mm_token_type_ids" in takes:

@@ -6,11 +6,15 @@ means the same thing in every stage.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    import torch
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
@@ -215,3 +219,120 @@ class Conversation:
     def media(self) -> tuple[MediaRef, ...]:
         """All media in the order in which the text mentions them."""
         return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """What a batch is made of: everything about it that is no input of the model.
+
+    Rows are those of the batch, documents those of a row from left to right. Everything is plain and stays on
+    the CPU.
+
+    Attributes:
+        epoch: the epoch of the loader.
+        step: the micro-step of the epoch's current segment, from 0.
+        samples: indices of the samples in the batch, into ``loader.dataset``.
+        lost: indices of the samples that failed; each has an entry in the ledger.
+        in_a_row: for each planned sample, in order, whether it is in the batch.
+        tokens: tokens of the samples; padding and placeholders are not counted.
+        slots: all tokens of the batch.
+        supervised: tokens with a label, after the shift.
+        placeholder: whether a placeholder sample was added.
+        seconds: time it took to build the batch.
+        document_keys: for each row the key of each document (``coco/812``); ``""`` for a placeholder.
+        document_lengths: for each row the tokens of each document, after the shift.
+        document_ids: [B, S], the number of each token's document from 1, and 0 for padding; None if every
+            row holds one document.
+        num_images: images of each row; ``num_videos`` and ``num_audios`` likewise.
+    """
+
+    epoch: int
+    step: int
+    samples: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    in_a_row: tuple[bool, ...] = ()
+    tokens: int = 0
+    slots: int = 0
+    supervised: int = 0
+    placeholder: bool = False
+    seconds: float = 0.0
+    document_keys: tuple[tuple[str, ...], ...] = ()
+    document_lengths: tuple[tuple[int, ...], ...] = ()
+    document_ids: torch.Tensor | None = field(default=None, compare=False)
+    num_images: tuple[int, ...] = ()
+    num_videos: tuple[int, ...] = ()
+    num_audios: tuple[int, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the samples in the batch, in the order of ``samples``."""
+        return tuple(key for row in self.document_keys for key in row if key)
+
+    @property
+    def filler(self) -> bool:
+        """Whether the batch holds no sample: it keeps the ranks in step."""
+        return not self.samples
+
+    @property
+    def padding(self) -> float:
+        """Share of the batch's tokens that belong to no sample."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+
+class Batch(dict[str, Any]):
+    """Inputs of a model, so that ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
+
+    ``labels`` are shifted already; ``shift_labels`` is the same tensor and tells transformers so. What else is
+    known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, pickling, pinning,
+    :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
+
+    Args:
+        inputs: the model's inputs.
+        info: what the batch is made of.
+    """
+
+    def __init__(
+        self, inputs: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), info: BatchInfo | None = None
+    ) -> None:
+        super().__init__(inputs)
+        self._info = info
+
+    @property
+    def info(self) -> BatchInfo:
+        """What the batch is made of.
+
+        Raises:
+            AttributeError: the batch was rebuilt from a mapping, which has no such information.
+        """
+        if self._info is None:
+            raise AttributeError(
+                "this Batch was made from a plain mapping and has no info: pass Batch(inputs, info=batch.info)"
+            )
+        return self._info
+
+    def copy(self) -> Batch:
+        """A shallow copy with the same ``info``."""
+        return copy.copy(self)
+
+    def to(self, device: Any, non_blocking: bool = True) -> Batch:
+        """The batch with its tensors and masks on a device; ``info`` stays where it is.
+
+        Accelerate and Lightning call this to move a batch.
+        """
+        moved = Batch(move_to_device(dict(self), device, non_blocking), self._info)
+        if "shift_labels" in self and self["shift_labels"] is self.get("labels"):
+            moved["shift_labels"] = moved["labels"]
+        return moved
+
+
+def move_to_device(value: Any, device: Any, non_blocking: bool = True) -> Any:
+    """Move tensors, mappings of tensors (masks by kind of layer) and block masks to a device."""
+    import torch
+
+    if isinstance(value, Batch):
+        return value.to(device, non_blocking)
+    if isinstance(value, Mapping):
+        return {key: move_to_device(held, device, non_blocking) for key, held in value.items()}
+    if isinstance(value, torch.Tensor):  # block masks do not take non_blocking
+        return value.to(device, non_blocking=non_blocking)
+    return value.to(device) if hasattr(value, "to") else value

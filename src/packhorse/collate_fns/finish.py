@@ -63,12 +63,23 @@ def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str
 def shifted(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The autoregressive shift of labels and of every tensor per token; what is shifted is contiguous.
 
-    (Losses of transformers take ``shift_labels`` that can be viewed as one row.)
+    Losses of transformers take ``shift_labels`` that can be viewed as one row.
     """
     result = shift_tokens(batch)
     for key in per_token(batch, family) - _SHIFTED_THERE:
         result[key] = batch[key][:, :-1]
-    return {key: value if value is batch[key] else value.contiguous() for key, value in result.items()}
+    return with_shift_labels(
+        {key: value if value is batch[key] else value.contiguous() for key, value in result.items()}
+    )
+
+
+def with_shift_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with its labels, which are shifted already, also as ``shift_labels``.
+
+    A model of transformers computes a loss if ``labels`` are given, and does not shift them where it is given
+    ``shift_labels``. It is the same tensor, so a change in place is a change of both.
+    """
+    return {**batch, "shift_labels": batch["labels"]}
 
 
 def per_token(batch: Mapping[str, Any], family: Family) -> set[str]:

@@ -126,11 +126,14 @@ class Segments(NamedTuple):
     padded: list[list[int]]
 
 
-def segments(documents: torch.Tensor) -> Segments:
+def segments(documents: torch.Tensor, alignment: int = 1) -> Segments:
     """Make every document one run of tokens: what is hidden inside it goes behind it.
 
     Behind its document and in a segment of its own, a hidden token sees nobody and is seen by nobody. Its
     position goes with it, and positions, not places, are what attention turns by.
+
+    With ``alignment``, segments begin at multiples of it: the hidden tokens up to the next multiple belong to
+    the segment of their document. They come after all its tokens, so these do not see them.
     """
     list(spans(documents))  # numbers must rise
     hidden = (documents == 0).to(torch.int64)
@@ -141,8 +144,10 @@ def segments(documents: torch.Tensor) -> Segments:
     rows, length = documents.shape
     starts = torch.ones_like(sorted_keys, dtype=torch.bool)
     starts[:, 1:] = sorted_keys.diff() != 0
-    ends = torch.tensor([rows * length])
-    cumulative = torch.cat([torch.nonzero(starts.flatten()).flatten(), ends]).to(torch.int32)
+    row, place = torch.nonzero(starts, as_tuple=True)
+    # Only where hidden tokens begin is there anything to round; past the last one the next document begins.
+    boundaries = row * length + place + -place % alignment
+    cumulative = torch.cat([boundaries, torch.tensor([rows * length])]).unique().to(torch.int32)
     lengths, padded = [], []
     for row in range(rows):
         total = torch.bincount(owner[row])[1:]

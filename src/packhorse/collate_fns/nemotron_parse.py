@@ -61,6 +61,7 @@ def nemotron_parse_collate_fn(
     report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
     batch["labels"] = labels
     made = shifted(counted(batch, Counts([1] * len(ready))), family)
+    del made["shift_labels"]  # the model has a decoder of its own, and never shifts labels
     # The task prompt begins with the decoder's start token, so nothing is put in front.
     return {**made, "decoder_input_ids": made["input_ids"], "decoder_attention_mask": made["attention_mask"]}
 

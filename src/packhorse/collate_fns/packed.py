@@ -6,6 +6,7 @@ way) and, for ``sdpa`` and ``eager`` only, a dense mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns.contract import logger
-from packhorse.collate_fns.finish import Counts, counted
+from packhorse.collate_fns.finish import Counts, counted, with_shift_labels
 from packhorse.collate_fns.masks import Segments, additive, block_causal_mask, positions_tell, segments
 from packhorse.collate_fns.records import check_present
 from packhorse.errors import ConfigError
@@ -30,12 +31,8 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
 """The attention backends that packed batches are made for."""
 
 _OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos", "n_audios"})
-_NOT_FOR_THE_MODEL = frozenset(
-    {
-        *("labels", "_packed_seq_ids", *COUNT_KEYS.values()),
-        *(MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY),
-    }
-)
+_INFORMATION = frozenset({"_packed_seq_ids", *COUNT_KEYS.values(), MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY})
+_LABELS = frozenset({"labels", "shift_labels"})
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CONTIGUOUS = ("flash_attention_2", "varlen")
 _DENSE = 4  # axes of a mask: [B, 1, S, S]
@@ -68,8 +65,9 @@ def neat_packed_vlm_collater(
             (:mod:`packhorse.pp_media`).
 
     Returns:
-        ``input_ids``, ``labels`` [B, S] (already shifted) and other tensors per token; ``position_ids``
-        [B, S], or [3, B, S] with mRoPE; media tensors joined along axis 0; ``n_images_per_sample``,
+        ``input_ids``, ``labels`` [B, S] (already shifted), ``shift_labels`` (the same tensor, so that the
+        model does not shift them again) and other tensors per token; ``position_ids`` [B, S], or
+        [3, B, S] with mRoPE; media tensors joined along axis 0; ``n_images_per_sample``,
         ``n_videos_per_sample`` and ``n_audios_per_sample`` [B] where there are any; ``_packed_seq_ids``
         [B, S], the document numbers, where a row has more than one. And by backend:
 
@@ -94,7 +92,7 @@ def neat_packed_vlm_collater(
     made |= rows.media(pixel_dtype)
     if media_layout:
         made |= rows.whose_media()
-    return counted(made, rows.counts())
+    return counted(with_shift_labels(made), rows.counts())
 
 
 def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, config: Any) -> dict[str, Any]:
@@ -124,12 +122,22 @@ def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, con
     return made
 
 
-def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
-    """What of a packed batch a model of transformers is called with.
+def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in a batch that a model of transformers takes: ``model(**loss_inputs(batch)).loss``.
 
-    Labels stay out (the model would shift them a second time), and so do counts and document numbers. With
-    ``cu_seq_lens_q`` the mask stays out too: where there is one, transformers' flash attention goes by it,
-    and takes each row for one document.
+    Counts and document numbers stay out. With ``cu_seq_lens_q`` the mask stays out too: where there is one,
+    transformers' flash attention goes by it, and takes each row for one document.
+    """
+    left_out = _INFORMATION | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
+    return {key: value for key, value in batch.items() if key not in left_out}
+
+
+def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
+    """What of a batch a model of transformers is called with for its logits.
+
+    Labels stay out, so that the model computes no loss beside
+    :func:`~packhorse.integrations.loss.token_loss`; so does everything that is no input of a model (see
+    :func:`loss_inputs`).
 
     Args:
         batch: from one of the collate functions.
@@ -137,12 +145,30 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
             With another one, documents see each other, and nothing else says so.
 
     Raises:
-        ConfigError: the batch was made for another attention, or the model cannot be trained on packed rows.
+        ConfigError: the batch was made for another attention, the model cannot be trained on packed rows, or
+            it has an auxiliary loss, which only the model itself can add (see :func:`check_router_loss`).
     """
     if model is not None:
         _check_attention(batch, model)
-    left_out = _NOT_FOR_THE_MODEL | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
-    return {key: value for key, value in batch.items() if key not in left_out}
+        check_router_loss(getattr(model, "module", model).config)
+    return {key: value for key, value in loss_inputs(batch).items() if key not in _LABELS}
+
+
+def check_router_loss(config: Any) -> None:
+    """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
+
+    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask it
+    counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
+
+    Raises:
+        ConfigError: ``output_router_logits`` is set.
+    """
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
+            "batches, and token_loss does not add it. Set model.config.get_text_config()."
+            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss"
+        )
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:
@@ -187,6 +213,7 @@ class PackedRows:
                 "least the pack_size of the dataset"
             )
         self.length = longest if max_length is None else max_length
+        self.alignment = math.lcm(*(pack.get("_alignment", 1) for pack in batch))
         self.family: Family | None = next((p["_family"] for p in batch if p.get("_family") is not None), None)
 
     def tokens(self) -> dict[str, Any]:
@@ -237,7 +264,12 @@ class PackedRows:
                 f"images of this family see themselves both ways, which {backend} cannot do: use sdpa, eager "
                 "or flex_attention"
             )
-        found = segments(made["attention_mask"])
+        if self.length % self.alignment:
+            raise ConfigError(
+                f"documents are aligned to {self.alignment} tokens, which rows of {self.length:,} are not: make "
+                f"max_length (pack_size of a loader) a multiple of {self.alignment}"
+            )
+        found = segments(made["attention_mask"], self.alignment)
         if not found.moved:
             return dict(made), found
         self._check_hidden(made["attention_mask"], backend)

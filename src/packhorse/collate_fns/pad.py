@@ -18,7 +18,7 @@ from packhorse.collate_fns.finish import Counts, counted, row_order, shifted
 from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
-from packhorse.neat_packing_vlm.media import count_items, join, layout_of
+from packhorse.neat_packing_vlm.media import count_items, holds_media, join, layout_of, media_parts
 from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import MEDIA_KINDS
 
@@ -43,9 +43,9 @@ def pad_collate_fn(
 
     Returns:
         Tensors per token of shape [B, S - 1], padded on the right (ids with the pad token, masks and types
-        with 0, labels with :data:`~packhorse.chat.IGNORE_INDEX`) and shifted by one; media tensors joined
-        along axis 0, shorter ones filled up where the layout says that they may differ, and one row per
-        sample where the sample owns the axis; ``n_images_per_sample``, ``n_videos_per_sample`` and
+        with 0, labels with :data:`~packhorse.chat.IGNORE_INDEX`) and shifted by one, the labels also as
+        ``shift_labels``, so that the model does not shift them again; media tensors joined along axis 0, shorter
+        ones filled up where the layout says that they may differ, and one row per sample where the sample owns the axis; ``n_images_per_sample``, ``n_videos_per_sample`` and
         ``n_audios_per_sample`` [B] where there is such a medium: what the samples' own ``n_images`` and its
         like say, or else the entries of their tensors (which are rows where no tensor tells one medium from
         the next, as InternVL's tiles). Rows come in the order of the samples, but for Qwen models samples
@@ -61,14 +61,15 @@ def pad_collate_fn(
     for sample, key in zip(examples, keys_of(examples), strict=True):
         with named(key):
             _check_length(sample.get("input_ids"), max_length)
-    samples = _ordered(examples, family)
+    samples = [_with_media_tensors(sample, family) for sample in ordered(examples, family)]
     batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
     if media_layout:
         batch |= whose_media(samples, family)
     return shifted(counted(batch, count_media(samples, family)), family)
 
 
-def _ordered(samples: Sequence[Sample], family: Family) -> list[Sample]:
+def ordered(samples: Sequence[Sample], family: Family) -> list[Any]:
+    """The samples in the order of the batch's rows; see :func:`~packhorse.collate_fns.finish.row_order`."""
     # Before padding, only the tokens of a fake image are hidden.
     masks = (sample.get("attention_mask") for sample in samples)
     fakes = [mask is not None and not bool(torch.as_tensor(mask).all()) for mask in masks]
@@ -170,6 +171,17 @@ def join_media(samples: Sequence[Sample], family: Family) -> dict[str, torch.Ten
             tensors = _row_for_each(key, tensors)
         joined[key] = join(key, [tensor for tensor in tensors if tensor is not None], family)
     return joined
+
+
+def _with_media_tensors(sample: Sample, family: Family) -> Sample:
+    """The sample with one tensor in place of each list of tensors, joined as the family's layout says."""
+    lists = {
+        key: value
+        for key, value in sample.items()
+        if isinstance(value, list | tuple) and _is_media(key) and holds_media(key, value)
+    }
+    joined = {key: join(key, media_parts(key, value, sample, family), family) for key, value in lists.items()}
+    return {**sample, **joined}
 
 
 def whose_media(samples: Sequence[Sample], family: Family) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.collate_fns.finish import counted
+from packhorse.collate_fns.finish import counted, with_shift_labels
 from packhorse.collate_fns.packed import Pack, PackedRows
 
 
@@ -32,7 +32,7 @@ def packed_sequence_thd_vlm_collater(
             (:mod:`packhorse.pp_media`).
 
     Returns:
-        Tensors per token [B, S] without a mask; ``position_ids`` [B, S] or [3, B, S]; ``seq_lens``
+        Tensors per token [B, S] without a mask, the labels also as ``shift_labels``; ``position_ids`` [B, S] or [3, B, S]; ``seq_lens``
         [B, documents], the tokens of each document that count, and ``seq_lens_padded``, what each takes up:
         alignment, the tokens of a fake image (which stand behind their document) and, for the last one, the
         end of the row; ``qkv_format="thd"``; media tensors and counts.
@@ -50,7 +50,7 @@ def packed_sequence_thd_vlm_collater(
     made |= rows.media(pixel_dtype)
     if media_layout:
         made |= rows.whose_media()
-    return counted(made, rows.counts())
+    return counted(with_shift_labels(made), rows.counts())
 
 
 def _rectangular(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:

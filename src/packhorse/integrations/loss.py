@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.samplers.agree import has_process_group, reachable_device
+from packhorse.types import move_to_device
 
 Batch = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -139,9 +140,8 @@ def grouped(batches: Iterable[Item], accumulation: int) -> Iterator[list[Item]]:
 
 
 def to_device(value: Any, device: Any) -> Any:
-    """A batch on another device: tensors in it, masks by kind of layer, block masks of flex attention."""
-    if isinstance(value, Mapping):
-        return {key: to_device(held, device) for key, held in value.items()}
-    if hasattr(value, "to"):
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
-    return value
+    """A batch on another device: tensors in it, masks by kind of layer, block masks of flex attention.
+
+    A :class:`packhorse.Batch` keeps its ``info``.
+    """
+    return move_to_device(value, device)

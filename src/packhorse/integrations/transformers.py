@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from packhorse.collate_fns.packed import check_router_loss
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.choose_attention import choose, facts_of
 from packhorse.integrations.trainer import LOADER_STATE, TrainFromLoader
@@ -53,6 +54,7 @@ def prepare(
     Raises:
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
+    check_router_loss(model.config)
     backend = choose(facts_of(model, device, dtype, autocast), attn, longest)
     use_attention(model, backend)
     for config in (model.config, model.config.get_text_config()):

@@ -7,6 +7,7 @@ from logging import getLogger
 from typing import Any
 
 from packhorse.collate_fns.contract import pad_token_id
+from packhorse.collate_fns.packed import check_router_loss
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
@@ -127,6 +128,13 @@ def batch_builder(
         return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout, media_layout=for_pipeline)
     if samples.family.mrope and facts.get_rope_index is None:
         _refuse_one_row(samples.family.name, facts)
+    if config.pad_to_size and config.pack_size % config.alignment:
+        raise ConfigError(
+            f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
+            f"alignment={config.alignment}: the last document could not be divided. Make it one"
+        )
+    if facts.config is not None:
+        check_router_loss(facts.config)
     padding = pad_token_id(samples.processor)
     packer = PackedDatasetWrapper(
         samples,

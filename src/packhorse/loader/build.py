@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import neat_packed_vlm_collater, pad_collate_fn
 from packhorse.collate_fns.finish import cast_pixels
+from packhorse.collate_fns.packed import loss_inputs
+from packhorse.collate_fns.pad import ordered
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.loader.blank import Blanks
@@ -25,7 +27,8 @@ from packhorse.loader.time_limit import SampleTimeout, time_limit
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
 from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool
-from packhorse.types import MEDIA_KINDS
+from packhorse.pp_media import COUNT_KEYS
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo
 
 logger = getLogger("packhorse.loader")
 
@@ -57,49 +60,14 @@ class Ticket(NamedTuple):
         return tuple(index for pack in self.packs for index in pack)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
-    """What a batch is made of.
-
-    Attributes:
-        epoch: which one.
-        step: the micro step.
-        samples: the samples that are in it, by their place in the dataset.
-        lost: those that should have been but could not be used; each is in the ledger.
-        in_a_row: for each sample of the ticket, in order, whether it is in.
-        tokens: of the samples, placeholders not counted.
-        slots: tokens of the batch, padding and placeholders included.
-        supervised: tokens that are learned.
-        placeholder: whether a blank sample was added.
-        seconds: that building it took.
-    """
-
-    epoch: int
-    step: int
-    samples: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
-    in_a_row: tuple[bool, ...] = ()
-    tokens: int = 0
-    slots: int = 0
-    supervised: int = 0
-    placeholder: bool = False
-    seconds: float = 0.0
-
-    @property
-    def filler(self) -> bool:
-        """Whether there is no sample in it: it is only there so that all ranks step."""
-        return not self.samples
-
-    @property
-    def padding(self) -> float:
-        """The share of its tokens that are no sample's."""
-        return 1 - self.tokens / self.slots if self.slots else 0.0
+BatchReport = BatchInfo
+"""What ``loader.last`` holds: the ``info`` of the batch handed out last."""
 
 
 class Built(NamedTuple):
-    """A batch and what it is made of."""
+    """A batch and what it is made of, which is its ``info``."""
 
-    batch: dict[str, Any]
+    batch: Batch
     report: BatchReport
 
 
@@ -142,25 +110,46 @@ class BatchBuilder(Dataset[Built]):
         blank = bool(missing) or not rows
         if blank:
             self.add_blank(rows, missing)
-        batch, refused = self._collated(rows, packs, ticket)
-        blank = blank or bool(refused)
-        delivered = [index for at, pack in enumerate(packs) if at not in refused for index, _ in pack]
-        tokens = sum(self.length(s) for at, pack in enumerate(packs) if at not in refused for _, s in pack)
-        labels = batch["labels"]
-        inside = set(delivered)
-        report = BatchReport(
+        rows, batch, refused = self._collated(rows, packs, ticket)
+        delivered = {id(s): index for at, pack in enumerate(packs) if at not in refused for index, s in pack}
+        info = self._describe(
+            ticket, self.in_order(rows), delivered, batch, placeholder=blank or bool(refused)
+        )
+        finished = batch if self.finish is None else self.finish(batch)
+        info = replace(info, seconds=time.perf_counter() - started)
+        return Built(Batch(loss_inputs(finished), info), info)
+
+    def _describe(
+        self,
+        ticket: Ticket,
+        rows: list[list[Sample]],
+        delivered: Mapping[int, int],
+        batch: Mapping[str, Any],
+        *,
+        placeholder: bool,
+    ) -> BatchInfo:
+        """What a batch is made of; ``delivered`` has the index of each sample's ``id``, of no placeholder."""
+        documents = [[delivered.get(id(sample)) for sample in row] for row in rows]
+        samples = tuple(index for row in documents for index in row if index is not None)
+        inside, labels = set(samples), batch["labels"]
+        used = [sample for row in rows for sample in row if id(sample) in delivered]
+        return BatchInfo(
             ticket.epoch,
             ticket.step,
-            tuple(delivered),
-            tuple(index for index in ticket.samples if index not in inside),
-            tuple(index in inside for index in ticket.samples),
-            tokens,
-            labels.numel(),
-            int((labels != IGNORE_INDEX).sum()),
-            blank,
-            time.perf_counter() - started,
+            samples=samples,
+            lost=tuple(index for index in ticket.samples if index not in inside),
+            in_a_row=tuple(index in inside for index in ticket.samples),
+            tokens=sum(map(self.length, used)),
+            slots=labels.numel(),
+            supervised=int((labels != IGNORE_INDEX).sum()),
+            placeholder=placeholder,
+            document_keys=tuple(
+                tuple("" if index is None else self.samples.key(index) for index in row) for row in documents
+            ),
+            document_lengths=tuple(tuple(map(self.length, row)) for row in rows),
+            document_ids=batch.get("_packed_seq_ids"),
+            **_media_per_row(batch),
         )
-        return Built(self.finish(batch) if self.finish is not None else batch, report)
 
     def begin(self, ticket: Ticket) -> None:
         """Get ready for the samples of a ticket; entries of the ledger belong to its epoch from now on."""
@@ -181,6 +170,10 @@ class BatchBuilder(Dataset[Built]):
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A batch of the samples of each row."""
         raise NotImplementedError
+
+    def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
+        """The samples of each row of the batch, in the order of its rows."""
+        return rows
 
     def length(self, sample: Sample) -> int:
         """How many tokens of the batch a sample takes up."""
@@ -216,10 +209,10 @@ class BatchBuilder(Dataset[Built]):
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], ticket: Ticket
-    ) -> tuple[dict[str, Any], set[int]]:
-        """The batch, and which packs had to be left out of it because nothing can be made of them."""
+    ) -> tuple[list[list[Sample]], dict[str, Any], set[int]]:
+        """The rows of the batch, the batch, and the packs that are not in it because collating them fails."""
         try:
-            return self.collate(rows), set()
+            return rows, self.collate(rows), set()
         except DATA_ERRORS as error:
             if self.samples.on_bad == "raise" or not is_data_error(error):
                 raise
@@ -237,7 +230,7 @@ class BatchBuilder(Dataset[Built]):
         missing = ticket.kinds & ~self._kinds_of(sample for row in kept for sample in row)
         if missing or not kept:
             self.add_blank(kept, missing)
-        return self.collate(kept), refused
+        return kept, self.collate(kept), refused
 
     def _refusal(self, row: list[Sample]) -> BadSample | None:
         """Why nothing can be made of a row; None if something can."""
@@ -248,6 +241,16 @@ class BatchBuilder(Dataset[Built]):
                 raise
             return BadSample(f"{type(error).__name__}: {error}", reason="collate_failed", stage="collate")
         return None
+
+
+def _media_per_row(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """``num_images``, ``num_videos`` and ``num_audios`` of each row."""
+    rows = len(batch["labels"])
+    counts = {kind: batch.get(COUNT_KEYS[kind]) for kind in MEDIA_KINDS}
+    return {
+        f"num_{kind}s": (0,) * rows if count is None else tuple(count.tolist())
+        for kind, count in counts.items()
+    }
 
 
 class PackBuilder(BatchBuilder):
@@ -365,6 +368,10 @@ class PadBuilder(BatchBuilder):
     def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add rows."""
         rows += [[sample] for sample in self.blanks.samples(kinds)]
+
+    def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
+        """The rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""
+        return [[sample] for sample in ordered([s for row in rows for s in row], self.samples.family)]
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A padded batch."""

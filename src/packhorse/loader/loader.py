@@ -52,7 +52,7 @@ from packhorse.loader.plans import (
 from packhorse.loader.progress import Progress
 from packhorse.loader.talk import Ranks, Result
 from packhorse.neat_packing_vlm import PackPlan
-from packhorse.types import World
+from packhorse.types import Batch, World
 
 logger = getLogger("packhorse.loader")
 
@@ -76,7 +76,7 @@ class Loader:
         ledger: what was left out on this rank, and why; after a resume with ``ledger_dir`` also what the
             rank's file has on the epoch that goes on.
         metrics: fill, speed and waiting of the last steps.
-        last: what the batch handed out last is made of; None before the first.
+        last: the ``info`` of the batch handed out last; None before the first.
         account: where the samples of the last finished epoch went; None before that.
     """
 
@@ -193,14 +193,14 @@ class Loader:
 
     # Batches.
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         """The batches of this epoch that were not handed out yet, or those of the next one."""
         if self._now.over:
             self._go_to(Progress(self.epoch + 1))
         self.metrics.paused()
         return self._batches(self._now)
 
-    def _batches(self, epoch: Epoch) -> Iterator[dict[str, Any]]:
+    def _batches(self, epoch: Epoch) -> Iterator[Batch]:
         self.ledger.release()
         asked = time.perf_counter()
         for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):

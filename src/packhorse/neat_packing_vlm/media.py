@@ -83,6 +83,68 @@ def _named_layout(key: str) -> TensorLayout:
     return TensorLayout((kind,), "rows" if grid else "item", grid, ragged)
 
 
+def holds_media(key: str, value: Any) -> bool:
+    """Whether a value of an encoded sample is media, and no note beside them (a name, a source)."""
+    if value is None:
+        return False
+    items = value if isinstance(value, list | tuple) else [value]
+    return key in MEDIA_KEYS or any(hasattr(item, "shape") for item in items)
+
+
+def media_parts(key: str, value: Any, sample: Mapping[str, Any], family: Family | None) -> list[torch.Tensor]:
+    """What a sample holds under a media key, as tensors that :func:`join` joins along axis 0.
+
+    Args:
+        key: of the media.
+        value: a tensor or an array as the layout declares it; or a list with one tensor or array for each media
+            item: its rows where each item has several, else the item itself, without the axis of items.
+        sample: may say how many media items there are.
+        family: None where it is not known: then all families that declare the sample's media have to declare
+            this key alike.
+
+    Raises:
+        ConfigError: nobody declares the key, it is no tensor, the list has not one entry for each media item,
+            or an unknown family leaves open what its entries are.
+    """
+    layout = layout_of(key, family, [value])
+    if not isinstance(value, list | tuple) or not any(hasattr(item, "shape") for item in value):
+        return [_as_tensor(key, value)]
+    if family is None:
+        layout = _only_layout(key, sample)
+    items = [_as_tensor(key, item) for item in value]
+    counts = [sample.get(f"n_{kind}s") for kind in layout.kinds]
+    known = sum(int(count) for count in counts if count is not None)
+    expected = 1 if layout.owner == "sample" else known if None not in counts else len(items)
+    if len(items) != expected:
+        raise ConfigError(
+            f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one for each "
+            f"{'sample' if layout.owner == 'sample' else ' or '.join(layout.kinds)}. Join them along axis 0 if "
+            "they are something else"
+        )
+    return items if layout.owner == "rows" else [item.unsqueeze(0) for item in items]
+
+
+def _only_layout(key: str, sample: Mapping[str, Any]) -> TensorLayout:
+    """The layout that every family declares which has all media of a sample."""
+    given = {name for name in MEDIA_KEYS if sample.get(name) is not None}
+    layouts = {family.layout[key] for family in FAMILIES if given <= family.layout.keys()}
+    if len({layout.owner for layout in layouts}) != 1:
+        raise ConfigError(
+            f"'{key}' of a sample is a list of tensors, which families join in different ways. Join it along "
+            "axis 0 before, or let the dataset say its family (PreTokenizedDatasetWrapper does)"
+        )
+    return layouts.pop()
+
+
+def _as_tensor(key: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"'{key}' of a sample is a {type(value).__name__} that cannot become a tensor: {error}"
+        ) from error
+
+
 def join(
     key: str, parts: Sequence[torch.Tensor], family: Family | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -18,9 +18,10 @@ from packhorse.neat_packing_vlm.media import (
     MEDIA_KEYS,
     Parts,
     count_items,
+    holds_media,
     join,
-    layout_of,
     layouts_of,
+    media_parts,
     pad_end,
 )
 from packhorse.positions import RopeIndex, mrope_position_ids
@@ -91,8 +92,8 @@ def _build_packed_vlm_sample(
         ``input_ids`` and ``labels`` [S]; ``attention_mask`` [S]: the document's number 1, 2, …, and 0 where
         a token is hidden (a fake image's) or fills up; ``position_ids`` [S] or [3, S]; further tensors per
         token; media tensors; ``seq_lens`` (tokens of each document, without what fills up) and
-        ``seq_lens_padded``; ``n_images`` and ``n_videos``. Beside them, for the collater: ``_family`` and
-        ``_media_per_document`` (how many images and videos each document has).
+        ``seq_lens_padded``; ``n_images`` and ``n_videos``. Beside them, for the collater: ``_family``,
+        ``_alignment`` and ``_media_per_document`` (how many images and videos each document has).
 
     Raises:
         ConfigError: there are no samples, they do not fit into ``pack_size``, or tensors do not match.
@@ -120,6 +121,7 @@ def _build_packed_vlm_sample(
         "n_images": sum(counts[0]),
         "n_videos": sum(counts[1]),
         "_family": family,
+        "_alignment": alignment,
         "_media_per_document": [images + videos for images, videos in zip(*counts, strict=True)],
     }
 
@@ -152,15 +154,13 @@ def _tokens_of(sample: Sample, place: int, has_mrope: bool) -> dict[str, torch.T
 
 
 def _media_of(samples: Sequence[Sample], family: Family | None, keep_parts: bool) -> dict[str, Any]:
-    tokens = [sample["input_ids"] for sample in samples]
     media: dict[str, Parts] = {}
-    for sample, ids in zip(samples, tokens, strict=True):
+    for sample in samples:
         for key, value in sample.items():
-            passed_over = key in _PER_TOKEN or key in _COUNTS or key.startswith("_") or value is None
-            if passed_over or not isinstance(value, torch.Tensor) or _is_per_token(key, value, ids):
+            passed_over = key in _PER_TOKEN or key in _COUNTS or key.startswith("_")
+            if passed_over or _is_per_token(key, value, sample["input_ids"]) or not holds_media(key, value):
                 continue
-            layout_of(key, family)  # refuses what nobody declares
-            media.setdefault(key, Parts()).append(value)
+            media.setdefault(key, Parts()).extend(media_parts(key, value, sample, family))
     # Numbers are few; what is in floating point is large.
     return {
         key: parts if keep_parts and parts.dtype.is_floating_point else join(key, parts, family)

@@ -18,6 +18,7 @@ from packhorse.pp_media.rows import (
     check_sizes,
     split_rows,
 )
+from packhorse.types import Batch as LoaderBatch
 from packhorse.types import MediaLayout, TensorLayout
 
 VLM_PP_MEDIA_KEY = "_vlm_pp_media_chunks"
@@ -130,7 +131,7 @@ def prepare_vlm_media_for_pp(
     present = {**declared, **documented_layout(batch, declared)}
     _check_unprepared(batch, present, number)
     check_named(batch.get(MEDIA_ROWS_KEY), {*table, *_VLM_MEDIA_KEYS})
-    found = MediaRows(batch, rows, present, one_each=not declared)
+    found = MediaRows({**_counts(batch), **batch}, rows, present, one_each=not declared)
     chunks = _chunks(found, number)
     _check_mask(found)
     # Known names may also be there without a value, and must not reach the schedule.
@@ -139,6 +140,14 @@ def prepare_vlm_media_for_pp(
     if chunks:
         batch[VLM_PP_MEDIA_KEY] = chunks
     return batch
+
+
+def _counts(batch: Batch) -> dict[str, torch.Tensor]:
+    """The media of each row, where a loader's batch has them in its ``info``."""
+    if not isinstance(batch, LoaderBatch):
+        return {}
+    counts = {kind: getattr(batch.info, f"num_{kind}s") for kind in COUNT_KEYS}
+    return {COUNT_KEYS[kind]: torch.tensor(count) for kind, count in counts.items() if any(count)}
 
 
 def _check_unprepared(batch: Batch, media: MediaLayout, n_microbatches: int) -> None:

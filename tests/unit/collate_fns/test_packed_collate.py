@@ -238,6 +238,47 @@ def test_positions_tell_documents_apart_unless_something_is_hidden_inside() -> N
     assert not positions_tell(torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 2]]))
 
 
+# --- alignment ----------------------------------------------------------------------------------------------
+
+
+def test_segments_of_aligned_documents_begin_at_multiples_of_the_alignment() -> None:
+    packs = [pack(sample(5), sample(8), sample(2), alignment=4), pack(sample(6, hidden=[1, 2]), alignment=4)]
+    for backend in ("varlen", "flash_attention_2"):
+        batch = neat_packed_vlm_collater(packs, max_length=24, attn_implementation=backend)
+        # The filling up of a document is in its segment; the end of a row is one of its own.
+        assert batch["cu_seq_lens_q"].tolist() == [0, 8, 16, 20, 24, 28, 48]
+        assert batch["max_length_q"] == 20
+    unaligned = neat_packed_vlm_collater([pack(sample(5), sample(2))], 0, 12, "varlen")
+    assert unaligned["cu_seq_lens_q"].tolist() == [0, 5, 7, 12]
+
+
+def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
+    torch.manual_seed(0)
+    documents = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 2, 2, 0, 0]])
+    query = torch.randn(1, 4, 12, 16)
+    key, value = torch.randn(2, 1, 2, 12, 16).unbind(0)
+    visible = documents[0] > 0
+
+    def attended(alignment: int) -> torch.Tensor:
+        found = segments(documents, alignment)
+        options = {"cu_seq_lens_q": found.cumulative, "max_length_q": found.longest}
+        return varlen_attention(_Layer(), query, key, value, None, scaling=0.3, **options)[0][0, visible]
+
+    assert segments(documents, 4).cumulative.tolist() == [0, 8, 12]
+    torch.testing.assert_close(attended(4), attended(1))
+
+
+def test_rows_that_are_no_multiple_of_the_alignment_are_refused() -> None:
+    packs = [pack(sample(5), sample(3), alignment=4)]
+    for max_length in (None, 12, 16):
+        batch = packed_sequence_thd_vlm_collater(packs, max_length=max_length)
+        assert all(length % 4 == 0 for length in batch["seq_lens_padded"][0].tolist())
+    with pytest.raises(ConfigError, match="aligned to 4 tokens, which rows of 14 are not: make max_length"):
+        packed_sequence_thd_vlm_collater(packs, max_length=14)
+    with pytest.raises(ConfigError, match="aligned to 4"):
+        neat_packed_vlm_collater(packs, max_length=14, attn_implementation="varlen")
+
+
 # --- the attention function ---------------------------------------------------------------------------------
 
 

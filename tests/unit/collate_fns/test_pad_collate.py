@@ -36,7 +36,7 @@ def test_short_samples_are_filled_up_on_the_right_and_shifted():
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 3, 4], [2, -100, -100]]
     assert batch["mm_token_type_ids"].tolist() == [[1, 1, 1], [0, 0, 0]]
-    assert batch.keys() == {"input_ids", "attention_mask", "labels", "mm_token_type_ids"}
+    assert batch.keys() == {"input_ids", "attention_mask", "labels", "shift_labels", "mm_token_type_ids"}
 
 
 def test_one_sample_is_a_batch():
@@ -209,3 +209,12 @@ def test_a_sample_that_is_too_long_is_named_and_left_out_alone():
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="empty batch"):
         pad_collate_fn([], STUB)
+
+
+def test_pixels_that_come_as_a_list_of_tensors_are_joined_by_the_layout():
+    listed = {"pixel_values": [torch.ones(3, 4, 4), torch.zeros(3, 4, 4)], "n_images": 2}
+    whole = {"pixel_values": torch.stack(listed["pixel_values"]), "n_images": 2}
+    made, expected = (pad_collate_fn([sample(4, **media)], processor("gemma3")) for media in (listed, whole))
+    assert torch.equal(made["pixel_values"], expected["pixel_values"])
+    with pytest.raises(ConfigError, match="a list of 2 tensors, expected 1"):
+        pad_collate_fn([sample(4, **{**listed, "n_images": 1})], processor("gemma3"))

@@ -2,11 +2,12 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
 from packhorse.errors import ConfigError
-from packhorse.families import FAMILIES
+from packhorse.families import FAMILIES, Family
 from packhorse.families.llava_onevision import LlavaOnevision
 from packhorse.neat_packing_vlm import (
     MEDIA_KEYS,
@@ -109,12 +110,57 @@ def test_images_of_different_shape_are_filled_up_where_the_family_says_so() -> N
         join("pixel_values", [torch.ones(2, 6), torch.ones(2, 5)], qwen)
 
 
+def family(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def test_pixels_that_come_as_a_list_of_tensors_are_joined_by_the_layout() -> None:
+    listed = {"pixel_values": [torch.ones(4, 6), torch.zeros(8, 6)], "n_images": 2}
+    grids = {"image_grid_thw": [torch.tensor([1, 2, 2]), torch.tensor([1, 2, 4])]}
+    for known in (family("qwen2_vl"), None):
+        pack = _build_packed_vlm_sample([sample(1, 2, **listed, **grids)], 8, 0, family=known)
+        assert torch.equal(pack["pixel_values"], torch.cat(listed["pixel_values"]))
+        assert pack["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
+        assert pack["n_images"] == 2
+    whole = {"pixel_values": [torch.ones(3, 4, 4), torch.zeros(3, 4, 4)], "n_images": 2}
+    both = [sample(1, 2, **whole), sample(3, pixel_values=torch.ones(1, 3, 4, 4), n_images=1)]
+    for keep_parts in (True, False):
+        pack = _build_packed_vlm_sample(both, 8, 0, family=family("gemma3"), keep_parts=keep_parts)
+        joined = torch.cat(list(pack["pixel_values"])) if keep_parts else pack["pixel_values"]
+        assert joined.shape == (3, 3, 4, 4)
+        assert joined[1].sum() == 0
+        assert pack["n_images"] == 3
+
+
+def test_tiles_of_a_list_are_filled_up_to_the_largest() -> None:
+    tiles = {"pixel_values": [torch.ones(2, 3, 4, 4), torch.ones(3, 3, 4, 4)], "n_images": 2}
+    pack = _build_packed_vlm_sample([sample(1, 2, **tiles)], 8, 0, family=LlavaOnevision())
+    assert pack["pixel_values"].shape == (2, 3, 3, 4, 4)
+    assert pack["pixel_values"][0, 2].sum() == 0
+
+
+def test_arrays_are_media_and_notes_are_not() -> None:
+    arrays = {"pixel_values": np.ones((4, 6), np.float32), "image_grid_thw": [[1, 2, 2]]}
+    pack = _build_packed_vlm_sample([sample(1, 2, source="coco", tags=["a"], **arrays)], 8, 0)
+    assert pack["pixel_values"].shape == (4, 6)
+    assert pack["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert not {"source", "tags"} & pack.keys()
+
+
 @pytest.mark.parametrize(
     ("samples", "size", "words"),
     [
         ([], 8, "without samples"),
         ([sample(1, 2, 3)], 2, "in a pack of 2"),
         ([sample(1, 2, mystery=torch.ones(1, 3))], 8, r"'mystery' \(a tensor\), which no family declares"),
+        ([sample(1, 2, mystery=[torch.ones(3)])], 8, r"'mystery' \(a list\), which no family declares"),
+        ([sample(1, pixel_values=[torch.ones(3, 4, 4)])], 8, "families join in different ways"),
+        ([sample(1, pixel_values=["a.png"])], 8, "a list that cannot become a tensor"),
+        (
+            [sample(1, image_grid_thw=torch.ones(2, 3), pixel_values=[torch.ones(4, 6)], n_images=2)],
+            8,
+            "a list of 1 tensors, expected 2: one for each image",
+        ),
         ([{"input_ids": torch.tensor([1])}], 8, "no labels"),
         ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 ids"),
     ],

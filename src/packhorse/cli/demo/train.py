@@ -95,7 +95,7 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
-            samples = [loader.key(index) for index in loader.last.samples] if loader.last else []
+            samples = list(batch.info.keys)
             trace.write(json.dumps({"step": step, "loss": loss, "samples": samples}) + "\n")
             if step % SAVE_EVERY == 0:
                 _save(run, step, model, optimizer, loader)

@@ -23,9 +23,11 @@ from packhorse.positions import RopeIndex
 from packhorse.pp_media import VLM_PP_MEDIA_KEY
 
 _USED = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "mm_token_type_ids"})
+# The loss of a pipeline takes the labels, which are the same.
+_UNUSED = frozenset({"shift_labels", "use_cache"})
 # Of these cu_seq_lens_q tells all.
 _VARLEN = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
-_KNOWN = _USED | _VARLEN | {"use_cache"}
+_KNOWN = _USED | _VARLEN | _UNUSED
 
 
 @dataclass(frozen=True, slots=True)

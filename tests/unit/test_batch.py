@@ -1,0 +1,160 @@
+"""A batch is a dict of model inputs, and what else is known about it goes wherever it goes."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+import packhorse
+from contract.tiny_models import tiny_model
+from loader_samples import load, mixed, texts
+from packhorse import Batch, BatchInfo
+from packhorse.chat import IGNORE_INDEX
+from packhorse.integrations.loss import to_device
+from packhorse.pp_media import VLM_PP_MEDIA_KEY, prepare_vlm_media_for_pp
+
+# Tensors that are no tensors of this device: moving makes others of them.
+ELSEWHERE = torch.device("meta")
+
+
+def made() -> Batch:
+    labels = torch.tensor([[1, 2, IGNORE_INDEX]])
+    info = BatchInfo(3, 7, samples=(4,), document_keys=(("coco/4", ""),), document_lengths=((2, 1),))
+    masks = {"full_attention": torch.ones(1, 1, 3, 3)}
+    inputs = {"input_ids": torch.ones(1, 3), "labels": labels, "shift_labels": labels}
+    return Batch({**inputs, "attention_mask": masks, "max_length_q": 2}, info)
+
+
+def with_accelerate(batch: Batch) -> Any:
+    from accelerate.utils import send_to_device
+
+    return send_to_device(batch, ELSEWHERE, non_blocking=True)
+
+
+def with_lightning(batch: Batch) -> Any:
+    from lightning.pytorch.utilities import move_data_to_device
+
+    return move_data_to_device(batch, ELSEWHERE)
+
+
+def moved_here(batch: Batch) -> Any:
+    return to_device(batch, ELSEWHERE)
+
+
+@pytest.mark.parametrize("move", [with_accelerate, with_lightning, moved_here])
+def test_a_batch_on_another_device_keeps_its_info(move: Callable[[Batch], Any]) -> None:
+    batch = made()
+    there = move(batch)
+    assert type(there) is Batch
+    assert there.info is batch.info
+    assert there.keys() == batch.keys()
+    assert there["shift_labels"] is there["labels"]
+    assert there["max_length_q"] == 2
+    tensors = (there["input_ids"], there["labels"], there["attention_mask"]["full_attention"])
+    assert {tensor.device for tensor in tensors} == {ELSEWHERE}
+    assert batch["labels"].device.type == "cpu"
+
+
+def pickled(batch: Batch) -> Any:
+    return pickle.loads(pickle.dumps(batch))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, Batch.copy, pickled])
+def test_copies_keep_info(copied: Callable[[Batch], Any]) -> None:
+    batch = made()
+    other = copied(batch)
+    assert type(other) is Batch
+    assert other is not batch
+    assert other.info == batch.info
+    assert other["shift_labels"] is other["labels"]
+    other["extra"] = 1
+    assert "extra" not in batch
+
+
+def test_pinned_batches_keep_info() -> None:
+    # Tensors can only be pinned where there is a GPU; the mapping is treated alike.
+    batch = Batch({"max_length_q": 2, "masks": {"kind": "full"}}, made().info)
+    pinned: Any = pin_memory((batch, batch.info))
+    assert type(pinned[0]) is Batch
+    assert pinned[0] == batch
+    assert pinned[0].info is batch.info
+
+
+def test_a_batch_behaves_as_a_plain_dict() -> None:
+    assert not {"keys", "items", "values", "get", "__getitem__", "__iter__", "__len__"} & vars(Batch).keys()
+    batch = made()
+    assert dict(**batch) == dict(batch.items())
+
+
+def test_a_batch_made_from_a_mapping_says_that_it_has_no_info() -> None:
+    assert Batch(made(), made().info).info.epoch == 3
+    with pytest.raises(AttributeError, match=r"pass Batch\(inputs, info=batch.info\)"):
+        Batch(dict(made())).info  # noqa: B018
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mode", ["pack", "pad"])
+def test_info_says_what_a_batch_of_the_loader_is_made_of(mode: str, workers: int) -> None:
+    rows = mixed(24)
+    loader = load(rows, mode=mode, batch_size=2, workers=workers, model=tiny_model("qwen2_vl"))
+    content = [row["conversation"][0]["content"] for row in rows]
+    media_of = {loader.key(n): [part["type"] for part in parts] for n, parts in enumerate(content)}
+    seen: list[int] = []
+    for step, batch in enumerate(loader):
+        info = batch.info
+        assert info == loader.last
+        assert (info.epoch, info.step) == (0, step)
+        assert info.keys == tuple(map(loader.key, info.samples))
+        assert info.tokens <= info.slots == batch["labels"].numel()
+        assert info.supervised == int((batch["labels"] != IGNORE_INDEX).sum())
+        shapes = [len(info.document_keys), len(info.document_lengths), len(info.num_images)]
+        assert shapes == [len(batch["labels"])] * 3
+        assert info.placeholder is any("" in row for row in info.document_keys)
+        for row, lengths in enumerate(info.document_lengths):
+            if info.document_ids is None:
+                assert len(lengths) == 1
+                continue
+            found = torch.bincount(info.document_ids[row])[1:].tolist()
+            assert found == list(lengths)
+        for keys, images, videos in zip(info.document_keys, info.num_images, info.num_videos, strict=True):
+            kinds = [kind for key in keys if key for kind in media_of[key]]
+            assert "" in keys or (images, videos) == (kinds.count("image"), kinds.count("video"))
+        seen += info.samples
+        assert batch["shift_labels"] is batch["labels"]
+    assert sorted(seen) == list(range(24))
+    loader.close()
+
+
+def test_media_of_a_loaders_batch_are_split_by_the_counts_in_its_info() -> None:
+    """By the number of rows alone it would give each row one image."""
+    loader = load(mixed(24, seed=2), mode="pad", batch_size=3, model=tiny_model("qwen2_vl"))
+    uneven = 0
+    for batch in loader:
+        counts = batch.info.num_images
+        if sum(counts) == 0 or any(batch.info.num_videos):
+            continue
+        uneven += counts != (1,) * len(counts)
+        prepared = prepare_vlm_media_for_pp(batch, len(counts), len(counts))
+        grids = prepared[VLM_PP_MEDIA_KEY]["image_grid_thw"]
+        assert tuple(map(len, grids)) == counts
+    assert uneven
+
+
+def test_batches_for_a_pipeline_hold_their_chunks_and_no_counts() -> None:
+    loader = load(mixed(12), mode="pad", batch_size=2, pipeline_microbatches=2, model=tiny_model("qwen2_vl"))
+    keys = {key for batch in loader for key in batch}
+    assert VLM_PP_MEDIA_KEY in keys
+    known = {"input_ids", "attention_mask", "mm_token_type_ids", "labels", "shift_labels", VLM_PP_MEDIA_KEY}
+    assert keys <= known
+
+
+def test_the_loader_says_what_it_yields() -> None:
+    (batch,) = load(texts(3), pack_size=512, model="unchecked")
+    assert isinstance(batch, packhorse.Batch)
+    assert isinstance(batch.info, packhorse.BatchInfo)
+    assert not batch.info.filler
+    assert 0 <= batch.info.padding < 1
