@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from contract.exact import rendered, tokenised
+from contract.exact import own_call, rendered, samples_frames, tokenised, with_video_settings
 from contract.media_files import write_film
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import ConfigError
@@ -38,37 +38,10 @@ def films(tmp_path_factory):
     return paths
 
 
-def with_settings(name, wishes):
-    """A processor of the family whose video processor has these settings."""
-    made = build(name)
-    owner = made.video_processor
-    for key, value in wishes.items():
-        setattr(owner, key, value)
-    if name not in LIMITS and wishes:
-        setattr(owner, "fps" if "num_frames" in wishes else "num_frames", None)
-    return made
-
-
-def own_call(family, made, path):
-    """What the processor returns for the path itself, with the frames it has sampled."""
-    owner = made.video_processor
-    sampled = owner.do_sample_frames or owner.fps is not None or owner.num_frames is not None
-    text = rendered(family, made, "video")
-    options = {"do_sample_frames": bool(sampled), "return_metadata": True}
-    output = made.video_processor(videos=[str(path)], return_tensors="pt", **options)
-    (metadata,) = output["video_metadata"]
-    call = {"do_sample_frames": bool(sampled)}
-    if family.name == "nemotron_omni":  # writes times of frames only if it is given the metadata
-        call["video_metadata"] = metadata
-    arguments = family.text_arguments(made, text) | {"videos_kwargs": call}
-    whole = made(text=[text], videos=[[str(path)]], return_tensors="pt", **arguments)
-    return [int(number) for number in metadata.frames_indices], whole["input_ids"][0].tolist()
-
-
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("wishes", SETTINGS, ids=str)
 def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, wishes, films):
-    configured, default = with_settings(name, wishes), processor(name)
+    configured, default = with_video_settings(name, wishes), processor(name)
     family = family_of(configured)
     text = rendered(family, configured, "video")
     for path in films:
@@ -122,10 +95,9 @@ def test_the_frames_of_any_video_are_those_of_sample_frames(name, total, rate, f
         wishes["num_frames"] = num_frames = None
     wishes = {key: value for key, value in wishes.items() if value is not None}
     info = VideoInfo(total, 48, 64, rate, total / rate)
-    configured = with_settings(name, wishes)
+    configured = with_video_settings(name, wishes)
     owner = configured.video_processor
-    sampled = owner.do_sample_frames or owner.fps is not None or owner.num_frames is not None
-    expected = sampled_by_processor(owner, info) if sampled else list(range(total))
+    expected = sampled_by_processor(owner, info) if samples_frames(owner) else list(range(total))
     by_row = VideoSampling.from_processor(processor(name)).override(**wishes)
     for sampling in (VideoSampling.from_processor(configured), by_row):
         taken = sample_frame_indices(info, sampling).tolist()
