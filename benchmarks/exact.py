@@ -2,10 +2,12 @@
 
     python benchmarks/exact.py [--quick] [--sizes 400] [--videos 60] [--conversations 1000] [--family NAME]
 
-For every family: image sizes from 1 x 1 to 8000 x 200, videos of 1 to 300 frames at several rates, and (over
-all families together) conversations of all shapes, each run through the real processor. Printed: how many
-were compared, how many counts differ (there must be none), how many were refused by both sides, and the
-relative error of the estimate (mean, 95th percentile) for the same samples. Exit code 1 if a count differs.
+For every family: image sizes from 1 x 1 to 8000 x 200, video files with the processor's default settings and with
+``fps`` and ``num_frames`` set on the processor and in the row, decoded videos of 1 to 300 frames, audio clips, and
+(over all families together) conversations of all shapes. The reference for a video file is the processor's own call on
+its path, so that frames are sampled by transformers; for all else it is the processor's call on the loaded media.
+Printed: rows compared, counts that differ (there must be none) and rows refused by both sides; then the relative error
+of the usual estimate for the same samples. Exit code 1 if a count differs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +29,10 @@ from contract.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
 
-from contract.exact import conversations, film, image_sizes
-from contract.media_files import write_media
+from contract.exact import conversations, film, image_sizes, own_call, with_video_settings
+from contract.media_files import write_film, write_media
 from contract.processors import FAMILIES, processor
+from contract.samples import tone
 from packhorse.errors import BadSample
 from packhorse.families import family_of
 from packhorse.media import media_size
@@ -38,6 +42,8 @@ from packhorse.types import Conversation, MediaRef, Message, TextPart
 from promises import fact, parse, promise, recorded
 
 RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
+FILE_RATES = (10, 12, 25, Fraction(24000, 1001), Fraction(30000, 1001), 60)
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"fps": 2}, {"fps": 0.8}, {"num_frames": 6}, {"num_frames": 5})
 FRAMES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 47, 64, 100, 128, 199, 256, 300)
 
 
@@ -52,26 +58,32 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
     options = parse(parser, sizes=5, videos=2, conversations=14)
-    print(
-        f"{'family':18}{'what':16}{'compared':>9}{'differ':>8}{'refused':>9}{'estimate off by':>20}{'p95':>8}"
-    )
+    print(f"{'family':17}{'modality':16}{'settings':34}{'rows':>7}{'differences':>13}{'refused':>9}")
     names = options.family or tuple(FAMILIES)
     share = -(-options.conversations // len(FAMILIES))
     tallies: list[Tally] = []
     with tempfile.TemporaryDirectory() as folder:
         files = write_media(Path(folder))
+        clips = video_files(Path(folder), options.videos)
         for name in names:
             sizes = image_sizes(every=max(1, 2800 // options.sizes))
-            tallies.append(compare(name, "image sizes", images(sizes)))
+            tallies.append(compare(name, "image", images(sizes)))
             if "video" in FAMILIES[name].modalities:
-                tallies.append(compare(name, "videos", videos(options.videos)))
+                for settings in SETTINGS:
+                    for in_row in (False, True) if settings else (False,):
+                        tallies.append(compare_files(name, settings, in_row, clips))
+                # At least 64 tokens a frame: large tensors.
+                number = max(1, options.videos // 4) if name == "qwen3_omni" else options.videos
+                tallies.append(compare(name, "decoded video", videos(number)))
+            if "audio" in FAMILIES[name].modalities:
+                tallies.append(compare(name, "audio", sounds()))
             tallies.append(compare(name, "conversations", conversations(name, share, files)))
     print()
     compared, differ, refused = (sum(getattr(one, name) for one in tallies) for name in Tally._fields[:3])
     fact("samples compared", compared)
     fact("families", len(names))
     fact("refused by the processor and by the count alike", refused)
-    errors = np.concatenate([one.errors for one in tallies])
+    errors = np.concatenate([one.errors for one in tallies if one.errors])
     fact("error of the usual estimate, mean", 100 * float(errors.mean()), "%")
     fact("error of the usual estimate, 95th percentile", 100 * float(np.percentile(errors, 95)), "%")
     processors = "tokens that each family's real processor makes"
@@ -98,6 +110,42 @@ def videos(number: int) -> Iterator[Conversation]:
         yield asked(MediaRef("video", made.frames, {"video_metadata": made.metadata.as_dict()}))
 
 
+def video_files(folder: Path, number: int) -> list[Path]:
+    """Video files of many lengths and rates, in two containers."""
+    cases = [(frames, rate) for rate in FILE_RATES for frames in (41, 60, 75, 94, 130)]
+    paths = []
+    for at, (frames, rate) in enumerate(cases[:: max(1, len(cases) // number)]):
+        paths.append(folder / f"{frames}-{at}.{('mp4', 'mkv')[at % 2]}")
+        write_film(paths[-1], frames=frames, fps=rate, width=48, height=32)
+    return paths
+
+
+def sounds() -> Iterator[Conversation]:
+    """Audio clips of many lengths, at the models' rate and at others."""
+    for samples in (100, 400, 1_000, 5_000, 15_999, 16_000, 16_001, 40_000, 100_003, 480_005):
+        for rate in (16_000, 8_000, 44_100):
+            yield asked(MediaRef("audio", (tone(samples), rate)))
+
+
+def compare_files(name: str, settings: dict[str, Any], in_row: bool, paths: list[Path]) -> Tally:
+    """Count video files and run the processor itself on their paths; print one line."""
+    configured = with_video_settings(name, settings)
+    made = processor(name) if in_row else configured
+    family, counter = family_of(made), TokenCounter(family_of(made), made)
+    differ = 0
+    for path in paths:
+        ref = MediaRef("video", str(path), settings if in_row else {})
+        question = (ref, TextPart("\n5: the"))  # as `rendered` asks
+        said = Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
+        (counted,) = counter.count_many([said])
+        frames, ids = own_call(family, configured, path)
+        size: Any = family.size_of(ref, made)
+        differ += isinstance(counted, BadSample) or counted.count.total != len(ids)
+        differ += list(size.indices) != frames
+    where = "default" if not settings else f"{settings} in the {'row' if in_row else 'processor'}"
+    return Tally.printed(name, "video file", where, len(paths), differ, 0, [])
+
+
 class Tally(NamedTuple):
     """Of some samples: how many, how many counts differ, how many were refused; errors of the estimate."""
 
@@ -105,6 +153,17 @@ class Tally(NamedTuple):
     differ: int
     refused: int
     errors: list[float]
+
+    @classmethod
+    def printed(cls, name: str, modality: str, settings: str, *values: Any) -> Tally:
+        """A tally whose line is printed."""
+        tally = cls(*values)
+        counts = f"{tally.compared:7,}{tally.differ:13,}{tally.refused:9,}"
+        print(f"{name:17}{modality:16}{settings.translate(_PLAIN):34}{counts}", flush=True)
+        return tally
+
+
+_PLAIN = str.maketrans("", "", "{}'")
 
 
 def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> Tally:
@@ -127,9 +186,7 @@ def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> Tally:
         errors.append(
             abs(estimate_sample_length(example(family, made, conversation), *configs) - real) / real
         )
-    mean, p95 = (np.mean(errors), np.percentile(errors, 95)) if errors else (0, 0)
-    print(f"{name:18}{what:16}{compared:9,}{differ:8,}{refused:9,}{mean:20.0%}{p95:8.0%}", flush=True)
-    return Tally(compared, differ, refused, errors)
+    return Tally.printed(name, what, "default", compared, differ, refused, errors)
 
 
 def example(family: Any, made: Any, conversation: Conversation) -> dict[str, Any]:

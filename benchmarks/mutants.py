@@ -154,6 +154,20 @@ MUTANTS = (
         "        if not self._packed():",
         ("tests/unit/test_pp_media.py", "tests/unit/test_pp_media_refused.py"),
     ),
+    Mutant(
+        "frames are spread by our own rule and not by the processor's",
+        "media/sampling.py",
+        "chosen = _spread_evenly(info, sampling) if taken is None else taken",
+        "chosen = _spread_evenly(info, sampling)",
+        ("tests/contract/test_frames.py",),
+    ),
+    Mutant(
+        "the rate of a video is the header's and not that of its frames",
+        "media/container.py",
+        "return total / (end - begin), end - begin",
+        "return float(self.stream.average_rate), end - begin",
+        ("tests/unit/media/test_media_videos.py",),
+    ),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from contract.processors import FAMILIES
+from contract.processors import FAMILIES, build
 from contract.samples import tone
 from packhorse.chat import tokenizer_of
 from packhorse.errors import BadSample
@@ -149,3 +149,34 @@ def _medium(kind: str, draw: random.Random, files: dict[str, Path]) -> MediaRef:
         return MediaRef("video", str(files[draw.choice(("film.mp4", "slow.mp4"))]), options)
     frames = np.zeros((draw.randint(2, 5), draw.randint(20, 60), draw.randint(20, 60), 3), np.uint8)
     return MediaRef("video", frames, draw.choice(({}, {"fps": 2}, {"fps": 29.97})))
+
+
+def with_video_settings(name: str, settings: dict[str, Any]) -> Any:
+    """A processor of the family whose video processor has these settings (``fps`` or ``num_frames``)."""
+    made = build(name)
+    owner = made.video_processor
+    for key, value in settings.items():
+        setattr(owner, key, value)
+    if settings and name != "smolvlm":  # most raise if both are set; SmolVLM's num_frames is a limit
+        setattr(owner, "fps" if "num_frames" in settings else "num_frames", None)
+    return made
+
+
+def samples_frames(video_processor: Any) -> bool:
+    """Whether frames of a file are sampled; a rate or number that is set asks for it."""
+    owner = video_processor
+    return bool(owner.do_sample_frames) or owner.fps is not None or owner.num_frames is not None
+
+
+def own_call(family: Family, processor: Any, path: Path) -> tuple[list[int], list[int]]:
+    """Frames and ids of the processor's own call on a video file, which transformers decodes itself."""
+    call: dict[str, Any] = {"do_sample_frames": samples_frames(processor.video_processor)}
+    seen = processor.video_processor(videos=[str(path)], return_tensors="pt", return_metadata=True, **call)
+    (metadata,) = seen["video_metadata"]
+    frames = range(metadata.total_num_frames) if metadata.frames_indices is None else metadata.frames_indices
+    if family.name == "nemotron_omni":  # writes times of frames only if it is given the metadata
+        call["video_metadata"] = metadata
+    text = rendered(family, processor, "video")
+    arguments = family.text_arguments(processor, text) | {"videos_kwargs": call}
+    whole = processor(text=[text], videos=[[str(path)]], return_tensors="pt", **arguments)
+    return [int(number) for number in frames], whole["input_ids"][0].tolist()

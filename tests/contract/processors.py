@@ -27,7 +27,8 @@ class FamilyFixture:
         build: Makes a fresh processor (the tokenizer is shared).
         modalities: What a sample may hold besides text.
         chats: Whether the processor has a chat template.
-        bundled: Whether the class is transformers' own; otherwise it is a stand-in.
+        bundled: Whether the class is transformers' own; otherwise it is a substitute.
+        model_type: Its name in transformers' auto mappings, where it is not the fixture's own name.
     """
 
     name: str
@@ -36,6 +37,7 @@ class FamilyFixture:
     modalities: frozenset[str]
     chats: bool = True
     bundled: bool = True
+    model_type: str = ""
 
 
 def _qwen_vl(name: str) -> Any:
@@ -54,40 +56,44 @@ def _qwen_vl(name: str) -> Any:
     )
 
 
-def _qwen3_vision() -> dict[str, Any]:
-    """The image and video processor of Qwen3-VL and Qwen3-Omni: patches of 16, so 32 pixels a token."""
-    from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
+def _qwen3_images() -> Any:
+    """The image processor of Qwen3-VL and Qwen3-Omni: patches of 16, so 32 pixels a token."""
+    from transformers import Qwen2VLImageProcessor
 
-    return {
-        "image_processor": Qwen2VLImageProcessor(
-            size={"shortest_edge": 4 * 32 * 32, "longest_edge": 32 * 32 * 256},
-            patch_size=16,
-            image_mean=[0.5, 0.5, 0.5],
-            image_std=[0.5, 0.5, 0.5],
-        ),
-        # The budget is one for all frames together, as in the released Qwen3-VL.
-        "video_processor": Qwen3VLVideoProcessor(
-            size={"shortest_edge": 4 * 32 * 32, "longest_edge": 32 * 32 * 256}
-        ),
-    }
+    return Qwen2VLImageProcessor(
+        size={"shortest_edge": 4 * 32 * 32, "longest_edge": 32 * 32 * 256},
+        patch_size=16,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
 
 
 def _qwen3_vl() -> Any:
-    from transformers import Qwen3VLProcessor
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     return Qwen3VLProcessor(
-        tokenizer=tokenizer("qwen3_vl"), chat_template=TEMPLATES["qwen3_vl"], **_qwen3_vision()
+        image_processor=_qwen3_images(),
+        # The budget is one for all frames together, as in the released Qwen3-VL.
+        video_processor=Qwen3VLVideoProcessor(
+            size={"shortest_edge": 4 * 32 * 32, "longest_edge": 32 * 32 * 256}
+        ),
+        tokenizer=tokenizer("qwen3_vl"),
+        chat_template=TEMPLATES["qwen3_vl"],
     )
 
 
 def _qwen3_omni() -> Any:
-    from transformers import Qwen3OmniMoeProcessor, WhisperFeatureExtractor
+    from transformers import Qwen2VLVideoProcessor, Qwen3OmniMoeProcessor, WhisperFeatureExtractor
 
     return Qwen3OmniMoeProcessor(
         feature_extractor=WhisperFeatureExtractor(feature_size=128, return_attention_mask=True),
+        image_processor=_qwen3_images(),
+        # The budget is for each frame, and the processor's call sets it: 128 to 768 tokens.
+        video_processor=Qwen2VLVideoProcessor(
+            patch_size=16, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5]
+        ),
         tokenizer=tokenizer("qwen3_omni"),
         chat_template=TEMPLATES["qwen3_omni"],
-        **_qwen3_vision(),
     )
 
 
@@ -239,15 +245,25 @@ FAMILIES: dict[str, FamilyFixture] = {
         FamilyFixture("qwen2_vl", "Qwen2VLProcessor", lambda: _qwen_vl("qwen2_vl"), _VIDEO),
         FamilyFixture("qwen2_5_vl", "Qwen2_5_VLProcessor", lambda: _qwen_vl("qwen2_5_vl"), _VIDEO),
         FamilyFixture("qwen3_vl", "Qwen3VLProcessor", _qwen3_vl, _VIDEO),
-        FamilyFixture("qwen3_omni", "Qwen3OmniMoeProcessor", _qwen3_omni, _ALL),
+        FamilyFixture(
+            "qwen3_omni", "Qwen3OmniMoeProcessor", _qwen3_omni, _ALL, model_type="qwen3_omni_moe"
+        ),
         FamilyFixture("kimi_k25", "Kimi_K25Processor", _kimi_k25, _VIDEO),
         FamilyFixture("gemma3", "Gemma3Processor", _gemma3, _IMAGE),
         FamilyFixture("gemma4", "Gemma4Processor", _gemma4, _ALL),
         FamilyFixture("llava_onevision", "LlavaOnevisionProcessor", _llava_onevision, _VIDEO),
         FamilyFixture("internvl", "InternVLProcessor", _internvl, _VIDEO),
         FamilyFixture("smolvlm", "SmolVLMProcessor", _smolvlm, _VIDEO),
-        FamilyFixture("phi4_mm", "Phi4MultimodalProcessor", _phi4_mm, _AUDIO),
-        FamilyFixture("nemotron_omni", "NemotronH_Omni_Reasoning_V3Processor", _nemotron_omni, _ALL),
+        FamilyFixture(
+            "phi4_mm", "Phi4MultimodalProcessor", _phi4_mm, _AUDIO, model_type="phi4_multimodal"
+        ),
+        FamilyFixture(
+            "nemotron_omni",
+            "NemotronH_Omni_Reasoning_V3Processor",
+            _nemotron_omni,
+            _ALL,
+            model_type="nemotron_h_omni",
+        ),
         FamilyFixture("kimi_vl", "KimiVLProcessor", _kimi_vl, _IMAGE, bundled=False),
         FamilyFixture(
             "nemotron_parse", "NemotronParseProcessor", _nemotron_parse, _IMAGE, chats=False, bundled=False

@@ -10,16 +10,18 @@ import torch
 import torch.nn.functional as F
 
 import packhorse
-from contract.processors import FAMILIES, processor
+from contract.processors import FAMILIES, build, processor
 from contract.tiny_models import MODELS, tiny_model
 from packhorse import World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.families import family_of
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.loader.blank import Blanks
 from packhorse.loader.build import Ticket
+from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS
 
 CHATS = [name for name, family in FAMILIES.items() if family.chats]
@@ -124,3 +126,54 @@ def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None
     assert built.report.supervised == 0
     assert loss == 0
     assert all(not gradient.any() for gradient in found.values())
+
+
+def reserved(name: str, made: Any) -> dict[str, int]:
+    """Tokens that a pack keeps free for a placeholder of each kind."""
+    samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
+    blanks = Blanks(samples)
+    kinds = [(bit, kind) for bit, kind in enumerate(MEDIA_KINDS) if kind in FAMILIES[name].modalities]
+    found = {kind: sum(blanks.lengths(1 << bit)) for bit, kind in kinds}
+    return {**found, "all": sum(blanks.lengths(bits(name)))}
+
+
+def with_default_budgets(name: str) -> Any:
+    """The processor with the settings that its classes have by default, which released models come near."""
+    made = build(name)
+    for part in ("image_processor", "video_processor"):
+        owner = getattr(made, part, None)
+        if owner is not None and FAMILIES[name].bundled and name != "nemotron_omni":
+            setattr(made, part, type(owner)())
+    tokens = {
+        "internvl": ("image_seq_length", 256),
+        "llava_onevision": ("num_image_tokens", 729),
+        "smolvlm": ("image_seq_len", 64),
+    }
+    if name in tokens:
+        setattr(made, *tokens[name])
+    return made
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_placeholder_takes_a_small_part_of_a_pack(name: str) -> None:
+    for made in (processor(name), with_default_budgets(name)):
+        samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
+        found = reserved(name, made)
+        print(f"{name}: {found} tokens")
+        assert found["all"] <= sum(value for kind, value in found.items() if kind != "all")
+        for kind, tokens in found.items():
+            if kind == "all":
+                continue
+            square: Any = {
+                "image": (56, 56),
+                "video": VideoInfo(2, 56, 56, None, None, (0, 1)),
+                "audio": 16_000,
+            }[kind]
+            # Two tokens around it; in a family with times or tiles, also what is written between those.
+            assert tokens <= samples.family.media_tokens(made, kind, square) + 24
+
+
+def test_the_placeholder_of_smolvlm_is_one_frame_and_not_seventeen_tiles() -> None:
+    made = with_default_budgets("smolvlm")
+    assert family_of(made).media_tokens(made, "image", (56, 56)) == 17 * 64
+    assert reserved("smolvlm", made) == {"image": 66, "video": 66, "all": 66}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
@@ -14,7 +13,6 @@ from packhorse.families.base import Family, LoadedMedia, Pieces
 from packhorse.families.blank import blank
 from packhorse.families.kimi_vl import merged
 from packhorse.families.media import frame_times
-from packhorse.media import VideoSampling
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
@@ -71,10 +69,6 @@ class KimiK25(Family):
         chunk = processor.video_processor.temporal_patch_size
         chunks: int = math.ceil(size.total_frames / chunk)
         return chunks
-
-    def video_sampling(self, processor: Any) -> VideoSampling:
-        """As the processor says, but the last chunk may be short: no frame is repeated to fill it."""
-        return replace(super().video_sampling(processor), temporal_patch_size=1)
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Qwen3-Omni: the eyes of Qwen3-VL, and ears."""
+"""Qwen3-Omni: images as Qwen3-VL, and audio."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from packhorse.families.base import Family, LoadedMedia
-from packhorse.families.qwen_vl import VISION, film_tokens, image_tokens, patches_of
+from packhorse.families.qwen_vl import VISION, image_tokens, patches_of, video_tokens
 from packhorse.media import VideoFrames
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
 
@@ -16,7 +16,7 @@ _CHUNK_FRAMES, _CHUNK_TOKENS = 100, 13
 
 
 class Qwen3Omni(Family):
-    """Images as Qwen3-VL; videos without timestamps; 13 tokens for a second of sound.
+    """Images as Qwen3-VL; videos as Qwen2-VL, without timestamps; 13 tokens for a second of sound.
 
     Sound is cut to whole hops of the feature extractor (10 ms), because a remainder is counted when a longer
     clip is in the same batch and is not counted otherwise.
@@ -39,7 +39,7 @@ class Qwen3Omni(Family):
         if kind == "image":
             return image_tokens(processor.image_processor, size)
         if kind == "video":
-            return film_tokens(processor.video_processor, size, *_VIDEO_PIXELS)
+            return video_tokens(processor.video_processor, size, _VIDEO_PIXELS)
         chunks, rest = divmod(size // processor.feature_extractor.hop_length, _CHUNK_FRAMES)
         for _ in range(3):
             rest = -(-rest // 2)

@@ -59,23 +59,11 @@ class Qwen2VL(Family):
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
             return image_tokens(processor.image_processor, size)
-        return self.video_tokens(processor.video_processor, size)
+        return video_tokens(processor.video_processor, size)
 
     def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out: a token is a square of ``merge_size`` patches a side."""
         return patches_of(processor, kind, self.media_tokens(processor, kind, size))
-
-    def video_tokens(self, video_processor: Any, info: VideoInfo) -> int:
-        """Each frame has the budget of ``size``, whatever their number."""
-        factor = video_processor.patch_size * video_processor.merge_size
-        low, high = pixel_budget(video_processor)
-        if getattr(video_processor, "cap_pixels_per_frame", None):
-            all_frames = int(video_processor.max_video_tokens * factor * factor * 0.9)
-            share = all_frames * video_processor.temporal_patch_size // info.total_frames
-            high = max(min(high, share), int(low * 1.05))
-        height, width = resize_image(info.height, info.width, factor, low, high)
-        pairs = math.ceil(info.total_frames / video_processor.temporal_patch_size)
-        return int(pairs * height * width // factor**2)
 
 
 class Qwen3VL(Qwen2VL):
@@ -98,15 +86,6 @@ class Qwen3VL(Qwen2VL):
             written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
         return written
 
-    def video_tokens(self, video_processor: Any, info: VideoInfo) -> int:
-        """All frames together have the budget of ``size``."""
-        low, high = pixel_budget(video_processor)
-        if getattr(video_processor, "cap_pixels_per_frame", None):
-            factor = video_processor.patch_size * video_processor.merge_size
-            per_frame = min(video_processor.max_video_tokens * factor**2, high // info.total_frames)
-            high = max(per_frame, int(low * 1.05)) * info.total_frames
-        return film_tokens(video_processor, info, low, high)
-
 
 def image_tokens(image_processor: Any, size: tuple[int, int]) -> int:
     """Content tokens of an image for all processors that resize as Qwen2-VL's does."""
@@ -115,12 +94,31 @@ def image_tokens(image_processor: Any, size: tuple[int, int]) -> int:
     return int(height * width // factor**2)
 
 
-def film_tokens(video_processor: Any, info: VideoInfo, low: int, high: int) -> int:
-    """Content tokens of a video whose frames share a budget from ``low`` to ``high`` pixels."""
-    factor = video_processor.patch_size * video_processor.merge_size
-    temporal = video_processor.temporal_patch_size
-    height, width = resize_video(info.total_frames, info.height, info.width, temporal, factor, low, high)
-    return int(math.ceil(info.total_frames / temporal) * height * width // factor**2)
+def video_tokens(video_processor: Any, info: VideoInfo, budget: tuple[int, int] | None = None) -> int:
+    """Content tokens of a video, by the class of the video processor.
+
+    ``Qwen3VLVideoProcessor`` gives all frames together one budget of pixels; ``Qwen2VLVideoProcessor``, which
+    AutoProcessor also builds for Qwen3-Omni, gives it to each frame.
+
+    Args:
+        video_processor: of the family's processor.
+        info: the frames that are fed.
+        budget: least and most pixels; None for the video processor's own.
+    """
+    low, high = budget or pixel_budget(video_processor)
+    factor, patch = video_processor.patch_size * video_processor.merge_size, video_processor.temporal_patch_size
+    frames, capped = info.total_frames, getattr(video_processor, "cap_pixels_per_frame", None)
+    if any(base.__name__ == "Qwen3VLVideoProcessor" for base in type(video_processor).__mro__):
+        if capped:
+            per_frame = min(video_processor.max_video_tokens * factor**2, high // frames)
+            high = max(per_frame, int(low * 1.05)) * frames
+        height, width = resize_video(frames, info.height, info.width, patch, factor, low, high)
+    else:
+        if capped:
+            share = int(video_processor.max_video_tokens * factor * factor * 0.9) * patch // frames
+            high = max(min(high, share), int(low * 1.05))
+        height, width = resize_image(info.height, info.width, factor, low, high)
+    return int(math.ceil(frames / patch) * height * width // factor**2)
 
 
 def patches_of(processor: Any, kind: MediaKind, tokens: int) -> int:

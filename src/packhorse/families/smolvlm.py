@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from packhorse.chat import chat_template, tokenizer_of
 from packhorse.families.base import Family, LoadedMedia, Pieces, Sizes
 from packhorse.families.media import frame_times
-from packhorse.media import VideoInfo, VideoSampling
+from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 _LONGEST_SIDE = 4096
@@ -90,11 +90,6 @@ class SmolVLM(Family):
                 add_generation_prompt=False,
             )
         )
-
-    def video_sampling(self, processor: Any) -> VideoSampling:
-        """Its ``num_frames`` is a limit, not a number."""
-        owner = processor.video_processor
-        return VideoSampling(fps=owner.fps, max_frames=owner.num_frames)
 
     def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output; the frames of several videos one after the other, as one sample's tiles."""

@@ -2,12 +2,14 @@
 
 Under FSDP or ZeRO every rank has to run the vision tower whenever one rank does, and every rank has to step
 as often as the others. Where a rank has no image in a step in which another has one, or no sample at all, it
-gets this: a blank picture (or video, or sound) of which no token is learned. It is a document of its own, so
-no other token sees it, and its gradient is exactly zero.
+gets this: a blank image (or video, or audio clip) of which no token is learned. It is a document of its own,
+so no other token sees it, and its gradient is exactly zero. Every pack keeps that many tokens free, so it is
+the media item with the fewest tokens that the processor accepts.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -17,27 +19,66 @@ from PIL import Image
 from packhorse.chat import IGNORE_INDEX
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
+from packhorse.families import Family
+from packhorse.families.counting import REFUSALS
+from packhorse.families.media import MediaSize
 from packhorse.ledger import Ledger
-from packhorse.types import MEDIA_KINDS
+from packhorse.media import VideoInfo
+from packhorse.types import MEDIA_KINDS, MediaKind
 
-_SIDE = 56  # the smallest picture that the families' processors do not enlarge, or refuse
-_FRAMES = 2
-_SECONDS = 1
+_SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
+_SIDES = (7, 14, 20, 28, 32, 40, 48, 56, 64, 80, 100, 112, 128, 160, 200, 224, 256, 320, 400, 512)
+_MOST_PIXELS = 100_000
+_FRAMES = (1, 2)
+_TENTHS = tuple(range(1, 11))  # of a second: shorter clips vanish in the convolutions of an audio encoder
 
 
-def kinds_in(bits: int) -> tuple[str, ...]:
+def kinds_in(bits: int) -> tuple[MediaKind, ...]:
     """The names of media for their bits."""
     return tuple(kind for bit, kind in enumerate(MEDIA_KINDS) if bits >> bit & 1)
 
 
-def blank_example(kind: str | None, sampling_rate: int) -> dict[str, Any]:
-    """A conversation with one blank medium, or with none."""
-    made: dict[str, Any] = {
-        "image": Image.new("RGB", (_SIDE, _SIDE), "white"),
-        "video": [Image.new("RGB", (_SIDE, _SIDE), "white")] * _FRAMES,
-        "audio": (np.zeros(_SECONDS * sampling_rate, np.float32), sampling_rate),
+def smallest_media(family: Family, processor: Any, kind: MediaKind) -> MediaSize:
+    """The size of the media item of a kind that has the fewest tokens.
+
+    Found by the family's own count over small sizes. A family that has to run the processor to count gets
+    a fixed size.
+
+    Raises:
+        ConfigError: the processor accepts none of them.
+    """
+    rate = family.sampling_rate
+    shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MOST_PIXELS] if family.exact else []
+    shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
+    shapes = shapes or [(_SIDE, _SIDE)]
+    sizes: dict[MediaKind, list[MediaSize]] = {
+        "image": list(shapes),
+        "video": [VideoInfo(n, h, w, None, None, tuple(range(n))) for h, w in shapes for n in _FRAMES],
+        "audio": [rate * tenths // 10 for tenths in _TENTHS],
     }
-    media = [] if kind is None else [{"type": kind, kind: made[kind]}]
+    if not family.exact:
+        return sizes[kind][-1]
+    counted: list[tuple[int, int]] = []
+    for place, size in enumerate(sizes[kind]):
+        with suppress(*REFUSALS):
+            tokens = family.media_tokens(processor, kind, size)
+            if tokens:
+                counted.append((tokens, place))
+    if not counted:
+        raise ConfigError(f"{family.name} accepts no small {kind}: set placeholder='never'")
+    return sizes[kind][min(counted)[1]]
+
+
+def blank_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
+    """A conversation with one blank media item of a size, or with none."""
+    blank: Any = None
+    if kind == "image" and isinstance(size, tuple):
+        blank = Image.new("RGB", (size[1], size[0]), "white")
+    elif isinstance(size, VideoInfo):
+        blank = [Image.new("RGB", (size.width, size.height), "white")] * size.total_frames
+    elif isinstance(size, int):
+        blank = (np.zeros(size, np.float32), sampling_rate)
+    media = [] if kind is None else [{"type": kind, kind: blank}]
     full_stop = {"type": "text", "text": "."}
     turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
     return {"conversation": [{"role": role, "content": content} for role, content in turns]}
@@ -54,10 +95,13 @@ class Blanks:
         # A copy that cuts nothing off and whose remarks go nowhere: a blank is no row of the data.
         self.dataset = copy(dataset)
         self.dataset.ledger, self.dataset.truncate, self.dataset.max_length = Ledger(), False, None
-        self._made: dict[str | None, dict[str, Any]] = {}
+        self._made: dict[MediaKind | None, dict[str, Any]] = {}
+        self._smallest: dict[MediaKind, tuple[MediaKind, MediaSize]] = {}
 
     def samples(self, kinds: int) -> list[dict[str, Any]]:
-        """Encoded samples, before the shift, of which nothing is learned: one for each kind of medium.
+        """Encoded samples, before the shift, of which nothing is learned: one for each kind of media.
+
+        Kinds that fill the same tensors (images and frames of SmolVLM and InternVL) share one.
 
         Args:
             kinds: one bit for each kind; 0 gives a sample without a medium.
@@ -65,20 +109,34 @@ class Blanks:
         Raises:
             ConfigError: the processor cannot encode such a thing.
         """
-        wanted: tuple[str | None, ...] = kinds_in(kinds) or (None,)
-        for kind in wanted:
-            if kind not in self._made:
-                self._made[kind] = self._encoded(kind)
-        return [dict(self._made[kind]) for kind in wanted]
+        chosen = dict(self._smallest_like(kind) for kind in kinds_in(kinds))
+        if not chosen:
+            return [dict(self._encoded(None, None))]
+        return [dict(self._encoded(kind, size)) for kind, size in chosen.items()]
 
     def lengths(self, kinds: int) -> list[int]:
         """How many tokens each of them takes up, after the shift."""
         return [len(sample["input_ids"]) - 1 for sample in self.samples(kinds)]
 
-    def _encoded(self, kind: str | None) -> dict[str, Any]:
+    def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
+        """The smallest media item that fills the tensors of a kind, and its own kind."""
+        if kind not in self._smallest:
+            family, processor = self.dataset.family, self.dataset.processor
+            keys = {other: _tensors(family, other) for other in family.kinds}
+            alike = [other for other in family.kinds if keys[other] == keys.get(kind)] or [kind]
+            sizes = {other: smallest_media(family, processor, other) for other in alike}
+            best = alike[0]
+            if len(alike) > 1:
+                best = min(alike, key=lambda other: family.media_tokens(processor, other, sizes[other]))
+            self._smallest[kind] = best, sizes[best]
+        return self._smallest[kind]
+
+    def _encoded(self, kind: MediaKind | None, size: MediaSize | None) -> dict[str, Any]:
         import torch
 
-        example = blank_example(kind, self.dataset.family.sampling_rate)
+        if kind in self._made:
+            return self._made[kind]
+        example = blank_example(kind, size, self.dataset.family.sampling_rate)
         try:
             sample = self.dataset.encode(example, "blank")
         except BadSample as error:
@@ -86,7 +144,9 @@ class Blanks:
                 f"{self.dataset.family.name} cannot encode a blank {kind or 'text'} ({error.detail}): "
                 "placeholder='never' does without"
             ) from error
-        return self._without_words({**sample, "labels": torch.full_like(sample["labels"], IGNORE_INDEX)})
+        unlearned = {**sample, "labels": torch.full_like(sample["labels"], IGNORE_INDEX)}
+        self._made[kind] = self._without_words(unlearned)
+        return self._made[kind]
 
     def _without_words(self, sample: dict[str, Any]) -> dict[str, Any]:
         """The media's own tokens with one on each side: what is said around them costs room and does nothing.
@@ -101,3 +161,7 @@ class Blanks:
             name: value[..., kept] if self.dataset.is_per_token(name, value, len(ids)) else value
             for name, value in sample.items()
         }
+
+
+def _tensors(family: Family, kind: MediaKind) -> frozenset[str]:
+    return frozenset(key for key, layout in family.layout.items() if kind in layout.kinds)

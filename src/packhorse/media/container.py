@@ -36,6 +36,7 @@ class _Packet:
     pts: int | None
     dts: int | None
     keyframe: bool
+    duration: int
 
 
 class VideoFile:
@@ -53,6 +54,9 @@ class VideoFile:
         self.container: Any = None
         self._open()
         self.turns = turns.get(self.stream.id, 0)
+        # Decoding times in the index of an MP4, and whether its edit list cuts frames away.
+        self._index: list[int] = []
+        self._is_trimmed = False
         self.promised = self._frames_in_header()
         self._not_shown = 0
 
@@ -82,7 +86,8 @@ class VideoFile:
             if packet.is_corrupt:
                 continue  # the file ends inside it
             if packet.size and not packet.is_discard:
-                packets.append(_Packet(packet.pts, packet.dts, bool(packet.is_keyframe)))
+                key, duration = bool(packet.is_keyframe), packet.duration or 0
+                packets.append(_Packet(packet.pts, packet.dts, key, duration))
             elif not packet.size and not _is_end(packet):
                 # AVI stores "as before" as an empty frame and counts it.
                 self._not_shown += 1
@@ -124,9 +129,8 @@ class VideoFile:
         height, width = self.stream.codec_context.height, self.stream.codec_context.width
         if self.turns % 2:
             height, width = width, height
-        rate = self.stream.average_rate or self.stream.guessed_rate
-        fps = float(rate) if rate else None
-        return VideoInfo(total, height, width, fps, self._duration(total, fps))
+        fps, duration = self._rate(total)
+        return VideoInfo(total, height, width, fps, duration)
 
     def check_complete(self) -> None:
         """Raise ``broken_media`` where the file has fewer frames than its header promises, or none."""
@@ -232,8 +236,46 @@ class VideoFile:
     def _frames_in_header(self) -> int:
         # The header of an MP4 also counts frames that its edit list cuts away; its index knows which.
         if "mp4" in self.container.format.name.split(",") and self.stream.frames:
-            return sum(not entry.is_discard for entry in self.stream.index_entries)
+            entries = [(entry.timestamp, entry.is_discard) for entry in self.stream.index_entries]
+            self._index = [time for time, is_discarded in entries if not is_discarded]
+            self._is_trimmed = len(self._index) < len(entries)
+            return len(self._index)
         return int(self.stream.frames)
+
+    def _rate(self, total: int) -> tuple[float | None, float | None]:
+        """Frames per second and seconds, as torchcodec tells transformers' processors.
+
+        Seconds are those from the first frame's presentation to the end of the last one, frames per second are
+        frames by seconds; what a header says otherwise does not count.
+        """
+        span = self._span_in_header() or self._span_of_packets()
+        if span is None:
+            rate = self.stream.average_rate or self.stream.guessed_rate
+            fps = float(rate) if rate else None
+            return fps, self._duration(total, fps)
+        begin, end = (float(ticks * self.stream.time_base) for ticks in span)
+        return total / (end - begin), end - begin
+
+    def _span_in_header(self) -> tuple[int, int] | None:
+        """Presentation time of the first frame and of the end of the last, in ticks; None if not certain."""
+        ticks = self.stream.duration
+        if not self.promised or not ticks or self._is_trimmed:
+            return None
+        if self.stream.codec_context.has_b_frames and self._index:
+            # Where frames are reordered and of unequal length, the last one stored is not the last one shown.
+            steps = np.diff(self._index)
+            if len(np.unique(steps)) > 1 or steps[:1].sum() * len(self._index) not in (0, ticks):
+                return None
+        start = self.stream.start_time or 0
+        return start, start + ticks
+
+    def _span_of_packets(self) -> tuple[int, int] | None:
+        """The same, read from every packet. Costs one read of the file."""
+        if not self.timed or not self.packets:
+            return None
+        begin = _pts(self.packets[0])
+        end = max(_pts(packet) + packet.duration for packet in self.packets)
+        return (begin, end) if end > begin else None
 
     def _duration(self, total: int, fps: float | None) -> float | None:
         if self.stream.duration is not None:

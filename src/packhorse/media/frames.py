@@ -47,7 +47,7 @@ def frames_info(
 ) -> VideoInfo:
     """What can be told without decoding: the number of frames and the size of the first."""
     height, width = image_size(frames[0], max_pixels=max_pixels)
-    return VideoInfo(len(frames), height, width, fps, len(frames) / fps if fps else None)
+    return VideoInfo(len(frames), height, width, fps, len(frames) / fps if fps else None, is_file=False)
 
 
 def read_frames(

@@ -167,7 +167,8 @@ class Encoder:
         if not kinds:
             return []
         with self._lock:
-            made = zip(kinds_in(kinds), self._blanks.samples(kinds), strict=True)
+            # Kinds that fill the same tensors share one.
+            made = zip(kinds_in(kinds), self._blanks.samples(kinds), strict=False)
             return [(kind, self._blank(sample)) for kind, sample in made]
 
     def _blank(self, sample: dict[str, Any]) -> Shown:

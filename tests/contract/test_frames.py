@@ -1,0 +1,141 @@
+"""The frames of a video file are those that the released processor takes from the same file.
+
+The reference is the video processor's own call: on the file, which transformers decodes with torchcodec, and
+its ``sample_frames`` on the file's header.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.video_utils import VideoMetadata
+
+from contract.exact import own_call, rendered, samples_frames, tokenised, with_video_settings
+from contract.media_files import write_film
+from contract.processors import FAMILIES, build, processor
+from packhorse.errors import ConfigError
+from packhorse.families import family_of
+from packhorse.media import VideoInfo, VideoSampling, load_media, sample_frame_indices
+from packhorse.types import Conversation, MediaRef, Message, TextPart
+
+SEEING = tuple(name for name in FAMILIES if "video" in FAMILIES[name].modalities)
+LIMITS = ("smolvlm",)  # its num_frames is a limit on what fps gives; all others use one of the two
+SETTINGS = ({}, {"fps": 2}, {"fps": 0.7}, {"num_frames": 6}, {"num_frames": 5})
+
+
+@pytest.fixture(scope="session")
+def films(tmp_path_factory):
+    """Video files, short and long, slow and fast, in two containers."""
+    folder = tmp_path_factory.mktemp("films")
+    shapes = [(40, 10), (75, 25), (47, Fraction(30000, 1001)), (95, Fraction(24000, 1001)), (52, 12)]
+    paths = []
+    for frames, fps in shapes:
+        for suffix in (".mp4", ".mkv"):
+            paths.append(folder / f"{frames}-{float(fps):.2f}{suffix}")
+            write_film(paths[-1], frames=frames, fps=fps, width=48, height=32)
+    return paths
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("wishes", SETTINGS, ids=str)
+def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, wishes, films):
+    configured, default = with_video_settings(name, wishes), processor(name)
+    family = family_of(configured)
+    text = rendered(family, configured, "video")
+    for path in films:
+        expected, ids = own_call(family, configured, path)
+        # On the processor, and in the row.
+        for made, options in ((configured, {}), (default, wishes)):
+            ref = MediaRef("video", str(path), options)
+            size = family.size_of(ref, made)
+            assert list(size.indices) == expected, (path.name, options)
+            loaded = load_media(ref, sampling=family.video_sampling(made))
+            assert list(loaded.metadata.frames_indices) == expected
+            assert tokenised(family, made, text, family.expanded(made, text, [("video", size)])) == ids
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_encoded_ids_of_a_file_are_those_of_the_processors_own_call(name, films):
+    made = processor(name)
+    family = family_of(made)
+    for path in films[:3]:
+        question = (MediaRef("video", str(path)), TextPart("\n5: the"))
+        conversation = Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
+        assert family.encode(conversation, made).tokens["input_ids"].tolist() == own_call(family, made, path)[1]
+
+
+def sampled_by_processor(owner, info):
+    """``sample_frames`` with the arguments of the processor's own call; None where that raises."""
+    metadata = VideoMetadata(info.total_frames, info.fps, info.width, info.height, info.duration)
+    skipped = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
+    names = [name for name in owner.valid_kwargs.__annotations__ if name not in skipped]
+    try:
+        taken = owner.sample_frames(metadata, **{name: getattr(owner, name, None) for name in names})
+    except (ValueError, ZeroDivisionError):
+        return None
+    return np.asarray(taken).tolist()
+
+
+RATES = st.sampled_from((1.0, 7.3, 10.0, 12.5, 24000 / 1001, 24.0, 25.0, 30000 / 1001, 30.0, 50.0, 60.0, 120.0))
+
+
+@pytest.mark.parametrize("name", SEEING)
+@settings(max_examples=120, deadline=None)
+@given(
+    total=st.integers(1, 4000),
+    rate=RATES,
+    fps=st.none() | st.sampled_from((0.1, 0.5, 1, 2, 2.5, 4, 24, 30)) | st.floats(0.05, 70),
+    num_frames=st.none() | st.integers(1, 900),
+)
+def test_the_frames_of_any_video_are_those_of_sample_frames(name, total, rate, fps, num_frames):
+    wishes = {"fps": fps, "num_frames": num_frames}
+    if name not in LIMITS and fps is not None:
+        wishes["num_frames"] = num_frames = None
+    wishes = {key: value for key, value in wishes.items() if value is not None}
+    info = VideoInfo(total, 48, 64, rate, total / rate)
+    configured = with_video_settings(name, wishes)
+    owner = configured.video_processor
+    expected = sampled_by_processor(owner, info) if samples_frames(owner) else list(range(total))
+    by_row = VideoSampling.from_processor(processor(name)).override(**wishes)
+    for sampling in (VideoSampling.from_processor(configured), by_row):
+        taken = sample_frame_indices(info, sampling).tolist()
+        if expected is None:
+            # The processor raises: the video is too short for it, so all its frames, or one, are taken.
+            assert set(taken) <= set(range(total)) and taken == sorted(taken)
+            continue
+        if name == "qwen3_vl" and len(expected) == 1:
+            expected *= 2  # its processor rejects a single frame
+        assert taken == expected
+
+
+def test_qwen2_vl_takes_all_frames_of_a_long_video_unless_a_rate_is_set():
+    info = VideoInfo(2_000, 48, 64, 30.0, 2_000 / 30)
+    sampling = VideoSampling.from_processor(processor("qwen2_vl"))
+    assert len(sample_frame_indices(info, sampling)) == 2_000  # max_frames is a limit on what fps gives
+    assert len(sample_frame_indices(info, sampling.override(fps=30))) == 768
+    assert len(sample_frame_indices(info, sampling.override(max_frames=9))) == 8  # whole temporal patches
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_row_may_limit_the_number_of_frames_for_every_family(name):
+    info = VideoInfo(300, 48, 64, 30.0, 10.0)
+    sampling = VideoSampling.from_processor(processor(name))
+    assert 1 <= len(sample_frame_indices(info, sampling.override(max_frames=4))) <= 4
+    assert len(sample_frame_indices(info, sampling.override(fps=0.5, min_frames=12))) in (8, 12)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_frames_given_as_a_list_are_all_taken(name):
+    frames = [np.zeros((20, 30, 3), np.uint8)] * 7
+    made = processor(name)
+    size = family_of(made).size_of(MediaRef("video", frames), made)
+    assert size.indices == tuple(range(7))
+
+
+def test_a_processor_that_is_to_sample_without_a_rate_is_a_configuration_error():
+    made = build("qwen2_vl")
+    made.video_processor.do_sample_frames = True
+    with pytest.raises(ConfigError, match="neither fps nor num_frames"):
+        sample_frame_indices(VideoInfo(60, 48, 64, 30.0, 2.0), VideoSampling.from_processor(made))
