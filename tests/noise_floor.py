@@ -1,9 +1,9 @@
 """How far two correct computations of the same numbers are apart on this machine.
 
-Float32 sums depend on their order, and the order depends on the CPU, the kernel and the shape of the batch. So
-no test has a tolerance of its own: it computes its numbers in several correct ways (documents in another order,
-in a padded batch, with another kernel), takes the largest difference between them as the noise floor, and
-allows :data:`FACTOR` times that. A control, computed with a deliberate mistake, has to be at least
+Sums of float32 depend on their order, and the order depends on the CPU, the kernel and the shape of the batch.
+So no test has a tolerance of its own: it computes its numbers in several correct ways (documents in another
+order, in a padded batch, with another kernel), takes the largest difference between them as the noise floor,
+and allows :data:`FACTOR` times that. A control, computed with a deliberate mistake, has to be at least
 :data:`CONTROL` times the allowed difference away, so that the mistake is caught on this machine.
 """
 
@@ -74,7 +74,7 @@ class ParityRecorder:
             difference: of the two computations under test.
             floor: of :func:`noise_floor`.
             control: the same difference for a computation with a deliberate mistake.
-            exact: False for bfloat16 and float16, where noise may hide a mistake: the control is only recorded.
+            exact: False for bfloat16 and float16, where noise may hide a mistake: the control is recorded.
         """
         allowed = FACTOR * floor
         self._record("parity", [what, difference, floor, allowed, control])

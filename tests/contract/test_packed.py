@@ -97,7 +97,7 @@ def with_leak(name: str, samples: PreTokenizedDatasetWrapper, bins: list[list[in
 
 
 def forward(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of a packed batch and the gradients of its mean loss, where the attention has a backward pass."""
+    """Logits of a packed batch and, where the attention has a backward pass, gradients of its mean loss."""
     learns = attention_of(model) != "flex_attention"  # it has none on a CPU
     with torch.set_grad_enabled(learns):
         logits = model(**model_inputs(batch)).logits
