@@ -1,9 +1,9 @@
 """How far two correct computations of the same numbers are apart on this machine.
 
-Sums of float32 depend on their order, and the order depends on the CPU, the kernel and the shape of the batch.
-So no test has a tolerance of its own: it computes its numbers in several correct ways (documents in another
-order, in a padded batch, with another kernel), takes the largest difference between them as the noise floor,
-and allows :data:`FACTOR` times that. A control, computed with a deliberate mistake, has to be at least
+Sums of float32 depend on their order, which depends on the CPU, the kernel and the shape of the batch. So no
+test has a tolerance of its own: it computes its numbers in several correct ways (documents in another order,
+in a padded batch, with another kernel), takes the largest difference between them as the noise floor, and
+allows :data:`FACTOR` times that. A control, computed with a deliberate mistake, has to be at least
 :data:`CONTROL` times the allowed difference away, so that the mistake is caught on this machine.
 """
 

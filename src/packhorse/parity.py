@@ -107,12 +107,13 @@ class ParityReport:
         """The verdict in words."""
         gradients = f"not compared ({self.why_no_gradients or 'not asked for'})"
         if self.gradients is not None:
-            allowed = _describe_allowed(self.gradient_tolerance, self.gradient_floor)
-            gradients = f"{self.gradients:.1e} apart ({allowed})"
+            limit = _describe_allowed(self.gradient_tolerance, self.gradient_floor)
+            gradients = f"{self.gradients:.1e} apart ({limit})"
         verdict = "packed equals unpacked" if self.ok else "PACKED DOES NOT EQUAL UNPACKED"
+        allowed = _describe_allowed(self.tolerance, self.floor)
         lines = [
             f"{self.attention}: {verdict}. {len(self.documents)} documents, a token's loss differs by at "
-            f"most {self.largest:.1e} ({_describe_allowed(self.tolerance, self.floor)}), gradients {gradients}"
+            f"most {self.largest:.1e} ({allowed}), gradients {gradients}"
         ]
         return "\n".join([*lines, *(f"likely cause: {cause}" for cause in self.causes)])
 

@@ -102,9 +102,7 @@ def forward(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, 
     with torch.set_grad_enabled(learns):
         logits = model(**model_inputs(batch)).logits
     if learns:
-        F.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX
-        ).backward()
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX).backward()
     return logits.detach(), gradients_of(model)
 
 
@@ -193,9 +191,7 @@ def test_alignment_changes_no_logit(name: str, unpacked: Any, parity: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava_onevision", "smolvlm"])
-def test_compiled_flex_attention_is_what_separate_forwards_are(
-    name: str, unpacked: Any, parity: Any
-) -> None:
+def test_compiled_flex_attention_is_what_separate_forwards_are(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name)
     batch = packed_batch(name, given, "flex_attention")
     with torch.no_grad():
