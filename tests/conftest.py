@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("PACKHORSE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def parity(record_property: Any) -> Any:
+    """Compares numbers with the noise floor of this machine; a table after the tests shows all of them."""
+    from noise_floor import ParityRecorder
+
+    return ParityRecorder(record_property)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the ``parity`` fixture recorded; test processes of xdist send it with their reports."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    rows = sorted(
+        (f"{report.nodeid.partition('::')[2]}: {what}", *values)
+        for report in reports
+        for name, (what, *values) in report.user_properties
+        if name == "parity"
+    )
+    if not rows:
+        return
+    width = max(len(row[0]) for row in rows)
+    terminalreporter.section("parity")
+    columns = ("difference", "floor", "allowed", "control")
+    terminalreporter.write_line(f"{'test':<{width}}" + "".join(f"{column:>12}" for column in columns))
+    for test, *values in rows:
+        terminalreporter.write_line(f"{test:<{width}}" + "".join(f"{value:12.1e}" for value in values))
 
 
 def pytest_sessionfinish() -> None:

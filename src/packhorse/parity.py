@@ -32,9 +32,8 @@ from packhorse.positions import RopeIndex, rope_index
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
-# Largest difference of a token's loss, and of gradients relative to their size: rounding, with room.
-_TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.float16: (0.05, 0.05), torch.bfloat16: (0.3, 0.1)}
-_REFERENCE = "sdpa"
+_REFERENCE, _OTHER_KERNEL = "sdpa", "eager"
+_FACTOR = 4  # times the noise floor is allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,9 @@ class ParityReport:
         gradient_tolerance: for gradients.
         causes: the likely causes of a difference.
         why_no_gradients: why they were not compared; empty where they were.
+        floor: how far a token's loss is apart in two correct computations of the samples alone; None if both
+            tolerances were given.
+        gradient_floor: likewise for gradients.
     """
 
     attention: str
@@ -83,6 +85,8 @@ class ParityReport:
     gradient_tolerance: float
     causes: tuple[str, ...] = ()
     why_no_gradients: str = ""
+    floor: float | None = None
+    gradient_floor: float | None = None
 
     @property
     def largest(self) -> float:
@@ -104,13 +108,20 @@ class ParityReport:
         """The verdict in words."""
         gradients = f"not compared ({self.why_no_gradients or 'not asked for'})"
         if self.gradients is not None:
-            gradients = f"{self.gradients:.1e} apart (allowed {self.gradient_tolerance:.0e})"
+            limit = _describe_allowed(self.gradient_tolerance, self.gradient_floor)
+            gradients = f"{self.gradients:.1e} apart ({limit})"
         verdict = "packed equals unpacked" if self.ok else "PACKED DOES NOT EQUAL UNPACKED"
+        allowed = _describe_allowed(self.tolerance, self.floor)
         lines = [
             f"{self.attention}: {verdict}. {len(self.documents)} documents, a token's loss differs by at "
-            f"most {self.largest:.1e} (allowed {self.tolerance:.0e}), gradients {gradients}"
+            f"most {self.largest:.1e} ({allowed}), gradients {gradients}"
         ]
         return "\n".join([*lines, *(f"likely cause: {cause}" for cause in self.causes)])
+
+
+def _describe_allowed(tolerance: float, floor: float | None) -> str:
+    measured = "" if floor is None else f", noise floor {floor:.1e}"
+    return f"allowed {tolerance:.1e}{measured}"
 
 
 def check_parity(
@@ -140,7 +151,9 @@ def check_parity(
             model's own, if it has one.
         collate: makes the packed batch of packs; Packhorse's own without it.
         gradients: compare them too (not for flex attention on a CPU, which has no backward pass).
-        tolerance: allowed difference of a token's loss; by the model's type without it.
+        tolerance: allowed difference of a token's loss. None allows four times the noise floor: how far the
+            same samples alone are apart with another kernel (eager) and with padding, on this machine; but at
+            most half the digits of the model's type.
         gradient_tolerance: allowed relative difference of gradients, likewise.
         keys: names the samples in the report; their numbers without it.
         unchecked: compare also with a model that :func:`packhorse.models.packing_problems` has objections to.
@@ -166,10 +179,14 @@ def check_parity(
     bins = [list(range(len(encoded)))[row::rows] for row in range(rows)]
     found = rope_index(model) if get_rope_index == "model" else get_rope_index
     batch = (collate or _collater(model, pad, attn_implementation))(_packs(encoded, bins, pad, found))
-    allowed = _TOLERANCES.get(model.dtype, _TOLERANCES[torch.float32])
     with _training_as_before(model):
         use_attention(model, _REFERENCE)
         alone, expected = _unpacked(model, processor, encoded, gradients)
+        noise = None
+        if tolerance is None or gradient_tolerance is None:
+            noise = _measure_noise(model, processor, encoded, alone, expected)
+            tolerance = noise.allowed if tolerance is None else tolerance
+            gradient_tolerance = noise.gradient_allowed if gradient_tolerance is None else gradient_tolerance
         use_attention(model, attn_implementation)
         packed = Packed(model, to_device(batch, model.device), bins, names)
         documents, apart = _compared(packed, alone, expected)
@@ -177,9 +194,11 @@ def check_parity(
             attn_implementation,
             documents,
             apart if gradients else None,
-            allowed[0] if tolerance is None else tolerance,
-            allowed[1] if gradient_tolerance is None else gradient_tolerance,
+            tolerance,
+            gradient_tolerance,
             why_no_gradients=why,
+            floor=None if noise is None else noise.floor,
+            gradient_floor=None if noise is None else noise.gradient_floor,
         )
         if report.ok:
             return report
@@ -197,10 +216,11 @@ class _Alone:
     labels: torch.Tensor
 
 
-def _encoded(samples: Sequence[Mapping[str, Any]], processor: Any) -> Any:
-    if all("input_ids" in sample for sample in samples):
-        return EncodedSamples(samples, processor)
-    return PreTokenizedDatasetWrapper(samples, processor, on_bad="raise", ledger=Ledger())
+def _encoded(samples: Sequence[Mapping[str, Any]], processor: Any) -> EncodedSamples:
+    if not all("input_ids" in sample for sample in samples):
+        encoded = PreTokenizedDatasetWrapper(samples, processor, on_bad="raise", ledger=Ledger())
+        samples = [encoded[index] for index in range(len(samples))]  # once: they are run several times
+    return EncodedSamples(samples, processor)
 
 
 class EncodedSamples:
@@ -266,13 +286,51 @@ def _training_as_before(model: Any) -> Iterator[None]:
             parameter.grad = gradient
 
 
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """How far correct computations are apart, and what is allowed because of it."""
+
+    floor: float
+    gradient_floor: float
+    allowed: float
+    gradient_allowed: float
+
+
+def _measure_noise(
+    model: Any, processor: Any, encoded: Any, alone: Sequence[_Alone], expected: Mapping[str, torch.Tensor]
+) -> _Noise:
+    """Compute the samples alone in two other correct ways: with another kernel, and padded to one length.
+
+    Computations that agree to the bit still differ by rounding on other samples, so the floor is at least one
+    unit of rounding. More than half the digits is not rounding: a model that shows it is not to be excused.
+    """
+    unit = torch.finfo(model.dtype).eps
+    scale = max(float(one.losses.abs().max()) for one in alone)
+    floor, gradient_floor = unit * scale, unit
+    longest = max(len(sample["input_ids"]) for sample in encoded)
+    for attention, length in ((_OTHER_KERNEL, None), (_REFERENCE, longest)):
+        use_attention(model, attention)
+        others, found = _unpacked(model, processor, encoded, bool(expected), length)
+        for one, other in zip(alone, others, strict=True):
+            same = other.losses[: len(one.losses)]  # padding keeps a last token, which has no label
+            floor = max(floor, float((same - one.losses).abs().max()))
+        gradient_floor = max(gradient_floor, _relative_difference(found, expected))
+    most = unit**0.5
+    return _Noise(
+        floor,
+        gradient_floor,
+        min(_FACTOR * floor, most * max(1.0, scale)),
+        min(_FACTOR * gradient_floor, most),
+    )
+
+
 def _unpacked(
-    model: Any, processor: Any, encoded: Any, gradients: bool
+    model: Any, processor: Any, encoded: Any, gradients: bool, length: int | None = None
 ) -> tuple[list[_Alone], dict[str, torch.Tensor]]:
-    """Every sample alone, and the gradients of the mean loss over all of them."""
+    """Every sample alone, padded to ``length``, and the gradients of the mean loss over all of them."""
     batches = []
     for index in range(len(encoded)):
-        batch = cast_pixels(pad_collate_fn([encoded[index]], processor), model.dtype)
+        batch = cast_pixels(pad_collate_fn([encoded[index]], processor, length), model.dtype)
         batches.append(to_device(batch, model.device))
     learned = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     if not learned:
@@ -330,9 +388,14 @@ def _compared(
         largest = float((mine - other.losses).abs().max())
         key = packed.keys[sample]
         documents.append(DocumentParity(row, document, len(mine), learned, means[0], means[1], largest, key))
+    return tuple(documents), _relative_difference(found, expected)
+
+
+def _relative_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Norm of the difference of gradients over the norm of those expected; 0 where there are none."""
     size = sum(float(gradient.float().square().sum()) for gradient in expected.values()) ** 0.5
     apart = 0.0
     for name, gradient in expected.items():
         difference = gradient.float() - (found[name].float() if name in found else 0.0)
         apart += float(difference.square().sum())
-    return tuple(documents), apart**0.5 / size if size else 0.0
+    return apart**0.5 / size if size else 0.0

@@ -13,11 +13,13 @@ from contract.chat_templates import TRIMS_TEXT
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, picture, turns
 from contract.tiny_models import MODELS, tiny_model
+from noise_floor import largest_difference, noise_floor
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns import COLLATE_FNS, default_collate_fn, pad_collate_fn
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
+from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.media import inject_fake_image
 
@@ -177,7 +179,7 @@ FOR_MODELS = [
 
 
 @pytest.mark.parametrize(("name", "cases"), FOR_MODELS)
-def test_a_model_takes_the_batch_and_padding_does_not_change_what_it_says(name, cases, files):
+def test_a_model_takes_the_batch_and_padding_does_not_change_what_it_says(name, cases, files, parity):
     given, model = examples(name, cases, files), tiny_model(name).eval()
     samples = PreTokenizedDatasetWrapper(given, processor(name), on_bad="raise")
 
@@ -188,15 +190,28 @@ def test_a_model_takes_the_batch_and_padding_does_not_change_what_it_says(name, 
         return torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
 
     encoded = [samples[index] for index in range(len(given))]
-    together = losses(pad_collate_fn(encoded, processor(name))).sum(dim=1)
-    alone = torch.cat([losses(pad_collate_fn([sample], processor(name))).sum(dim=1) for sample in encoded])
-    assert (alone > 0).all()
+    batch = pad_collate_fn(encoded, processor(name))
+    before, alone = attention_of(model), {}
+    for attention in ("sdpa", "eager"):
+        use_attention(model, attention)
+        found = [losses(pad_collate_fn([sample], processor(name))).sum(dim=1) for sample in encoded]
+        alone[attention] = torch.cat(found).sort().values
+    use_attention(model, before)
     # For some models the sample with the fake image becomes the last row.
-    assert torch.allclose(together.sort().values, alone.sort().values, atol=1e-3)
+    together = losses(batch).sum(dim=1).sort().values
+    pixels = next(key for key in ("pixel_values_videos", "pixel_values") if key in batch)
+    without = losses({**batch, pixels: batch[pixels].ne(0).float()}).sum(dim=1).sort().values
+    assert (alone["sdpa"] > 0).all()
+    parity.check(
+        "loss",
+        largest_difference(together, alone["sdpa"]),
+        noise_floor(alone["sdpa"], alone["eager"]),
+        largest_difference(without, alone["sdpa"]),
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_loss_that_a_model_makes_of_a_padded_batch_is_the_mean_over_its_labels(name, files):
+def test_the_loss_that_a_model_makes_of_a_padded_batch_is_the_mean_over_its_labels(name, files, parity):
     """Counts of media are in the batch too, and do the model no harm."""
     given = examples(name, ("text", "one image"), files)
     samples = PreTokenizedDatasetWrapper(given, processor(name), on_bad="raise")
@@ -204,9 +219,16 @@ def test_the_loss_that_a_model_makes_of_a_padded_batch_is_the_mean_over_its_labe
     assert batch["shift_labels"] is batch["labels"]
     with torch.no_grad():
         out = tiny_model(name)(**batch)
-    by_hand = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten())
-    # The same operation on the same numbers.
-    assert torch.equal(out.loss, by_hand)
+    flat, labels = out.logits.flatten(0, 1), batch["labels"].flatten()
+    by_hand = torch.nn.functional.cross_entropy(flat, labels)
+    other_order = torch.nn.functional.cross_entropy(flat.flip(0), labels.flip(0))
+    twice = torch.nn.functional.cross_entropy(flat[:-1], labels[1:])
+    parity.check(
+        "loss",
+        largest_difference(out.loss, by_hand),
+        noise_floor(by_hand, other_order),
+        largest_difference(twice, by_hand),
+    )
 
 
 @pytest.mark.parametrize("name", BUNDLED)

@@ -12,6 +12,7 @@ import torch
 from contract.cases import conversation
 from contract.processors import processor
 from contract.tiny_models import tiny_model
+from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.collate_fns.packed import ATTENTION
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
@@ -68,14 +69,16 @@ def test_a_batch_for_another_attention_than_the_decoders_is_refused(
 
 def test_a_leaking_batch_is_the_one_that_is_refused(files: dict[str, Path]) -> None:
     model, packs = tiny_model("qwen2_vl"), [pack("qwen2_vl", files)]
-    batches = {name: neat_packed_vlm_collater(packs, attn_implementation=name) for name in ("sdpa", "varlen")}
+    names = ("sdpa", "eager", "varlen")
+    batches = {name: neat_packed_vlm_collater(packs, attn_implementation=name) for name in names}
     places = {name: batch["_packed_seq_ids"][0] == 2 for name, batch in batches.items()}
-    use_attention(model, "sdpa")
-    with torch.no_grad():
-        right, wrong = (
-            model(**model_inputs(batches[name])).logits[0][places[name]] for name in ("sdpa", "varlen")
-        )
-    assert float((right - wrong).abs().max()) > 1e-2
+    logits = {}
+    for name, attention in (("sdpa", "sdpa"), ("eager", "eager"), ("varlen", "sdpa")):
+        use_attention(model, attention)
+        with torch.no_grad():
+            logits[name] = model(**model_inputs(batches[name])).logits[0][places[name]]
+    floor = noise_floor(logits["sdpa"], logits["eager"])
+    assert largest_difference(logits["varlen"], logits["sdpa"]) > CONTROL * FACTOR * floor
     with pytest.raises(ConfigError, match=r"use_attention\(model, 'varlen'\)"):
         model_inputs(batches["varlen"], model)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ import torch.nn.functional as F
 
 from contract.cases import conversation
 from contract.processors import FAMILIES, processor
+from contract.separate import Separate, gradients_of, separate_forwards
 from contract.tiny_models import MODELS, tiny_model
+from noise_floor import largest_difference, relative_difference
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import (
     model_inputs,
     neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
-    pad_collate_fn,
 )
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
@@ -49,18 +50,13 @@ PAIRS = [
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A family's samples and what its model says about each alone."""
+    """A family's samples, what its model says about each alone, and how far a leaking mask is from that."""
 
     samples: PreTokenizedDatasetWrapper
     bins: list[list[int]]
-    logits: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor]
-
-
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return found
+    separate: Separate
+    leak: float
+    gradient_leak: float
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +77,33 @@ def unpacked(files: dict[str, Path]) -> Callable[..., Unpacked]:
         samples = PreTokenizedDatasetWrapper(
             rows, processor(name), inject_fake_images=fakes, on_bad="raise", ledger=Ledger()
         )
-        model = tiny_model(name)
-        batches = [pad_collate_fn([samples[index]], processor(name)) for index in range(len(rows))]
-        learned = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
-        logits = []
-        for batch in batches:
-            out = model(**model_inputs(batch)).logits[0]
-            loss = F.cross_entropy(out, batch["labels"][0], ignore_index=IGNORE_INDEX, reduction="sum")
-            (loss / learned).backward()
-            logits.append(out.detach()[batch["attention_mask"][0].bool()])
-        return Unpacked(samples, bins, logits, gradients_of(model))
+        return with_leak(name, samples, bins)
 
     return made
+
+
+def with_leak(name: str, samples: PreTokenizedDatasetWrapper, bins: list[list[int]]) -> Unpacked:
+    """Samples alone, and packed with a mask that lets each document see those before it."""
+    model = tiny_model(name)
+    given = Unpacked(samples, bins, separate_forwards(model, processor(name), samples), 0.0, 0.0)
+    before = attention_of(model)
+    batch = packed_batch(name, given, "sdpa")
+    length = batch["input_ids"].shape[1]
+    batch["attention_mask"] = torch.ones(len(bins), 1, length, length, dtype=torch.bool).tril()
+    logits, gradients = forward(model, batch)
+    use_attention(model, before)
+    leak = largest_difference(of_documents(given, logits, batch), given.separate.logits)
+    return replace(given, leak=leak, gradient_leak=relative_difference(gradients, given.separate.gradients))
+
+
+def forward(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of a packed batch and, where the attention has a backward pass, gradients of its mean loss."""
+    learns = attention_of(model) != "flex_attention"  # it has none on a CPU
+    with torch.set_grad_enabled(learns):
+        logits = model(**model_inputs(batch)).logits
+    if learns:
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX).backward()
+    return logits.detach(), gradients_of(model)
 
 
 def _taken(name: str) -> tuple[str, ...]:
@@ -113,18 +124,25 @@ def packed_batch(name: str, given: Unpacked, backend: str, **options: Any) -> di
         given.samples, given.bins, 8192, 0, rope_index(model), on_bad="raise", **options
     )
     use_attention(model, backend)
-    return neat_packed_vlm_collater([packs[0], packs[1]], attn_implementation=backend, config=model.config)
+    rows = [packs[row] for row in range(len(given.bins))]
+    return neat_packed_vlm_collater(rows, attn_implementation=backend, config=model.config)
 
 
-def largest_difference(given: Unpacked, logits: torch.Tensor, numbers: torch.Tensor) -> float:
-    worst = 0.0
-    for row, samples in enumerate(given.bins):
-        for document, sample in enumerate(samples, 1):
-            found = logits[row][numbers[row] == document]
-            assert found.shape == given.logits[sample].shape
-            assert bool(found.isfinite().all())
-            worst = max(worst, float((found - given.logits[sample]).abs().max()))
-    return worst
+def of_documents(given: Unpacked, logits: torch.Tensor, batch: dict[str, Any]) -> list[torch.Tensor]:
+    """The logits of each sample's visible tokens in a packed batch."""
+    found = {
+        sample: logits[row][batch["_packed_seq_ids"][row] == document]
+        for row, samples in enumerate(given.bins)
+        for document, sample in enumerate(samples, 1)
+    }
+    return [found[sample] for sample in range(len(found))]
+
+
+def check_logits(parity: Any, given: Unpacked, logits: torch.Tensor, batch: dict[str, Any]) -> None:
+    found = of_documents(given, logits, batch)
+    assert all(bool(one.isfinite().all()) for one in found)
+    difference = largest_difference(found, given.separate.logits)
+    parity.check("logits", difference, given.separate.floor, given.leak)
 
 
 @pytest.fixture
@@ -146,48 +164,39 @@ def _uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_uncompiled_flex")
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
-def test_a_packed_batch_is_what_separate_forwards_are(name: str, backend: str, unpacked: Any) -> None:
+def test_a_packed_batch_is_what_separate_forwards_are(
+    name: str, backend: str, unpacked: Any, parity: Any
+) -> None:
     # A fake image is refused where flex attention would have to look both ways.
-    given, model = (
-        unpacked(name, fakes=name not in BOTH_WAYS or backend != "flex_attention"),
-        tiny_model(name),
-    )
+    given = unpacked(name, fakes=name not in BOTH_WAYS or backend != "flex_attention")
     batch = packed_batch(name, given, backend)
-    numbers = batch["_packed_seq_ids"]
     assert len(given.bins[0]) >= 4
-    assert bool((numbers[1][-1:] == 0).all())
-    with torch.set_grad_enabled(backend != "flex_attention"):  # which has no backward pass on a CPU
-        logits = model(**model_inputs(batch)).logits
-    assert largest_difference(given, logits.detach(), numbers) <= 2e-5
-    if backend == "flex_attention":
-        return
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX)
-    loss.backward()
-    found = gradients_of(model)
-    assert found.keys() >= given.gradients.keys()
-    whole = torch.cat([g.flatten() for g in given.gradients.values()]).norm()
-    off = torch.cat([(found[name] - g).flatten() for name, g in given.gradients.items()]).norm()
-    assert float(off / whole) <= 1e-4
+    assert bool((batch["_packed_seq_ids"][1][-1:] == 0).all())
+    logits, gradients = forward(tiny_model(name), batch)
+    check_logits(parity, given, logits, batch)
+    if backend != "flex_attention":
+        difference = relative_difference(gradients, given.separate.gradients)
+        parity.check("gradients", difference, given.separate.gradient_floor, given.gradient_leak)
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n not in BOTH_WAYS])
-def test_alignment_changes_no_logit(name: str, unpacked: Any) -> None:
+def test_alignment_changes_no_logit(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name)
     batch = packed_batch(name, given, "varlen", sequence_alignment=16)
     assert batch["input_ids"].shape[1] % 16 == 0
     with torch.no_grad():
         logits = tiny_model(name)(**model_inputs(batch)).logits
-    assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
+    check_logits(parity, given, logits, batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava_onevision", "smolvlm"])
-def test_compiled_flex_attention_is_what_separate_forwards_are(name: str, unpacked: Any) -> None:
+def test_compiled_flex_attention_is_what_separate_forwards_are(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name)
     batch = packed_batch(name, given, "flex_attention")
     with torch.no_grad():
         logits = tiny_model(name)(**model_inputs(batch)).logits
-    assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
+    check_logits(parity, given, logits, batch)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -218,18 +227,18 @@ def test_gemma_refuses_flex_attention_for_packs_with_a_fake_image(name: str, unp
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
-def test_gemma_without_fake_images_needs_no_mask(name: str, unpacked: Any) -> None:
+def test_gemma_without_fake_images_needs_no_mask(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name, fakes=False)
     batch = packed_batch(name, given, "sdpa")
     assert "attention_mask" not in batch
     with torch.no_grad():
         logits = tiny_model(name)(**model_inputs(batch)).logits
-    assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
+    check_logits(parity, given, logits, batch)
 
 
 @pytest.mark.parametrize("looks", ["vision", None])
 def test_gemma_4_with_sound_and_a_fake_image_is_what_separate_forwards_are(
-    looks: str | None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    looks: str | None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, parity: Any
 ) -> None:
     """Sound looks back only, and in the smaller Gemma 4 models so do images."""
     name, model = "gemma4", tiny_model("gemma4")
@@ -237,19 +246,12 @@ def test_gemma_4_with_sound_and_a_fake_image_is_what_separate_forwards_are(
     cases = ("audio", "text", "audio and image", "one image")
     rows = [{"conversation": conversation(name, case, files)} for case in cases]
     samples = PreTokenizedDatasetWrapper(rows, processor(name), on_bad="raise", ledger=Ledger())
-    bins = [list(range(len(cases)))]
-    with torch.no_grad():
-        batches = [pad_collate_fn([sample], processor(name)) for sample in samples]
-        alone = [
-            model(**model_inputs(batch)).logits[0][batch["attention_mask"][0].bool()] for batch in batches
-        ]
-        given = Unpacked(samples, bins, alone, {})
-        for backend in ("sdpa", "eager"):
-            use_attention(model, backend)
-            pack = PackedDatasetWrapper(samples, bins, 8192, on_bad="raise")[0]
-            batch = neat_packed_vlm_collater([pack], attn_implementation=backend, config=model.config)
+    given = with_leak(name, samples, [list(range(len(cases)))])
+    for backend in ("sdpa", "eager"):
+        batch = packed_batch(name, given, backend)
+        with torch.no_grad():
             logits = model(**model_inputs(batch)).logits
-            assert largest_difference(given, logits, batch["_packed_seq_ids"]) <= 2e-5
+        check_logits(parity, given, logits, batch)
 
 
 def test_a_fake_image_in_a_pack_changes_no_loss_of_its_text(unpacked: Any) -> None:

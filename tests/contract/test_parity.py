@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,37 @@ def check(examples: Any, name: str = "qwen2_vl", **options: Any) -> ParityReport
     return check_parity(tiny_model(name), processor(name), examples, **options)
 
 
+def leaking(packs: Any) -> dict[str, Any]:
+    """A packed batch whose mask lets each document see those before it."""
+    batch = neat_packed_vlm_collater(packs)
+    length = batch["input_ids"].shape[1]
+    batch["attention_mask"] = torch.ones(len(packs), 1, length, length, dtype=torch.bool).tril()
+    return batch
+
+
+@pytest.fixture(scope="module")
+def leak(examples: list[dict[str, Any]]) -> ParityReport:
+    """The control: far enough from the samples alone to be told from noise."""
+    return check(examples, collate=leaking)
+
+
+def compare(parity: Any, report: ParityReport, leak: ParityReport, *, exact: bool = True) -> None:
+    assert report.floor is not None
+    assert report.gradient_floor is not None
+    parity.check("loss", report.largest, report.floor, leak.largest, exact=exact)
+    if report.gradients is not None:
+        assert leak.gradients is not None
+        parity.check("gradients", report.gradients, report.gradient_floor, leak.gradients, exact=exact)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
-def test_a_right_batch_passes_and_the_model_comes_back_as_it_was(examples: Any, backend: str) -> None:
+def test_a_right_batch_passes_and_the_model_comes_back_as_it_was(
+    examples: Any, backend: str, leak: ParityReport, parity: Any
+) -> None:
     model = tiny_model("qwen2_vl")
     before = attention_of(model)
     report = check(examples, attn_implementation=backend)
+    compare(parity, report, leak)
     assert report.ok, report.describe()
     assert report.causes == ()
     assert [document.document for document in report.documents] == [1, 2, 1, 2]
@@ -45,6 +72,51 @@ def test_a_right_batch_passes_and_the_model_comes_back_as_it_was(examples: Any, 
     assert "packed equals unpacked" in report.describe()
     assert attention_of(model) == before
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_tolerance_is_four_times_the_measured_noise(examples: Any) -> None:
+    report = check(examples)
+    assert report.floor is not None
+    assert report.gradient_floor is not None
+    assert 0 < report.floor == report.tolerance / 4
+    assert 0 < report.gradient_floor == report.gradient_tolerance / 4
+    assert f"noise floor {report.floor:.1e}" in report.describe()
+
+
+def test_a_given_tolerance_is_taken_and_nothing_is_measured(examples: Any) -> None:
+    report = check(examples, tolerance=1e-12, gradient_tolerance=1.0)
+    assert not report.ok
+    assert (report.tolerance, report.gradient_tolerance) == (1e-12, 1.0)
+    assert report.floor is None
+    assert report.gradient_floor is None
+
+
+def test_noise_of_more_than_half_the_digits_is_no_excuse(examples: Any) -> None:
+    """A model whose answers depend on the kernel has a large floor; a leak is found all the same."""
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+
+    def noisy(module: Any, arguments: Any, output: Any) -> None:
+        if attention_of(module) == "eager":
+            output.logits = output.logits * 1.5
+
+    model.register_forward_hook(noisy)
+    report = check_parity(model, processor("qwen2_vl"), examples, collate=leaking)
+    assert report.floor is not None
+    assert report.floor > 0.1
+    assert report.tolerance < 0.01
+    assert not report.ok
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_bfloat16_is_compared_with_its_own_noise(examples: Any, backend: str, parity: Any) -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl")).bfloat16()
+    leak = check_parity(model, processor("qwen2_vl"), examples, collate=leaking)
+    report = check_parity(model, processor("qwen2_vl"), examples, backend)
+    assert report.ok, report.describe()
+    assert report.floor is not None
+    assert report.floor > 1e-4
+    assert not leak.ok
+    compare(parity, report, leak, exact=False)
 
 
 def test_encoded_samples_are_taken_too(examples: Any) -> None:
@@ -78,16 +150,9 @@ def test_why_gradients_of_flex_attention_are_not_compared_on_a_cpu_is_said(examp
     assert "not compared (flex_attention has no backward pass on a CPU" in report.describe()
 
 
-def test_a_mask_that_leaks_is_named(examples: Any) -> None:
-    def leaking(packs: Any) -> dict[str, Any]:
-        batch = neat_packed_vlm_collater(packs)
-        length = batch["input_ids"].shape[1]
-        batch["attention_mask"] = torch.ones(len(packs), 1, length, length, dtype=torch.bool).tril()
-        return batch
-
-    report = check(examples, collate=leaking)
-    assert not report.ok
-    (cause,) = report.causes
+def test_a_mask_that_leaks_is_named(leak: ParityReport) -> None:
+    assert not leak.ok
+    (cause,) = leak.causes
     assert cause.startswith(
         "attention leaks: pack 0, document 2 (2) changes with the tokens of pack 0, document 1 (0)."
     )

@@ -31,6 +31,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from contract.cases import conversation
 from contract.processors import processor
 from contract.tiny_models import tiny_model
+from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
@@ -55,6 +56,7 @@ PACKED = (
     (("one image", "two images"), ("video",), ("text", "text", "one image")),
     (("video, then image", "text"), ("one image", "text")),
 )
+WHATS = ("loss", "evaluation", "gradient", "weight")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
@@ -110,25 +112,102 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
-class Compared:
-    """Whole model and stages side by side; the worst differences."""
+def step_along_gradients(model: Any) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight -= RATE * weight.grad
+                weight.grad = None
 
-    def __init__(self, whole: Any, parts: list[Any]) -> None:
-        self.whole, self.parts = whole, parts
-        self.worst = {"loss": 0.0, "evaluation": 0.0, "gradient": 0.0, "weight": 0.0}
-        self.compared = dict.fromkeys(self.worst, 0)
+
+class Noise:
+    """The same steps computed in another correct way, and the first one with a mistake.
+
+    The other way is eager attention, and one backward pass for each half of the labels; the mistake is to
+    take the mean over rows of their means.
+    """
+
+    def __init__(self, whole: Any, batches: list[dict[str, Any]]) -> None:
+        self.whole, self.batches = whole, batches
+        self.other, self.wrong = copy.deepcopy(whole), copy.deepcopy(whole)
+        for model in (self.other, self.wrong):
+            use_attention(model, "eager")
+        self.floor = dict.fromkeys(WHATS, 0.0)
+        self.control = dict.fromkeys(WHATS, 0.0)
+
+    def note(self, what: str, wanted: torch.Tensor, other: torch.Tensor, wrong: torch.Tensor | None) -> None:
+        self.floor[what] = max(self.floor[what], noise_floor(wanted, other))
+        if wrong is not None:
+            self.control[what] = max(self.control[what], largest_difference(wrong, wanted))
+
+    def step(self, number: int, wanted: torch.Tensor) -> None:
+        """Compare the loss and the gradients of the whole model, which are there, with the others'."""
+        batch = self.batches[number]
+        tokens, total = int((batch["labels"] != -100).sum()), torch.zeros(())
+        every_other = torch.arange(batch["labels"].shape[1]) % 2 == 0
+        logits = self.other(**model_inputs(batch)).logits
+        for half in (every_other, ~every_other):
+            loss = token_loss(logits, batch["labels"].masked_fill(~half, -100), tokens)
+            loss.backward(retain_graph=True)
+            total += loss.detach()
+        mean_of_means = None
+        if number == 0:
+            logits = self.wrong(**model_inputs(batch)).logits
+            pairs = zip(logits, batch["labels"], strict=True)
+            rows = [F.cross_entropy(row, labels, ignore_index=-100) for row, labels in pairs]
+            mean_of_means = torch.stack(rows).nanmean()
+            mean_of_means.backward()
+        self.note("loss", wanted, total, mean_of_means)
+        self._note_weights("gradient", number)
+
+    def after(self, number: int) -> None:
+        """Compare the weights, once the whole model has made its step."""
+        for model in (self.other, self.wrong):
+            step_along_gradients(model)
+        self._note_weights("weight", number)
+
+    def evaluate(self, wanted: torch.Tensor, number: int) -> None:
+        other = reference_loss(self.other, self.batches[0])
+        wrong = reference_loss(self.wrong, self.batches[0]) if number == 0 else None
+        self.note("evaluation", wanted, other, wrong)
+
+    def _note_weights(self, what: str, number: int) -> None:
+        models = (self.whole, self.other, self.wrong)
+        for whole, other, wrong in zip(*(model.parameters() for model in models), strict=True):
+            if what == "weight":
+                self.note(what, whole, other, wrong if number == 0 else None)
+            elif whole.grad is not None:
+                assert other.grad is not None
+                self.note(what, whole.grad, other.grad, wrong.grad if number == 0 else None)
+
+
+class Compared:
+    """Whole model and stages side by side; the worst differences.
+
+    Args:
+        whole: the model that is not split.
+        parts: its stages on this rank.
+        noise: measures the noise of these steps; None where it is that of another case.
+    """
+
+    def __init__(self, whole: Any, parts: list[Any], noise: Noise | None) -> None:
+        self.whole, self.parts, self.noise = whole, parts, noise
+        self.worst = dict.fromkeys(WHATS, 0.0)
+        self.compared = dict.fromkeys(WHATS, 0)
         self.losses: list[float] = []
         self.learned: set[str] = set()
 
     def note(self, what: str, wanted: torch.Tensor, found: torch.Tensor | None) -> None:
         if found is not None:
             self.compared[what] += 1
-            self.worst[what] = max(self.worst[what], float((wanted - found).detach().abs().max()))
+            self.worst[what] = max(self.worst[what], largest_difference(found, wanted))
 
     def step(self, batch: dict[str, Any], loss: torch.Tensor | None) -> None:
         """Compare after a pipelined step, then move both models along their gradients."""
         wanted = reference_loss(self.whole, batch)
         wanted.backward()
+        if self.noise is not None:
+            self.noise.step(len(self.losses), wanted)
         self.losses.append(float(wanted.detach()))
         self.note("loss", wanted, loss)
         weights = dict(self.whole.named_parameters())
@@ -142,19 +221,27 @@ class Compared:
                     with torch.no_grad():
                         own -= RATE * own.grad
                     own.grad = None
-        with torch.no_grad():
-            for other in weights.values():
-                if other.grad is not None:
-                    other -= RATE * other.grad
-                    other.grad = None
+        step_along_gradients(self.whole)
+        if self.noise is not None:
+            self.noise.after(len(self.losses) - 1)
         for part in self.parts:
             for name, own in part.named_parameters():
                 self.note("weight", weights[name], own)
 
+    def evaluate(self, batch: dict[str, Any], loss: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            wanted = reference_loss(self.whole, batch)
+            if self.noise is not None:
+                self.noise.evaluate(wanted, len(self.losses) - 1)
+        self.note("evaluation", wanted, loss)
+
     def result(self) -> dict[str, Any]:
         kinds = ("visual", "embed_tokens", "layers", "lm_head")
         learned = [kind for kind in kinds if any(kind in name for name in self.learned)]
-        return {**self.worst, "losses": self.losses, "learned": learned, "compared": self.compared}
+        found = {"difference": self.worst, "losses": self.losses, "learned": learned}
+        if self.noise is not None:
+            found |= {"floor": self.noise.floor, "control": self.noise.control}
+        return {**found, "compared": self.compared}
 
 
 def pipelined(
@@ -166,16 +253,15 @@ def pipelined(
     n: int,
     n_stages: int = 2,
     wrap: Callable[[Any], Any] = lambda part: part,
+    eager: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Three steps, each followed by an evaluation of the first batch."""
+    """Three steps, each followed by an evaluation of the first batch; the noise of ``eager`` batches."""
     parts = split_vlm(copy.deepcopy(whole), n_stages)[rank::2]
     pipeline = VlmPipeline([wrap(part) for part in parts], n, schedule)
-    compared = Compared(whole, parts)
+    compared = Compared(whole, parts, None if eager is None else Noise(whole, eager))
     for batch in batches:
         compared.step(batch, pipeline.step(data.prepared(batch, n)))
-        loss = pipeline.eval(data.prepared(batches[0], n))
-        with torch.no_grad():
-            compared.note("evaluation", reference_loss(whole, batches[0]), loss)
+        compared.evaluate(batches[0], pipeline.eval(data.prepared(batches[0], n)))
         assert all(value is None for part in parts for value in staged(part))
     return compared.result()
 
@@ -201,7 +287,7 @@ def by_hand(rank: int, whole: Any, batch: dict[str, Any], data: Data) -> dict[st
     calls: list[int] = []
     if rank == 0:
         part.register_forward_hook(lambda module, _, __: calls.append(module._vlm_chunk_idx))
-    compared = Compared(whole, [part])
+    compared = Compared(whole, [part], Noise(whole, [batch, batch]))
     for _ in range(2):
         losses: list[torch.Tensor] = []
         with stage_vlm_media_for_pp(Pipe, [part], prepared):
@@ -238,8 +324,10 @@ def found(rank: int, folder: Path) -> dict[str, Any]:
             for shape, batches in (("padded", data.padded()), ("packed", data.packed("sdpa"))):
                 whole = copy.deepcopy(model)
                 use_attention(whole, "sdpa")
+                eager = data.packed("eager") if shape == "packed" else batches
+                eager = eager if kind == "gpipe" else None
                 results[f"{name} {kind} {shape}"] = pipelined(
-                    rank, whole, batches, data, schedule, MICROBATCHES
+                    rank, whole, batches, data, schedule, MICROBATCHES, eager=eager
                 )
         whole = copy.deepcopy(model)
         use_attention(whole, "varlen")
@@ -247,7 +335,7 @@ def found(rank: int, folder: Path) -> dict[str, Any]:
         results[f"{name} 1f1b varlen"] = pipelined(rank, whole, batches, data, Schedule1F1B, MICROBATCHES)
         batches = data.padded(fakes=True)
         results[f"{name} 1f1b fakes"] = pipelined(
-            rank, copy.deepcopy(model), batches, data, Schedule1F1B, MICROBATCHES
+            rank, copy.deepcopy(model), batches, data, Schedule1F1B, MICROBATCHES, eager=batches
         )
         results[f"{name} 1f1b checkpointed"] = pipelined(
             rank,
@@ -258,8 +346,9 @@ def found(rank: int, folder: Path) -> dict[str, Any]:
             MICROBATCHES,
             wrap=checkpoint_wrapper,
         )
+        batches = data.padded()
         results[f"{name} interleaved"] = pipelined(
-            rank, with_layers(name, 4), data.padded(), data, ScheduleInterleaved1F1B, 4, n_stages=4
+            rank, with_layers(name, 4), batches, data, ScheduleInterleaved1F1B, 4, n_stages=4, eager=batches
         )
         results[f"{name} by hand"] = by_hand(rank, copy.deepcopy(model), data.padded()[1], data)
     results["failing"] = failing(rank, copy.deepcopy(model), data.padded()[1], data)

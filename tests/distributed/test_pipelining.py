@@ -40,15 +40,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+def noise_of(case: str) -> str:
+    """The case whose noise is measured: the whole model does the same steps whatever the schedule is."""
+    name, *_, kind = case.split()
+    measured = {"padded": "gpipe padded", "checkpointed": "gpipe padded", "packed": "gpipe packed"}
+    measured |= {"varlen": "gpipe packed"}
+    return f"{name} {measured[kind]}" if kind in measured else case
+
+
+def check(
+    parity: Any, found: dict[str, Any], noise: dict[str, Any], rank: int, whats: tuple[str, ...]
+) -> None:
+    for what in whats:
+        if found["compared"][what]:
+            numbers = (found["difference"][what], noise["floor"][what], noise["control"][what])
+            parity.check(f"{what} (rank {rank})", *numbers)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loss_gradients_and_weights_of_three_steps_are_those_of_one_process(
-    ranks: list[dict[str, Any]], case: str
+    ranks: list[dict[str, Any]], case: str, parity: Any
 ) -> None:
-    for rank in ranks:
-        found = rank[case]
-        assert len(found["losses"]) == 3
-        for what in ("loss", "evaluation", "gradient", "weight"):
-            assert found[what] <= 1e-5, what
+    for number, rank in enumerate(ranks):
+        assert len(rank[case]["losses"]) == 3
+        check(parity, rank[case], rank[noise_of(case)], number, ("loss", "evaluation", "gradient", "weight"))
     assert ranks[0][case]["learned"] == ["visual", "embed_tokens", "layers"]
     assert ranks[1][case]["learned"] == ["layers", "lm_head"]
     assert ranks[0][case]["losses"] == ranks[1][case]["losses"]
@@ -60,13 +75,13 @@ def test_loss_gradients_and_weights_of_three_steps_are_those_of_one_process(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_cursor_starts_again_after_a_schedule_has_probed_shapes(
-    ranks: list[dict[str, Any]], name: str
+    ranks: list[dict[str, Any]], name: str, parity: Any
 ) -> None:
     found = ranks[0][f"{name} by hand"]
     assert found["cursor"] == [1, 1, 2, 3, 1, 2, 3], "a probe and three microbatches, then three microbatches"
-    for rank in ranks:
-        assert rank[f"{name} by hand"]["gradient"] <= 1e-5
-        assert rank[f"{name} by hand"]["loss"] <= 1e-5
+    for number, rank in enumerate(ranks):
+        by_hand = rank[f"{name} by hand"]
+        check(parity, by_hand, by_hand, number, ("loss", "gradient"))
 
 
 def test_a_stage_that_fails_leaves_no_staged_tensor_and_no_activation_on_any_rank(

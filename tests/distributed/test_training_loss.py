@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from noise_floor import noise_floor, relative_difference
 from packhorse.integrations.loss import count_supervised, token_loss
 
 RANKS, STEPS, LENGTH, WORDS = 2, 3, 12, 30
@@ -71,27 +73,25 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tens
     return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(RANKS)]
 
 
-def one_big_batch() -> torch.Tensor:
+def one_big_batch(order: int = 1) -> torch.Tensor:
     model = small_model()
-    batches = [micro_batch(rank, step) for rank in range(RANKS) for step in range(STEPS)]
+    batches = [micro_batch(rank, step) for rank in range(RANKS) for step in range(STEPS)][::order]
     ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
     F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
     return gradients(model)
-
-
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def test_every_rank_counts_the_tokens_of_all(ranks: list[dict[str, torch.Tensor]]) -> None:
     assert [int(rank["tokens"]) for rank in ranks] == [sum(map(sum, SUPERVISED))] * RANKS
 
 
-def test_gradients_are_those_of_one_big_batch(ranks: list[dict[str, torch.Tensor]]) -> None:
-    expected = one_big_batch()
+def test_gradients_are_those_of_one_big_batch(ranks: list[dict[str, torch.Tensor]], parity: Any) -> None:
+    expected, other_order = one_big_batch(), one_big_batch(-1)
+    floor = noise_floor(expected, other_order, measure=relative_difference)
     for rank in ranks:
-        assert apart(rank["ours"], expected) < 1e-6
-
-
-def test_the_mean_of_means_is_something_else(ranks: list[dict[str, torch.Tensor]]) -> None:
-    assert apart(ranks[0]["naive"], one_big_batch()) > 0.1
+        parity.check(
+            "gradients",
+            relative_difference(rank["ours"], expected),
+            floor,
+            relative_difference(rank["naive"], expected),  # the mean of means
+        )

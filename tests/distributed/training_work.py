@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import packhorse
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
+from packhorse.integrations.attention import use_attention
 from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.integrations.trainer import LOADER_STATE
 from packhorse.types import World
@@ -40,6 +41,21 @@ def plain_loop(folder: Path, strategy: str, rank: int, meet: Callable[[], None])
     meet()
     train_torchrun.main()
     keep_traces(folder, "resumed", rank)
+
+
+def plain_loop_with_eager(folder: Path, rank: int, meet: Callable[[], None]) -> None:
+    """The whole run with another attention kernel: as far apart as correct runs are on this machine."""
+    import train_torchrun
+
+    before = train_torchrun.prepare
+    train_torchrun.prepare = lambda model: before(model, "eager")
+    sys.argv = ["train_torchrun.py", str(folder), "--strategy", "ddp", "--epochs", "2"]
+    meet()
+    try:
+        train_torchrun.main()
+    finally:
+        train_torchrun.prepare = before
+    keep_traces(folder, "whole", rank)
 
 
 def trainer(folder: Path, rank: int) -> None:
@@ -112,14 +128,17 @@ def media_keys(batch: dict[str, Any]) -> list[str]:
     return sorted(key for key in batch if "pixel_values" in key)
 
 
-def single_gradients(processor: Any) -> list[dict[str, Any]]:
+def single_gradients(
+    processor: Any, attention: str = "sdpa", mean_of_means: bool = False
+) -> list[dict[str, Any]]:
     """The same steps in one process, without placeholders: what each rank has, and the gradients."""
     model = tiny_model(processor)
+    use_attention(model, attention)
     loaders = [mixed_loader(processor, model, rank, "never") for rank in range(2)]
     found = []
     for batches in zip(*loaders, strict=True):
-        tokens = count_supervised(batches)
         for batch in batches:
+            tokens = len(batches) * count_supervised([batch]) if mean_of_means else count_supervised(batches)
             token_loss(model(**model_inputs(batch)).logits, batch["labels"], tokens).backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
@@ -149,6 +168,8 @@ def text_only_rank(folder: Path, rank: int) -> None:
     dist.destroy_process_group()
     if rank == 0:
         torch.save(single_gradients(processor), folder / "single.pt")
+        torch.save(single_gradients(processor, "eager"), folder / "eager.pt")
+        torch.save(single_gradients(processor, mean_of_means=True), folder / "mean_of_means.pt")
 
 
 def main(folder: Path, ports: Iterator[str]) -> None:
@@ -163,6 +184,7 @@ def main(folder: Path, ports: Iterator[str]) -> None:
     text_only_rank(folder / "text_only", rank)
     for strategy in ("ddp", "fsdp2"):
         plain_loop(folder / strategy, strategy, rank, meet)
+    plain_loop_with_eager(folder / "eager", rank, meet)
     meet()
     trainer(folder / "trainer", rank)
     import train_accelerate  # has the Trainer's process group

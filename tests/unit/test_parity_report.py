@@ -37,7 +37,7 @@ def test_small_differences_are_parity():
 
 def test_why_gradients_were_not_compared_is_said():
     assert "gradients not compared (not asked for)" in report(1e-6).describe()
-    assert "gradients 1.0e-05 apart (allowed 1e-03)" in report(1e-6, gradients=1e-5).describe()
+    assert "gradients 1.0e-05 apart (allowed 1.0e-03)" in report(1e-6, gradients=1e-5).describe()
 
 
 def test_compared_gradients_have_no_excuse_beside_them_in_the_json():

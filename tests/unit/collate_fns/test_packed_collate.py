@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 
+from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, packed_sequence_thd_vlm_collater
 from packhorse.collate_fns.flex import document_block_mask
 from packhorse.collate_fns.masks import block_causal_mask, positions_tell, segments
@@ -288,7 +289,7 @@ class _Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_varlen_attention_is_attention_with_the_dense_mask(window) -> None:
+def test_varlen_attention_is_attention_with_the_dense_mask(window, parity) -> None:
     torch.manual_seed(0)
     documents = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 2, 2, 2, 2]])
     query = torch.randn(2, 4, 8, 16)
@@ -306,11 +307,22 @@ def test_varlen_attention_is_attention_with_the_dense_mask(window) -> None:
         max_length_q=found.longest,
     )
     mask = block_causal_mask(documents, window=window)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
-    ).transpose(1, 2)
     visible = documents > 0
-    assert torch.allclose(made[visible], expected[visible], atol=1e-6)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    by_hand = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)[visible]
+    expected, leaking = (
+        torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True
+        ).transpose(1, 2)[visible]
+        for seen in (mask, torch.ones(8, 8, dtype=torch.bool).tril())
+    )
+    parity.check(
+        "attention",
+        largest_difference(made[visible], expected),
+        noise_floor(expected, by_hand),
+        largest_difference(leaking, expected),
+    )
 
 
 def test_varlen_attention_refuses_what_its_kernel_has_not() -> None:

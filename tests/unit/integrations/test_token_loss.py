@@ -1,9 +1,12 @@
 """One mean over the supervised tokens of a step, however they are spread over batches."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.errors import ConfigError
 from packhorse.integrations import loss as module
 from packhorse.integrations.loss import count_supervised, grouped, to_device, token_loss
@@ -17,25 +20,50 @@ def logits_and_labels(rows: int, length: int, share: float, seed: int) -> tuple[
     return logits, labels
 
 
+def summed(logits: torch.Tensor, labels: torch.Tensor, order: int = 1) -> torch.Tensor:
+    """The cross entropy of every token, summed from the first to the last or the other way round."""
+    tokens = range(labels.numel())[::order]
+    return F.cross_entropy(logits.flatten(0, 1)[tokens], labels.flatten()[tokens], reduction="sum")
+
+
+def check(parity: Any, what: str, found: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Compare a summed loss with sums in two orders; the control has labels of other tokens."""
+    expected = summed(logits, labels)
+    parity.check(
+        what,
+        largest_difference(found, expected),
+        noise_floor(expected, summed(logits, labels, -1)),
+        largest_difference(summed(logits, labels.flip(-1)), expected),
+    )
+
+
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
-def test_loss_and_gradient_are_those_of_cross_entropy(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_are_those_of_cross_entropy(
+    share: float, monkeypatch: pytest.MonkeyPatch, parity: Any
+) -> None:
     monkeypatch.setattr(module, "_ROWS", 7)  # several pieces, the last one short
     logits, labels = logits_and_labels(3, 31, share, seed=1)
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 40
-    (wanted,) = torch.autograd.grad(expected, logits)
+    wanted, other, wrong = (
+        torch.autograd.grad(loss / 40, logits)[0]
+        for loss in (summed(logits, labels), summed(logits, labels, -1), summed(logits, labels.flip(-1)))
+    )
     found = token_loss(logits, labels, 40)
     (gradient,) = torch.autograd.grad(found, logits)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-8)
+    check(parity, "loss", found * 40, logits, labels)
+    parity.check(
+        "gradient",
+        relative_difference(gradient, wanted),
+        noise_floor(wanted, other, measure=relative_difference),
+        relative_difference(wrong, wanted),
+    )
 
 
-def test_bfloat16_logits_are_summed_in_float32_and_get_a_bfloat16_gradient() -> None:
+def test_bfloat16_logits_are_summed_in_float32_and_get_a_bfloat16_gradient(parity: Any) -> None:
     exact, labels = logits_and_labels(2, 300, 1.0, seed=2)
     logits = exact.detach().bfloat16().requires_grad_()
-    expected = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
     found = token_loss(logits, labels, labels.numel())
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
+    check(parity, "loss", found * labels.numel(), logits.float(), labels)
     found.backward()
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
@@ -52,23 +80,23 @@ def test_a_batch_without_a_label_gives_zero_and_zero_gradients() -> None:
     assert bool(F.cross_entropy(logits.flatten(0, 1), labels.flatten()).isnan()), "the mean would be NaN"
 
 
-def test_what_hidden_rows_hold_never_matters() -> None:
+def test_what_hidden_rows_hold_never_matters(parity: Any) -> None:
     logits, labels = logits_and_labels(1, 20, 0.5, seed=4)
     spoiled = logits.detach().clone()
     spoiled[labels == -100] = float("inf")
     spoiled.requires_grad_()
     found = token_loss(spoiled, labels, 3)
-    torch.testing.assert_close(found, token_loss(logits, labels, 3))
+    check(parity, "loss", found * 3, logits, labels)
     found.backward()
     assert spoiled.grad is not None
     assert bool(spoiled.grad.isfinite().all())
 
 
-def test_parts_add_up_to_one_big_batch() -> None:
+def test_parts_add_up_to_one_big_batch(parity: Any) -> None:
     logits, labels = logits_and_labels(4, 25, 0.4, seed=5)
     tokens = int((labels != -100).sum())
-    parts = sum(token_loss(logits[row : row + 1], labels[row : row + 1], tokens) for row in range(4))
-    torch.testing.assert_close(parts, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    rows = [token_loss(logits[row : row + 1], labels[row : row + 1], tokens) for row in range(4)]
+    check(parity, "loss", torch.stack(rows).sum() * tokens, logits, labels)
 
 
 def test_labels_of_another_length_are_refused() -> None:
@@ -119,11 +147,10 @@ def test_masks_of_every_kind_are_moved_with_the_batch() -> None:
 
 
 @pytest.mark.parametrize("tokens", [5, torch.tensor(5)], ids=["a number", "a tensor"])
-def test_with_replicas_the_average_over_ranks_is_the_sum(tokens: int | torch.Tensor) -> None:
+def test_with_replicas_the_average_over_ranks_is_the_sum(tokens: int | torch.Tensor, parity: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 4, 7, generator=generator)
     labels = torch.tensor([[1, -100, 3, 0]])
-    alone = token_loss(logits, labels, tokens)
-    assert torch.allclose(token_loss(logits, labels, tokens, replicas=3) / 3, alone)
-    summed = F.cross_entropy(logits[0], labels[0], ignore_index=-100, reduction="sum")
-    assert torch.allclose(alone, summed / 5)
+    for replicas in (1, 3):
+        found = token_loss(logits, labels, tokens, replicas=replicas)
+        check(parity, f"loss of {replicas}", found / replicas * 5, logits, labels)

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from noise_floor import largest_difference, noise_floor
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.robust import RobustDatasetWrapper
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
@@ -143,7 +144,7 @@ def test_keys_are_compared_as_they_are_saved(tmp_path):
     [(0, 6, 6), (3, 3, 6), (5, 1, 6), (0, 3, 8), (2, 3, 8), (4, 1, 8)],
     ids=["whole", "cache", "next", "static, empty", "static", "static, next"],
 )
-def test_batches_that_are_not_packed_see_the_cache_and_the_window(before, queries, keys, window):
+def test_batches_that_are_not_packed_see_the_cache_and_the_window(before, queries, keys, window, parity):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, length, 8) for length in (queries, keys, keys))
     at, seen = torch.arange(before, before + queries)[:, None], torch.arange(keys)
@@ -158,7 +159,17 @@ def test_batches_that_are_not_packed_see_the_cache_and_the_window(before, querie
         local_size=window,
         allow_is_causal_skip=before + queries == keys or not before,
     )
-    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, expected[None, None])
+    scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(~expected, torch.finfo(q.dtype).min)
+    by_hand = (scores.softmax(-1) @ v).transpose(1, 2)
+    attended, shifted = (
+        torch.nn.functional.scaled_dot_product_attention(q, k, held, expected[None, None]).transpose(1, 2)
+        for held in (v, v.roll(1, -2))
+    )
     for causal in (None, True):
         made, _ = varlen_attention(torch.nn.Module(), q, k, v, mask, is_causal=causal, sliding_window=window)
-        torch.testing.assert_close(made, attended.transpose(1, 2))
+        parity.check(
+            "attention",
+            largest_difference(made, attended),
+            noise_floor(attended, by_hand),
+            largest_difference(shifted, attended),
+        )
