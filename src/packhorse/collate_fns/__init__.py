@@ -13,6 +13,7 @@ from packhorse.collate_fns.gemma4 import (
     _GEMMA4_MODEL_TURN,
     _GEMMA4_THINKING_PREFIX,
     _inject_thinking_prefix_tokens,
+    gemma4_inject_thinking_prefix,
     gemma4_prefix_collate_fn,
 )
 from packhorse.collate_fns.kimi import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
@@ -66,6 +67,7 @@ __all__ = [
     "build_labels",
     "build_labels_from_template",
     "default_collate_fn",
+    "gemma4_inject_thinking_prefix",
     "gemma4_prefix_collate_fn",
     "kimi_k25_vl_collate_fn",
     "kimi_vl_collate_fn",

@@ -11,8 +11,9 @@ import torch
 
 from packhorse.chat import TOKEN_KEYS, tokenizer_of
 from packhorse.collate_fns.contract import call, is_transformers, names, pad_token_id, text_ids
-from packhorse.collate_fns.default import Batch, finish, within_length
+from packhorse.collate_fns.default import Batch, finish, padded_to
 from packhorse.collate_fns.finish import Counts
+from packhorse.collate_fns.limit import within_length
 from packhorse.collate_fns.media import _extract_media_from_conversations
 from packhorse.collate_fns.pad import pad_samples
 from packhorse.collate_fns.prepare import Ready, hide_fakes, make_ready, rendered
@@ -31,7 +32,11 @@ _GRIDS: tuple[tuple[str, str, MediaKind], ...] = tuple(
 
 
 def kimi_vl_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    max_length: int | None = None,
+    *,
+    drop_overlong: bool = False,
 ) -> Batch:
     """Render each conversation, then call the processor once, without special tokens around the texts.
 
@@ -40,30 +45,30 @@ def kimi_vl_collate_fn(
         processor: ``apply_chat_template(conversation, tokenize=False)`` gives a text, and
             ``processor(text=…, images=…, padding=…, add_special_tokens=False, return_tensors="pt")`` the
             tensors.
-        max_length: leave out longer samples (logged, and in the ledger as ``too_long``) and pad to this many
-            tokens; None pads to the longest sample.
+        max_length: every batch has this many tokens before the shift; longer samples are truncated as by
+            :func:`~packhorse.collate_fns.default_collate_fn`. None pads to the longest sample.
+        drop_overlong: drop longer samples instead.
 
     Returns:
         The batch as :func:`~packhorse.collate_fns.default_collate_fn` describes it; pixels stay as the
         processor makes them.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded, or all samples are too long.
+        BadSample: (a ``ValueError``) a medium cannot be loaded, or ``drop_overlong`` leaves no sample.
     """
     family = family_of(processor)
 
     def make(ready: Sequence[Ready]) -> Batch:
         images, _ = _extract_media_from_conversations([one.turns for one in ready])
         options: dict[str, Any] = {"add_special_tokens": False, "padding": True}
-        if max_length is not None:
-            options |= {"padding": "max_length", "max_length": max_length}
         if images is not None:
             options["images"] = images
         texts = rendered(ready, processor, family)
-        return dict(call(processor, text=texts, return_tensors="pt", **options))
+        batch = dict(call(processor, text=texts, return_tensors="pt", **options))
+        return padded_to(batch, processor, family, max_length)
 
-    batch, ready = within_length(examples, processor, family, max_length, make)
-    return finish(batch, ready, processor, family)
+    made = within_length(examples, processor, family, max_length, make, drop_overlong=drop_overlong)
+    return finish(made.batch, made.ready, processor, family, made=made)
 
 
 def _expand_image_tokens(

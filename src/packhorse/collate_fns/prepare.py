@@ -237,11 +237,6 @@ def flat_options(ready: Sequence[Ready], family: Family) -> dict[str, Any]:
     return options
 
 
-def has_audio(ready: Sequence[Ready]) -> bool:
-    """Whether any sample of the batch has sound."""
-    return any(one.media.audios for one in ready)
-
-
 def hide_fakes(
     batch: Mapping[str, Any], ready: Sequence[Ready], processor: Any, family: Family
 ) -> dict[str, Any]:

@@ -58,21 +58,35 @@ def test_texts_images_and_options_are_passed_plainly_to_kimi_vl():
     assert batch["n_images_per_sample"].tolist() == [1, 0]
 
 
-def test_a_fixed_length_is_asked_of_kimi_vl(ledger):
+def test_a_batch_of_kimi_vl_has_the_length_that_is_asked_for(ledger):
     stub = CallProcessor()
     long = {"conversation": said(("user", "Why? " * 40), ("assistant", "So."))}
     batch = kimi_vl_collate_fn([{"conversation": GREETING}, long], stub, max_length=100)
-    assert (stub.calls[0]["padding"], stub.calls[0]["max_length"]) == ("max_length", 100)
-    assert batch["input_ids"].shape == (1, 99)
-    assert ledger.counts() == {"too_long": 1}
+    assert stub.calls[0]["padding"] is True
+    assert batch["input_ids"].shape == (2, 99)
+    assert ledger.counts() == {"truncated": 1, "nothing_supervised": 1}
 
 
-def test_kimi_vl_leaves_out_what_is_too_long_to_the_token(ledger):
+def test_kimi_vl_drops_what_is_too_long_to_the_token(ledger):
     examples = [seen((100, 60)), seen((300, 200))]
     longest = kimi_vl_collate_fn(examples, processor("kimi_vl"))["input_ids"].shape[1] + 1
     assert kimi_vl_collate_fn(examples, processor("kimi_vl"), longest)["input_ids"].shape == (2, longest - 1)
-    assert kimi_vl_collate_fn(examples, processor("kimi_vl"), longest - 1)["input_ids"].shape[0] == 1
+    dropped = kimi_vl_collate_fn(examples, processor("kimi_vl"), longest - 1, drop_overlong=True)
+    assert dropped["input_ids"].shape[0] == 1
     assert ledger.counts() == {"too_long": 1}
+
+
+def test_kimi_vl_cuts_tokens_and_no_image(ledger):
+    examples = [seen((100, 60)), seen((300, 200))]
+    whole = kimi_vl_collate_fn(examples, processor("kimi_vl"))
+    limit = whole["input_ids"].shape[1]
+    batch = kimi_vl_collate_fn(examples, processor("kimi_vl"), limit)
+    assert torch.equal(batch["input_ids"], whole["input_ids"][:, : limit - 1])
+    assert torch.equal(batch["pixel_values"], whole["pixel_values"])
+    assert ledger.counts() == {"truncated": 1}
+    small = kimi_vl_collate_fn(examples, processor("kimi_vl"), 60)
+    assert small["n_images_per_sample"].tolist() == [1, 0]
+    assert len(small["image_grid_hws"]) == 1
 
 
 def test_a_placeholder_is_repeated_for_each_token_of_its_image():
