@@ -32,6 +32,7 @@ from packhorse.collate_fns.media import (
     _extract_image_config,
     _extract_media_from_conversations,
 )
+from packhorse.collate_fns.nemotron_omni import nemotron_omni_collate_fn
 from packhorse.collate_fns.nemotron_parse import nemotron_parse_collate_fn
 from packhorse.collate_fns.packed import model_inputs, neat_packed_vlm_collater
 from packhorse.collate_fns.pad import pad_collate_fn
@@ -76,6 +77,7 @@ __all__ = [
     "make_robust_collate",
     "model_inputs",
     "neat_packed_vlm_collater",
+    "nemotron_omni_collate_fn",
     "nemotron_parse_collate_fn",
     "packed_sequence_thd_vlm_collater",
     "pad_collate_fn",
@@ -93,7 +95,8 @@ COLLATE_FNS: dict[str, Callable[..., dict[str, Any]]] = {
     "Kimi_K25Processor": kimi_k25_vl_collate_fn,
     "LlavaOneVisionProcessor": llava_onevision_collate_fn,
     "LlavaOnevisionProcessor": llava_onevision_collate_fn,
-    "NemotronH_Omni_Reasoning_V3Processor": default_collate_fn,
+    "NemotronH_Nano_Omni_Reasoning_V3Processor": nemotron_omni_collate_fn,
+    "NemotronH_Omni_Reasoning_V3Processor": nemotron_omni_collate_fn,
     "NemotronParseProcessor": nemotron_parse_collate_fn,
     "Phi4MMProcessor": phi4_mm_collate_fn,
     "Phi4MultimodalProcessor": phi4_mm_collate_fn,

@@ -52,6 +52,7 @@ _IMSTART_TEMPLATE_PROCESSORS = frozenset(
         "Qwen3OmniMoeProcessor",
         "InternVLProcessor",
         "LlavaOnevisionProcessor",
+        "NemotronH_Nano_Omni_Reasoning_V3Processor",
         "NemotronH_Omni_Reasoning_V3Processor",
     }
 )
