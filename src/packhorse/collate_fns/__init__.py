@@ -44,7 +44,7 @@ from packhorse.collate_fns.search import (
     _extract_assistant_text,
     _find_pattern_indices,
 )
-from packhorse.collate_fns.thd import packed_sequence_thd_vlm_collater
+from packhorse.collate_fns.thd import packed_collater, packed_sequence_thd_vlm_collater
 from packhorse.datasets.robust import make_robust_collate
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "neat_packed_vlm_collater",
     "nemotron_omni_collate_fn",
     "nemotron_parse_collate_fn",
+    "packed_collater",
     "packed_sequence_thd_vlm_collater",
     "pad_collate_fn",
     "phi4_mm_collate_fn",

@@ -64,13 +64,15 @@ def default_collate_fn(
         ``n_images_per_sample``, ``n_videos_per_sample`` and ``n_audios_per_sample`` [B], each where there is
         any; they are not for the model. Tokens of fake images
         (``_injected_fake``) and padding have ``attention_mask`` 0. Rows come in the order of the examples,
-        but for Qwen models those with a fake image come last.
+        but for Qwen models those with a fake image come last. An empty batch gives ``{}``.
 
     Raises:
         BadSample: (a ``ValueError``) a medium cannot be loaded, text and media do not agree, or
             ``drop_overlong`` leaves no sample.
-        ConfigError: (a ``ValueError``) the batch is empty, or the processor has no chat template.
+        ConfigError: (a ``ValueError``) the processor has no chat template.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
     if not hasattr(processor, "apply_chat_template"):
         raise ConfigError(

@@ -34,6 +34,8 @@ def gemma4_prefix_collate_fn(
 
     The prefix counts towards ``max_length``; its tokens are not learned.
     """
+    if not examples:
+        return {}
     tokenizer = tokenizer_of(processor)
 
     def insert(batch: Batch, _: Any) -> Mapping[str, Any]:

@@ -56,6 +56,8 @@ def kimi_vl_collate_fn(
     Raises:
         BadSample: (a ``ValueError``) a medium cannot be loaded, or ``drop_overlong`` leaves no sample.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
 
     def make(ready: Sequence[Ready]) -> Batch:
@@ -88,19 +90,23 @@ def _expand_image_tokens(
         merge_kernel_size: how many patches down and across become one token.
 
     Returns:
-        (ids, mask), longer by ``(h // 2) * (w // 2) - 1`` for each image.
+        (ids, mask), longer by ``(h // 2) * (w // 2) - 1`` for each image. As they are, where the ids hold no
+        placeholder, or one for each token already (some versions of the processor expand themselves).
 
     Raises:
         ValueError: there are more or fewer placeholders than images.
     """
     places = input_ids == media_token_id
-    if int(places.sum()) != len(grid_thws):
+    found, tokens = int(places.sum()), _tokens_of(grid_thws, merge_kernel_size)
+    if found == 0 or found == int(tokens.sum()):
+        return input_ids, attention_mask
+    if found != len(grid_thws):
         raise ValueError(
-            f"{int(places.sum())} placeholders (id {media_token_id}) in the ids for {len(grid_thws)} images: "
+            f"{found} placeholders (id {media_token_id}) in the ids for {len(grid_thws)} images: "
             "expected one each"
         )
     repeats = torch.ones_like(input_ids, dtype=torch.long)
-    repeats[places] = _tokens_of(grid_thws, merge_kernel_size).to(repeats.device)
+    repeats[places] = tokens.to(repeats.device)
     return torch.repeat_interleave(input_ids, repeats), torch.repeat_interleave(attention_mask, repeats)
 
 
@@ -130,6 +136,8 @@ def kimi_k25_vl_collate_fn(
         BadSample: (a ``ValueError``) a medium cannot be loaded.
         ValueError: placeholders and images differ in number.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
     ready = make_ready(examples, processor, family)
     pad = pad_token_id(processor)
@@ -172,10 +180,10 @@ def _encoded(one: Ready, text: str, processor: Any, family: Family) -> Batch:
     mask = sample["attention_mask"].reshape(-1) if "attention_mask" in sample else torch.ones_like(ids)
     grids = sample.get("grid_thws")
     if grids is not None:
-        pad, merge = media_pad_id(processor), _merge_kernel(processor)
-        # Some versions of the processor expand themselves.
-        if int((ids == pad).sum()) != int(_tokens_of(grids, merge).sum()):
-            ids, mask = _expand_image_tokens(ids, mask, grids, pad, merge)
+        pad = media_pad_id(processor)
+        if len(grids) and not bool((ids == pad).any()):
+            raise ValueError(f"no placeholder (id {pad}) in the ids for {len(grids)} images")
+        ids, mask = _expand_image_tokens(ids, mask, grids, pad, _merge_kernel(processor))
     return {**sample, "input_ids": ids, "attention_mask": mask}
 
 

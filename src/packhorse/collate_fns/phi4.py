@@ -45,6 +45,8 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
     Raises:
         BadSample: (a ``ValueError``) a medium cannot be loaded.
     """
+    if not examples:
+        return {}
     processor = _with_template(processor)
     family = family_of(processor)
     # For other processors a placeholder is typed out as they want it, and the sound stays beside.

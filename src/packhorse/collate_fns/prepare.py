@@ -103,10 +103,10 @@ def open_batch(
 
     Raises:
         BadSample: one is not in the documented format.
-        ConfigError: (a ``ValueError``) the batch is empty, holds what is no example, or the processor has no
-            chat template.
+        ConfigError: (a ``ValueError``) the batch holds what is no example, or the processor has no chat
+            template.
     """
-    check_present(examples, "example")
+    check_present(examples)
     for place, example in enumerate(examples):
         if "input_ids" in example and "conversation" not in example:
             raise ConfigError(

@@ -105,9 +105,25 @@ def test_nothing_is_expanded_where_there_is_no_image():
     assert found.tolist() == [7, 8]
 
 
-@pytest.mark.parametrize("ids", [[7, 8], [MEDIA, MEDIA]])
-def test_placeholders_and_images_must_be_as_many(ids):
+@pytest.mark.parametrize("ids", [[7, 8], [7, *[MEDIA] * 4, 8]])
+def test_ids_without_a_placeholder_and_expanded_ids_stay_as_they_are(ids):
     ids = torch.tensor(ids)
+    found, mask = _expand_image_tokens(ids, torch.ones_like(ids), torch.tensor([[1, 4, 4]]), MEDIA)
+    assert found.tolist() == ids.tolist()
+    assert len(mask) == len(ids)
+
+
+def test_k25_refuses_an_image_without_a_placeholder():
+    class Forgetful(K25):
+        def apply_chat_template(self, conversation, **options):
+            return super().apply_chat_template(conversation, **options).replace("<|media_pad|>", "")
+
+    with pytest.raises(ValueError, match=r"no placeholder .* for 1 images"):
+        kimi_k25_vl_collate_fn([seen((56, 56))], Forgetful())
+
+
+def test_placeholders_and_images_must_be_as_many():
+    ids = torch.tensor([MEDIA, MEDIA])
     with pytest.raises(ValueError, match=r"placeholders .* for 1 images"):
         _expand_image_tokens(ids, torch.ones_like(ids), torch.tensor([[1, 2, 2]]), MEDIA)
 
