@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.collate_fns.contract import pad_token_id
-from packhorse.collate_fns.finish import cast_pixels
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import attention_of, check_attention, use_attention
@@ -330,7 +329,7 @@ def _unpacked(
     """Every sample alone, padded to ``length``, and the gradients of the mean loss over all of them."""
     batches = []
     for index in range(len(encoded)):
-        batch = cast_pixels(pad_collate_fn([encoded[index]], processor, length), model.dtype)
+        batch = pad_collate_fn([encoded[index]], processor, length, pixel_dtype=model.dtype)
         batches.append(to_device(batch, model.device))
     learned = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     if not learned:

@@ -1,6 +1,7 @@
 """One suite over all families: a batch is what the processor itself makes, labelled and shifted by one."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from functools import cache
 
@@ -232,16 +233,69 @@ def test_the_loss_that_a_model_makes_of_a_padded_batch_is_the_mean_over_its_labe
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_fixed_length_is_kept_and_longer_samples_are_left_out(name, files, fresh_ledger):
+def test_a_fixed_length_is_kept_and_longer_samples_are_dropped_if_asked_for(name, files, fresh_ledger):
     given = examples(name, ("many turns", "one image", "text"), files)
     whole = default_collate_fn(given, processor(name), pixel_dtype=None)
     lengths = [len(row) for row in rows(whole, "input_ids")]
     limit = sorted(lengths)[-1] - 1
-    batch = default_collate_fn(given, processor(name), limit)
+    batch = default_collate_fn(given, processor(name), limit, drop_overlong=True)
     assert batch["input_ids"].shape == batch["labels"].shape == (2, limit - 1)
     assert fresh_ledger.counts() == {"too_long": 1}
     padding = processor(name).tokenizer.pad_token_id
     assert (batch["input_ids"][batch["attention_mask"] == 0] == padding).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", BUNDLED)
+def test_longer_samples_are_truncated_and_the_others_stay_as_they_are(name, side, files, fresh_ledger):
+    made = copy.copy(processor(name))
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    made.tokenizer.padding_side = made.tokenizer.init_kwargs["padding_side"] = side
+    given = examples(name, ("many turns", "one image", "text"), files)
+    whole = default_collate_fn(given, made)
+    expected = {key: rows(whole, key) for key in ("input_ids", "labels")}
+    limit = len(expected["input_ids"][0]) - 3
+    others = max(map(len, expected["input_ids"][1:]))
+    given, place = (given, 0) if others < limit else ([given[0]], 0)
+    batch = default_collate_fn(given, made, limit)
+    assert batch["input_ids"].shape == batch["labels"].shape == (len(given), limit - 1)
+    for key, values in expected.items():
+        found = rows(batch, key)
+        assert torch.equal(found[place], values[place][: limit - 1])
+        for row in range(1, len(given)):
+            assert torch.equal(found[row][: len(values[row])], values[row])
+    for key in whole.keys() & {"pixel_values", "image_pixel_values"} if len(given) > 1 else ():
+        assert torch.equal(batch[key], whole[key])
+    assert fresh_ledger.counts() == {"truncated": 1}
+    assert [drop.action for drop in fresh_ledger] == ["cut"]
+
+
+def media_tokens(name: str, row: torch.Tensor) -> int:
+    ids = family_of(processor(name)).media_token_ids(processor(name))
+    return int(torch.isin(row, torch.tensor(sorted(ids))).sum())
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_no_limit_cuts_through_an_image_and_a_single_long_sample_never_stops_a_run(name, files, fresh_ledger):
+    """Whatever the limit: what is left of a sample is what the processor makes of its first media."""
+    collate = COLLATE_FNS[FAMILIES[name].class_name]
+    collate = default_collate_fn if "max_length" not in inspect.signature(collate).parameters else collate
+    example, alone = ({"conversation": turns(*["image"] * number)} for number in (2, 1))
+    for part in (*example["conversation"][0]["content"], *alone["conversation"][0]["content"]):
+        part |= {"image": picture(60, 40)} if part["type"] == "image" else {}
+    whole = collate([example], processor(name))["input_ids"]
+    one = media_tokens(name, collate([alone], processor(name))["input_ids"][0])
+    two = media_tokens(name, whole[0])
+    seen = set()
+    for limit in (4, *range(8, whole.shape[1] + 1, max(1, whole.shape[1] // 6)), whole.shape[1]):
+        batch = collate([example], processor(name), limit)
+        assert batch["input_ids"].shape == (1, limit - 1)
+        number = int(batch.get("n_images_per_sample", torch.zeros(1))[0])
+        assert media_tokens(name, batch["input_ids"][0]) == {0: 0, 1: one, 2: two}[number]
+        assert (number > 0) == any("pixel_values" in key for key in batch)
+        seen.add(number)
+    assert {0, 2} <= seen
+    assert set(fresh_ledger.counts()) <= {"truncated", "nothing_supervised"}
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -350,17 +404,17 @@ def test_a_corrupt_image_is_named(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CHATTING)
-def test_an_empty_batch_is_refused(name):
-    with pytest.raises(ValueError, match="empty batch"):
-        COLLATE_FNS[FAMILIES[name].class_name]([], processor(name))
-    with pytest.raises(ValueError, match="empty batch"):
-        pad_collate_fn([], processor(name))
+def test_an_empty_batch_has_nothing_in_it(name):
+    assert COLLATE_FNS[FAMILIES[name].class_name]([], processor(name)) == {}
+    assert pad_collate_fn([], processor(name)) == {}
 
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_batch_of_nothing_but_overlong_samples_is_refused(name, files):
     with pytest.raises(ValueError, match="all 2 samples of the batch have more than max_length=3"):
-        default_collate_fn(examples(name, ("text", "one image"), files), processor(name), 3)
+        default_collate_fn(
+            examples(name, ("text", "one image"), files), processor(name), 3, drop_overlong=True
+        )
 
 
 def test_a_template_that_forgets_the_media_is_noticed(files):

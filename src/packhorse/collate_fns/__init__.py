@@ -14,6 +14,7 @@ from packhorse.collate_fns.gemma4 import (
     _GEMMA4_MODEL_TURN,
     _GEMMA4_THINKING_PREFIX,
     _inject_thinking_prefix_tokens,
+    gemma4_inject_thinking_prefix,
     gemma4_prefix_collate_fn,
 )
 from packhorse.collate_fns.kimi import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
@@ -32,6 +33,7 @@ from packhorse.collate_fns.media import (
     _extract_image_config,
     _extract_media_from_conversations,
 )
+from packhorse.collate_fns.nemotron_omni import nemotron_omni_collate_fn
 from packhorse.collate_fns.nemotron_parse import nemotron_parse_collate_fn
 from packhorse.collate_fns.packed import model_inputs, neat_packed_vlm_collater
 from packhorse.collate_fns.pad import pad_collate_fn
@@ -43,7 +45,7 @@ from packhorse.collate_fns.search import (
     _extract_assistant_text,
     _find_pattern_indices,
 )
-from packhorse.collate_fns.thd import packed_sequence_thd_vlm_collater
+from packhorse.collate_fns.thd import packed_collater, packed_sequence_thd_vlm_collater
 from packhorse.datasets.robust import make_robust_collate
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "build_labels",
     "build_labels_from_template",
     "default_collate_fn",
+    "gemma4_inject_thinking_prefix",
     "gemma4_prefix_collate_fn",
     "kimi_k25_vl_collate_fn",
     "kimi_vl_collate_fn",
@@ -75,7 +78,9 @@ __all__ = [
     "make_robust_collate",
     "model_inputs",
     "neat_packed_vlm_collater",
+    "nemotron_omni_collate_fn",
     "nemotron_parse_collate_fn",
+    "packed_collater",
     "packed_sequence_thd_vlm_collater",
     "pad_collate_fn",
     "phi4_mm_collate_fn",
@@ -92,7 +97,8 @@ COLLATE_FNS: dict[str, Callable[..., dict[str, Any]]] = {
     "Kimi_K25Processor": kimi_k25_vl_collate_fn,
     "LlavaOneVisionProcessor": llava_onevision_collate_fn,
     "LlavaOnevisionProcessor": llava_onevision_collate_fn,
-    "NemotronH_Omni_Reasoning_V3Processor": default_collate_fn,
+    "NemotronH_Nano_Omni_Reasoning_V3Processor": nemotron_omni_collate_fn,
+    "NemotronH_Omni_Reasoning_V3Processor": nemotron_omni_collate_fn,
     "NemotronParseProcessor": nemotron_parse_collate_fn,
     "Phi4MMProcessor": phi4_mm_collate_fn,
     "Phi4MultimodalProcessor": phi4_mm_collate_fn,

@@ -17,6 +17,7 @@ from packhorse.errors import ConfigError
 from packhorse.families import Family, Generic
 
 __all__ = [
+    "NOT_MADE_FOR_IT",
     "Turns",
     "call",
     "is_transformers",
@@ -55,7 +56,7 @@ _NEUTRAL: dict[str, Any] = {
 _NEVER_LEFT_OUT = frozenset({"text", "images", "videos", "audio", "audios", "medias"})
 
 # What a small object raises where it is asked for something that it was not written for.
-_NOT_MADE_FOR_IT = (
+NOT_MADE_FOR_IT = (
     AssertionError,
     AttributeError,
     LookupError,
@@ -117,7 +118,7 @@ def tolerated(processor: Any, *others: type[Exception]) -> tuple[type[Exception]
 
     For an ``except`` clause, together with ``others``.
     """
-    small_objects = () if is_transformers(processor) else _NOT_MADE_FOR_IT
+    small_objects = () if is_transformers(processor) else NOT_MADE_FOR_IT
     return template_errors(*others, *small_objects)
 
 

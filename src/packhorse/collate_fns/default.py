@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,20 @@ from packhorse.collate_fns.contract import (
 )
 from packhorse.collate_fns.finish import Counts, cast_pixels, counted, per_token, shifted
 from packhorse.collate_fns.labels import make_labels, report_unsupervised
-from packhorse.collate_fns.media import count_turns, leave_out, token_length
+from packhorse.collate_fns.limit import Batch, Hook, Made, cut_rows, within_length
+from packhorse.collate_fns.media import count_turns
 from packhorse.collate_fns.pad import pad_last, pad_samples
 from packhorse.collate_fns.prepare import (
     Ready,
     all_media,
-    decode,
     flat_options,
     grouped_options,
-    has_audio,
-    hide_fakes,
-    open_batch,
     rendered,
 )
-from packhorse.datasets.prepare import run_hook
 from packhorse.errors import ConfigError
 from packhorse.families import Family, Generic, family_of
 
-Batch = dict[str, Any]
-Hook = Callable[[Batch, Any], Mapping[str, Any]]
-Make = Callable[[Sequence[Ready]], Mapping[str, Any]]
+__all__ = ["Batch", "Hook", "default_collate_fn", "finish", "llava_onevision_collate_fn", "padded_to"]
 
 
 def default_collate_fn(
@@ -46,6 +40,7 @@ def default_collate_fn(
     max_length: int | None = None,
     _post_tokenize_hook: Hook | None = None,
     *,
+    drop_overlong: bool = False,
     pixel_dtype: torch.dtype | None = torch.bfloat16,
 ) -> Batch:
     """Load the media of a batch, run the processor once, label the answers, shift by one.
@@ -57,9 +52,11 @@ def default_collate_fn(
         examples: in the documented format; they are not changed. Media may be paths, bytes or decoded.
         processor: anything with ``apply_chat_template(conversations, tokenize=True, return_dict=True,
             return_tensors="pt", padding=…)``. Position ids are not made up: models compute their own.
-        max_length: leave out longer samples (logged, and in the ledger as ``too_long``) and pad to this many
-            tokens; None pads to the longest sample.
+        max_length: every batch has this many tokens before the shift: shorter samples are padded, longer ones
+            truncated (logged, and in the ledger as ``truncated``). A media item is never cut in two: a sample
+            ends before the first one that does not fit. None pads to the longest sample.
         _post_tokenize_hook: called as ``hook(batch, processor) -> batch`` before labels are made.
+        drop_overlong: drop samples that are longer than ``max_length`` instead (``too_long``).
         pixel_dtype: what pixels are cast to; None leaves them as the processor makes them.
 
     Returns:
@@ -67,13 +64,15 @@ def default_collate_fn(
         ``n_images_per_sample``, ``n_videos_per_sample`` and ``n_audios_per_sample`` [B], each where there is
         any; they are not for the model. Tokens of fake images
         (``_injected_fake``) and padding have ``attention_mask`` 0. Rows come in the order of the examples,
-        but for Qwen models those with a fake image come last.
+        but for Qwen models those with a fake image come last. An empty batch gives ``{}``.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded, text and media do not agree, or all samples
-            are too long.
-        ConfigError: (a ``ValueError``) the batch is empty, or the processor has no chat template.
+        BadSample: (a ``ValueError``) a medium cannot be loaded, text and media do not agree, or
+            ``drop_overlong`` leaves no sample.
+        ConfigError: (a ``ValueError``) the processor has no chat template.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
     if not hasattr(processor, "apply_chat_template"):
         raise ConfigError(
@@ -90,68 +89,25 @@ def default_collate_fn(
         _check_media(batch, ready, processor, family)
         return batch
 
-    batch, ready = within_length(examples, processor, family, max_length, make, _post_tokenize_hook)
-    return finish(cast_pixels(batch, pixel_dtype), ready, processor, family)
+    made = within_length(
+        examples, processor, family, max_length, make, _post_tokenize_hook, drop_overlong=drop_overlong
+    )
+    return finish(cast_pixels(made.batch, pixel_dtype), made.ready, processor, family, made=made)
 
 
 def llava_onevision_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    max_length: int | None = None,
+    *,
+    drop_overlong: bool = False,
 ) -> Batch:
     """:func:`default_collate_fn` for LLaVA-OneVision.
 
     Images are handed over sample by sample, which decides how many tokens each has: one alone is tiled,
     several are not.
     """
-    return default_collate_fn(examples, processor, max_length)
-
-
-def within_length(
-    examples: Sequence[Mapping[str, Any]],
-    processor: Any,
-    family: Family,
-    max_length: int | None,
-    make: Make,
-    hook: Hook | None = None,
-) -> tuple[Batch, list[Ready]]:
-    """Make the batch of those examples that have at most ``max_length`` tokens, padded to that many.
-
-    Most are left out before their media are loaded; what only the processor could tell is left out after it
-    ran, and it runs again on the others.
-
-    Args:
-        examples: in the documented format.
-        processor: makes the batch.
-        family: of the processor.
-        max_length: the most tokens; None for no limit.
-        make: calls the processor.
-        hook: changes the batch after the tokens of fake images are hidden in it.
-
-    Returns:
-        The batch, and the samples that are its rows.
-    """
-    opened = open_batch(examples, processor, family)
-    if max_length is not None:
-        lengths = [token_length(one.turns, processor, one.conversation.key) for one in opened]
-        opened = leave_out(opened, lengths, max_length)
-    ready = decode(opened, processor, family)
-    batch, lengths = _hidden(make(ready), ready, processor, family, hook)
-    if max_length is not None and max(lengths) > max_length:
-        ready = leave_out(ready, lengths, max_length)
-        batch, _ = _hidden(make(ready), ready, processor, family, hook)
-    return batch, ready
-
-
-def _hidden(
-    made: Mapping[str, Any], ready: Sequence[Ready], processor: Any, family: Family, hook: Hook | None
-) -> tuple[Batch, list[int]]:
-    """The batch with fake images hidden and changed by the hook, and how long each row is then."""
-    batch = hide_fakes(made, ready, processor, family)
-    # Hidden at an end of a row they could not be told from padding.
-    pairs = zip(_lengths(made), _lengths(batch), strict=True)
-    at_the_ends = [whole - seen for whole, seen in pairs]
-    if hook is not None:
-        batch = dict(run_hook(hook, batch, processor))
-    return batch, [seen + more for seen, more in zip(_lengths(batch), at_the_ends, strict=True)]
+    return default_collate_fn(examples, processor, max_length, drop_overlong=drop_overlong)
 
 
 def finish(
@@ -160,8 +116,9 @@ def finish(
     processor: Any,
     family: Family,
     counts: Counts | None = None,
+    made: Made | None = None,
 ) -> Batch:
-    """Labels, counts and the shift.
+    """Labels, the cut to the length limit, counts and the shift.
 
     Args:
         batch: tensors per token [B, S], and media.
@@ -169,14 +126,18 @@ def finish(
         processor: made it.
         family: the processor's.
         counts: media of each sample, where they are not those of the conversations.
+        made: where the batch has a length limit: the limit, and how long its rows are.
     """
     conversations = [one.turns for one in ready]
     labels = make_labels(batch["input_ids"], conversations, processor)
-    report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
-    made = counted({**batch, "labels": labels}, counts or count_turns(conversations))
-    return shifted(made, family)
+    labelled = {**batch, "labels": labels}
+    if made is not None:
+        # After labels are made: answers are found more surely in whole rows.
+        labelled = cut_rows(labelled, made, processor, family)
+    report_unsupervised(labelled["labels"], [one.conversation.key for one in ready], ready[0].records)
+    return shifted(counted(labelled, counts or count_turns(conversations)), family)
 
 
 def _tokenised(ready: Sequence[Ready], processor: Any, family: Family, max_length: int | None) -> Batch:
@@ -187,11 +148,9 @@ def _tokenised(ready: Sequence[Ready], processor: Any, family: Family, max_lengt
     conversations = [[dict(turn) for turn in one.turns] for one in ready]  # some write into them
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     if not takes_grouped_options(method):
-        # A flat max_length would reach the extractor of sound too.
-        fixed = max_length is not None and not has_audio(ready)
-        options |= {"padding": "max_length", "max_length": max_length} if fixed else {"padding": True}
-        batch = dict(call(method, conversations, **options, **flat_options(ready, family)))
-        return batch if fixed else padded_to(batch, processor, family, max_length)
+        # A fixed length is not asked for: a longer row would make a ragged batch, which processors refuse.
+        batch = dict(call(method, conversations, **options, padding=True, **flat_options(ready, family)))
+        return padded_to(batch, processor, family, max_length)
     grouped = grouped_options(ready, processor, family)
     # Not as plain options: those reach the extractor of sound too, which would pad and cut by them.
     text = {**grouped.get("text_kwargs", {}), "padding": True}
@@ -235,15 +194,3 @@ def padded_to(batch: Batch, processor: Any, family: Family, width: int | None) -
         for key in per_token(batch, family)
     }
     return {**batch, **filled}
-
-
-def _lengths(batch: Mapping[str, Any]) -> list[int]:
-    """How long each row is without padding (tokens hidden from attention in its midst count)."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return [batch["input_ids"].shape[1]] * len(batch["input_ids"])
-    lengths = []
-    for row in mask:
-        places = row.nonzero().flatten()
-        lengths.append(int(places[-1] - places[0]) + 1 if len(places) else 0)
-    return lengths

@@ -15,6 +15,7 @@ import torch
 from packhorse.chat import IGNORE_INDEX, tokenizer_of
 from packhorse.collate_fns.contract import text_ids
 from packhorse.collate_fns.default import Batch, default_collate_fn
+from packhorse.collate_fns.labels import token_id
 from packhorse.collate_fns.pad import pad_last
 from packhorse.errors import ConfigError
 
@@ -23,18 +24,24 @@ _GEMMA4_THINKING_PREFIX = "<|channel>thought\n<channel|>"
 
 
 def gemma4_prefix_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    max_length: int | None = None,
+    *,
+    drop_overlong: bool = False,
 ) -> Batch:
     """:func:`~packhorse.collate_fns.default_collate_fn` with the thinking prefix in every answer.
 
     The prefix counts towards ``max_length``; its tokens are not learned.
     """
+    if not examples:
+        return {}
     tokenizer = tokenizer_of(processor)
 
     def insert(batch: Batch, _: Any) -> Mapping[str, Any]:
         return _inject_thinking_prefix_tokens(batch, tokenizer)
 
-    batch = default_collate_fn(examples, processor, max_length, insert)
+    batch = default_collate_fn(examples, processor, max_length, insert, drop_overlong=drop_overlong)
     marker, prefix = _patterns(tokenizer)
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"], strict=True):
         for place in _ends(ids, [*marker, *prefix]):
@@ -43,12 +50,30 @@ def gemma4_prefix_collate_fn(
     return batch
 
 
+def gemma4_inject_thinking_prefix(batch: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+    r"""Put Gemma 4's thinking prefix after every ``<|turn>model\n``, as a hook after tokenisation.
+
+    For ``PreTokenizedDatasetWrapper(…, post_tokenize_hook=gemma4_inject_thinking_prefix)`` and
+    ``default_collate_fn(…, _post_tokenize_hook=…)``. Labels are made after the hook and leave the prefix out;
+    ``labels`` that the batch already has are :data:`~packhorse.chat.IGNORE_INDEX` on it.
+
+    Args:
+        batch: ``input_ids`` [B, S], and any other tensors.
+        processor: its tokenizer must have Gemma 4's tokens; otherwise the batch comes back as it is.
+    """
+    tokenizer = tokenizer_of(processor)
+    tokens = ("<|turn>", "<|channel>", "<channel|>")
+    if any(token_id(tokenizer, token) is None for token in tokens):
+        return dict(batch)
+    return _inject_thinking_prefix_tokens(batch, tokenizer)
+
+
 def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     r"""Put ``<|channel>thought\n<channel|>`` behind every ``<|turn>model\n`` that has it not.
 
     Args:
-        batch: ``input_ids`` [B, S], and any other tensors. ``attention_mask`` is 1 on what is put in, every
-            other whole-number tensor [B, S] is 0 there; all else stays.
+        batch: ``input_ids`` [B, S], and any other tensors. ``attention_mask`` is 1 on what is put in,
+            ``labels`` are IGNORE_INDEX and every other whole-number tensor [B, S] is 0 there; all else stays.
         tokenizer: tells the tokens and the padding.
 
     Returns:
@@ -79,8 +104,9 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Any) -> 
             isinstance(value, torch.Tensor) and value.shape == ids.shape and not value.is_floating_point()
         )
         if per_token:
-            fill = pad if key == "input_ids" and pad is not None else 0
-            inside = prefix if key == "input_ids" else [int(key == "attention_mask")] * len(prefix)
+            fill = {"input_ids": 0 if pad is None else pad, "labels": IGNORE_INDEX}.get(key, 0)
+            value_inside = {"attention_mask": 1, "labels": IGNORE_INDEX}.get(key, 0)
+            inside = prefix if key == "input_ids" else [value_inside] * len(prefix)
             rows = [
                 _inserted(row[start:end], [place - start for place in found], inside)
                 for row, (start, end), found in zip(value, spans, places, strict=True)

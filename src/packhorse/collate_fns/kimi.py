@@ -11,8 +11,9 @@ import torch
 
 from packhorse.chat import TOKEN_KEYS, tokenizer_of
 from packhorse.collate_fns.contract import call, is_transformers, names, pad_token_id, text_ids
-from packhorse.collate_fns.default import Batch, finish, within_length
+from packhorse.collate_fns.default import Batch, finish, padded_to
 from packhorse.collate_fns.finish import Counts
+from packhorse.collate_fns.limit import within_length
 from packhorse.collate_fns.media import _extract_media_from_conversations
 from packhorse.collate_fns.pad import pad_samples
 from packhorse.collate_fns.prepare import Ready, hide_fakes, make_ready, rendered
@@ -31,7 +32,11 @@ _GRIDS: tuple[tuple[str, str, MediaKind], ...] = tuple(
 
 
 def kimi_vl_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    max_length: int | None = None,
+    *,
+    drop_overlong: bool = False,
 ) -> Batch:
     """Render each conversation, then call the processor once, without special tokens around the texts.
 
@@ -40,30 +45,32 @@ def kimi_vl_collate_fn(
         processor: ``apply_chat_template(conversation, tokenize=False)`` gives a text, and
             ``processor(text=…, images=…, padding=…, add_special_tokens=False, return_tensors="pt")`` the
             tensors.
-        max_length: leave out longer samples (logged, and in the ledger as ``too_long``) and pad to this many
-            tokens; None pads to the longest sample.
+        max_length: every batch has this many tokens before the shift; longer samples are truncated as by
+            :func:`~packhorse.collate_fns.default_collate_fn`. None pads to the longest sample.
+        drop_overlong: drop longer samples instead.
 
     Returns:
         The batch as :func:`~packhorse.collate_fns.default_collate_fn` describes it; pixels stay as the
         processor makes them.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded, or all samples are too long.
+        BadSample: (a ``ValueError``) a medium cannot be loaded, or ``drop_overlong`` leaves no sample.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
 
     def make(ready: Sequence[Ready]) -> Batch:
         images, _ = _extract_media_from_conversations([one.turns for one in ready])
         options: dict[str, Any] = {"add_special_tokens": False, "padding": True}
-        if max_length is not None:
-            options |= {"padding": "max_length", "max_length": max_length}
         if images is not None:
             options["images"] = images
         texts = rendered(ready, processor, family)
-        return dict(call(processor, text=texts, return_tensors="pt", **options))
+        batch = dict(call(processor, text=texts, return_tensors="pt", **options))
+        return padded_to(batch, processor, family, max_length)
 
-    batch, ready = within_length(examples, processor, family, max_length, make)
-    return finish(batch, ready, processor, family)
+    made = within_length(examples, processor, family, max_length, make, drop_overlong=drop_overlong)
+    return finish(made.batch, made.ready, processor, family, made=made)
 
 
 def _expand_image_tokens(
@@ -83,19 +90,23 @@ def _expand_image_tokens(
         merge_kernel_size: how many patches down and across become one token.
 
     Returns:
-        (ids, mask), longer by ``(h // 2) * (w // 2) - 1`` for each image.
+        (ids, mask), longer by ``(h // 2) * (w // 2) - 1`` for each image. As they are, where the ids hold no
+        placeholder, or one for each token already (some versions of the processor expand themselves).
 
     Raises:
         ValueError: there are more or fewer placeholders than images.
     """
     places = input_ids == media_token_id
-    if int(places.sum()) != len(grid_thws):
+    found, tokens = int(places.sum()), _tokens_of(grid_thws, merge_kernel_size)
+    if found == 0 or found == int(tokens.sum()):
+        return input_ids, attention_mask
+    if found != len(grid_thws):
         raise ValueError(
-            f"{int(places.sum())} placeholders (id {media_token_id}) in the ids for {len(grid_thws)} images: "
+            f"{found} placeholders (id {media_token_id}) in the ids for {len(grid_thws)} images: "
             "expected one each"
         )
     repeats = torch.ones_like(input_ids, dtype=torch.long)
-    repeats[places] = _tokens_of(grid_thws, merge_kernel_size).to(repeats.device)
+    repeats[places] = tokens.to(repeats.device)
     return torch.repeat_interleave(input_ids, repeats), torch.repeat_interleave(attention_mask, repeats)
 
 
@@ -125,6 +136,8 @@ def kimi_k25_vl_collate_fn(
         BadSample: (a ``ValueError``) a medium cannot be loaded.
         ValueError: placeholders and images differ in number.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
     ready = make_ready(examples, processor, family)
     pad = pad_token_id(processor)
@@ -167,10 +180,10 @@ def _encoded(one: Ready, text: str, processor: Any, family: Family) -> Batch:
     mask = sample["attention_mask"].reshape(-1) if "attention_mask" in sample else torch.ones_like(ids)
     grids = sample.get("grid_thws")
     if grids is not None:
-        pad, merge = media_pad_id(processor), _merge_kernel(processor)
-        # Some versions of the processor expand themselves.
-        if int((ids == pad).sum()) != int(_tokens_of(grids, merge).sum()):
-            ids, mask = _expand_image_tokens(ids, mask, grids, pad, merge)
+        pad = media_pad_id(processor)
+        if len(grids) and not bool((ids == pad).any()):
+            raise ValueError(f"no placeholder (id {pad}) in the ids for {len(grids)} images")
+        ids, mask = _expand_image_tokens(ids, mask, grids, pad, _merge_kernel(processor))
     return {**sample, "input_ids": ids, "attention_mask": mask}
 
 

@@ -52,6 +52,7 @@ _IMSTART_TEMPLATE_PROCESSORS = frozenset(
         "Qwen3OmniMoeProcessor",
         "InternVLProcessor",
         "LlavaOnevisionProcessor",
+        "NemotronH_Nano_Omni_Reasoning_V3Processor",
         "NemotronH_Omni_Reasoning_V3Processor",
     }
 )
@@ -169,7 +170,7 @@ def _with_stops(labels: list[int], ids: Sequence[int], processor: Any) -> list[i
 
 def _get_assistant_marker(tokenizer: Any) -> list[int] | None:
     r"""The ids of ``<|im_start|>assistant\n``, or None where ``<|im_start|>`` is no token of its own."""
-    start = _token_id(tokenizer, _IM_START)
+    start = token_id(tokenizer, _IM_START)
     if start is None:
         return None
     ids = text_ids(tokenizer, f"{_IM_START}assistant\n")
@@ -178,10 +179,11 @@ def _get_assistant_marker(tokenizer: Any) -> list[int] | None:
 
 def _get_stop_token_id(tokenizer: Any) -> int | None:
     """The id of ``<|im_end|>``, or None where the tokenizer has no such token."""
-    return _token_id(tokenizer, _IM_END)
+    return token_id(tokenizer, _IM_END)
 
 
-def _token_id(tokenizer: Any, token: str) -> int | None:
+def token_id(tokenizer: Any, token: str) -> int | None:
+    """The id of a token, or None where the tokenizer has no such token."""
     convert = getattr(tokenizer, "convert_tokens_to_ids", None)
     if convert is None:
         return None

@@ -43,8 +43,9 @@ def nemotron_parse_collate_fn(
 
     Raises:
         BadSample: (a ``ValueError``) an image is missing or cannot be loaded, or there are two.
-        ConfigError: (a ``ValueError``) the batch is empty.
     """
+    if not examples:
+        return {}
     family = NemotronParse(task_prompt)
     ready = make_ready(examples, processor, family, check=False)
     for place, one in enumerate(ready):

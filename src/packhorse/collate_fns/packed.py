@@ -35,6 +35,7 @@ _INFORMATION = frozenset({"_packed_seq_ids", *COUNT_KEYS.values(), MEDIA_LAYOUT_
 _LABELS = frozenset({"labels", "shift_labels"})
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CONTIGUOUS = ("flash_attention_2", "varlen")
+_DOCUMENT_NUMBERS = "document numbers"  # no backend: the mask is left to the model
 _DENSE = 4  # axes of a mask: [B, 1, S, S]
 
 
@@ -42,9 +43,10 @@ def neat_packed_vlm_collater(
     batch: Sequence[Pack],
     padding_idx: int = 0,
     max_length: int | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = "sdpa",
     *,
-    pixel_dtype: torch.dtype | None = None,
+    materialize_4d_mask: bool = True,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
     mask_dtype: torch.dtype = torch.float32,
     config: Any = None,
     media_layout: bool = False,
@@ -57,7 +59,10 @@ def neat_packed_vlm_collater(
         max_length: pad every batch to so many tokens; None pads to the longest pack. Nothing is ever cut.
         attn_implementation: what the model's decoder runs with: ``"sdpa"``, ``"eager"``,
             ``"flash_attention_2"``, ``"flex_attention"`` or ``"varlen"``
-            (:func:`packhorse.integrations.attention.use_attention`).
+            (:func:`packhorse.integrations.attention.use_attention`). None is ``"sdpa"``.
+        materialize_4d_mask: False leaves the document numbers [B, S] as ``attention_mask`` with ``"sdpa"``
+            and ``"eager"`` too, for a model that makes its own mask of them. transformers' models do not:
+            they would take each row for one document, and :func:`model_inputs` refuses such a batch.
         pixel_dtype: what pixels are converted to while they are copied; None leaves them.
         mask_dtype: of the mask for ``"eager"``: the model's.
         config: the model's; only needed for Gemma 3 and 4 where packs hold fake images.
@@ -81,14 +86,21 @@ def neat_packed_vlm_collater(
         - Gemma 3 and 4, whose images see themselves both ways: no mask, but ``use_cache=False``: from the
           positions, which restart, transformers makes the right one.
 
+        An empty batch gives ``{}``.
+
     Raises:
-        ConfigError: no packs, an unknown backend, packs longer than ``max_length``, or a backend that cannot
-            do what the family needs.
+        ConfigError: a pack is None, an unknown backend, packs longer than ``max_length``, or a backend that
+            cannot do what the family needs.
     """
-    if attn_implementation not in ATTENTION:
-        raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}")
+    backend = "sdpa" if attn_implementation is None else attn_implementation
+    if backend not in ATTENTION:
+        raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}, or None")
+    if not batch:
+        return {}
     rows = PackedRows(batch, padding_idx, max_length)
-    made = _with_attention(rows, attn_implementation, mask_dtype, config)
+    if not materialize_4d_mask and backend in ("sdpa", "eager"):
+        backend = _DOCUMENT_NUMBERS
+    made = _with_attention(rows, backend, mask_dtype, config)
     made |= rows.media(pixel_dtype)
     if media_layout:
         made |= rows.whose_media()
@@ -108,6 +120,8 @@ def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, con
             del made["attention_mask"]
         elif bool((documents == 0).any()):
             _warn_of_padding()
+    elif backend == _DOCUMENT_NUMBERS:
+        pass  # the mask that the rows have
     elif marked is not None:
         _mask_both_ways(made, marked, backend, mask_dtype, config, rows.family)
     elif backend == "flex_attention":
@@ -148,6 +162,13 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
         ConfigError: the batch was made for another attention, the model cannot be trained on packed rows, or
             it has an auxiliary loss, which only the model itself can add (see :func:`check_router_loss`).
     """
+    mask = batch.get("attention_mask")
+    numbers = isinstance(mask, torch.Tensor) and mask.dim() != _DENSE and "_packed_seq_ids" in batch
+    if numbers and "cu_seq_lens_q" not in batch:
+        raise ConfigError(
+            "attention_mask holds document numbers (materialize_4d_mask=False), which models of transformers "
+            "take for one document: make batches with materialize_4d_mask=True"
+        )
     if model is not None:
         _check_attention(batch, model)
         check_router_loss(getattr(model, "module", model).config)
@@ -204,7 +225,7 @@ class PackedRows:
     """The packs of a batch, and how their tensors are put together."""
 
     def __init__(self, batch: Sequence[Pack], padding_idx: int, max_length: int | None) -> None:
-        check_present(batch, "pack")
+        check_present(batch)
         self.packs, self.padding_idx = batch, padding_idx
         longest = max(pack["input_ids"].shape[-1] for pack in batch)
         if max_length is not None and longest > max_length:

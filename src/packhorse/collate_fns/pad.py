@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns.contract import pad_token_id
-from packhorse.collate_fns.finish import Counts, counted, row_order, shifted
+from packhorse.collate_fns.finish import Counts, cast_pixels, counted, row_order, shifted
 from packhorse.collate_fns.records import check_present, keys_of, named
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
@@ -29,7 +29,12 @@ _COUNTS = ("n_images", "n_videos", "n_audios")
 
 
 def pad_collate_fn(
-    examples: Sequence[Sample], processor: Any, max_length: int | None = None, *, media_layout: bool = False
+    examples: Sequence[Sample],
+    processor: Any,
+    max_length: int | None = None,
+    *,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
+    media_layout: bool = False,
 ) -> dict[str, Any]:
     """Make a batch of samples from :class:`packhorse.datasets.PreTokenizedDatasetWrapper`.
 
@@ -38,6 +43,7 @@ def pad_collate_fn(
             ``attention_mask`` and other tensors per token, and the media tensors of the family.
         processor: tells the pad token and the family.
         max_length: pad every batch to so many tokens; None pads to the longest sample.
+        pixel_dtype: what pixels are cast to; None leaves them.
         media_layout: also say whose the entries of each media tensor are, for a pipeline
             (:mod:`packhorse.pp_media`).
 
@@ -49,15 +55,18 @@ def pad_collate_fn(
         ``n_audios_per_sample`` [B] where there is such a medium: what the samples' own ``n_images`` and its
         like say, or else the entries of their tensors (which are rows where no tensor tells one medium from
         the next, as InternVL's tiles). Rows come in the order of the samples, but for Qwen models samples
-        with a fake image come last (see :func:`~packhorse.collate_fns.finish.row_order`).
+        with a fake image come last (see :func:`~packhorse.collate_fns.finish.row_order`). An empty batch
+        gives ``{}``.
 
     Raises:
         BadSample: a sample is longer than ``max_length``.
-        ConfigError: (a ``ValueError``) there are no samples, the tokenizer has no pad token, or tensors do
+        ConfigError: (a ``ValueError``) a sample is None, the tokenizer has no pad token, or tensors do
             not fit together; the message names key and shapes.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
-    check_present(examples, "sample")
+    check_present(examples)
     for sample, key in zip(examples, keys_of(examples), strict=True):
         with named(key):
             _check_length(sample.get("input_ids"), max_length)
@@ -65,7 +74,7 @@ def pad_collate_fn(
     batch = pad_samples(samples, family, pad_token_id(processor), max_length=max_length, needs_labels=True)
     if media_layout:
         batch |= whose_media(samples, family)
-    return shifted(counted(batch, count_media(samples, family)), family)
+    return shifted(counted(cast_pixels(batch, pixel_dtype), count_media(samples, family)), family)
 
 
 def ordered(samples: Sequence[Sample], family: Family) -> list[Any]:

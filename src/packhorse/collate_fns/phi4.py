@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import torch
 
+from packhorse.chat import tokenizer_of
 from packhorse.collate_fns.contract import call, is_transformers, names
 from packhorse.collate_fns.default import Batch, finish
 from packhorse.collate_fns.finish import Counts
 from packhorse.collate_fns.prepare import Opened, decode, hide_fakes, open_batch, rendered
 from packhorse.collate_fns.records import named
 from packhorse.conversation import sounds_beside
+from packhorse.errors import ConfigError
 from packhorse.families import Family, Generic, family_of
 from packhorse.media import load_audio
 
@@ -29,7 +34,8 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
             file, or a list of them) whose placeholder the text has typed out, as
             :func:`packhorse.datasets.make_cv17_dataset` does.
         processor: the model's own, which takes ``audios`` as (array, rate) pairs, or transformers', which
-            takes ``audio`` as arrays (they are resampled for it).
+            takes ``audio`` as arrays (they are resampled for it). Where only its tokenizer has a chat
+            template, as the released one has, that is used; its turns are texts with typed placeholders.
 
     Returns:
         The batch as :func:`~packhorse.collate_fns.default_collate_fn` describes it, padded to the longest
@@ -39,6 +45,9 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
     Raises:
         BadSample: (a ``ValueError``) a medium cannot be loaded.
     """
+    if not examples:
+        return {}
+    processor = _with_template(processor)
     family = family_of(processor)
     # For other processors a placeholder is typed out as they want it, and the sound stays beside.
     placed = is_transformers(processor) and not isinstance(family, Generic)
@@ -57,6 +66,42 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
         batch["input_mode"] = torch.tensor([mode])
     counts = Counts([len(found) for found in images], audios=[len(found) for found in sounds])
     return finish(hide_fakes(batch, ready, processor, family), ready, processor, family, counts)
+
+
+def _with_template(processor: Any) -> Any:
+    """The processor, or a copy that renders with its tokenizer's chat template where it has none itself."""
+    tokenizer = tokenizer_of(processor)
+    renders = hasattr(processor, "apply_chat_template") and (
+        getattr(processor, "chat_template", "its own way") is not None
+    )
+    if renders or getattr(tokenizer, "chat_template", None) is None:
+        return processor
+    family = family_of(processor)
+    placeholders: Mapping[str, str] = {}
+    with suppress(ConfigError):  # the model's own processor numbers them
+        placeholders = family.placeholders(processor)
+
+    def apply_chat_template(turns: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        numbers = {"image": count(1), "audio": count(1)}
+        texts = [{**turn, "content": _as_text(turn["content"], placeholders, numbers)} for turn in turns]
+        return call(tokenizer.apply_chat_template, texts, **options)
+
+    copied = copy.copy(processor)
+    copied.chat_template = tokenizer.chat_template
+    copied.apply_chat_template = apply_chat_template
+    return copied
+
+
+def _as_text(content: Any, placeholders: Mapping[str, str], numbers: Mapping[str, Any]) -> str:
+    """The content of a turn as one text, with a placeholder for each media item."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part["text"]
+        if part["type"] == "text"
+        else placeholders.get(part["type"]) or f"<|{part['type']}_{next(numbers[part['type']])}|>"
+        for part in content
+    )
 
 
 def _sounds(one: Opened, family: Family) -> list[tuple[Any, int]]:

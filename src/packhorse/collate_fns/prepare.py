@@ -103,10 +103,10 @@ def open_batch(
 
     Raises:
         BadSample: one is not in the documented format.
-        ConfigError: (a ``ValueError``) the batch is empty, holds what is no example, or the processor has no
-            chat template.
+        ConfigError: (a ``ValueError``) the batch holds what is no example, or the processor has no chat
+            template.
     """
-    check_present(examples, "example")
+    check_present(examples)
     for place, example in enumerate(examples):
         if "input_ids" in example and "conversation" not in example:
             raise ConfigError(
@@ -235,11 +235,6 @@ def flat_options(ready: Sequence[Ready], family: Family) -> dict[str, Any]:
     if media.audios:
         options["sampling_rate"] = family.sampling_rate
     return options
-
-
-def has_audio(ready: Sequence[Ready]) -> bool:
-    """Whether any sample of the batch has sound."""
-    return any(one.media.audios for one in ready)
 
 
 def hide_fakes(

@@ -27,6 +27,8 @@ def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
     Raises:
         BadSample: (a ``ValueError``) a medium cannot be loaded, or text and media do not agree.
     """
+    if not examples:
+        return {}
     family = family_of(processor)
     ready = make_ready(examples, processor, family)
     images, videos = _extract_media_from_conversations([one.turns for one in ready])

@@ -72,6 +72,8 @@ def qwen3_omni_collate_fn(
         MissingDependency: (an ``ImportError``) ``qwen_omni_utils`` is not installed.
         BadSample: (a ``ValueError``) a medium cannot be loaded, or text and media do not agree.
     """
+    if not examples:
+        return {}
     process = _process_mm_info()
     family = family_of(processor)
     found = [_ready(one, processor, family) for one in open_batch(examples, processor, family)]

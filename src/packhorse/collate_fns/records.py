@@ -33,14 +33,12 @@ class Records:
         ledger.record(Drop(key, "collate", reason, detail, action, dataset, self.epoch))
 
 
-def check_present(examples: Sequence[Any], what: str) -> None:
-    """Refuse a batch that is empty, or in which samples are missing.
+def check_present(examples: Sequence[Any]) -> None:
+    """Refuse a batch in which samples are missing.
 
     Raises:
         ConfigError: it says what to do.
     """
-    if not examples:
-        raise ConfigError(f"an empty batch: expected at least one {what}")
     missing = [place for place, example in enumerate(examples) if example is None]
     if missing:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, tokenizer_of, turn_markers
-from packhorse.collate_fns.contract import Turns, call, logger, text_ids, tolerated
+from packhorse.collate_fns.contract import NOT_MADE_FOR_IT, Turns, call, logger, text_ids, tolerated
 
 _STOP_TEXTS = frozenset(
     {"<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|end|>", "<end_of_utterance>", "</s>", "<eos>"}
@@ -114,11 +114,19 @@ def _extract_assistant_text(message: Mapping[str, Any]) -> str:
 
 
 def _decode_single_token(tokenizer: Any, token_id: int) -> str:
-    """The text of one token, from tokenizers that decode a number and from those that want a list."""
+    """The text of one token, from tokenizers that decode a number and from those that want a list.
+
+    Of a token that cannot be decoded (an id outside the vocabulary, a tokenizer without ``decode``), its name
+    in the vocabulary, or else its number.
+    """
     forms: tuple[Any, ...] = (token_id, [token_id], torch.tensor([token_id]))
     for form in forms:
-        with suppress(TypeError, ValueError, AttributeError, LookupError):
+        with suppress(*NOT_MADE_FOR_IT, ArithmeticError):
             return str(call(tokenizer.decode, form))
+    with suppress(*NOT_MADE_FOR_IT, ArithmeticError):
+        names = tokenizer.convert_ids_to_tokens([token_id])
+        if names and names[0] is not None:
+            return str(names[0])
     return str(token_id)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from packhorse.collate_fns.finish import counted, with_shift_labels
-from packhorse.collate_fns.packed import Pack, PackedRows
+from packhorse.collate_fns.packed import Pack, PackedRows, neat_packed_vlm_collater
+from packhorse.neat_packing_vlm.configs import NeatPackConfig
 
 
 def packed_sequence_thd_vlm_collater(
@@ -17,7 +19,7 @@ def packed_sequence_thd_vlm_collater(
     max_length: int | None = None,
     seq_lens_padding_value: int = -1000,
     *,
-    pixel_dtype: torch.dtype | None = None,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
     media_layout: bool = False,
 ) -> dict[str, Any]:
     """Make a batch of packs for attention in Transformer Engine's "thd" format.
@@ -35,11 +37,13 @@ def packed_sequence_thd_vlm_collater(
         Tensors per token [B, S] without a mask, the labels also as ``shift_labels``; ``position_ids`` [B, S] or [3, B, S]; ``seq_lens``
         [B, documents], the tokens of each document that count, and ``seq_lens_padded``, what each takes up:
         alignment, the tokens of a fake image (which stand behind their document) and, for the last one, the
-        end of the row; ``qkv_format="thd"``; media tensors and counts.
+        end of the row; ``qkv_format="thd"``; media tensors and counts. An empty batch gives ``{}``.
 
     Raises:
         ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` for a kernel of this kind.
     """
+    if not batch:
+        return {}
     rows = PackedRows(batch, padding_idx, max_length)
     made = rows.tokens()
     made, found = rows.contiguous(made, rows.both_ways(made) is not None, "Transformer Engine")
@@ -51,6 +55,23 @@ def packed_sequence_thd_vlm_collater(
     if media_layout:
         made |= rows.whose_media()
     return counted(with_shift_labels(made), rows.counts())
+
+
+def packed_collater(
+    config: NeatPackConfig, padding_idx: int = 0, **options: Any
+) -> Callable[[Sequence[Pack]], dict[str, Any]]:
+    """The collate function for the packs of a configuration.
+
+    Args:
+        config: its ``packing_format`` chooses the function, ``collate_max_length`` and
+            ``attn_implementation`` are passed to it.
+        padding_idx: the id that fills up short packs.
+        **options: keyword arguments of the function.
+    """
+    options |= {"padding_idx": padding_idx, "max_length": config.collate_max_length}
+    if config.packing_format == "thd":
+        return partial(packed_sequence_thd_vlm_collater, **options)
+    return partial(neat_packed_vlm_collater, attn_implementation=config.attn_implementation, **options)
 
 
 def _rectangular(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:

@@ -6,6 +6,17 @@ The wrappers are torch datasets; they are loaded when first asked for, so that r
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from packhorse.datasets.configs import (
+    CordV2DatasetConfig,
+    LlavaOnevisionDatasetConfig,
+    MedPixDatasetConfig,
+    MetaDatasetConfig,
+    PreTokenizedDatasetWrapperConfig,
+    RdrDatasetConfig,
+    ShopifyProductCatalogueDatasetConfig,
+    Tulu3MagicoderTextMixDatasetConfig,
+    UnimmChatDatasetConfig,
+)
 from packhorse.datasets.files import load_json_or_jsonl as _load_json_or_jsonl
 from packhorse.datasets.files import load_jsonl_for_rank as _load_jsonl_for_rank
 from packhorse.datasets.meta import MetaDataset, make_meta_dataset, open_meta_dataset
@@ -13,8 +24,12 @@ from packhorse.datasets.recipes import (
     json2token,
     make_cord_v2_dataset,
     make_cv17_dataset,
+    make_llava_onevision_dataset,
     make_medpix_dataset,
     make_rdr_dataset,
+    make_shopify_product_catalogue_dataset,
+    make_tulu3_dataset,
+    make_tulu3_magicoder_text_mix_dataset,
     make_unimm_chat_dataset,
 )
 from packhorse.datasets.rows import RowFile, open_rows
@@ -29,10 +44,19 @@ if TYPE_CHECKING:
     from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 
 __all__ = [
+    "CordV2DatasetConfig",
+    "LlavaOnevisionDatasetConfig",
+    "MedPixDatasetConfig",
     "MetaDataset",
+    "MetaDatasetConfig",
     "PreTokenizedDatasetWrapper",
+    "PreTokenizedDatasetWrapperConfig",
+    "RdrDatasetConfig",
     "RobustDatasetWrapper",
     "RowFile",
+    "ShopifyProductCatalogueDatasetConfig",
+    "Tulu3MagicoderTextMixDatasetConfig",
+    "UnimmChatDatasetConfig",
     "_ExamplesWithStats",
     "_collect_sample_stats",
     "_convert_sharegpt_to_conversation",
@@ -44,10 +68,14 @@ __all__ = [
     "logger",
     "make_cord_v2_dataset",
     "make_cv17_dataset",
+    "make_llava_onevision_dataset",
     "make_medpix_dataset",
     "make_meta_dataset",
     "make_rdr_dataset",
     "make_robust_collate",
+    "make_shopify_product_catalogue_dataset",
+    "make_tulu3_dataset",
+    "make_tulu3_magicoder_text_mix_dataset",
     "make_unimm_chat_dataset",
     "open_meta_dataset",
     "open_rows",

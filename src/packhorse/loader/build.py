@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import neat_packed_vlm_collater, pad_collate_fn
-from packhorse.collate_fns.finish import cast_pixels
 from packhorse.collate_fns.packed import loss_inputs
 from packhorse.collate_fns.pad import ordered
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
@@ -323,7 +322,9 @@ class PackBuilder(BatchBuilder):
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
         self._pixels = None  # every sample is there; the room lives on in the batch alone
-        return neat_packed_vlm_collater([self.packer.joined(row) for row in rows], **self.collater)
+        return neat_packed_vlm_collater(
+            [self.packer.joined(row, keep_parts=True) for row in rows], **self.collater
+        )
 
 
 class PadBuilder(BatchBuilder):
@@ -377,5 +378,10 @@ class PadBuilder(BatchBuilder):
         """A padded batch."""
         width = None if self.pad_to is None else self.pad_to + 1
         samples = [sample for row in rows for sample in row]
-        batch = pad_collate_fn(samples, self.samples.processor, width, media_layout=self.media_layout)
-        return cast_pixels(batch, self.pixel_dtype)
+        return pad_collate_fn(
+            samples,
+            self.samples.processor,
+            width,
+            pixel_dtype=self.pixel_dtype,
+            media_layout=self.media_layout,
+        )

@@ -8,6 +8,7 @@ from packhorse.neat_packing_vlm.balance import (
     sample_costs,
     straggler_ratio,
 )
+from packhorse.neat_packing_vlm.configs import NeatPackConfig, PackedDatasetWrapperConfig
 from packhorse.neat_packing_vlm.dataset import PackedDatasetWrapper, logger
 from packhorse.neat_packing_vlm.knapsack import greedy_knapsack, greedy_knapsack_vt_balanced
 from packhorse.neat_packing_vlm.make import neat_pack_dataset_vlm, pack_lengths
@@ -28,8 +29,10 @@ from packhorse.tokens.estimate import estimate_video_tokens as _estimate_video_t
 __all__ = [
     "MEDIA_KEYS",
     "CostWeights",
+    "NeatPackConfig",
     "PackPlan",
     "PackedDatasetWrapper",
+    "PackedDatasetWrapperConfig",
     "StepOrder",
     "_build_packed_vlm_sample",
     "_compute_mrope_position_ids",

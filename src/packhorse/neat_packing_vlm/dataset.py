@@ -133,6 +133,10 @@ class PackedDatasetWrapper(ReplacingDataset):
     def __len__(self) -> int:
         return len(self.bins)
 
+    def __getitem__(self, pack_idx: int) -> Any:
+        """The pack, its recorded replacement, or None if it is skipped."""
+        return super().__getitem__(pack_idx)
+
     def set_epoch(self, epoch: int) -> None:
         """Another epoch chooses other replacements."""
         super().set_epoch(epoch)
@@ -180,17 +184,20 @@ class PackedDatasetWrapper(ReplacingDataset):
             self._record_sample(index, failure)
         return self.joined(samples)
 
-    def joined(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A pack of samples as :meth:`sample` and :meth:`prepared` make them; they have to fit."""
+    def joined(self, samples: Sequence[dict[str, Any]], *, keep_parts: bool = False) -> dict[str, Any]:
+        """A pack of samples as :meth:`sample` and :meth:`prepared` make them; they have to fit.
+
+        With ``keep_parts``, pixels stay a list of the samples' own tensors, for a collater that copies them.
+        """
         mrope = self.has_mrope and all("position_ids" in sample for sample in samples)
         return _build_packed_vlm_sample(
             samples,
             self.pack_size,
             self.padding_idx,
             mrope,
-            alignment=self.sequence_alignment,
+            self.sequence_alignment,
             family=self.family,
-            keep_parts=True,
+            keep_parts=keep_parts,
         )
 
     def dealt(self, idx: int) -> tuple[list[int], list[int]]:

@@ -72,8 +72,8 @@ def _build_packed_vlm_sample(
     pack_size: int,
     padding_idx: int,
     has_mrope: bool = False,
+    sequence_alignment: int = 1,
     *,
-    alignment: int = 1,
     family: Family | None = None,
     keep_parts: bool = False,
 ) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def _build_packed_vlm_sample(
     Args:
         samples: dicts of :func:`_shift_sample`; with mRoPE each has ``position_ids`` [3, S].
         pack_size: the most tokens the pack may have, alignment included.
-        padding_idx: the id that fills documents up to ``alignment``; the end of the pack is not padded.
+        padding_idx: fills documents up to ``sequence_alignment``; the end of the pack is not padded.
         has_mrope: positions are the samples' own; otherwise they restart at 0 with each document.
-        alignment: each document takes up a multiple of so many tokens.
+        sequence_alignment: each document takes up a multiple of so many tokens.
         family: whose layout says how media are joined; None joins every known media tensor along axis 0.
         keep_parts: leave large media tensors as a list of the samples' own, for the collater to copy once.
 
@@ -102,7 +102,7 @@ def _build_packed_vlm_sample(
         raise ConfigError("a pack without samples: expected at least one")
     rows = [_tokens_of(sample, place, has_mrope) for place, sample in enumerate(samples)]
     lengths = [len(row["input_ids"]) for row in rows]
-    padded = [length + -length % alignment for length in lengths]
+    padded = [length + -length % sequence_alignment for length in lengths]
     if sum(padded) > pack_size:
         raise ConfigError(f"documents of {padded} tokens, {sum(padded)} together, in a pack of {pack_size}")
     pack: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def _build_packed_vlm_sample(
         "n_images": sum(counts[0]),
         "n_videos": sum(counts[1]),
         "_family": family,
-        "_alignment": alignment,
+        "_alignment": sequence_alignment,
         "_media_per_document": [images + videos for images, videos in zip(*counts, strict=True)],
     }
 

@@ -220,9 +220,31 @@ class WantsNothing:
         raise ValueError(ids)
 
 
+class OutOfVocabulary:
+    """Raises what tokenizers and sentencepiece raise for an id they do not have."""
+
+    def __init__(self, error, name=None):
+        self.error, self.name = error, name
+
+    def decode(self, ids):
+        raise self.error
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.name for _ in ids]
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "expected"),
-    [(WantsList(), "7"), (WantsNumber(), "<7>"), (WantsTensor(), "7"), (WantsNothing(), "7")],
+    [
+        (WantsList(), "7"),
+        (WantsNumber(), "<7>"),
+        (WantsTensor(), "7"),
+        (WantsNothing(), "7"),
+        (OutOfVocabulary(RuntimeError("piece id is out of range")), "7"),
+        (OutOfVocabulary(OverflowError("out of range")), "7"),
+        (OutOfVocabulary(NotImplementedError(), "<seven>"), "<seven>"),
+        (object(), "7"),
+    ],
 )
 def test_one_token_is_decoded_by_any_tokenizer(tokenizer, expected):
     assert _decode_single_token(tokenizer, 7) == expected

@@ -39,6 +39,13 @@ DOCUMENTED = {
         "merge_kernel_size": (2, 2),
     },
     "kimi_k25_vl_collate_fn": {"examples": NEEDED, "processor": NEEDED, "max_length": None},
+    "nemotron_omni_collate_fn": {
+        "examples": NEEDED,
+        "processor": NEEDED,
+        "max_length": None,
+        "max_video_frames": 8,
+    },
+    "gemma4_inject_thinking_prefix": {"batch": NEEDED, "processor": NEEDED},
     "nemotron_parse_collate_fn": {
         "examples": NEEDED,
         "processor": NEEDED,
@@ -87,6 +94,8 @@ def test_the_other_documented_names_are_there():
         ("KimiK25Processor", "kimi_k25_vl_collate_fn"),
         ("Kimi_K25Processor", "kimi_k25_vl_collate_fn"),
         ("NemotronParseProcessor", "nemotron_parse_collate_fn"),
+        ("NemotronH_Nano_Omni_Reasoning_V3Processor", "nemotron_omni_collate_fn"),
+        ("NemotronH_Omni_Reasoning_V3Processor", "nemotron_omni_collate_fn"),
         ("LlavaOnevisionProcessor", "llava_onevision_collate_fn"),
         ("Phi4MultimodalProcessor", "phi4_mm_collate_fn"),
         ("default", "default_collate_fn"),

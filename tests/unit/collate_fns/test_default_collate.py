@@ -42,10 +42,10 @@ def test_a_processor_with_the_documented_method_alone_is_enough():
     assert "position_ids" not in batch
 
 
-def test_a_fixed_length_is_asked_of_a_small_processor():
+def test_a_small_processor_pads_to_the_longest_and_the_rest_up_to_the_limit_is_filled():
     stub = StrictProcessor()
     batch = default_collate_fn([HELLO, HELLO], stub, 128)
-    assert (stub.calls[0]["padding"], stub.calls[0]["max_length"]) == ("max_length", 128)
+    assert (stub.calls[0]["padding"], stub.calls[0]["max_length"]) == (True, None)
     assert batch["input_ids"].shape == (2, 127)
 
 
@@ -180,7 +180,7 @@ def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, 
     real = processor("qwen3_vl")
     length = default_collate_fn([film], real)["input_ids"].shape[1] + 1
     with caplog.at_level(logging.WARNING):
-        batch = default_collate_fn([film, {"conversation": turns()}], real, length - 1)
+        batch = default_collate_fn([film, {"conversation": turns()}], real, length - 1, drop_overlong=True)
     assert len(batch["input_ids"]) == 1
     assert "n_videos_per_sample" not in batch
     assert [entry.detail for entry in ledger] == [f"{length} tokens are more than max_length={length - 1}"]
@@ -191,13 +191,71 @@ def test_samples_that_collating_leaves_out_or_remarks_on_are_named_in_the_datase
     long = {"conversation": said(("user", text("Why?")), ("assistant", text("So. " * 99)))}
     dataset = RobustDatasetWrapper([HELLO, long, silent], ledger=Ledger())
     collate = dataset.robust_collate(
-        functools.partial(default_collate_fn, processor=processor("qwen2_vl"), max_length=90)
+        functools.partial(
+            default_collate_fn, processor=processor("qwen2_vl"), max_length=90, drop_overlong=True
+        )
     )
     assert len(collate(dataset.__getitems__([0, 1, 2]))["input_ids"]) == 2
     assert [(drop.key, drop.reason, drop.action) for drop in dataset.ledger] == [
         ("1", "too_long", "left_out"),
         ("2", "nothing_supervised", "kept"),
     ]
+
+
+def test_a_truncated_sample_is_named_in_the_datasets_ledger():
+    long = {"conversation": said(("user", text("Why?")), ("assistant", text("So. " * 99)))}
+    dataset = RobustDatasetWrapper([HELLO, long], ledger=Ledger())
+    collate = dataset.robust_collate(
+        functools.partial(default_collate_fn, processor=processor("qwen2_vl"), max_length=90)
+    )
+    assert collate(dataset.__getitems__([0, 1]))["input_ids"].shape == (2, 89)
+    ((key, reason, action),) = [(drop.key, drop.reason, drop.action) for drop in dataset.ledger]
+    assert (key, reason, action) == ("1", "truncated", "cut")
+
+
+def test_a_sample_loses_the_image_that_does_not_fit_and_all_that_follows_it():
+    real, ledger = processor("qwen2_vl"), Ledger()
+    first, second = turns("image", answer="One."), turns("image", answer="Two.")
+    for turn, size in ((first, (56, 56)), (second, (560, 560))):
+        turn[0]["content"][0]["image"] = picture(*size)
+    dataset = RobustDatasetWrapper([{"conversation": first + second}], ledger=ledger)
+    collate = functools.partial(default_collate_fn, processor=real, max_length=200)
+    batch = dataset.robust_collate(collate)(dataset.__getitems__([0]))
+    expected = default_collate_fn([{"conversation": first}], real)
+    length = expected["input_ids"].shape[1]
+    assert torch.equal(batch["input_ids"][:, :length], expected["input_ids"])
+    assert torch.equal(batch["pixel_values"], expected["pixel_values"])
+    assert batch["n_images_per_sample"].tolist() == [1]
+    (entry,) = ledger
+    assert (entry.reason, entry.key) == ("truncated", "0")
+    assert entry.detail.endswith("max_length=200: the rest was cut, with 1 media")
+
+
+def test_what_only_the_processor_knows_of_is_cut_too():
+    """A processor whose images cannot be counted beforehand: it runs again without those that do not fit."""
+
+    class Expanding(Everything):
+        image_token_id = 3
+
+        def apply_chat_template(self, conversations, **options):
+            batch = super().apply_chat_template(conversations, **options)
+            del batch["stress"], batch["position_ids"]
+            tokens = [20 if token == 3 else 1 for token in batch["input_ids"][0].tolist()]
+            return {
+                **batch,
+                **{
+                    key: batch[key].repeat_interleave(torch.tensor(tokens), dim=1)
+                    for key in ("input_ids", "attention_mask")
+                },
+            }
+
+    parts = [{"type": "image", "image": picture(8, 8)} for _ in range(6)]
+    example = {"conversation": said(("user", parts), ("assistant", text("Six.")))}
+    batch = default_collate_fn([example], Expanding(), 100)
+    assert batch["input_ids"].shape == (1, 99)
+    number = int(batch["n_images_per_sample"][0])
+    assert number in (3, 4)
+    assert int((batch["input_ids"] == 3).sum()) == 20 * number == 20 * len(batch["pixel_values"])
 
 
 def test_a_missing_picture_costs_its_sample_and_not_the_batch():
@@ -242,7 +300,7 @@ def test_a_hidden_image_at_the_front_counts_towards_the_length():
     length = batch["input_ids"].shape[1] + 1
     assert default_collate_fn([fake], made, length)["input_ids"].shape == (1, length - 1)
     with pytest.raises(BadSample, match="more than max_length"):
-        default_collate_fn([fake], made, length - 1)
+        default_collate_fn([fake], made, length - 1, drop_overlong=True)
 
 
 def test_a_sample_that_was_skipped_is_refused_with_what_to_do():

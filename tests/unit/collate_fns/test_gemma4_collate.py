@@ -11,8 +11,10 @@ from packhorse.collate_fns import (
     _GEMMA4_THINKING_PREFIX,
     _inject_thinking_prefix_tokens,
     default_collate_fn,
+    gemma4_inject_thinking_prefix,
     gemma4_prefix_collate_fn,
 )
+from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.media import inject_fake_image
 
 
@@ -109,9 +111,11 @@ def test_a_collated_batch_sees_the_prefix_and_learns_the_answers(tokenizer):
 def test_the_prefix_counts_towards_the_length():
     real, given = processor("gemma4"), [example("A cat."), example("A cat.", "A dog.")]
     length = gemma4_prefix_collate_fn(given[:1], real)["input_ids"].shape[1] + 1
-    assert gemma4_prefix_collate_fn(given, real, length)["input_ids"].shape == (1, length - 1)
+    dropped = gemma4_prefix_collate_fn(given, real, length, drop_overlong=True)
+    assert dropped["input_ids"].shape == (1, length - 1)
     with pytest.raises(ValueError, match="more than max_length"):
-        gemma4_prefix_collate_fn(given, real, length - 1)
+        gemma4_prefix_collate_fn(given, real, length - 1, drop_overlong=True)
+    assert gemma4_prefix_collate_fn(given, real, length - 1)["input_ids"].shape == (2, length - 2)
 
 
 def test_a_fake_image_stays_hidden_beside_the_prefix(tokenizer):
@@ -121,3 +125,32 @@ def test_a_fake_image_stays_hidden_beside_the_prefix(tokenizer):
     assert "<|image|>" not in shown
     assert _GEMMA4_MODEL_TURN + _GEMMA4_THINKING_PREFIX + "A cat." in shown
     assert "What is it?" in shown
+
+
+def test_as_a_hook_the_prefix_is_seen_and_not_learned(tokenizer):
+    real, given = processor("gemma4"), [example("A cat.", "A dog.")]
+    plain = PreTokenizedDatasetWrapper(given, real)[0]
+    hooked = PreTokenizedDatasetWrapper(given, real, post_tokenize_hook=gemma4_inject_thinking_prefix)[0]
+    learned = hooked["labels"] != IGNORE_INDEX
+    assert tokenizer.decode(hooked["input_ids"]) == expected(tokenizer.decode(plain["input_ids"]))
+    assert torch.equal(hooked["labels"][learned], plain["labels"][plain["labels"] != IGNORE_INDEX])
+    batch = default_collate_fn(given, real, None, gemma4_inject_thinking_prefix)
+    assert torch.equal(batch["labels"], gemma4_prefix_collate_fn(given, real)["labels"])
+
+
+def test_labels_that_are_there_already_are_ignored_on_the_prefix(tokenizer):
+    batch = ids_of(tokenizer, ONE, TWO)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
+    made = gemma4_inject_thinking_prefix(batch, processor("gemma4"))
+    prefix = len(tokenizer.encode(_GEMMA4_THINKING_PREFIX, add_special_tokens=False))
+    learned = (made["labels"] != IGNORE_INDEX).sum(1)
+    assert torch.equal(learned, batch["attention_mask"].sum(1))
+    assert (made["attention_mask"].sum(1) - learned).tolist() == [prefix, 2 * prefix]
+
+
+def test_the_hook_leaves_batches_of_other_tokenizers_alone():
+    other = processor("qwen2_vl")
+    batch = ids_of(other.tokenizer, "<|im_start|>assistant\nHi<|im_end|>", ONE)
+    made = gemma4_inject_thinking_prefix(batch, other)
+    assert made.keys() == batch.keys()
+    assert all(made[key] is batch[key] for key in batch)

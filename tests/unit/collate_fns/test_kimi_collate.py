@@ -58,21 +58,35 @@ def test_texts_images_and_options_are_passed_plainly_to_kimi_vl():
     assert batch["n_images_per_sample"].tolist() == [1, 0]
 
 
-def test_a_fixed_length_is_asked_of_kimi_vl(ledger):
+def test_a_batch_of_kimi_vl_has_the_length_that_is_asked_for(ledger):
     stub = CallProcessor()
     long = {"conversation": said(("user", "Why? " * 40), ("assistant", "So."))}
     batch = kimi_vl_collate_fn([{"conversation": GREETING}, long], stub, max_length=100)
-    assert (stub.calls[0]["padding"], stub.calls[0]["max_length"]) == ("max_length", 100)
-    assert batch["input_ids"].shape == (1, 99)
-    assert ledger.counts() == {"too_long": 1}
+    assert stub.calls[0]["padding"] is True
+    assert batch["input_ids"].shape == (2, 99)
+    assert ledger.counts() == {"truncated": 1, "nothing_supervised": 1}
 
 
-def test_kimi_vl_leaves_out_what_is_too_long_to_the_token(ledger):
+def test_kimi_vl_drops_what_is_too_long_to_the_token(ledger):
     examples = [seen((100, 60)), seen((300, 200))]
     longest = kimi_vl_collate_fn(examples, processor("kimi_vl"))["input_ids"].shape[1] + 1
     assert kimi_vl_collate_fn(examples, processor("kimi_vl"), longest)["input_ids"].shape == (2, longest - 1)
-    assert kimi_vl_collate_fn(examples, processor("kimi_vl"), longest - 1)["input_ids"].shape[0] == 1
+    dropped = kimi_vl_collate_fn(examples, processor("kimi_vl"), longest - 1, drop_overlong=True)
+    assert dropped["input_ids"].shape[0] == 1
     assert ledger.counts() == {"too_long": 1}
+
+
+def test_kimi_vl_cuts_tokens_and_no_image(ledger):
+    examples = [seen((100, 60)), seen((300, 200))]
+    whole = kimi_vl_collate_fn(examples, processor("kimi_vl"))
+    limit = whole["input_ids"].shape[1]
+    batch = kimi_vl_collate_fn(examples, processor("kimi_vl"), limit)
+    assert torch.equal(batch["input_ids"], whole["input_ids"][:, : limit - 1])
+    assert torch.equal(batch["pixel_values"], whole["pixel_values"])
+    assert ledger.counts() == {"truncated": 1}
+    small = kimi_vl_collate_fn(examples, processor("kimi_vl"), 60)
+    assert small["n_images_per_sample"].tolist() == [1, 0]
+    assert len(small["image_grid_hws"]) == 1
 
 
 def test_a_placeholder_is_repeated_for_each_token_of_its_image():
@@ -91,9 +105,25 @@ def test_nothing_is_expanded_where_there_is_no_image():
     assert found.tolist() == [7, 8]
 
 
-@pytest.mark.parametrize("ids", [[7, 8], [MEDIA, MEDIA]])
-def test_placeholders_and_images_must_be_as_many(ids):
+@pytest.mark.parametrize("ids", [[7, 8], [7, *[MEDIA] * 4, 8]])
+def test_ids_without_a_placeholder_and_expanded_ids_stay_as_they_are(ids):
     ids = torch.tensor(ids)
+    found, mask = _expand_image_tokens(ids, torch.ones_like(ids), torch.tensor([[1, 4, 4]]), MEDIA)
+    assert found.tolist() == ids.tolist()
+    assert len(mask) == len(ids)
+
+
+def test_k25_refuses_an_image_without_a_placeholder():
+    class Forgetful(K25):
+        def apply_chat_template(self, conversation, **options):
+            return super().apply_chat_template(conversation, **options).replace("<|media_pad|>", "")
+
+    with pytest.raises(ValueError, match=r"no placeholder .* for 1 images"):
+        kimi_k25_vl_collate_fn([seen((56, 56))], Forgetful())
+
+
+def test_placeholders_and_images_must_be_as_many():
+    ids = torch.tensor([MEDIA, MEDIA])
     with pytest.raises(ValueError, match=r"placeholders .* for 1 images"):
         _expand_image_tokens(ids, torch.ones_like(ids), torch.tensor([[1, 2, 2]]), MEDIA)
 

@@ -136,7 +136,7 @@ def test_hidden_tokens_do_not_move_past_media() -> None:
 
 
 def test_transformer_engine_gets_lengths() -> None:
-    packs = [pack(sample(3), sample(4, hidden=[1]), alignment=4), pack(sample(4))]
+    packs = [pack(sample(3), sample(4, hidden=[1]), sequence_alignment=4), pack(sample(4))]
     batch = packed_sequence_thd_vlm_collater(packs, max_length=12)
     assert batch["qkv_format"] == "thd"
     assert batch["seq_lens"].tolist() == [[3, 3], [4, -1000]]
@@ -160,13 +160,14 @@ def test_media_are_joined_in_the_order_of_the_packs_and_converted_on_the_way() -
         pack(sample(4)),
         pack(sample(4, **image(3.0))),
     ]
-    batch = neat_packed_vlm_collater(packs, pixel_dtype=torch.bfloat16)
+    batch = neat_packed_vlm_collater(packs)
     assert batch["pixel_values"].dtype == torch.bfloat16
+    assert packed_sequence_thd_vlm_collater(packs)["pixel_values"].dtype == torch.bfloat16
     assert batch["pixel_values"][::4, 0].tolist() == [1.0, 2.0, 3.0]
     assert batch["image_grid_thw"].shape == (3, 3)
     assert batch["n_images_per_sample"].tolist() == [2, 0, 1]
     assert "n_videos_per_sample" not in batch
-    assert neat_packed_vlm_collater(packs)["pixel_values"].dtype == torch.float32
+    assert neat_packed_vlm_collater(packs, pixel_dtype=None)["pixel_values"].dtype == torch.float32
 
 
 def test_a_pack_is_padded_and_never_cut() -> None:
@@ -179,10 +180,28 @@ def test_one_document_has_no_numbers_of_its_own() -> None:
     assert "_packed_seq_ids" not in neat_packed_vlm_collater([pack(sample(4))])
 
 
-@pytest.mark.parametrize("batch", [[], [None]])
-def test_a_batch_without_packs_is_refused(batch) -> None:
-    with pytest.raises(ConfigError):
-        neat_packed_vlm_collater(batch)
+def test_an_empty_batch_has_nothing_in_it_and_a_missing_pack_is_refused() -> None:
+    assert neat_packed_vlm_collater([]) == packed_sequence_thd_vlm_collater([]) == {}
+    with pytest.raises(ConfigError, match="sample 0 of the batch is None"):
+        neat_packed_vlm_collater([None])
+
+
+def test_without_an_attention_implementation_the_mask_is_that_of_sdpa() -> None:
+    packs = [pack(sample(3), sample(4))]
+    batch, expected = (neat_packed_vlm_collater(packs, attn_implementation=name) for name in (None, "sdpa"))
+    assert torch.equal(batch["attention_mask"], expected["attention_mask"])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", None])
+def test_document_numbers_can_be_left_to_the_model_and_transformers_does_not_get_them(backend) -> None:
+    packs = [pack(sample(3), sample(4)), pack(sample(2))]
+    batch = neat_packed_vlm_collater(packs, 0, None, backend, materialize_4d_mask=False)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0]]
+    moved = {key: value.clone() for key, value in batch.items()}
+    with pytest.raises(ConfigError, match="materialize_4d_mask=True"):
+        model_inputs(moved)
+    flash = neat_packed_vlm_collater(packs, 0, None, "flash_attention_2", materialize_4d_mask=False)
+    assert "cu_seq_lens_q" in model_inputs(flash)
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -206,9 +206,22 @@ def test_a_sample_that_is_too_long_is_named_and_left_out_alone():
     assert [(drop.key, drop.reason) for drop in dataset.ledger] == [("1", "too_long")]
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="empty batch"):
-        pad_collate_fn([], STUB)
+def test_an_empty_batch_has_nothing_in_it():
+    assert pad_collate_fn([], STUB) == {}
+
+
+def test_pixels_are_bfloat16_unless_another_type_is_asked_for():
+    sample = {
+        "input_ids": torch.tensor([1, 2]),
+        "labels": torch.tensor([1, 2]),
+        "pixel_values": torch.rand(4, 6),
+        "image_grid_thw": torch.tensor([[1, 2, 2]]),
+    }
+    real = processor("qwen2_vl")
+    assert pad_collate_fn([sample], real)["pixel_values"].dtype == torch.bfloat16
+    assert pad_collate_fn([sample], real)["image_grid_thw"].dtype == torch.int64
+    same = pad_collate_fn([sample], real, pixel_dtype=None)["pixel_values"]
+    assert torch.equal(same, sample["pixel_values"])
 
 
 def test_pixels_that_come_as_a_list_of_tensors_are_joined_by_the_layout():

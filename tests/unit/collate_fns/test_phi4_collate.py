@@ -1,11 +1,13 @@
 """Phi-4: sound beside the conversation or in it, images, and the mode that says which."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from collate_stubs import CharTokenizer, chatml, padded, said, text
 
-from contract.processors import processor
+from contract.processors import build, processor
 from contract.samples import picture, tone
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import phi4_mm_collate_fn
@@ -96,3 +98,48 @@ def test_transformers_processor_gets_arrays_at_its_own_rate(placed):
     assert batch["input_mode"].tolist() == [2]
     told = [real.tokenizer.decode(row[row != IGNORE_INDEX]) for row in batch["labels"]]
     assert told == ["Merhaba.<|end|>"] * 2
+
+
+TEXT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{{ eos_token }}"
+)
+
+
+@pytest.mark.parametrize("example", [heard(PAIR), heard(PAIR, images=2), heard(images=1), heard()])
+def test_a_template_that_only_the_tokenizer_has_is_used(example):
+    """As released: the tokenizer's template takes texts."""
+    bare = build("phi4_mm")
+    bare.tokenizer = copy.deepcopy(bare.tokenizer)
+    bare.chat_template, bare.tokenizer.chat_template = None, TEXT_TEMPLATE
+    batch = phi4_mm_collate_fn([example], bare)
+    expected = phi4_mm_collate_fn([example], processor("phi4_mm"))
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[key], expected[key]) for key in batch)
+    assert (batch["labels"] != IGNORE_INDEX).any()
+    assert bare.chat_template is None
+
+
+def test_placeholders_are_numbered_for_a_processor_that_names_none():
+    class Templated(CharTokenizer):
+        chat_template = "ChatML"
+
+        def apply_chat_template(self, turns, tokenize):
+            return chatml(turns)
+
+    class Bare(Remote):
+        apply_chat_template = None
+
+        def __init__(self):
+            super().__init__()
+            self.tokenizer, self.chat_template, self.texts = Templated(), None, []
+
+        def __call__(self, *, text, **options):
+            self.texts.extend(text)
+            return super().__call__(text=text, truncation=False, max_length=None, **options)
+
+    stub = Bare()
+    batch = phi4_mm_collate_fn([heard(images=2)], stub)
+    assert stub.texts[0].startswith("<|im_start|>user\n<|image_1|><|image_2|>Write it down.<|im_end|>")
+    labels = batch["labels"][0]
+    assert stub.tokenizer.decode(labels[labels != IGNORE_INDEX].tolist()) == "Merhaba.<|im_end|>"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import pickle
 import struct
 import zlib
@@ -18,11 +19,16 @@ from packhorse.datasets import (
     json2token,
     make_cord_v2_dataset,
     make_cv17_dataset,
+    make_llava_onevision_dataset,
     make_medpix_dataset,
     make_rdr_dataset,
+    make_shopify_product_catalogue_dataset,
+    make_tulu3_dataset,
+    make_tulu3_magicoder_text_mix_dataset,
     make_unimm_chat_dataset,
 )
 from packhorse.errors import BadSample, ConfigError
+from packhorse.ledger import Ledger, default_ledger
 
 
 def picture(shade: int) -> Image.Image:
@@ -126,7 +132,7 @@ def test_unimm_puts_the_image_where_the_text_has_it(tmp_path: Path) -> None:
         {"from": "gpt", "value": "Still a mule."},
         {"from": "human", "value": "Where is <image> from?"},
     ]
-    other = [{"from": "judge", "value": "x"}]
+    other = [{"from": "judge"}]
     columns = {"image": [picture(9)] * 3, "conversation": [json.dumps(turns), json.dumps(other), "{"]}
     dataset = make_unimm_chat_dataset(write(tmp_path, columns, image=datasets.Image()))
     conversation = dataset[0]["conversation"]
@@ -138,6 +144,149 @@ def test_unimm_puts_the_image_where_the_text_has_it(tmp_path: Path) -> None:
     for bad, message in ((1, "'from'"), (2, "not valid JSON")):
         with pytest.raises(BadSample, match=message):
             dataset[bad]
+
+
+def texts(example: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"][0]["text"]) for turn in example["conversation"]]
+
+
+def test_unimm_skips_a_turn_of_another_role_and_records_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [
+        {"from": "human", "value": "<image>What is it?"},
+        {"from": "judge", "value": "Well asked."},
+        {"from": "gpt", "value": "A mule."},
+    ]
+    columns = {
+        "image": [picture(9)] * 2,
+        "conversation": [json.dumps(turns), json.dumps(turns[1:2])],
+    }
+    path = write(tmp_path, columns, image=datasets.Image())
+    dataset = make_unimm_chat_dataset(path)
+    with caplog.at_level(logging.WARNING):
+        roles = [[turn["role"] for turn in dataset[0]["conversation"]] for _ in range(3)]
+    assert roles == [["user", "assistant"]] * 3
+    assert caplog.text.count("turn of role 'judge' skipped") == 1
+    entries = [drop for drop in default_ledger() if drop.dataset == path]
+    assert {(drop.reason, drop.action) for drop in entries} == {("unknown_role", "cut")}
+    with pytest.raises(BadSample, match="no usable turn") as caught:
+        dataset[1]
+    assert caught.value.reason == "empty_conversation"
+
+
+def test_llava_puts_images_where_the_questions_have_their_tags(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "value": "What is it?\n<image>"},
+        {"from": "gpt", "value": "It says <image>."},
+    ]
+    plain = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]
+    columns = {"image": [picture(4), None, None, picture(5)], "conversations": [turns, plain, turns, plain]}
+    path = write(tmp_path, columns, image=datasets.Image())
+    dataset = make_llava_onevision_dataset(path)
+    question, answer = dataset[0]["conversation"]
+    assert question["content"][0] == {"type": "text", "text": "What is it?"}
+    assert shade(question["content"][1]) == 4
+    assert answer == {"role": "assistant", "content": [{"type": "text", "text": "It says <image>."}]}
+    assert texts(dataset[1]) == [("user", "Hello"), ("assistant", "Hi")]
+    with pytest.raises(BadSample, match="column 'image' holds nothing"):
+        dataset[2]
+    assert texts(dataset[3]) == [("user", "Hello"), ("assistant", "Hi")]
+    (entry,) = [drop for drop in default_ledger() if drop.dataset == path]
+    assert (entry.reason, entry.detail) == ("surplus_media", "1 images, 0 <image> in the text")
+
+
+def test_llava_paths_get_the_media_folder_and_lists_are_used_in_order(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "<image><image> Compare."}, {"from": "gpt", "value": "Same."}]
+    columns = {"image": [["a.jpg", "/b.jpg"]], "conversations": [turns]}
+    dataset = make_llava_onevision_dataset(write(tmp_path, columns), media_dir="coco")
+    parts = dataset[0]["conversation"][0]["content"]
+    assert [part.get("image") for part in parts] == ["coco/a.jpg", "/b.jpg", None]
+    (tmp_path / "two").mkdir()
+    columns = {"image": [["a.jpg"]], "conversations": [turns]}
+    with pytest.raises(BadSample, match="column 'image' holds nothing"):
+        make_llava_onevision_dataset(write(tmp_path / "two", columns))[0]
+
+
+def test_shopify_asks_for_the_category_and_decodes_on_access(tmp_path: Path) -> None:
+    broken = {"bytes": b"broken", "path": None}
+    columns = {
+        "product_image": [{"bytes": encoded(picture(7)), "path": None}, broken, broken],
+        "ground_truth_category": ["Apparel > Hats", "Toys", "Pets"],
+        "product_title": ["Hat", "Toy", "Pet"],
+    }
+    path = write(tmp_path, columns, product_image=datasets.Image())
+    dataset = make_shopify_product_catalogue_dataset(path, "train", 2)
+    assert isinstance(dataset, datasets.Dataset)
+    assert len(dataset) == 2
+    user, assistant = dataset[0]["conversation"]
+    assert shade(user["content"][0]) == 7
+    assert "category" in user["content"][1]["text"]
+    assert assistant["content"] == [{"type": "text", "text": "Apparel > Hats"}]
+    with pytest.raises(BadSample):
+        dataset[1]
+    with pytest.raises(ConfigError, match="limit_dataset_samples=-1"):
+        make_shopify_product_catalogue_dataset(path, limit_dataset_samples=-1)
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    """Turns as ``role: text``."""
+    return [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]
+
+
+def test_tulu_keeps_every_row_and_its_system_turns(tmp_path: Path) -> None:
+    rows = [chat("system: Be brief.", "user: Hi", "assistant: Hello"), chat("user: 2", "assistant: 3")]
+    dataset = make_tulu3_dataset(write(tmp_path, {"id": ["a", "b"], "messages": rows}))
+    assert isinstance(dataset, datasets.Dataset)
+    assert texts(dataset[0]) == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello")]
+    assert texts(dataset[1]) == [("user", "2"), ("assistant", "3")]
+
+
+def test_the_text_mix_takes_four_fifths_of_tulu_and_records_the_rows_that_it_drops(tmp_path: Path) -> None:
+    rows = [chat(f"user: {n}", f"assistant: {n}") for n in range(80)]
+    rows[3] = chat(*["user: a", "assistant: b"] * 9)  # more than max_turns
+    rows[5] = chat("user: a", "assistant:  ")  # a blank turn: one is left
+    rows[7] = chat("user: a", "user: b")  # no answer
+    rows[9] = chat("user: 9", "tool: x", "assistant: 9")  # another role
+    for name in ("tulu", "code"):
+        (tmp_path / name).mkdir()
+    tulu = write(tmp_path / "tulu", {"messages": rows, "source": ["s"] * 80})
+    problems = [f"p{n}" for n in range(20)]
+    code = write(tmp_path / "code", {"lang": ["py"] * 20, "problem": problems, "solution": ["s"] * 20})
+    ledger = Ledger()
+
+    def make(**more: Any) -> Any:
+        paths = {"tulu_path": tulu, "magicoder_path": code}
+        return make_tulu3_magicoder_text_mix_dataset(**paths, ledger=ledger, truncate=True, **more)
+
+    mix = make()
+    conversations = [texts(mix[n]) for n in range(len(mix))]
+    questions = [turns[0][1] for turns in conversations]
+    expected = {str(n) for n in range(80) if n not in (3, 5, 7)} | set(problems)
+    assert set(questions) == expected
+    share = sum(not question.startswith("p") for question in questions) / len(questions)
+    assert 0.7 < share < 0.9
+    assert [("user", "9"), ("assistant", "9")] in conversations
+    assert {(drop.key, drop.reason) for drop in ledger} == {
+        (f"{tulu}/3", "over_limit"),
+        (f"{tulu}/5", "empty_conversation"),
+        (f"{tulu}/7", "no_assistant_turn"),
+        (f"{tulu}/9", "unknown_role"),
+    }
+    assert ledger.lost() == 3
+    assert [texts(make()[n]) for n in range(5)] == conversations[:5]
+    assert len(make(limit_total=6)) == 6
+    assert [texts(make(seed=1)[n]) for n in range(20)] != conversations[:20]
+
+
+def test_unknown_arguments_are_ignored_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, {"image": [picture(1)] * 4, "text": list("abcd")}, image=datasets.Image())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert len(make_rdr_dataset(path, truncate=True, tokenizer=None)) == 4
+    assert caplog.text.count("ignoring tokenizer, truncate") == 1
 
 
 def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp_path: Path) -> None:

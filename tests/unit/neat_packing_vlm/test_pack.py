@@ -80,7 +80,7 @@ def test_media_are_joined_and_counted() -> None:
 def test_alignment_fills_each_document_up_with_mrope_too() -> None:
     positions = torch.arange(3).expand(3, 3)
     samples = [sample(1, 2, 3, position_ids=positions), sample(4, 5, 6, position_ids=positions + 1)]
-    pack = _build_packed_vlm_sample(samples, 8, 99, has_mrope=True, alignment=4)
+    pack = _build_packed_vlm_sample(samples, 8, 99, has_mrope=True, sequence_alignment=4)
     assert pack["input_ids"].tolist() == [1, 2, 3, 99, 4, 5, 6, 99]
     assert pack["labels"].tolist() == [1, 2, 3, -100, 4, 5, 6, -100]
     assert pack["attention_mask"].tolist() == [1, 1, 1, 0, 2, 2, 2, 0]

@@ -75,6 +75,32 @@ def test_the_documented_calls_have_the_documented_arguments() -> None:
     }
 
 
+class Seen(Encoded):
+    """Each sample has an image of four patches, filled with its number."""
+
+    def __getitem__(self, index):
+        pixels = torch.full((4, 6), float(index))
+        return {
+            **super().__getitem__(index),
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, 2, 2]]),
+        }
+
+
+def test_a_pack_holds_its_pixels_as_one_tensor() -> None:
+    dataset = PackedDatasetWrapper(Seen([3, 4, 3]), [[0, 2], [1]], 10, ledger=Ledger())
+    pixels = dataset[0]["pixel_values"]
+    assert isinstance(pixels, torch.Tensor)
+    assert pixels[:, 0].tolist() == [0.0] * 4 + [2.0] * 4
+    batch = neat_packed_vlm_collater([dataset[0], dataset[1]], pixel_dtype=None)
+    assert batch["pixel_values"][::4, 0].tolist() == [0.0, 2.0, 1.0]
+
+
+def test_a_pack_is_asked_for_by_the_documented_name() -> None:
+    dataset = packed([3, 4], [[0], [1]], 10)
+    assert members(dataset.__getitem__(pack_idx=1)) == [1]
+
+
 def test_a_pack_holds_its_samples_shifted() -> None:
     dataset = packed([3, 4], [[0, 1]], 10)
     assert len(dataset) == 1
