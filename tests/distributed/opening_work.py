@@ -10,10 +10,12 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import init_device_mesh
+
 import packhorse
 from contract.processors import processor
 from distributed.loader_work import JOBS, PROCESSOR, chats, main
-from packhorse.datasets import counting
+from packhorse.datasets import counting, make_meta_dataset
 from packhorse.datasets.count_part import PartCounter, PartResult, PartTask
 
 BAD_RANK = 1
@@ -116,7 +118,30 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
-JOBS |= {"open_badly": open_badly, "count_slowly": count_slowly}
+def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What this rank gets where two ranks share a model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    world = packhorse.World.from_mesh(mesh, "dp")
+    rows = make_meta_dataset(run["meta"], shard_data=True, rank=world.rank, world_size=world.size)
+    found: dict[str, Any] = {
+        "world": [world.rank, world.size],
+        "part": [(one := packhorse.World.from_mesh(mesh["tp"])).rank, one.size],
+        "both": [(one := packhorse.World.from_mesh(both, ("dp_replicate", "dp_shard"))).rank, one.size],
+        "turned": [(one := packhorse.World.from_mesh(both, ("dp_shard", "dp_replicate"))).rank, one.size],
+        "rows": [rows.key(index) for index in range(len(rows))],
+    }
+    for shard_data in (False, True):
+        settings = {"model": "unchecked", "pack_size": 128, "shard_data": shard_data}
+        group = mesh.get_group("dp")
+        loader = packhorse.load(run["meta"], processor(PROCESSOR), world=world, group=group, **settings)
+        steps = [[loader.key(index) for index in loader.last.samples] for _ in loader if loader.last]
+        assert loader.account is not None
+        found[f"shard_data={shard_data}"] = {"steps": steps, "delivered": loader.account.delivered}
+    return found
+
+
+JOBS |= {"open_badly": open_badly, "count_slowly": count_slowly, "on_a_mesh": on_a_mesh}
 
 if __name__ == "__main__":
     main()

@@ -156,3 +156,43 @@ def test_parts_counted_by_ranks_make_the_same_count_file(counting: dict[str, Any
     (shared,) = sidecars(counting["folder"] / "slow" / "node0")
     (alone,) = sidecars(counting["folder"] / "alone")
     assert shared.read_bytes() == alone.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of a mesh of two data-parallel and two tensor-parallel ranks gets."""
+    folder = tmp_path_factory.mktemp("mesh")
+    meta = str(write_chats(folder / "data", ROWS))
+    run = {"job": "on_a_mesh", "world": 4, "folder": str(folder / "run"), "meta": meta}
+    written = run_all(folder, [run], work=WORK)
+    assert codes(run) == [0] * 4, written[-12_000:]
+    return found(run)
+
+
+def test_a_world_is_the_place_in_the_data_parallel_dimensions_of_a_mesh(mesh: list[dict[str, Any]]) -> None:
+    assert [one["world"] for one in mesh] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+    assert [one["part"] for one in mesh] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+    assert [one["both"] for one in mesh] == [[0, 4], [1, 4], [2, 4], [3, 4]]
+    assert [one["turned"] for one in mesh] == [[0, 4], [2, 4], [1, 4], [3, 4]]
+
+
+def test_tensor_parallel_ranks_get_the_same_rows_and_data_parallel_ranks_others(
+    mesh: list[dict[str, Any]],
+) -> None:
+    rows = [one["rows"] for one in mesh]
+    assert rows[0] == rows[1]
+    assert rows[2] == rows[3]
+    assert sorted(rows[0] + rows[2]) == sorted(f"chats/{number}" for number in range(ROWS))
+
+
+@pytest.mark.parametrize("shard_data", [False, True])
+def test_tensor_parallel_ranks_get_the_same_batches_and_together_all_rows(
+    shard_data: bool, mesh: list[dict[str, Any]]
+) -> None:
+    told = [one[f"shard_data={shard_data}"] for one in mesh]
+    assert told[0]["steps"] == told[1]["steps"]
+    assert told[2]["steps"] == told[3]["steps"]
+    assert len(told[0]["steps"]) == len(told[2]["steps"])
+    seen = [key for one in told[::2] for step in one["steps"] for key in step]
+    assert sorted(seen) == sorted(f"chats/{number}" for number in range(ROWS))
+    assert {one["delivered"] for one in told} == {ROWS}

@@ -366,7 +366,8 @@ class Loader:
         if not self._ranks.can_talk:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
-                "Initialise torch.distributed before building the loader, or leave shard_data out"
+                "Initialise torch.distributed before building the loader and, if its default group has other "
+                "ranks, pass group=; or leave shard_data out"
             )
         # As many as the rank with the most, which is the same whenever it is asked.
         natural = len(deal(Progress().under(self._shape).segments))
