@@ -50,7 +50,7 @@ from packhorse.loader.plans import (
     warn_of_too_long,
 )
 from packhorse.loader.progress import Progress
-from packhorse.loader.talk import Ranks, Result
+from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackPlan
 from packhorse.types import Batch, World
 
@@ -90,21 +90,26 @@ class Loader:
         group: Any = None,
         counts: CountColumns | None = None,
     ) -> None:
-        self.config, self.processor = config, as_processor(processor)
+        self.config = config
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
+        # What fails on one rank is raised on all of them; the steps that may take long have names of their own.
+        self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
+
+    def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
+        config, run = self.config, self._ranks.run_on_all_ranks
         self._ranks.same("settings", config.of_all_ranks())
-        facts = facts_of(model, packed=config.mode == "pack")
+        self.processor = run("open the processor", partial(as_processor, processor))
+        facts = run("inspect the model", partial(facts_of, model, packed=config.mode == "pack"))
         self.model_name = facts.name
-        refuse_tokenizer(self.processor, facts)
+        run("check the processor", partial(refuse_tokenizer, self.processor, facts))
         folder = config.ledger_dir
         # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
         # What is left out when rows are drawn is the same on all ranks: the first one says it.
         opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
         shard = self.world if config.shard_data else None
-        self.dataset = open_data(config.data, config.dataset_names, opening, shard)
-        self._together(self._refuse_nothing)
+        self.dataset = run("open the data", partial(self._open_data, opening, shard))
         if counts is None:
             names, workers = config.dataset_names, config.count_workers
             counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
@@ -347,23 +352,24 @@ class Loader:
 
     def _begun(self, packs: Packs | None = None) -> Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""
+        return self._ranks.run_on_all_ranks("plan the packs", partial(self._plan_epoch, packs))
+
+    def _plan_epoch(self, packs: Packs | None) -> Epoch:
         progress = self._progress
         if packs is None:
             packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
         if not self.config.shard_data:
             self._ranks.same("packs", packs.digest)
-        guard = self._together(partial(self._guard, packs.plan))
+        guard = self._guard(packs.plan)
         whole = len(progress.segments) == 1 and not progress.cursor
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
 
-    def _together(self, do: Callable[[], Result]) -> Result:
-        """Do what may fail; with rows of their own it may fail on some ranks only."""
-        return self._ranks.together(do) if self.config.shard_data else do()
-
-    def _refuse_nothing(self) -> None:
-        if not len(self.dataset):
+    def _open_data(self, ledger: Ledger, shard: World | None) -> Any:
+        dataset = open_data(self.config.data, self.config.dataset_names, ledger, shard)
+        if not len(dataset):
             where = f" for {self.world}: it has fewer rows than ranks" if self.config.shard_data else ""
             raise ConfigError(f"there is no example in the data{where}")
+        return dataset
 
     def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
         deal = partial(Dealt, packs, seed=self.config.seed, epoch=progress.epoch)
@@ -372,12 +378,13 @@ class Loader:
         if not self._ranks.can_talk:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
-                "Initialise torch.distributed before building the loader, or leave shard_data out"
+                "Initialise torch.distributed before building the loader and, if its default group has other "
+                "ranks, pass group=; or leave shard_data out"
             )
         # As many as the rank with the most, which is the same whenever it is asked.
         natural = len(deal(Progress().under(self._shape).segments))
         most = max(self._ranks.gather(natural))
-        return self._ranks.together(partial(deal, progress.segments, at_least=most))
+        return deal(progress.segments, at_least=most)
 
     def _guard(self, plan: PackPlan) -> Guard:
         refuse_overlong(self._planner, plan, self.key)
