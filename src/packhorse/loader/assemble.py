@@ -7,6 +7,7 @@ from logging import getLogger
 from typing import Any
 
 from packhorse.collate_fns.contract import pad_token_id
+from packhorse.datasets.contents import contents_of
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
@@ -14,7 +15,6 @@ from packhorse.ledger import Ledger
 from packhorse.loader.blank import Blanks
 from packhorse.loader.build import BatchBuilder, Finish, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import digest_of_rows
 from packhorse.loader.feed import WorkerSettings
 from packhorse.loader.model_facts import ModelFacts, as_dtype
 from packhorse.loader.plans import Planner, PlanSettings, strata_of
@@ -108,8 +108,9 @@ def make_planner(
     reserve = room_for_placeholder(config, samples, present & lacking)
     cache = True if config.cache_dir is None else config.cache_dir
     settings = plan_settings(config, facts, reserve)
-    rows = digest_of_rows(samples.dataset)
-    planner = Planner(counts, settings, strata_of(samples.dataset), cache, rows)
+    read = partial(contents_of, samples.dataset, samples.processor, hash_all=config.verify == "full")
+    contents = ranks.together(read)
+    planner = Planner(counts, settings, strata_of(samples.dataset), cache, contents)
     if samples.truncate:
         samples.max_length = planner.room + 1
     return planner, present

@@ -25,7 +25,7 @@ from packhorse.loader.time_limit import SampleTimeout, time_limit
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
 from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, Drop
 
 logger = getLogger("packhorse.loader")
 
@@ -97,10 +97,11 @@ class BatchReport:
 
 
 class Built(NamedTuple):
-    """A batch and what it is made of."""
+    """A batch, what it is made of, and the ledger entries of building it."""
 
     batch: dict[str, Any]
     report: BatchReport
+    drops: tuple[Drop, ...] = ()
 
 
 class BatchBuilder(Dataset[Built]):

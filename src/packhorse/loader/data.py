@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from hashlib import blake2b
 from logging import getLogger
 from os import PathLike
 from typing import Any
@@ -41,7 +40,6 @@ Data = str | PathLike[str] | Mapping[str, Any] | Sequence[Any]
 _IN_THIS_PROCESS = 20_000
 """Up to so many rows are counted without starting other processes, which takes some seconds."""
 _BLOCK = 256
-_ROWS_LOOKED_AT = 32
 
 
 def open_data(
@@ -93,28 +91,6 @@ def open_data(
                 f"examples need a 'conversation' (found: {found}): see docs/datasets.md, or give a meta file"
             )
     return data if shard is None else Shard(data, shard)
-
-
-def digest_of_rows(dataset: Any) -> str:
-    """A name for the texts of a data set: of some of its rows, so that it costs milliseconds.
-
-    Two data sets may have the same lengths; a run that is taken up with the other one would feed some samples
-    twice and others never.
-    """
-    hashed = blake2b(str(len(dataset)).encode(), digest_size=12)
-    for index in np.unique(np.linspace(0, len(dataset) - 1, _ROWS_LOOKED_AT).astype(np.int64)).tolist():
-        hashed.update(_text_of(dataset, index).encode("utf-8", "backslashreplace"))
-    return hashed.hexdigest()
-
-
-def _text_of(dataset: Any, index: int) -> str:
-    try:
-        example = dataset[index]
-        return "\n".join(message.text for message in parse_conversation(example, "").messages)
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        return ""  # counting records it
 
 
 class Shard(Sequence[Any]):
