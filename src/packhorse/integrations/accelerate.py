@@ -2,13 +2,16 @@
 
 ``accelerator.prepare`` is for the model and the optimizer; the loader stands beside it, as it deals batches
 to ranks itself. :func:`attach` makes its state part of every ``accelerator.save_state`` and ``load_state``.
+Save when an optimizer step is complete: Accelerate does not save the gradients of a step that is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from packhorse.errors import ConfigError
 from packhorse.integrations.feed import check_world
 from packhorse.integrations.loss import Batch, count_supervised, grouped, to_device
 
@@ -24,13 +27,26 @@ def attach(accelerator: Any, loader: Any) -> Any:
         The loader.
 
     Raises:
-        ConfigError: the loader deals to other ranks, or accumulates another number of micro steps.
+        ConfigError: the loader deals to other ranks, or accumulates another number of micro steps. Later
+            ``save_state`` raises it in the middle of an optimizer step, before anything is saved.
     """
     check_world(
         loader, accelerator.process_index, accelerator.num_processes, accelerator.gradient_accumulation_steps
     )
     accelerator.register_for_checkpointing(loader)
+    accelerator.register_save_state_pre_hook(partial(_refuse_unfinished_step, accelerator, loader))
     return loader
+
+
+def _refuse_unfinished_step(accelerator: Any, loader: Any, *_: Any) -> None:
+    """Raise if gradients are being accumulated: the state would count micro-batches that were never trained."""
+    accumulation = loader.config.accumulation
+    if not accelerator.sync_gradients or loader.cursor % accumulation:
+        raise ConfigError(
+            f"save_state in the middle of an optimizer step of {accumulation} micro-batches: the accumulated "
+            "gradients are not saved, so the micro-batches so far would never be trained. Save after the "
+            "last one, when accelerator.sync_gradients is True"
+        )
 
 
 def steps(accelerator: Any, loader: Any) -> Iterator[tuple[list[Batch], int]]:

@@ -266,9 +266,7 @@ def test_a_hugging_face_dataset_is_hashed_without_decoding_it() -> None:
     content = texts(600)
     whole = NeverDecoded.from_list(content)
     assert digest_of_examples(whole) == digest_of_examples(NeverDecoded.from_list(content))
-    assert digest_of_examples(whole) != digest_of_examples(
-        NeverDecoded.from_list(swapped(content, 598, 599))
-    )
+    assert digest_of_examples(whole) != digest_of_examples(NeverDecoded.from_list(swapped(content, 598, 599)))
 
 
 # States of other versions.
