@@ -138,8 +138,8 @@ class StepFeed(Feed):
         """The loader's, and how many batches of the epoch were trained, whatever the ranks were.
 
         Raises:
-            ConfigError: an optimizer step is not finished. Trainers of this kind go on at the micro-batch that
-                they counted last, so the step could not be trained again from its beginning.
+            ConfigError: an optimizer step is not finished. Trainers of this kind go on at the micro-batch
+                that they counted last, so the step could not be trained again from its beginning.
         """
         if self.accumulated:
             raise ConfigError(

@@ -61,9 +61,7 @@ def test_saving_within_an_optimizer_step_is_refused_before_anything_is_written(t
         for place, batch in enumerate(group):
             run.train(batch, tokens)
             if place == 0:
-                with pytest.raises(
-                    ConfigError, match="in the middle of an optimizer step of 2 micro-batches"
-                ):
+                with pytest.raises(ConfigError, match="an optimizer step of 2 micro-batches"):
                     run.accelerator.save_state(str(tmp_path / f"within-{number}"))
                 assert list((tmp_path / f"within-{number}").iterdir()) == []
                 refused += 1
