@@ -6,6 +6,7 @@ Entries made in child processes (DataLoader workers) arrive in the parent's ledg
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -57,6 +58,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.held = False  # see hold
+        self._staged: list[Drop] | None = None  # see staged
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
         self._unwritten: list[bytes] = []  # lines that a full disk has kept from the file
@@ -75,15 +77,13 @@ class Ledger:
         Raises:
             SystemFault: the file cannot be written. The entry is in memory, and is written with the next one.
         """
-        with self._lock:
-            if drop in self._drops and drop.key:
-                return
-            self._drops[drop] = self._drops.get(drop, 0) + 1
-            if self._is_shared():
-                self._append(asdict(drop))
+        self.record_all((drop,))
 
     def record_all(self, drops: Iterable[Drop]) -> None:
         """Write many entries with one opening of the file."""
+        if self._staged is not None:
+            self._staged.extend(drops)
+            return
         with self._lock:
             new = []
             for drop in drops:
@@ -116,6 +116,18 @@ class Ledger:
                 self.record(drop)
         for many in list(other._many.values()):
             self._record_many(many)
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[list[Drop]]:
+        """Collect the entries that are recorded inside in a list instead of writing them.
+
+        A batch that is built ahead may never be handed out: whoever hands it out records its entries.
+        """
+        outer, self._staged = self._staged, []
+        try:
+            yield self._staged
+        finally:
+            self._staged = outer
 
     def hold(self) -> Ledger:
         """Keep what this process records out of the file until :meth:`release`; returns the ledger itself."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import packhorse
 from contract.processors import processor
 from packhorse.errors import PackhorseError
+from packhorse.loader.progress import describe_state
 
 PROCESSOR = "qwen2_vl"
 
@@ -84,6 +85,7 @@ def everything(run: dict[str, Any], rank: int) -> dict[str, Any]:
         "too few": too_few(run, rank),
         "uneven": uneven(run, rank),
         "torn": torn(run, rank),
+        "mixed": mixed_states(run, rank),
     }
 
 
@@ -117,6 +119,41 @@ def uneven(run: dict[str, Any], rank: int) -> dict[str, Any]:
         seen += again.last.samples
         left += 1
     return {"steps": len(loader), "left": left, "seen": sorted(seen), "rows": len(loader.dataset)}
+
+
+def mixed_states(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What ranks are told that load different states, as after a kill between the writes of two ranks."""
+    last = dist.get_world_size() - 1
+    started = time.monotonic()
+    found: dict[str, Any] = {}
+    for name, sharded in (("", False), ("sharded ", True)):
+        settings = {"workers": 0, "ledger_dir": f"{run['folder']}/mixed{sharded}", "shard_data": sharded}
+        states = []
+        loader = built(run, **settings)
+        for _ in loader:
+            states.append(loader.state_dict())
+            if len(states) == 2:
+                break
+        found[f"{name}steps"] = told_when_loading(built(run, **settings), states[rank == last])
+        if not sharded:
+            found["state"] = states[1]
+            found["digest"] = describe_state(states[1], own_rows=False).partition("digest ")[2][:-1]
+            found["nonsense"] = told_when_loading(built(run, **settings), states[1] if rank else None)
+            found["not refused"] = told_when_loading(built(run, **settings), states[1])
+            continue
+        shards: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shards, states[1])
+        swapped = shards[last if rank == 0 else rank]
+        found["other shard"] = told_when_loading(built(run, **settings), swapped)
+    return {**found, "seconds": time.monotonic() - started}
+
+
+def told_when_loading(loader: packhorse.Loader, state: Any) -> str:
+    try:
+        loader.load_state_dict(state)
+    except PackhorseError as error:
+        return str(error)
+    return "not refused"
 
 
 def torn(run: dict[str, Any], rank: int) -> dict[str, Any]:

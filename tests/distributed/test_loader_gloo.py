@@ -214,6 +214,7 @@ def test_after_the_kill_of_a_rank_another_number_of_ranks_trains_exactly_the_res
     assert len(trained) == len(set(trained)), "twice"
     assert set(trained) == GOOD
     assert set(ranks[0]["planned"]) == GOOD | {key(LOST)}
+    assert all(one["delivered"] == len(GOOD) for one in ranks), "counted by ranks of both runs"
     # Whichever ranks have met it in whichever run, a sample counts once.
     assert all(one["reasons"] == {"missing_media": 1, "broken_media": 1, "too_long": 1} for one in ranks)
 
@@ -243,6 +244,24 @@ def test_shards_of_unequal_work_go_on_behind_the_shorter_ones_end(ranks: dict[st
     assert len({part["steps"] for part in parts}) == 1
     assert [part["left"] for part in parts] == [2] * ranks["world"]
     assert all(part["seen"] == list(range(part["rows"])) for part in parts)
+
+
+def test_ranks_that_load_different_states_are_refused_and_both_are_named(ranks: dict[str, Any]) -> None:
+    last = ranks["world"] - 1
+    for one in (rank["mixed"] for rank in ranks["found"]):
+        for message in (one["steps"], one["sharded steps"]):
+            assert message.startswith("the ranks load different states: epoch 0, micro-step 1 (digest")
+            assert f"epoch 0, micro-step 2 (digest {one['digest']}" in message or "sharded" in message
+            assert f"on ranks [{last}]" in message
+        assert one["nonsense"].startswith("the ranks load different states: a NoneType on ranks [0]")
+        assert one["not refused"] == "not refused"
+        assert one["other shard"].startswith(("with shard_data=True", "another rank cannot go on. rank 0"))
+        assert one["seconds"] < 30, "no rank waits for the time-out of the process group (60 s)"
+
+
+def test_the_state_is_the_same_on_every_rank(ranks: dict[str, Any]) -> None:
+    states = [one["mixed"]["state"] for one in ranks["found"]]
+    assert all(state == states[0] for state in states)
 
 
 def test_half_a_line_in_a_ledger_stops_no_epoch(ranks: dict[str, Any]) -> None:

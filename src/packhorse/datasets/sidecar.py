@@ -59,10 +59,7 @@ class Sidecar:
         self.path = Path(path)
         self.mtime_ns = os.stat(path).st_mtime_ns
         self._reader = open_batches(str(path))
-        try:
-            self.about: dict[str, Any] = json.loads(self._reader.schema.metadata[b"packhorse"])
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is no count file of packhorse") from error
+        self.about = _read_about(self._reader, path)
         try:
             self._check()
         except (pa.ArrowException, ValueError, OSError, RecursionError) as error:
@@ -132,6 +129,15 @@ class Sidecar:
         part, place = divmod(number, self.part_rows)
         values: dict[str, Any] = self.part(part).slice(place, 1).to_pylist()[0]
         return values
+
+
+def _read_about(reader: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a count file says about itself."""
+    try:
+        about: dict[str, Any] = json.loads(reader.schema.metadata[b"packhorse"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no count file of packhorse") from error
+    return about
 
 
 # --- what a sidecar holds for, and where it lies ---------------------------------------------------------
@@ -273,9 +279,27 @@ class Place:
 
     def holds(self, sidecar: Sidecar) -> bool:
         """Whether a sidecar was counted with these settings."""
-        return sidecar.settings_key == self.settings.key or (
-            self.anywhere is not None and self.anywhere.holds(sidecar)
-        )
+        return self._is_of_settings(sidecar.settings_key)
+
+    def _is_of_settings(self, key: str) -> bool:
+        return key == self.settings.key or (self.anywhere is not None and self.anywhere._is_of_settings(key))
+
+    def recorded_parts(self) -> tuple[int, list[str]] | None:
+        """Rows of a part, and the digest of each part's rows, as the count file of this state has them.
+
+        Reads what the count file says about itself, not its counts. None where there is no such file.
+        """
+        for target in self.all_targets():
+            try:
+                about = _read_about(open_batches(str(target)), target)
+            except FileNotFoundError:
+                continue
+            except (OSError, ConfigError) as error:
+                logger.warning("%s cannot be used (%s)", target, error)
+                continue
+            if is_in_order(about) and self._is_of_settings(about["settings_key"]):
+                return about["part_rows"], about["parts"]
+        return None
 
     def all_targets(self) -> list[Path]:
         """Where a sidecar that holds may be, counts without media included."""
@@ -312,6 +336,23 @@ def _with(name: Path, ending: str) -> Path:
 # --- for a data set --------------------------------------------------------------------------------------
 
 
+def places_of(dataset: MetaDataset, processor: Any) -> list[Place]:
+    """Where the sidecars of a mixture's files lie, one for each source.
+
+    Raises:
+        ConfigError: there is no processor under that path.
+    """
+    from packhorse.datasets.count_part import as_processor
+    from packhorse.families import family_of
+    from packhorse.tokens.count import TokenCounter
+
+    processor = as_processor(processor)
+    counter = counter_settings(TokenCounter(family_of(processor), processor))
+    return [
+        Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset.sources
+    ]
+
+
 def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> CountColumns | None:
     """The counts of a data set's examples, from the sidecars that ``packhorse count`` has written.
 
@@ -329,15 +370,7 @@ def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> Cou
     Raises:
         ConfigError: there is no processor under that path.
     """
-    from packhorse.datasets.count_part import as_processor
-    from packhorse.families import family_of
-    from packhorse.tokens.count import TokenCounter
-
-    processor = as_processor(processor)
-    counter = counter_settings(TokenCounter(family_of(processor), processor))
-    places = [
-        Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset.sources
-    ]
+    places = places_of(dataset, processor)
     sidecars = [place.find() for place in places]
     usable: list[CountColumns] = []
     missing: list[str] = []

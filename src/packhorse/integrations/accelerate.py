@@ -2,13 +2,16 @@
 
 ``accelerator.prepare`` is for the model and the optimizer; the loader stands beside it, as it deals batches
 to ranks itself. :func:`attach` makes its state part of every ``accelerator.save_state`` and ``load_state``.
+Save when an optimizer step is complete: Accelerate does not save the gradients of a step that is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from packhorse.errors import ConfigError
 from packhorse.integrations.feed import check_model, check_world
 from packhorse.integrations.loss import Batch, count_supervised, grouped, to_device
 
@@ -24,14 +27,16 @@ def attach(accelerator: Any, loader: Any) -> Any:
         The loader.
 
     Raises:
-        ConfigError: the loader deals to other ranks, or accumulates another number of micro steps; or packed
-            rows are wrong for a model that was prepared.
+        ConfigError: the loader deals to other ranks, or accumulates another number of micro-steps; or packed
+            rows are wrong for a model that was prepared. Later ``save_state`` raises it in the middle of an
+            optimizer step, before anything is saved.
     """
     check_world(
         loader, accelerator.process_index, accelerator.num_processes, accelerator.gradient_accumulation_steps
     )
     _check_models(accelerator, loader)
     accelerator.register_for_checkpointing(loader)
+    accelerator.register_save_state_pre_hook(partial(_refuse_unfinished_step, accelerator, loader))
     return loader
 
 
@@ -39,6 +44,17 @@ def _check_models(accelerator: Any, loader: Any) -> None:
     # Accelerate has no public list of the models that were prepared.
     for model in accelerator._models:
         check_model(loader, model)
+
+
+def _refuse_unfinished_step(accelerator: Any, loader: Any, *_: Any) -> None:
+    """Raise if gradients are being accumulated: the state would count micro-batches that are lost with them."""
+    accumulation = loader.config.accumulation
+    if not accelerator.sync_gradients or loader.cursor % accumulation:
+        raise ConfigError(
+            f"save_state in the middle of an optimizer step of {accumulation} micro-batches: the accumulated "
+            "gradients are not saved, so the micro-batches so far would never be trained. Save after the "
+            "last one, when accelerator.sync_gradients is True"
+        )
 
 
 def steps(accelerator: Any, loader: Any) -> Iterator[tuple[list[Batch], int]]:

@@ -66,7 +66,9 @@ class Feed:
 
     Attributes:
         handed_out: batches of this epoch, since the loader was built or loaded.
-        trained: of them; the trainer counts.
+        trained: of them, in finished optimizer steps; the trainer counts.
+        accumulated: of them, in an optimizer step that is not finished: a checkpoint does not hold their
+            gradients, so they do not count as trained.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -75,7 +77,11 @@ class Feed:
         self._reset()
 
     def _reset(self) -> None:
-        self.epoch, self.handed_out, self.trained = self.loader.epoch, 0, 0
+        self.epoch, self.handed_out, self.trained, self.accumulated = self.loader.epoch, 0, 0, 0
+
+    def finish_step(self) -> None:
+        """Count the micro-batches of the step that the optimizer has made."""
+        self.trained, self.accumulated = self.trained + self.accumulated, 0
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -138,13 +144,28 @@ class StepFeed(Feed):
             if self.loader.cursor % accumulation and self.loader.remaining:
                 continue
             tokens = count_supervised(step)
-            for one in step:
-                self.trained += 1  # by the time that anybody asks
+            for number, one in enumerate(step, 1):
+                self.accumulated += 1  # by the time that anybody asks
+                if number == len(step):
+                    self.finish_step()
                 yield one, tokens
             step = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, and how many batches of the epoch were trained, whatever the ranks were."""
+        """The loader's, and how many batches of the epoch were trained, whatever the ranks were.
+
+        Raises:
+            ConfigError: an optimizer step is not finished. Trainers of this kind go on at the micro-batch
+                that they counted last, so the step could not be trained again from its beginning.
+        """
+        if self.accumulated:
+            raise ConfigError(
+                f"checkpoint after {self.accumulated} micro-batches of an optimizer step of "
+                f"{self.loader.config.accumulation}: their gradients are not saved, so they would never be "
+                "trained. Save when a step is finished: count optimizer steps "
+                "(ModelCheckpoint(every_n_train_steps=…)), or make val_check_interval a multiple of "
+                "accumulate_grad_batches"
+            )
         return {"loader": super().state_dict(), "batches": self._before + self.trained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -65,6 +65,7 @@ class TrainFromLoader:
         self.model_accepts_loss_kwargs = True  # what versions without the attribute above go by
         self._asked_steps = args.max_steps
         self._resumed = self._finished = False
+        self._counted_step = 0  # the Trainer's global_step when micro-batches were counted last
 
     def get_train_dataloader(self) -> Any:
         """The loader; nothing of Accelerate around it."""
@@ -74,6 +75,7 @@ class TrainFromLoader:
         """As the Trainer's; the loader goes on where the checkpoint was made."""
         args: Any = self.args  # type: ignore[attr-defined]
         args.max_steps, self._resumed, self._finished = self._asked_steps, False, False
+        self._count_finished_step()
         if resume_from_checkpoint is True:
             last = require("transformers.trainer_utils", "trainer").get_last_checkpoint(args.output_dir)
             if last is None:
@@ -119,9 +121,20 @@ class TrainFromLoader:
 
     def training_step(self, *arguments: Any, **options: Any) -> Any:
         """The Trainer's; counts what was trained."""
+        self._count_finished_step()
         loss = super().training_step(*arguments, **options)  # type: ignore[misc]
-        self._feed.trained += 1
+        self._feed.accumulated += 1
         return loss
+
+    def _count_finished_step(self) -> None:
+        """Count micro-batches as trained when the optimizer has made their step.
+
+        A checkpoint may be saved before that: on SIGTERM (``enable_jit_checkpoint``), or by a callback.
+        """
+        step: int = self.state.global_step  # type: ignore[attr-defined]
+        if step != self._counted_step:
+            self._counted_step = step
+            self._feed.finish_step()
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:
         """The Trainer's, which does not move block masks of flex attention."""
@@ -170,6 +183,7 @@ class TrainFromLoader:
         """The Trainer's; where it is for a checkpoint, the loader's state goes in first."""
         args: Any = self.args  # type: ignore[attr-defined]
         own = self.loader.config.shard_data
+        self._count_finished_step()
         if _internal_call and output_dir is not None and (args.should_save or own):
             _write_state(Path(output_dir) / _state_file(self.loader), self._feed.state_dict())
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from packhorse.errors import ConfigError, PackhorseError
+from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
 from packhorse.ledger import GONE, Ledger
 from packhorse.loader.build import BatchReport
+from packhorse.loader.progress import Progress, Tally
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm.pack_plan import BAD_ROW, DROP_REASONS
 from packhorse.types import World
@@ -22,7 +24,8 @@ logger = getLogger("packhorse.loader")
 # Good samples, which the settings leave no room for, or do not draw.
 _GOOD = frozenset((*DROP_REASONS[:BAD_ROW], "not_sampled"))
 
-_NO_FOLDER = "part of the epoch was before a restart: set ledger_dir to have it"
+_NO_COUNTS = "part of the epoch was before a restart: set ledger_dir to have it"
+_STEPS = ".steps"
 _NO_GROUP = "this rank's part alone: ranks without a process group cannot add up"
 
 
@@ -61,24 +64,25 @@ class Guard:
         self.check(0)
 
     def saw(self, report: BatchReport) -> None:
-        """Take a batch into account.
+        """Take a batch into account; one that stops the run is not handed out, and leaves no trace here.
 
         Raises:
             TooManyBad: that is enough.
         """
-        self.lost += len(report.lost)
+        lost, row = self.lost + len(report.lost), self._row
         for inside in report.in_a_row:
-            self._row = 0 if inside else self._row + 1
-            if self.in_a_row is not None and self._row > self.in_a_row:
-                raise TooManyBad(self._told(f"{self._row} samples in a row failed", "max_bad_in_a_row"))
+            row = 0 if inside else row + 1
+            if self.in_a_row is not None and row > self.in_a_row:
+                raise TooManyBad(self._told(f"{row} samples in a row failed", "max_bad_in_a_row"))
         if self.ranks == 1:
-            self.check(self.lost)
+            self.check(lost)
         elif self.share is not None:
             # What a rank may lose: its part, and as much more as chance may deal to one of thousands. All
             # ranks together are judged at the end of the epoch.
             mine = self.share * self.samples / self.ranks
-            if self.lost > mine + 5 * math.sqrt(mine) + 5:
-                raise TooManyBad(self._told(f"{self.lost:,} samples failed on this rank in this epoch"))
+            if lost > mine + 5 * math.sqrt(mine) + 5:
+                raise TooManyBad(self._told(f"{lost:,} samples failed on this rank in this epoch"))
+        self.lost, self._row = lost, row
 
     def check(self, lost: int) -> None:
         """Take into account what all ranks have lost together.
@@ -119,8 +123,9 @@ class EpochAccount:
         epoch: which one.
         rows: examples of the data set.
         planned: of them are in the plan; the others are in the ledger.
-        delivered: were handed out to a rank; None where that is not known (``unknown`` says why).
-        lost: were planned and failed on the way (before a restart too, where there is a ``ledger_dir``).
+        delivered: were handed out to a rank, counted batch by batch; None where that is not known
+            (``unknown`` says why).
+        lost: were planned and failed on the way; counted likewise.
         reasons: how many samples were not delivered for each reason, in this epoch or in all.
         remarks: how many were, though the ledger has a reason for them (cut, nothing to learn in them).
         unknown: why ``delivered`` is not known, and what would tell; empty where it is.
@@ -154,39 +159,34 @@ class EpochAccount:
 
 
 def close_epoch(
-    mine: EpochAccount, *, whole: bool, shard_data: bool, ledger: Ledger, ranks: Ranks
+    mine: EpochAccount, before: Tally | None, *, shard_data: bool, ledger: Ledger, ranks: Ranks
 ) -> EpochAccount:
     """Add up the epoch over all ranks; the first rank logs it.
 
     Args:
-        mine: this rank's part; ``reasons`` are found here.
-        whole: whether this run handed out all of the epoch.
+        mine: what this rank was given since this process began with the epoch; ``reasons`` are found here.
+        before: delivered and lost before that, over all ranks (``shard_data``: on this one); None if unknown.
         shard_data: rows and plan are this rank's own, so they are added up too.
         ledger: this rank's.
         ranks: to add up over; those that cannot talk tell their own part only.
     """
-    found = ranks.gather(mine)
-    written = _written(ledger, ranks, mine.epoch)
+    parts = ranks.gather((mine, before))
+    earlier = [one for _, one in parts] if shard_data else [before]
+    reasons, remarks = _written(ledger, ranks, mine.epoch)
     everybody = ranks.can_talk or ranks.world.size == 1
-    lost = sum(one.lost for one in found)
-    planned = sum(one.planned for one in found) if shard_data else mine.planned
-    delivered, unknown = None, ""
-    if everybody and whole:
-        delivered = sum(one.delivered or 0 for one in found)
-    elif everybody and ledger.path is not None:  # what was lost before a restart is in the files
-        lost = written.lost
-        delivered = planned - lost
-    else:
-        unknown = _NO_FOLDER if everybody else _NO_GROUP
+    known = everybody and None not in earlier
+    total = Tally(sum(one.delivered or 0 for one, _ in parts), sum(one.lost for one, _ in parts))
+    for one in earlier:
+        total = total.plus(one or Tally())
     account = EpochAccount(
         mine.epoch,
-        sum(one.rows for one in found) if shard_data else mine.rows,
-        planned,
-        delivered,
-        lost,
-        written.reasons,
-        written.remarks,
-        unknown,
+        sum(one.rows for one, _ in parts) if shard_data else mine.rows,
+        sum(one.planned for one, _ in parts) if shard_data else mine.planned,
+        total.delivered if known else None,
+        total.lost,
+        reasons,
+        remarks,
+        "" if known else _NO_COUNTS if everybody else _NO_GROUP,
     )
     if account.delivered is not None and account.delivered + account.lost != account.planned:
         raise PackhorseError(
@@ -196,6 +196,84 @@ def close_epoch(
     if ranks.world.rank == 0:
         logger.info("%s", account)
     return account
+
+
+class StepFile:
+    """What each micro-step gave a rank, in a file next to the rank's ledger: one JSON line per micro-step.
+
+    The resume state is the same on every rank, so it cannot hold what a single rank was given. A line holds
+    the branch (see :meth:`Progress.branch`), the micro-step, and how many samples were delivered and lost. A
+    run that goes back to an earlier state writes the steps again: the last line of a step counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._appended = path, False
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> StepFile | None:
+        """The file of a rank, if its ledger has one."""
+        return None if ledger.path is None else cls(ledger.path.with_suffix(_STEPS))
+
+    def append(self, branch: str, step: int, tally: Tally) -> None:
+        """Write one micro-step.
+
+        Raises:
+            SystemFault: that cannot be done.
+        """
+        line = json.dumps([branch, step, *tally]).encode() + b"\n"
+        try:
+            if not self._appended:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                line = b"\n" + line  # a crash, or a full disk, may have cut off the last line of the file
+            with open(self.path, "ab", buffering=0) as file:
+                self._appended = file.write(line) == len(line)
+        except OSError as error:
+            why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
+            raise SystemFault(
+                f"{self.path} cannot be written: {why}. Make room (or give a ledger_dir that can be "
+                "written) and start from the last checkpoint"
+            ) from error
+
+    def read(self, progress: Progress) -> list[dict[int, Tally]]:
+        """For each segment of a progress: its used micro-steps that this file has."""
+        found: list[dict[int, Tally]] = [{} for _ in progress.segments]
+        branches = {progress.branch(number): number for number in range(len(progress.segments))}
+        if not self.path.exists():
+            return found
+        for line in self.path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # a line that a crash cut off
+                branch, step, delivered, lost = json.loads(line)
+                number = branches.get(branch)
+                if number is not None and step < progress.segments[number].steps:
+                    found[number][step] = Tally(int(delivered), int(lost))
+        return found
+
+
+def counted_before(ledger: Ledger, ranks: Ranks, progress: Progress) -> Tally | None:
+    """What all ranks were given in the used steps of a state, from their step files; the same on all ranks.
+
+    Returns:
+        None if a step of a rank is in no file that can be seen.
+    """
+    own = StepFile.of(ledger)
+    if own is None or (ranks.world.size > 1 and not ranks.can_talk):
+        return None
+    by_rank = {ranks.world.rank: own.read(progress)}
+    if not ranks.world.rank:  # what ranks of an earlier, larger run have left behind
+        for rank, path in _rank_files(own.path.parent, _STEPS).items():
+            if rank >= ranks.world.size:
+                by_rank[rank] = StepFile(path).read(progress)
+    for others in ranks.gather(by_rank):
+        by_rank.update(others)
+    total = Tally()
+    for number, segment in enumerate(progress.segments):
+        for rank in range(segment.world):
+            steps = by_rank[rank][number] if rank in by_rank else {}
+            if len(steps) != segment.steps:
+                return None
+            for tally in steps.values():
+                total = total.plus(tally)
+    return total
 
 
 def rank_file(folder: str | Path, rank: int) -> Path:
@@ -245,18 +323,21 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
                 logger.info("%s: %s entries behind the state are taken back", path, number)
 
 
-def warn_of_lost_entries(ledger: Ledger, world: World, state: Mapping[str, Any]) -> None:
-    """Say so if the file of a ledger has fewer entries than it had when a state was saved on this rank."""
-    told, path = state.get("ledger") or {}, ledger.path
-    if path is None or told.get("rank") != world.rank:
+def warn_of_lost_entries(ledger: Ledger, progress: Progress) -> None:
+    """Log a warning if the ledger file of this rank names fewer lost samples than the rank has lost."""
+    steps = StepFile.of(ledger)
+    if steps is None:
         return
-    there = len(_read(path)) if path.exists() else 0
-    if there < int(told.get("entries", 0)):
+    lost = sum(tally.lost for segment in steps.read(progress) for tally in segment.values())
+    there = lost_before(ledger, progress.epoch)
+    if there < lost:
         logger.warning(
-            "%s has %s entries, but had %s when the state was saved: entries were lost",
-            path,
+            "%s names %s lost samples of epoch %s, but %s were lost before the state was saved: entries were "
+            "lost",
+            ledger.path,
             there,
-            told["entries"],
+            progress.epoch,
+            lost,
         )
 
 
@@ -270,42 +351,38 @@ def _read(path: Path, epoch: int | None = None) -> Ledger:
         return Ledger()
 
 
-class _Written(NamedTuple):
-    reasons: dict[str, int]
-    remarks: dict[str, int]
-    lost: int
+_Reasons = tuple[dict[str, int], dict[str, int]]
 
 
-def _told_by(ledger: Ledger) -> _Written:
-    gone, kept = (ledger.samples_by_reason(gone=one) for one in (True, False))
-    return _Written(gone, kept, _lost_in(ledger))
+def _reasons(ledger: Ledger) -> _Reasons:
+    """How many samples were not delivered for each reason, and how many were though there is an entry."""
+    return ledger.samples_by_reason(gone=True), ledger.samples_by_reason(gone=False)
 
 
-def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Written:
-    """What the ledgers of all ranks have on an epoch: samples for each reason, and how many were lost.
+def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Reasons:
+    """The reasons that the ledgers of all ranks have for an epoch.
 
     Files are read: they have what an earlier run, or a process that was killed, has recorded too. After a
     restart a sample may be in the files of two ranks; where the first rank sees all files, it counts once.
     """
     path = ledger.path
     own = _read(path, epoch) if path is not None and path.exists() else ledger.of_epoch(epoch)
-    parts = ranks.gather((_told_by(own), len(own)))
+    parts = ranks.gather((_reasons(own), len(own)))
     files = {} if path is None else _rank_files(path.parent)
     seen = {rank: _read(file, epoch) for rank, file in files.items()} if not ranks.world.rank else {}
     all_seen = all(not number or len(seen.get(rank, ())) >= number for rank, (_, number) in enumerate(parts))
     merged = _merged(seen.values()) if all_seen and seen else None
-    told: _Written | None = ranks.gather(None if merged is None else _told_by(merged))[0]
-    if told is not None:
-        return told
-    # Beside those of this run, what ranks of an earlier, larger one have left behind.
+    of_files: _Reasons | None = ranks.gather(None if merged is None else _reasons(merged))[0]
+    if of_files is not None:
+        return of_files
+    # In addition to those of this run, what ranks of an earlier, larger one have left behind.
     found = [one for one, _ in parts]
-    found += [_told_by(file) for rank, file in seen.items() if rank >= ranks.world.size]
-    reasons, remarks = Counter[str](), Counter[str]()
+    found += [_reasons(file) for rank, file in seen.items() if rank >= ranks.world.size]
+    gone, kept = Counter[str](), Counter[str]()
     for one in found:
-        reasons.update(one.reasons)
-        remarks.update(one.remarks)
-    lost = sum(one.lost for one in found)
-    return _Written(dict(reasons.most_common()), dict(remarks.most_common()), lost)
+        gone.update(one[0])
+        kept.update(one[1])
+    return dict(gone.most_common()), dict(kept.most_common())
 
 
 def _merged(ledgers: Iterable[Ledger]) -> Ledger:
@@ -315,6 +392,6 @@ def _merged(ledgers: Iterable[Ledger]) -> Ledger:
     return merged
 
 
-def _rank_files(folder: Path) -> dict[int, Path]:
-    numbers = {path: path.stem.partition("-")[2] for path in sorted(folder.glob("rank-*.jsonl"))}
+def _rank_files(folder: Path, suffix: str = ".jsonl") -> dict[int, Path]:
+    numbers = {path: path.stem.partition("-")[2] for path in sorted(folder.glob(f"rank-*{suffix}"))}
     return {int(number): path for path, number in numbers.items() if number.isdigit()}

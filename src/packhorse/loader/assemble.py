@@ -8,6 +8,7 @@ from typing import Any
 
 from packhorse.collate_fns.contract import pad_token_id
 from packhorse.collate_fns.packed import check_router_loss
+from packhorse.datasets.contents import contents_of
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
@@ -15,7 +16,6 @@ from packhorse.ledger import Ledger
 from packhorse.loader.blank import Blanks
 from packhorse.loader.build import BatchBuilder, Finish, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import digest_of_rows
 from packhorse.loader.feed import WorkerSettings
 from packhorse.loader.model_facts import ModelFacts, as_dtype
 from packhorse.loader.plans import Planner, PlanSettings, strata_of
@@ -109,8 +109,9 @@ def make_planner(
     reserve = room_for_placeholder(config, samples, present & lacking)
     cache = True if config.cache_dir is None else config.cache_dir
     settings = plan_settings(config, facts, reserve)
-    rows = digest_of_rows(samples.dataset)
-    planner = Planner(counts, settings, strata_of(samples.dataset), cache, rows)
+    read = partial(contents_of, samples.dataset, samples.processor, hash_all=config.verify == "full")
+    contents = ranks.run_on_all_ranks("read the content of the row files", read)
+    planner = Planner(counts, settings, strata_of(samples.dataset), cache, contents)
     if samples.truncate:
         samples.max_length = planner.room + 1
     return planner, present

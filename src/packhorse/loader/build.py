@@ -27,7 +27,7 @@ from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
 from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool
 from packhorse.pp_media import COUNT_KEYS
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop
 
 logger = getLogger("packhorse.loader")
 
@@ -64,10 +64,11 @@ BatchReport = BatchInfo
 
 
 class Built(NamedTuple):
-    """A batch and what it is made of, which is its ``info``."""
+    """A batch, what it is made of (its ``info``), and the ledger entries of building it."""
 
     batch: Batch
     report: BatchReport
+    drops: tuple[Drop, ...] = ()
 
 
 class BatchBuilder(Dataset[Built]):

@@ -19,6 +19,7 @@ Mode = Literal["pack", "pad"]
 OnBad = Literal["skip", "raise"]
 OnOverlong = Literal["drop", "truncate", "raise"]
 Placeholder = Literal["auto", "never"]
+Verify = Literal["changed", "full"]
 
 # Settings under the names that other libraries have for them.
 _CALLED_ELSEWHERE = {
@@ -37,6 +38,7 @@ _CHOICES: dict[str, Any] = {
     "on_bad": OnBad,
     "on_overlong": OnOverlong,
     "placeholder": Placeholder,
+    "verify": Verify,
 }
 _NUMBERS_OR_NONE = (
     *("max_bad_share", "max_bad_in_a_row", "max_patches", "max_media", "max_documents"),
@@ -86,6 +88,8 @@ class LoaderConfig:
         cache_dir: where plans are kept; None for the machine's cache.
         count_workers: processes to count with where counts are missing; None for one per core.
         pipeline_microbatches: cut media into chunks for so many microbatches of a pipeline.
+        verify: ``"changed"`` hashes row files whose size, time of change or ETag is not that of the counted
+            file; ``"full"`` hashes every row file at every start.
     """
 
     data: Any
@@ -120,6 +124,7 @@ class LoaderConfig:
     cache_dir: str | os.PathLike[str] | None = None
     count_workers: int | None = None
     pipeline_microbatches: int | None = None
+    verify: Verify = "changed"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from logging import getLogger
 from os import PathLike
 from typing import Any
@@ -46,7 +45,6 @@ _IN_THIS_PROCESS = 20_000
 """Up to so many rows are counted without starting other processes, which takes some seconds."""
 _BLOCK = 256
 _COUNT = "count the tokens"
-_ROWS_LOOKED_AT = 32
 _EXPECTED = (
     "a meta file (JSON that names data files), a dict with its content, or examples with len() and [index] "
     "(a list, a Hugging Face dataset that is not streamed)"
@@ -139,28 +137,6 @@ def _entry(file: str, media_dir: str | None = None) -> str:
 
 def _no_meta_file(path: str, kind: str, advice: str) -> ConfigError:
     return ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice}")
-
-
-def digest_of_rows(dataset: Any) -> str:
-    """A name for the texts of a data set: of some of its rows, so that it costs milliseconds.
-
-    Two data sets may have the same lengths; a run that is taken up with the other one would feed some samples
-    twice and others never.
-    """
-    hashed = blake2b(str(len(dataset)).encode(), digest_size=12)
-    for index in np.unique(np.linspace(0, len(dataset) - 1, _ROWS_LOOKED_AT).astype(np.int64)).tolist():
-        hashed.update(_text_of(dataset, index).encode("utf-8", "backslashreplace"))
-    return hashed.hexdigest()
-
-
-def _text_of(dataset: Any, index: int) -> str:
-    try:
-        example = dataset[index]
-        return "\n".join(message.text for message in parse_conversation(example, "").messages)
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        return ""  # counting records it
 
 
 class Shard(Sequence[Any]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from packhorse.loader.account import Guard
 from packhorse.loader.build import Ticket
 from packhorse.loader.deal import Dealt, Packs
+from packhorse.loader.progress import Tally
 
 
 @dataclass
@@ -17,9 +18,9 @@ class Epoch:
         packs: of its plan.
         dealt: who gets them when.
         guard: stops it when too much fails.
-        first: the micro step at which this process began with it.
-        whole: whether that was the very beginning.
-        delivered: samples handed out to this rank since then; ``lost`` likewise.
+        first: the micro-step at which this process began with it.
+        before: what was delivered and lost before ``first``, over all ranks; None if unknown.
+        tallies: what this rank was given since ``first``, up to each micro-step.
         over: whether all of it was handed out.
     """
 
@@ -27,9 +28,8 @@ class Epoch:
     dealt: Dealt
     guard: Guard
     first: int
-    whole: bool
-    delivered: int = 0
-    lost: int = 0
+    before: Tally | None
+    tallies: list[Tally] = field(default_factory=lambda: [Tally()])
     over: bool = False
 
 

@@ -22,7 +22,7 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packhorse.errors import SystemFault
 from packhorse.loader.build import BatchBuilder, Built, Ticket
@@ -71,6 +71,22 @@ class Tickets(Sampler[Ticket]):
 
     def __len__(self) -> int:
         return self.last - self.first
+
+
+class StagedBuilder(Dataset[Built]):
+    """Builds batches whose ledger entries come with them; nothing is written before a batch is handed out.
+
+    Batches are built ahead, and rebuilt after a worker died, the loader was closed or iterated anew. Written
+    at once, the entries of the first attempt would stay although the second one may succeed.
+    """
+
+    def __init__(self, builder: BatchBuilder) -> None:
+        self.builder = builder
+
+    def __getitem__(self, ticket: Ticket) -> Built:
+        with self.builder.samples.ledger.staged() as drops:
+            built = self.builder[ticket]
+        return built._replace(drops=tuple(drops))
 
 
 class Feed:
@@ -220,7 +236,7 @@ class Feed:
                 "worker_init_fn": _begin_worker,
             }
         return DataLoader(
-            self.builder,
+            StagedBuilder(self.builder),
             batch_size=None,
             sampler=self._tickets,
             num_workers=workers,
@@ -241,8 +257,7 @@ def _begin_worker(worker: int) -> None:
 def _end_with_parent() -> None:
     """Have this worker end at once when the process that it works for is killed.
 
-    By itself it would work off what it was given. A read that fails then, perhaps a minute later, would write
-    into the ledger of the run that has been taken up in the meantime, and that hands the sample out.
+    By itself it would work off what it was given, and keep memory and files that the next run needs.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -20,8 +21,10 @@ from packhorse.ledger import Ledger
 from packhorse.loader.account import (
     EpochAccount,
     Guard,
+    StepFile,
     TooManyBad,
     close_epoch,
+    counted_before,
     lost_before,
     rank_file,
     recall,
@@ -49,10 +52,10 @@ from packhorse.loader.plans import (
     refuse_overlong,
     warn_of_too_long,
 )
-from packhorse.loader.progress import Progress
+from packhorse.loader.progress import Progress, Tally, describe_state
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackPlan
-from packhorse.types import Batch, World
+from packhorse.types import Batch, Drop, World
 
 logger = getLogger("packhorse.loader")
 
@@ -110,6 +113,8 @@ class Loader:
         opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
         shard = self.world if config.shard_data else None
         self.dataset = run("open the data", partial(self._open_data, opening, shard))
+        if getattr(self.dataset, "ledger", None) is opening:
+            self.dataset.ledger = self.ledger  # remarks on a row are the entries of the rank that delivers it
         if counts is None:
             names, workers = config.dataset_names, config.count_workers
             counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
@@ -130,6 +135,8 @@ class Loader:
         self.last: BatchReport | None = None
         self.account: EpochAccount | None = None
         self._told = False
+        self._steps = StepFile.of(self.ledger)
+        self._not_handed_out: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
         self._progress = Progress().under(self._shape)
         self._now = self._begun()
 
@@ -207,13 +214,14 @@ class Loader:
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
         self.ledger.release()
+        self._roll_back_stopped()
         asked = time.perf_counter()
         for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
             if epoch is not self._now:
                 return  # set_epoch or load_state_dict in the middle: this iterator is of the past
             self._note(built, time.perf_counter() - asked)
             if not self.remaining:  # now: many trainers never ask for the end
-                self._close(built.report.step)
+                self._close(built)
             yield built.batch
             asked = time.perf_counter()
 
@@ -229,34 +237,51 @@ class Loader:
         return partial(ticket_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _note(self, built: Built, waited: float) -> None:
-        report = built.report
-        self._now.guard.saw(report)  # first: a batch that is not handed out does not count as used
-        costs = self._now.dealt.costs(report.step)
+        """Count a batch as handed out, with its ledger entries.
+
+        Raises:
+            PackhorseError: the run stops here, and the batch does not count; its entries say why until they
+                are rolled back by iterating again, or by resuming.
+        """
+        report, now = built.report, self._now
+        self._not_handed_out = built.drops
+        self.ledger.record_all(built.drops)
+        now.guard.saw(report)
+        tally = Tally(len(report.samples), len(report.lost))
+        if self._steps is not None:
+            branch = self._progress.branch(len(self._progress.segments) - 1)
+            self._steps.append(branch, report.step, tally)
+        costs = now.dealt.costs(report.step)
         mean = float(costs.mean())
         self._progress = self._progress.at(report.step + 1)
-        self._now.delivered += len(report.samples)
-        self._now.lost += len(report.lost)
+        now.tallies.append(now.tallies[-1].plus(tally))
+        self._not_handed_out = ()
         self.last = report
         self.metrics.handed_out(report, float(costs.max()) / mean if mean else 1.0, waited)
 
-    def _close(self, last_step: int) -> None:
+    def _close(self, built: Built) -> None:
         """Add up the epoch; where that stops the run, its last batch was not handed out."""
         try:
             self._add_up()
         except PackhorseError:
-            self._progress = self._progress.at(last_step)
+            self._progress = self._progress.at(built.report.step)
+            self._now.tallies.pop()
+            self._now.guard.lost -= len(built.report.lost)
+            self._not_handed_out = built.drops
             raise
         self._now.over = True
 
+    def _roll_back_stopped(self) -> None:
+        """Forget the entries of a batch that was not handed out: it is built again."""
+        keys, self._not_handed_out = {drop.key for drop in self._not_handed_out}, ()
+        if keys:
+            self.ledger.take_back(self.epoch, keys)
+
     def _add_up(self) -> None:
         now = self._now
-        mine = EpochAccount(self.epoch, len(self.dataset), len(self.plan.indices), now.delivered, now.lost)
+        mine = EpochAccount(self.epoch, len(self.dataset), len(self.plan.indices), *now.tallies[-1])
         self.account = close_epoch(
-            mine,
-            whole=now.whole,
-            shard_data=self.config.shard_data,
-            ledger=self.ledger,
-            ranks=self._ranks,
+            mine, now.before, shard_data=self.config.shard_data, ledger=self.ledger, ranks=self._ranks
         )
         if not self.config.shard_data:
             now.guard.check(self.account.lost)
@@ -275,24 +300,28 @@ class Loader:
             self._go_to(Progress(epoch))
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """How far the run has come: small, plain, and good for every rank (of which only ``ledger`` tells).
+        """How far the run has come: small, plain, and the same on every rank (but with ``shard_data``).
 
         Args:
-            consumed: micro steps of this epoch that count as used since the loader was built or loaded; None
+            consumed: micro-steps of this epoch that count as used since the loader was built or loaded; None
                 for all that were handed out. For trainers that fetch batches ahead of training on them.
 
         Raises:
             ConfigError: more than were handed out.
         """
-        progress = self._progress
-        if consumed is not None:
-            handed_out = self.cursor - self._now.first
-            if not 0 <= consumed <= handed_out:
-                raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
-            progress = progress.at(self._now.first + consumed)
-        state = progress.to_dict(self.plan_key, self._planner.key) | {"packs": self._now.packs.digest}
-        written = 0 if self.ledger.held else len(self.ledger)
-        state["ledger"] = {"rank": self.world.rank, "entries": written}
+        now = self._now
+        handed_out = self.cursor - now.first
+        if consumed is None:
+            consumed = handed_out
+        elif not 0 <= consumed <= handed_out:
+            raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
+        used = now.before
+        if used is not None and consumed:
+            # What other ranks were given is in their step files, see `counted_before`.
+            used = used.plus(now.tallies[consumed]) if self._dealing.size == 1 else None
+        progress = replace(self._progress.at(now.first + consumed), used=used)
+        planner = self._planner
+        state = progress.to_dict(self.plan_key, planner.key, planner.contents) | {"packs": now.packs.digest}
         if self.config.shard_data:
             state["shard"] = self._shard()
         return state
@@ -300,35 +329,76 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken: the packs not used by then are dealt to this world.
 
-        Costs one dealing of the epoch (half a second for a million packs); no sample is touched.
+        All ranks have to call it. Costs one dealing of the epoch (half a second for a million packs); no
+        sample is touched.
 
         Raises:
-            ConfigError: the state belongs to another plan (both are named), or is no state of a loader.
+            ConfigError: the ranks load different states; the data have changed, or the state belongs to
+                another plan (both are named); or it is no state of a loader.
         """
+        self._check_same_state(state)
+        progress = self._ranks.run_on_all_ranks("read the state", partial(self._read_state, state))
+        before = self._progress, self._now
+        self._go_to(progress)
+        try:
+            self._ranks.run_on_all_ranks("compare the packs", partial(self._check_packs, state))
+        except PackhorseError:
+            self._progress, self._now = before
+            raise
+        self._now.before = used = self._used_before(progress)
+        self._progress = replace(self._progress, used=used)
+        self._not_handed_out = ()
+        self._ranks.run_on_all_ranks("roll back the ledger", partial(self._roll_back, progress))
+        if not self.remaining:  # the epoch was over
+            self._go_to(Progress(self.epoch + 1))
+            return
+        self._now.guard = self._guard(self.plan)
+
+    def _check_same_state(self, state: Any) -> None:
+        """Raise on every rank if they load different states: they would go on with different batches."""
+        by_state: dict[str, list[int]] = {}
+        found = self._ranks.gather(describe_state(state, own_rows=self.config.shard_data))
+        for rank, one in enumerate(found):
+            by_state.setdefault(one, []).append(rank)
+        if len(by_state) > 1:
+            named = "; ".join(f"{one} on ranks {ranks}" for one, ranks in by_state.items())
+            raise ConfigError(
+                f"the ranks load different states: {named}. A run that is killed while its ranks write their "
+                "checkpoints leaves such states: load the last checkpoint that all ranks have finished"
+            )
+
+    def _read_state(self, state: Mapping[str, Any]) -> Progress:
+        planner = self._planner
+        progress = Progress.from_dict(state, self.plan_key, planner.key, planner.contents)
         if self.config.shard_data and list(state.get("shard", ())) != self._shard():
             raise ConfigError(
                 "with shard_data=True each rank has a plan of its own: the state is of [rank, world size, "
                 f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
                 "shard_data any of them can go on"
             )
-        before = self._progress, self._now
-        self._go_to(Progress.from_dict(state, self.plan_key, self._planner.key))
+        return progress
+
+    def _check_packs(self, state: Mapping[str, Any]) -> None:
         planned = self._now.packs.digest
-        if state.get("packs", planned) != planned:
-            self._progress, self._now = before
+        if state.get("packs") != planned:
             raise ConfigError(
-                f"the state belongs to packs {state['packs']}, this loader has planned packs "
+                f"the state belongs to packs {state.get('packs')}, this loader has planned packs "
                 f"{planned} from the same counts: another version of scipy may do that. Go on "
                 "with the version that the state was saved with, or set effort=0 from the beginning"
             )
-        warn_of_lost_entries(self.ledger, self.world, state)
-        self._feed.close()  # workers remember what they have recorded, and would not record it again
-        take_back(self.ledger, self.world, self.epoch, self._unused)
-        if not self.remaining:  # the epoch was over
-            self._go_to(Progress(self.epoch + 1))
-            return
-        recall(self.ledger, self.epoch)
-        self._now.guard = self._guard(self.plan)
+
+    def _used_before(self, progress: Progress) -> Tally | None:
+        """What was delivered and lost in the used steps of a state: from the state, else from step files."""
+        if progress.used is not None or self.config.shard_data:
+            return progress.used
+        return counted_before(self.ledger, self._ranks, progress)
+
+    def _roll_back(self, progress: Progress) -> None:
+        """Forget what was recorded after a state, and take in what the files have from before it."""
+        take_back(self.ledger, self.world, progress.epoch, self._unused)
+        warn_of_lost_entries(self.ledger, progress)
+        if self.remaining:
+            recall(self.ledger, progress.epoch)
 
     def _unused(self) -> set[str]:
         """The names of the samples of this epoch that are still to come."""
@@ -361,8 +431,7 @@ class Loader:
         if not self.config.shard_data:
             self._ranks.same("packs", packs.digest)
         guard = self._guard(packs.plan)
-        whole = len(progress.segments) == 1 and not progress.cursor
-        return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, whole)
+        return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
 
     def _open_data(self, ledger: Ledger, shard: World | None) -> Any:
         dataset = open_data(self.config.data, self.config.dataset_names, ledger, shard)
@@ -406,7 +475,11 @@ class Loader:
         bad = int((~self.counts.ok).sum())
         config, samples, ranks = self.config, len(self.counts), self._dealing.size
         guard = partial(Guard, samples, bad, ranks, config.max_bad_share, config.max_bad_in_a_row)
-        lost = lost_before(self.ledger, self.epoch) if self._progress.cursor else 0
+        lost, used = 0, self._progress.used
+        if used is not None and ranks == 1:
+            lost = used.lost
+        elif self._progress.cursor:
+            lost = lost_before(self.ledger, self.epoch)
         try:
             return guard(self.ledger, lost)
         except TooManyBad:

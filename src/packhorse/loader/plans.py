@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.datasets.cache import cache_folder, cache_lock
+from packhorse.datasets.cache import cache_folder, cache_lock, digest
+from packhorse.datasets.contents import Content
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.meta import MetaDataset
 from packhorse.errors import BadSample, ConfigError
@@ -83,7 +84,7 @@ class Planner:
         settings: see there.
         strata: a number for each example that says which data set it is from; None if there is one.
         cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
-        rows: tells one data set from another with the same counts.
+        contents: what the rows hold; tells one dataset from another with the same counts.
 
     Attributes:
         facts: what dealing has to know of the samples.
@@ -97,9 +98,9 @@ class Planner:
         settings: PlanSettings,
         strata: Integers | None = None,
         cache: bool | str | os.PathLike[str] = True,
-        rows: str = "",
+        contents: Sequence[Content] = (),
     ) -> None:
-        self.counts, self.settings, self.strata, self.rows = counts, settings, strata, rows
+        self.counts, self.settings, self.strata, self.contents = counts, settings, strata, tuple(contents)
         # Labels are shifted before samples are joined, so each takes up one token less.
         lengths = np.maximum(counts.total - 1, 0)
         # Where the family cannot promise the number, there is room for what it may be off.
@@ -193,7 +194,7 @@ class Planner:
         source: Mapping[str, Any] = {
             "order": _ORDER,
             "mode": one.mode,
-            "rows": self.rows,
+            "rows": digest(*(part for one in self.contents for part in (one.digest, one.reading))),
             "media": media.hexdigest(),
             "reserve": one.reserve,
             "spread": one.spread_datasets,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
+import orjson
+
+from packhorse.datasets.contents import Content
 from packhorse.errors import ConfigError
 from packhorse.loader.deal import Segment, Shape
 
-VERSION = 1
+VERSION = 2
 # What a plan is made from, in words.
 _TOLD = {
     "counts": "the tokens of the samples (other data, processor or template; or counts made anew, as with "
@@ -27,6 +31,17 @@ _TOLD = {
 _SHOWN = (int, float, str, type(None))
 
 
+class Tally(NamedTuple):
+    """Samples that were handed out, and samples that failed on the way; both are counted batch by batch."""
+
+    delivered: int = 0
+    lost: int = 0
+
+    def plus(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(self.delivered + other.delivered, self.lost + other.lost)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a run stands.
@@ -35,10 +50,12 @@ class Progress:
         epoch: which one.
         segments: the shapes under which packs of this epoch were dealt, and how many micro steps of each were
             used. A run that keeps its shape has one.
+        used: samples delivered and lost in these steps, over all ranks; None if unknown.
     """
 
     epoch: int = 0
     segments: tuple[Segment, ...] = field(default=())
+    used: Tally | None = field(default_factory=Tally)
 
     @property
     def cursor(self) -> int:
@@ -59,33 +76,49 @@ class Progress:
         last = self.segments[-1]._replace(steps=steps)
         return replace(self, segments=(*self.segments[:-1], last))
 
-    def to_dict(self, plan: str, made_from: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As it is saved, with the name of the plan that it belongs to, and what that was made from."""
+    def branch(self, segment: int) -> str:
+        """Names the steps of a segment: the same only after the same steps under the same shapes."""
+        before, shape = self.segments[:segment], self.segments[segment].shape
+        return blake2b(repr((self.epoch, *before, shape)).encode(), digest_size=6).hexdigest()
+
+    def to_dict(self, plan: str, made_from: Mapping[str, Any], contents: Sequence[Content]) -> dict[str, Any]:
+        """As it is saved, with the name and key of its plan, and the content of the data."""
         return {
             "version": VERSION,
             "plan": plan,
-            **({} if made_from is None else {"made_from": dict(made_from)}),
+            "made_from": dict(made_from),
+            "data": [[one.name, one.digest] for one in contents],
             "epoch": self.epoch,
             "segments": [list(segment) for segment in self.segments],
+            "used": None if self.used is None else list(self.used),
         }
 
     @classmethod
     def from_dict(
-        cls, state: Mapping[str, Any], plan: str, made_from: Mapping[str, Any] | None = None
+        cls, state: Mapping[str, Any], plan: str, made_from: Mapping[str, Any], contents: Sequence[Content]
     ) -> Progress:
         """What :meth:`to_dict` made.
 
         Raises:
-            ConfigError: it belongs to another plan, or is no such state.
+            ConfigError: it belongs to other data or to another plan, or is no such state.
         """
         try:
             version, found = state["version"], state["plan"]
             epoch = int(state["epoch"])
             segments = tuple(Segment(*(int(number) for number in segment)) for segment in state["segments"])
+            if version == VERSION:
+                data = [(str(name), str(digest)) for name, digest in state["data"]]
+                used = None if state["used"] is None else Tally(*(int(number) for number in state["used"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not the state of a loader ({type(error).__name__}: {error})") from error
         if version != VERSION:
-            raise ConfigError(f"a loader state of version {version}: expected {VERSION}")
+            raise ConfigError(
+                f"loader state of version {version}, expected {VERSION}: "
+                "it does not name the content of the data, so a change of the data would not be noticed. "
+                "Finish that epoch with the version of packhorse that saved the state, or begin the epoch "
+                f"again with loader.set_epoch({epoch})"
+            )
+        _check_data(data, contents)
         if found != plan:
             raise ConfigError(
                 f"the state belongs to plan {found}, this loader has plan {plan}"
@@ -93,9 +126,52 @@ class Progress:
                 "pack_size, seed, model sizes and the other planning settings have to be those of the run "
                 "that saved it (world size, batch size, accumulation and workers may differ)"
             )
-        if epoch < 0 or any(min(segment) < 0 for segment in segments):
-            raise ConfigError(f"a loader state with negative numbers: epoch {epoch}, {segments}")
-        return cls(epoch, segments)
+        if not segments:
+            raise ConfigError("not the state of a loader (no segments)")
+        numbers = (epoch, *(number for segment in segments for number in segment), *(used or ()))
+        if min(numbers) < 0:
+            raise ConfigError(f"a loader state with negative numbers: epoch {epoch}, {segments}, {used}")
+        return cls(epoch, segments, used)
+
+
+def _check_data(saved: Sequence[tuple[str, str]], contents: Sequence[Content]) -> None:
+    """Raise if the rows are not those of the run that saved a state; names every dataset that changed."""
+    names, present = [name for name, _ in saved], [one.name for one in contents]
+    if len(saved) != len(contents):
+        raise ConfigError(
+            f"the state is of the datasets {', '.join(names)}, this loader has {', '.join(present)}. "
+            "Resume with the datasets of the run that saved the state"
+        )
+    changed = [
+        f"{one}: digest {digest} when the state was saved, {one.digest} now"
+        for (_, digest), one in zip(saved, contents, strict=True)
+        if digest != one.digest
+    ]
+    if changed:
+        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise ConfigError(
+            f"the data have changed since the state was saved. {'; '.join(changed[:5])}{more}. Restore them, "
+            "or begin a new run: after a change some rows would be delivered twice and others never"
+        )
+
+
+def describe_state(state: Any, *, own_rows: bool) -> str:
+    """A state in a few words that differ between states.
+
+    Args:
+        state: anything that is to be loaded.
+        own_rows: ranks have rows of their own, so that only the position has to be the same.
+    """
+    if not isinstance(state, Mapping):
+        return f"a {type(state).__name__}"
+    epoch, segments = state.get("epoch"), state.get("segments")
+    held = [epoch, segments] if own_rows else state
+    text = orjson.dumps(held, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    try:
+        steps = list(segments)[-1][-1]  # type: ignore[arg-type]  # or no state at all
+    except (TypeError, LookupError):
+        steps = "?"
+    return f"epoch {epoch}, micro-step {steps} (digest {blake2b(text, digest_size=6).hexdigest()})"
 
 
 def _differences(saved: Any, own: Mapping[str, Any] | None) -> str:

@@ -91,33 +91,21 @@ def test_each_batch_comes_with_the_tokens_of_its_step(accumulation: int) -> None
         assert {tokens for _, tokens in step} == {sum(supervised(batch) for batch, _ in step)}
 
 
-def test_a_step_is_fetched_as_a_whole_but_trained_batch_by_batch() -> None:
+def test_a_state_is_refused_within_a_step_and_counts_the_step_when_it_is_finished() -> None:
+    """Trainers of this kind do not save the gradients of the micro-batches so far."""
     source = loader(3)
     feed = StepFeed(source)
     batches = iter(feed)
-    for number in range(1, 5):
+    for number in range(1, 8):
         next(batches)
-        assert feed.state_dict()["batches"] == feed.trained == number
-        assert feed.state_dict()["loader"]["segments"][-1][-1] == number
-    assert source.cursor == 6
-
-
-def test_a_run_that_goes_on_inside_a_step_keeps_to_the_steps() -> None:
-    """Lightning may save at any batch; the rest of that step comes first."""
-    source = loader(3)
-    feed = StepFeed(source)
-    batches = iter(feed)
-    for _ in range(4):
-        next(batches)
-    resumed = StepFeed(loader(3))
-    resumed.load_state_dict(feed.state_dict())
-    assert len(resumed) == 12
-    pairs = list(resumed)
-    assert len(pairs) == 8
-    sizes = [2, 3, 3]
-    for size in sizes:
-        step, pairs = pairs[:size], pairs[size:]
-        assert {tokens for _, tokens in step} == {sum(supervised(batch) for batch, _ in step)}
+        assert (feed.trained, feed.accumulated) == (number // 3 * 3, number % 3)
+        if number % 3:
+            with pytest.raises(ConfigError, match=f"after {number % 3} micro-batches of an optimizer"):
+                feed.state_dict()
+        else:
+            assert feed.state_dict()["batches"] == number
+            assert feed.state_dict()["loader"]["segments"][-1][-1] == number
+    assert source.cursor == 9
 
 
 def test_an_epoch_that_goes_on_in_other_steps_is_as_long_as_what_was_and_what_comes() -> None:

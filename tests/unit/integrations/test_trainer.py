@@ -149,6 +149,32 @@ def test_training_again_goes_on_with_the_loader(tmp_path: Path) -> None:
     assert made.loader.epoch == 0
 
 
+@pytest.mark.parametrize("hook", ["on_substep_end", "on_pre_optimizer_step"])
+def test_a_checkpoint_within_a_step_counts_whole_steps_only(tmp_path: Path, hook: str) -> None:
+    """As the Trainer's own checkpoint on SIGTERM does it, before the optimizer has made its step."""
+    from transformers import TrainerCallback
+
+    whole = trainer(tmp_path / "whole", save_strategy="no")
+    whole.train()
+    made: list[Any] = []
+
+    def save(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and not control.should_training_stop:
+            control.should_training_stop = True
+            made[0]._save_checkpoint(made[0].model, trial=None)
+
+    callback = type("SaveWithin", (TrainerCallback,), {hook: save})()
+    made.append(trainer(tmp_path / "stopped", callbacks=[callback], save_strategy="no"))
+    made[0].train()
+    checkpoint = tmp_path / "stopped" / "checkpoint-2"
+    state = json.loads((checkpoint / LOADER_STATE).read_text())
+    assert state["segments"][-1][-1] == 2 * 2
+    resumed = trainer(tmp_path / "stopped")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert losses(resumed)[-6:] == losses(whole)[-6:]
+    assert resumed.loader.account.delivered == 8
+
+
 def test_a_trainer_stopped_within_a_step_loses_none_of_its_batches(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
@@ -162,7 +188,7 @@ def test_a_trainer_stopped_within_a_step_loses_none_of_its_batches(tmp_path: Pat
     made.pop_callback(StopWithin)
     made.train()
     assert made.loader.epoch == 1
-    assert made.loader.metrics.samples == 16 + 1
+    assert made.loader.metrics.samples == 16 + 2, "the step that was not made comes again, whole"
 
 
 def test_checkpoints_hold_the_loaders_state(tmp_path: Path) -> None:

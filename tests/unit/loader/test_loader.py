@@ -549,14 +549,18 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_behind_its_state(tmp_p
     assert names == {str(early), str(late)}
 
 
-def test_a_run_that_goes_on_without_a_ledger_folder_says_that_it_does_not_know():
-    rows = texts(20)
-    loader = load(rows, mode="pad")
-    handed_out(loader, 5)
-    again = load(rows, mode="pad")
-    again.load_state_dict(loader.state_dict())
+def test_a_run_of_one_rank_that_goes_on_without_a_ledger_folder_knows_what_it_delivered_before():
+    rows = Breaking(texts(20), {3})
+    loader = load(rows, mode="pad", max_bad_share=0.1)
+    rows.counted = True
+    handed_out(loader, 15)
+    state = loader.state_dict(consumed=12)
+    rows.counted = False
+    again = load(rows, mode="pad", max_bad_share=0.1)
+    rows.counted = True
+    again.load_state_dict(state)
     handed_out(again)
-    assert again.account.delivered is None
+    assert (again.account.delivered, again.account.lost) == (19, 1)
 
 
 def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta):
@@ -585,11 +589,11 @@ def test_losses_before_a_restart_count(tmp_path):
 
 
 def test_a_ledger_that_has_lost_entries_since_the_state_was_saved_is_told(tmp_path, caplog):
-    rows = Breaking(texts(30), {3})
+    rows = Breaking(texts(30), set())
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
-    rows.counted = True
-    handed_out(loader)
-    state = {**loader.state_dict(), "segments": [[1, 1, 1, 2]]}
+    rows.counted, rows.bad = True, {loader._now.dealt.samples(0, 0)[0][0]}
+    handed_out(loader, 2)
+    state = loader.state_dict()
     (tmp_path / "rank-00000.jsonl").write_text("")
     rows.counted = False
     load(rows, max_bad_share=0.1, ledger_dir=tmp_path).load_state_dict(state)

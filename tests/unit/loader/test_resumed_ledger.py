@@ -176,7 +176,7 @@ def test_a_state_from_before_the_first_batch_misses_no_entry(
 
 
 def test_an_account_without_delivered_says_how_to_have_it() -> None:
-    loader = load(texts(20), mode="pad")
+    loader = load(texts(20), 0, 2, mode="pad")
     handed_out(loader, 5)
     again = load(texts(20), mode="pad")
     again.load_state_dict(loader.state_dict())

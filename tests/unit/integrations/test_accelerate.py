@@ -1,0 +1,95 @@
+"""Accelerate with a loader: a checkpoint holds whole optimizer steps, or is refused."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import packhorse
+from contract.processors import processor
+from contract.tiny_models import tiny_model
+from contract.torchvision_ops import make_torchvision_importable
+from loader_samples import texts
+from packhorse.collate_fns import model_inputs
+from packhorse.errors import ConfigError
+from packhorse.integrations.accelerate import attach, replicas, steps
+from packhorse.integrations.loss import token_loss
+from packhorse.integrations.transformers import prepare
+from packhorse.types import World
+
+make_torchvision_importable()
+
+ROWS = 8
+
+
+class Run:
+    """A model, its optimizer and a loader of eight packs, two of them to an optimizer step."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        self.accelerator.step = 0
+        model = copy.deepcopy(tiny_model("qwen2_vl"))
+        prepare(model)
+        settings: dict[str, Any] = {"pack_size": 256, "max_documents": 1, "accumulation": 2}
+        self.loader = packhorse.load(
+            texts(ROWS), processor("qwen2_vl"), model=model, world=World(), **settings
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        attach(self.accelerator, self.loader)
+        self.trained: list[tuple[int, ...]] = []
+
+    def train(self, batch: Any, tokens: int) -> None:
+        with self.accelerator.accumulate(self.model):
+            logits = self.model(**model_inputs(batch)).logits
+            loss = token_loss(logits, batch["labels"], tokens, replicas=replicas(self.accelerator))
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def test_saving_within_an_optimizer_step_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run = Run()
+    refused = 0
+    for number, (group, tokens) in enumerate(steps(run.accelerator, run.loader)):
+        for place, batch in enumerate(group):
+            run.train(batch, tokens)
+            if place == 0:
+                with pytest.raises(ConfigError, match="an optimizer step of 2 micro-batches"):
+                    run.accelerator.save_state(str(tmp_path / f"within-{number}"))
+                assert list((tmp_path / f"within-{number}").iterdir()) == []
+                refused += 1
+        run.accelerator.save_state(str(tmp_path / f"after-{number}"))
+    assert refused == ROWS // 2
+
+
+def test_saving_with_a_micro_batch_that_was_fetched_and_not_trained_is_refused(tmp_path: Path) -> None:
+    run = Run()
+    next(iter(run.loader))
+    with pytest.raises(ConfigError, match="in the middle of an optimizer step"):
+        run.accelerator.save_state(str(tmp_path / "state"))
+
+
+def test_a_run_saved_after_a_step_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    whole = Run()
+    for number, (group, tokens) in enumerate(steps(whole.accelerator, whole.loader)):
+        for batch in group:
+            whole.train(batch, tokens)
+        if number == 1:
+            whole.accelerator.save_state(str(tmp_path / "state"))
+    resumed = Run()
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    assert resumed.loader.cursor == 4
+    for group, tokens in steps(resumed.accelerator, resumed.loader):
+        for batch in group:
+            resumed.train(batch, tokens)
+    assert resumed.loader.account is not None
+    assert resumed.loader.account.delivered == ROWS
+    for ours, theirs in zip(resumed.weights(), whole.weights(), strict=True):
+        assert torch.equal(ours, theirs)

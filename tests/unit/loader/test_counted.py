@@ -1,0 +1,176 @@
+"""What was delivered is counted, and the ledger names only what was not: never one sample in both."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import packhorse
+from faults.faulty_data import Faulty, Once, children, raising
+from loader_samples import handed_out, load, texts
+from packhorse.ledger import Ledger
+from packhorse.loader import TooManyBad
+from packhorse.loader.account import StepFile
+
+ROWS = 60
+SETTINGS: dict[str, Any] = {"model": "unchecked", "mode": "pad", "max_bad_share": None}
+
+
+def failing_once(folder: Path, rows: range = range(ROWS)) -> Faulty:
+    """Every row fails when a worker reads it for the first time, as on a file server that recovers."""
+    faults = {}
+    for row in rows:
+        (folder / str(row)).mkdir(parents=True)
+        faults[row] = Once(folder / str(row), raising(OSError("the store does not answer")))
+    return Faulty(texts(ROWS), faults)
+
+
+def built(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
+    rows.armed = False
+    loader = load(rows, rank, size, **{**SETTINGS, **options})
+    rows.armed = True
+    return loader
+
+
+def until_built_ahead(folder: Path, number: int) -> None:
+    """Wait until workers have tried so many rows."""
+    while sum(1 for _ in folder.glob("*/happened0")) < number:
+        pass
+
+
+@pytest.mark.parametrize("between", ["close", "iterate again", "worker killed", "same state", "resume"])
+def test_a_failure_of_a_batch_that_was_not_handed_out_is_in_no_ledger(tmp_path: Path, between: str) -> None:
+    """The worker builds six batches ahead, in vain; they are built again, and handed out."""
+    rows = failing_once(tmp_path / "faults")
+    options = {"workers": 1, "prefetch": 6, "ledger_dir": tmp_path / "ledger"}
+    loader = built(rows, **options)
+    batches = iter(loader)
+    next(batches)
+    assert loader.last is not None
+    first = loader.last.lost
+    assert len(first) == 1, "this one is handed out: it is lost"
+    until_built_ahead(tmp_path / "faults", 6)
+    state = json.loads(json.dumps(loader.state_dict()))
+    if between == "worker killed":
+        (worker,) = children()
+        os.kill(worker, signal.SIGKILL)
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    elif between != "iterate again":
+        loader.close()
+    if between == "same state":
+        loader.load_state_dict(state)
+    if between == "resume":
+        loader = built(rows, **options)
+        loader.load_state_dict(state)
+    delivered: list[int] = []
+    lost = list(first)
+    for _ in batches if between == "worker killed" else loader:
+        assert loader.last is not None
+        delivered += loader.last.samples
+        lost += loader.last.lost
+    loader.close()
+    account = loader.account
+    assert account is not None
+    assert sorted(delivered + lost) == list(range(ROWS))
+    assert len(delivered) >= 5, "batches that failed the first time were handed out"
+    assert (account.delivered, account.lost) == (len(delivered), len(lost))
+    assert account.reasons == {"sample_failed": len(lost)}
+    for ledger in (loader.ledger, Ledger.load(tmp_path / "ledger" / "rank-00000.jsonl")):
+        assert sorted(int(drop.key) for drop in ledger) == sorted(lost)
+
+
+def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it_is_built_again(
+    tmp_path: Path,
+) -> None:
+    rows = Faulty(texts(ROWS), {}, only_workers=False)
+    loader = built(rows, max_bad_in_a_row=2, ledger_dir=tmp_path)
+    order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(ROWS)]
+    rows.faults = dict.fromkeys(order[5:8], raising(OSError("the store does not answer")))
+    with pytest.raises(TooManyBad, match="3 samples in a row"):
+        handed_out(loader)
+    assert loader.cursor == 7
+    assert {int(drop.key) for drop in loader.ledger} == set(order[5:8]), "the reasons of the stop"
+    rows.faults = {}
+    assert handed_out(loader) == order[7:]
+    assert loader.account is not None
+    assert (loader.account.delivered, loader.account.lost) == (ROWS - 2, 2)
+    assert {int(drop.key) for drop in Ledger.load(tmp_path / "rank-00000.jsonl")} == set(order[5:7])
+
+
+def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> None:
+    rows = Faulty(texts(ROWS), {}, only_workers=False)
+    loader = built(rows, 0, 2, max_bad_share=0.01)  # two ranks are judged together, at the end
+    mine = [loader._now.dealt.samples(step, 0)[0][0] for step in range(len(loader))]
+    rows.faults = {mine[-1]: raising(OSError("gone"))}
+    with pytest.raises(TooManyBad):
+        handed_out(loader)
+    assert loader.remaining == 1
+    rows.faults = {}
+    assert handed_out(loader) == mine[-1:]
+    assert loader._now.tallies[-1] == (len(mine), 0)
+    assert len(loader.ledger) == 0
+
+
+@pytest.mark.parametrize("worlds", [(3, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1)])
+def test_what_was_delivered_is_counted_over_restarts_with_other_ranks(
+    tmp_path: Path, worlds: tuple[int, ...]
+) -> None:
+    """Three runs; the first goes three steps further than its checkpoint, and is killed there."""
+    bad = {4, 17, 33, 50}
+    rows = Faulty(texts(ROWS), dict.fromkeys(bad, raising(OSError("gone"))), only_workers=False)
+    state: dict[str, Any] | None = None
+    for number, world in enumerate(worlds):
+        ranks = []
+        for rank in range(world):
+            loader = built(rows, rank, world, ledger_dir=tmp_path, batch_size=2)
+            if state is not None:
+                loader.load_state_dict(state)
+            ranks.append(loader)
+        if number == 2:
+            break
+        for loader in ranks:
+            batches = iter(loader)
+            for _ in range(3):
+                next(batches)
+        state = json.loads(json.dumps(ranks[-1].state_dict()))
+        assert all(loader.state_dict() == state for loader in ranks)
+        for loader in ranks:
+            handed_out(loader, 3)
+    (last,) = ranks
+    handed_out(last)
+    assert last.account is not None
+    assert (last.account.delivered, last.account.lost) == (ROWS - 4, 4)
+    assert last.account.reasons == {"sample_failed": 4}
+
+
+def test_a_step_file_that_is_not_whole_makes_delivered_unknown(tmp_path: Path) -> None:
+    rows = Faulty(texts(ROWS), {}, only_workers=False)
+    ranks = [built(rows, rank, 2, ledger_dir=tmp_path) for rank in range(2)]
+    for loader in ranks:
+        handed_out(loader, 4)
+    file = tmp_path / "rank-00001.steps"
+    whole = file.read_bytes()
+    for content, known in ((whole, ROWS), (whole[:-3], None), (b"", None)):
+        file.write_bytes(content)
+        again = built(rows, ledger_dir=tmp_path)
+        again.load_state_dict(ranks[0].state_dict())
+        handed_out(again)
+        assert again.account is not None
+        assert again.account.delivered == known
+        assert ("set ledger_dir" in again.account.unknown) == (known is None)
+    file.unlink()
+
+
+def test_a_step_file_with_half_a_line_is_continued(tmp_path: Path) -> None:
+    loader = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
+    handed_out(loader, 2)
+    file = tmp_path / "rank-00000.steps"
+    file.write_bytes(file.read_bytes() + b'["half')
+    again = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
+    again.load_state_dict(loader.state_dict())
+    handed_out(again, 1)
+    progress = again._progress
+    assert StepFile(file).read(progress) == [{step: (1, 0) for step in range(3)}]
