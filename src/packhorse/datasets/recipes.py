@@ -271,7 +271,7 @@ def _image(row: Mapping[str, Any], column: str) -> Any:
     if source is None:
         raise _missing(column)
     # Upright, as the hub's own decoding gives it.
-    return load_image(source, exif=True) if isinstance(source, Mapping | bytes) else source
+    return load_image(source) if isinstance(source, Mapping | bytes) else source
 
 
 def _text(value: Any, column: str) -> str:

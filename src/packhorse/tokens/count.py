@@ -37,7 +37,7 @@ from packhorse.tokens.lengths import TokenLengths
 from packhorse.tokens.programs import Assembled, SpecialTokens, Step, assemble, compile_program
 from packhorse.types import Conversation, MediaKind, MediaRef, Message, TextPart, TokenCount
 
-COUNTER_VERSION = 2
+COUNTER_VERSION = 3
 """Part of every key under which counts are kept: raised when a count changes."""
 
 _MOST_SHAPES = 4096
