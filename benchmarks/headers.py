@@ -93,9 +93,10 @@ def camera_exif() -> bytes:
 
 
 def pil_size(path: str) -> tuple[int, int]:
-    """The plain way: (height, width) by PIL's lazy open."""
+    """The plain way: (height, width) by PIL's lazy open, upright where EXIF data were read on the way."""
     with Image.open(path) as image:
-        return image.height, image.width
+        sideways = "exif" in image.info and image.getexif().get(0x0112) in (5, 6, 7, 8)
+        return (image.width, image.height) if sideways else (image.height, image.width)
 
 
 def report(files: dict[str, list[str]], repeat: int) -> None:

@@ -168,6 +168,29 @@ MUTANTS = (
         "return float(self.stream.average_rate), end - begin",
         ("tests/unit/media/test_media_videos.py",),
     ),
+    Mutant(
+        "an image of any format is opened",
+        "media/images.py",
+        "Image.open(file, formats=_formats())",
+        "Image.open(file)",
+        ("tests/unit/test_security.py",),
+    ),
+    Mutant(
+        "a photo is loaded as it is stored",
+        "media/images.py",
+        "image = image.transpose(turn)",
+        "image = image.transpose(Image.Transpose.ROTATE_180).transpose(Image.Transpose.ROTATE_180)",
+        ("tests/unit/media/test_media_images.py",),
+        quick=True,
+    ),
+    Mutant(
+        "the size of a photo is the stored one",
+        "media/headers.py",
+        "return size[::-1] if _FIRST_SIDEWAYS <= orientation <= _LAST_SIDEWAYS else size",
+        "return size",
+        ("tests/unit/media/test_media_images.py",),
+        quick=True,
+    ),
 )
 
 

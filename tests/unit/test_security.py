@@ -1,7 +1,9 @@
 """What a data set or a processor from somebody else cannot make Packhorse do."""
 
 import ast
+import io
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -10,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from contract.processors import processor
 from count_samples import chat, python_path, save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World, load
+from packhorse.check import check_meta
 from packhorse.datasets import open_meta_dataset
 from packhorse.datasets.count_part import open_processor
 from packhorse.datasets.counting import count_meta
@@ -22,6 +25,12 @@ from packhorse.datasets.sidecar import Sidecar
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
+from packhorse.view.app import make_app
+from packhorse.view.book import Book
+from packhorse.view.plan_book import save_book
+from packhorse.view.planning import Request, make_plan
+from packhorse.view.report import plan_report
+from view_samples import ask
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 
@@ -155,6 +164,86 @@ def test_settings_from_yaml_make_no_objects(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not YAML"):
         LoaderConfig.from_yaml(tmp_path / "a.yaml")
     assert not (tmp_path / "ran").exists()
+
+
+# --- programs of others ----------------------------------------------------------------------------------
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 60 40
+%%EndComments
+newpath 0 0 moveto 60 40 lineto stroke
+showpage
+%%EOF
+"""
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``gs`` that is found first and leaves a mark when it is started; returns the mark's path."""
+    mark, folder = tmp_path / "started", tmp_path / "bin"
+    folder.mkdir()
+    (folder / "gs").write_text(f'#!/bin/sh\necho "$@" >> {mark}\nexit 1\n')
+    (folder / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # where PIL keeps what it has found
+    return mark
+
+
+def test_the_stub_is_what_pil_starts_for_postscript(ghostscript: Path) -> None:
+    with pytest.raises((subprocess.CalledProcessError, OSError)):
+        Image.open(io.BytesIO(EPS)).load()
+    assert ghostscript.exists()
+
+
+@pytest.mark.parametrize("confine", [False, True])
+def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_program(
+    tmp_path: Path, qwen: Any, ghostscript: Path, confine: bool
+) -> None:
+    media = tmp_path / "media"
+    media.mkdir()
+    (media / "evil.png").write_bytes(EPS)
+    (media / "windows.png").write_bytes(b"\xc5\xd0\xd3\xc6" + struct.pack("<II", 32, len(EPS)) + bytes(20) + EPS)
+    Image.new("RGB", (60, 40)).save(media / "good.png")
+    names = ["evil.png", "windows.png", *["good.png"] * 3]
+    frames = [{"type": "video", "video": ["evil.png", "evil.png"]}, {"type": "text", "text": "what"}]
+    film = {"messages": [{"role": "user", "content": frames}, {"role": "assistant", "content": "ok"}]}
+    write_rows(tmp_path / "a.jsonl", [*map(with_picture, names), film])
+    entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": confine}
+    meta = write_meta(tmp_path, {"a": entry})
+    loader = load(str(meta), qwen, world=World(), model="unchecked", pack_size=512, max_bad_share=None)
+    broken = [("a/0", "broken_media"), ("a/1", "broken_media"), ("a/5", "broken_media")]
+    assert sorted((drop.key, drop.reason) for drop in loader.ledger) == broken
+    assert "PostScript" in next(iter(loader.ledger)).detail
+    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    assert sorted(delivered) == [2, 3, 4]
+    for decode in (False, True):
+        found = check_meta(meta, decode=decode).files[0].counts
+        assert sum(found[key] for key in found if key[0] == "broken_media") == 3
+    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p")))
+    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
+    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+    for row in (0, 1, 5):
+        assert ask(app, f"/media/{row}/0").status == 404
+        assert ask(app, f"/row/{row}").status == 200
+    assert not ghostscript.exists()
+
+
+def test_an_image_that_the_caller_opened_starts_no_program_either(ghostscript: Path) -> None:
+    for read in (load_image, image_size):
+        with pytest.raises(BadSample, match="in the format EPS") as caught:
+            read(Image.open(io.BytesIO(EPS)))
+        assert caught.value.reason == "broken_media"
+    assert not ghostscript.exists()
+
+
+def test_every_image_is_opened_with_the_list_of_formats() -> None:
+    opened = 0
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Image.open", "PIL.Image.open"):
+                assert "formats" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+                opened += 1
+    assert opened == 1
 
 
 # --- bombs -----------------------------------------------------------------------------------------------

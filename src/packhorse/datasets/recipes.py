@@ -572,7 +572,7 @@ def _image(row: Mapping[str, Any], column: str) -> Any:
 def _loaded_image(source: Any, media_dir: str | None = None) -> Any:
     if isinstance(source, Mapping | bytes):
         # Upright, as the hub's own decoding gives it.
-        return load_image(source, exif=True)
+        return load_image(source)
     relative = media_dir is not None and isinstance(source, str) and "://" not in source
     return os.path.join(str(media_dir), source) if relative else source
 

@@ -1,7 +1,8 @@
 """The size of an image from its first bytes: a file or a path goes in, (width, height) comes out, or None.
 
 PNG, JPEG, GIF, WebP and BMP are read here in 5 to 10 microseconds; PIL's lazy open takes 25 to 150. The
-answer is PIL's ``Image.size``. What PIL would refuse to open has no size here either: the headers are
+answer is the size after ``ImageOps.exif_transpose``: a photo that is stored sideways has its upright size.
+What PIL would refuse to open has no size here either: the headers are
 followed as far as PIL follows them, up to the pixels. Whatever is not plainly one of these formats, is cut
 off, or has something unusual about it gives None. The caller then asks PIL. (A size that PIL finds too large
 is given: limits are the caller's.)
@@ -34,18 +35,25 @@ _JPEG_SKIPPED = {0xFFC4: 2, 0xFFCC: 2, 0xFFDD: 2, 0xFFFE: 2}
 _JPEG_SKIPPED |= {mark: 2 for mark in range(0xFFE0, 0xFFF0) if mark not in _JPEG_METADATA}
 _JPEG_SKIPPED |= {0xFFE0: 16, 0xFFEE: 14}
 _jpeg_segment, _jpeg_frame = Struct(">HH").unpack_from, Struct(">BHHB").unpack_from
-_EXIF_RESOLUTION, _EXIF_FRACTION = 0x011A, (5, 1)  # the tag; the type and number of its values
+# EXIF tags, with the type and the number of their values where they are as the standard says.
+_EXIF_ORIENTATION, _EXIF_SHORT = 0x0112, (3, 1)
+_EXIF_RESOLUTION, _EXIF_FRACTION = 0x011A, (5, 1)
+_EXIF_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
+_UPRIGHT, _FIRST_SIDEWAYS, _LAST_SIDEWAYS = 1, 5, 8
+_XMP = b"http://ns.adobe."  # as much of the name as is in the window for certain
 _PNG_KINDS = frozenset(
     (bits, colour)
     for colour, depths in {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}.items()
     for bits in depths
 )
 # Chunks to step over and their least length.
+_PNG_METADATA = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # texts that may hold an orientation
 _PNG_SKIPPED = {
     **{b"PLTE": 0, b"tRNS": 6, b"gAMA": 4, b"cHRM": 32, b"sRGB": 1, b"pHYs": 9, b"tEXt": 0},
     **{b"bKGD": 0, b"sBIT": 0, b"tIME": 0, b"hIST": 0, b"eXIf": 0},
 }
 _WEBP_STILL = 0x3C  # flags of colour profile, transparency, EXIF and XMP
+_WEBP_EXIF, _WEBP_XMP = 0x08, 0x04
 _WEBP_BESIDE = (b"ICCP", b"ALPH", b"EXIF", b"XMP ")
 _BMP_INFO_HEADERS = (40, 52, 56, 64, 108, 124)
 
@@ -53,7 +61,7 @@ _BMP_INFO_HEADERS = (40, 52, 56, 64, 108, 124)
 def header_size(file: BinaryIO) -> Size | None:
     """(width, height) from the header of a seekable file, or None where PIL should be asked.
 
-    Reads 1 KiB from the start, and as much again behind large metadata, which are skipped.
+    Reads 1 KiB from the start, and as much again after large metadata, which are skipped.
     """
 
     def read(at: int, size: int) -> bytes:
@@ -90,7 +98,7 @@ def _size(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
         if head.startswith(b"\xff\xd8\xff"):
             size = _jpeg(head, read, total)
         elif head.startswith(b"\x89PNG\r\n\x1a\n"):
-            size = _png(head, read)
+            size = _png(head, read, total)
         elif head.startswith(b"RIFF"):
             size = _webp(head, read, total)
         elif head.startswith((b"GIF87a", b"GIF89a")):
@@ -105,33 +113,61 @@ def _size(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
     return size if size and size[0] > 0 and size[1] > 0 else None
 
 
-def _png(head: bytes, read: Read) -> Size | None:
+def _upright(size: Size, orientation: int) -> Size:
+    return size[::-1] if _FIRST_SIDEWAYS <= orientation <= _LAST_SIDEWAYS else size
+
+
+def _png(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
     length, name, width, height, bits, colour, _, filters, _, checksum = unpack_from(">I4sIIBBBBBI", head, 8)
     if name != b"IHDR" or length != 13 or filters != 0 or (bits, colour) not in _PNG_KINDS:
         return None
     # PIL refuses a chunk with a wrong checksum, in front of the pixels.
     if zlib.crc32(head[12:29]) != checksum:
         return None
-    at = 33
+    start, at, orientation = 0, 33, 0  # 0: there is no EXIF chunk
     while True:
         length, name = unpack_from(">I4s", head, at)
         if name == b"IDAT":
-            return width, height
+            # Metadata after the pixels count too.
+            plain = _png_ends_with_pixels(start + at, length, read, total())
+            return _upright((width, height), orientation) if plain else None
         if length < _PNG_SKIPPED.get(name, 1 << 32) and not (name == b"tRNS" and colour == 3):
             return None
         if at + length + 20 > len(head):
             if length > 4 * _WINDOW:
                 return None
-            head, at = read(at, length + _WINDOW), 0
+            start, head, at = start + at, read(start + at, length + _WINDOW), 0
         (checksum,) = unpack_from(">I", head, at + 8 + length)
         if zlib.crc32(head[at + 4 : at + 8 + length]) != checksum:
             return None
+        if name == b"eXIf":
+            found = None if orientation else _exif_orientation(head[at + 8 : at + 8 + length], length)
+            if not found:
+                return None  # a second one, or one that does not settle it
+            orientation = found
+        elif name == b"tEXt" and head.startswith(_PNG_METADATA, at + 8):
+            return None
         at += 12 + length
+
+
+def _png_ends_with_pixels(at: int, length: int, read: Read, total: int) -> bool:
+    """Whether no chunk follows the pixels, which start at ``at`` with a chunk of ``length`` bytes.
+
+    Encoders write pixels in chunks of one length and a shorter last one, so that one is where it has to be;
+    False where it is not found there.
+    """
+    end, stride = total - 12, 12 + length  # the last chunk is empty
+    last = at + max(end - at - 1, 0) // stride * stride
+    if last == at:
+        return at + stride == end
+    found = read(last, 8)
+    return found[4:] == b"IDAT" and int.from_bytes(found[:4], "big") == end - last - 12
 
 
 def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
     # ``start`` is where ``head`` lies in the file; ``at`` is the position in ``head`` of the next marker.
     start, at, size = 0, 2, None
+    orientation, has_exif, has_xmp = 0, False, False
     while True:
         if at + 20 > len(head):
             start, at, head = start + at, 0, read(start + at, _WINDOW)
@@ -150,7 +186,19 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
             size = width, height
         elif mark == _JPEG_SOS:
             end = at + 2 + length
-            return size if length >= 2 and (end <= len(head) or start + end <= total()) else None
+            if size is None or length < 2 or (end > len(head) and start + end > total()):
+                return None
+            # XMP data count where there is no orientation in EXIF; they are PIL's to read.
+            return None if has_xmp and not orientation else _upright(size, orientation)
+        elif mark == _JPEG_EXIF and head.startswith(b"Exif\0\0", at + 4):
+            found = None if has_exif else _exif_orientation(head[at + 10 : at + 2 + length], length - 8)
+            if found is None:
+                return None
+            orientation, has_exif = found, True
+        elif mark == _JPEG_EXIF:
+            if length < 2:
+                return None
+            has_xmp = has_xmp or head.startswith(_XMP, at + 4)
         elif mark in _JPEG_METADATA:
             if not _plain_metadata(mark, length, head[at + 4 : at + 2 + length], read, start + at + 4):
                 return None
@@ -164,8 +212,6 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
 
 def _plain_metadata(mark: int, length: int, begin: bytes, read: Read, at: int) -> bool:
     """Whether PIL gets through a segment, of which ``begin`` is what the window holds."""
-    if mark == _JPEG_EXIF:
-        return length >= 2 and (not begin.startswith(b"Exif\0\0") or _plain_resolution(begin[6:]))
     if mark == _JPEG_PROFILE:
         return length >= 16 and not begin.startswith(b"MPF\0")
     return length >= 2 and _resources_end_well(read(at, length - 2))
@@ -178,21 +224,33 @@ def _whole_tables(head: bytes, at: int, end: int) -> bool:
     return at == end
 
 
-def _plain_resolution(exif: bytes) -> bool:
-    """Whether PIL gets through the EXIF data, asked for the resolution: it falls over an empty one."""
+def _exif_orientation(exif: bytes, total: int) -> int | None:
+    """The orientation in EXIF data, 0 where they have none, None where PIL should be asked.
+
+    Args:
+        exif: the data, as much of them as the window holds.
+        total: how many bytes there are.
+    """
     order = ">" if exif.startswith(b"MM\0*") else "<"
     if order == "<" and not exif.startswith(b"II*\0"):
-        return False
+        return None
     (at,) = unpack_from(f"{order}I", exif, 4)
     (entries,) = unpack_from(f"{order}H", exif, at)
     table = exif[at + 2 : at + 2 + 12 * entries]
     if len(table) < 12 * entries:
-        return False
-    return all(
-        (kind, count) == _EXIF_FRACTION
-        for tag, kind, count in iter_unpack(f"{order}HHI4x", table)
-        if tag == _EXIF_RESOLUTION
-    )
+        return None
+    orientation = 0
+    for tag, kind, count, value in iter_unpack(f"{order}HHII", table):
+        if tag == _EXIF_ORIENTATION and not orientation:
+            if (kind, count) != _EXIF_SHORT:
+                return None
+            # Two bytes at the start of the field of four.
+            orientation = (value >> 16 if order == ">" else value & 0xFFFF) or _UPRIGHT
+        elif tag == _EXIF_RESOLUTION and (kind, count) != _EXIF_FRACTION:
+            return None  # PIL falls over an empty one
+        elif (size := count * _EXIF_BYTES.get(kind, 0)) > 4 and value + size > total:
+            return None  # PIL reads no further than to a value that is cut off
+    return orientation
 
 
 def _resources_end_well(segment: bytes) -> bool:
@@ -250,7 +308,7 @@ def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
         return None  # an animation, or something new
     size = (high_width << 16 | low_width) + 1, (high_height << 16 | low_height) + 1
     at, before = 30, b""
-    frame = None
+    frame, orientation, has_exif = None, 0, False
     while at < end:
         chunk = head[at : at + 18] if at + 18 <= len(head) else read(at, 18)
         kind, length = unpack_from("<4sI", chunk)
@@ -262,9 +320,22 @@ def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
                 return None
         elif kind not in _WEBP_BESIDE or before == b"ALPH" or (kind == b"ALPH" and (frame or not length)):
             return None
+        elif kind == b"EXIF" and flags & _WEBP_EXIF:
+            exif, total = _webp_exif(read(at + 8, min(length, _WINDOW)), length)
+            found = None if has_exif else _exif_orientation(exif, total)
+            if found is None:
+                return None
+            orientation, has_exif = found, True
         before = kind
         at += 8 + length + (length & 1)
-    return frame if at == end else None
+    if frame is None or at != end or (flags & _WEBP_XMP and not orientation):
+        return None
+    return _upright(frame, orientation)
+
+
+def _webp_exif(begin: bytes, length: int) -> tuple[bytes, int]:
+    """EXIF data of a WebP without the prefix of a JPEG's, which some encoders write, and their length."""
+    return (begin[6:], length - 6) if begin.startswith(b"Exif\0\0") else (begin, length)
 
 
 def _webp_frame(kind: bytes, head: bytes, at: int, length: int) -> Size | None:

@@ -1,18 +1,20 @@
 """Images: a source goes in, an RGB PIL image or its size comes out.
 
-Loading gives what ``Image.open(source).convert("RGB")`` gives, decoded to the last pixel, so that a truncated
-file is found here and not inside a processor. A size costs about 10 microseconds for a common local file and
-decodes no pixel. What is passed in is never changed.
+Loading gives what ``transformers.image_utils.load_image`` gives: RGB, turned upright by the EXIF orientation,
+and decoded to the last pixel, so that a truncated file is found here and not inside a processor. A size costs
+about 10 microseconds for a common local file and decodes no pixel. What is passed in is never changed.
+Only the raster formats listed here are opened: PIL hands others (EPS) to an external program.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from packhorse.media.failure import bad, machine_fault, unreadable
 from packhorse.media.headers import header_size, path_header_size
@@ -33,6 +35,26 @@ _DECODE_ERRORS = (
     zlib.error,
 )
 
+# Formats that PIL decodes in this process, from this file alone. The order is that of how common they are.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO", "ICO", "TGA", "DIB")
+
+# What a file that is no image often is, by its first bytes (in lower case). The bytes themselves stay out of
+# messages: a row may name any file.
+_NOT_IMAGES = (
+    (b"<!doctype html", "an HTML page"),
+    (b"<html", "an HTML page"),
+    (b"version https://git-lfs", "a Git LFS pointer: run git lfs pull"),
+    (b"%!ps", "PostScript"),
+    (b"\xc5\xd0\xd3\xc6", "PostScript"),
+    (b"%pdf", "a PDF document"),
+    (b"<svg", "an SVG drawing"),
+    (b"<?xml", "XML"),
+    (b"{", "JSON"),
+    (b"pk\3\4", "a ZIP archive"),
+    (b"\x1f\x8b", "gzip data"),
+    (bytes(8), "zero bytes"),
+)
+
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -44,19 +66,21 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
+# Where PIL looks for an orientation.
+_EXIF_INFO = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 
 
 def load_image(
-    source: Any, *, exif: bool = False, max_pixels: int | None = DEFAULT_MAX_PIXELS
+    source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> Image.Image:
     """Decode one image into RGB.
 
     Args:
         source: anything :func:`~packhorse.media.open_source` opens, a PIL image (an RGB one comes back
             itself), or an array of height x width x 3 bytes.
-        exif: turn the picture as its EXIF orientation says. Off by default, as in ``Image.open``; EXIF data
-            that cannot be read turn nothing.
-        max_pixels: refuse a larger picture before a pixel is decoded; None leaves only PIL's own limit.
+        exif: turn the image upright by its EXIF (or XMP) orientation. Damaged EXIF data turn nothing. (PIL
+            turns a TIFF whatever this says.)
+        max_pixels: reject a larger image before a pixel is decoded; None leaves only PIL's own limit.
 
     Raises:
         BadSample: ``missing_media``, ``broken_media`` or ``media_too_large``.
@@ -72,15 +96,15 @@ def load_image(
 
 
 def image_size(
-    source: Any, *, exif: bool = False, max_pixels: int | None = DEFAULT_MAX_PIXELS
+    source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> tuple[int, int]:
-    """(height, width) of an image, from its header alone.
+    """(height, width) of an image as :func:`load_image` gives it, from its header alone.
 
     The limits are those of :func:`load_image`, so that no size is given for what loading would refuse to
     open. A file whose body is damaged still has a size.
     """
     # The common case, a local path, needs no file object; what it does not settle goes the general way.
-    plain = not exif and type(source) is str and "::" not in source and "://" not in source
+    plain = exif and type(source) is str and "::" not in source and "://" not in source
     if plain and (known := path_header_size(source)) is not None:
         size = known
     elif isinstance(source, np.ndarray):
@@ -90,7 +114,7 @@ def image_size(
         size = _size_of(source, exif, source)
     else:
         with open_source(source, buffering=0, block_size=1 << 16) as file:
-            found = None if exif or plain else _own_header_size(file, source)
+            found = _own_header_size(file, source) if exif and not plain else None
             if found is None:
                 file.seek(0)
                 with _pil_open(file, source) as image:
@@ -109,13 +133,12 @@ def _own_header_size(file: BinaryIO, source: Any) -> tuple[int, int] | None:
 
 def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
     try:
-        return Image.open(file)
+        return Image.open(file, formats=_formats())
     except Image.DecompressionBombError as error:
         raise bad(f"{describe(source)}: {error}", "media_too_large") from error
     except UnidentifiedImageError as error:
-        file.seek(0)
         raise bad(
-            f"{describe(source)} is not an image that PIL can read (it starts with {file.read(8)!r})",
+            f"{describe(source)} is not an image in a format that is read ({_what_instead(file)})",
             "broken_media",
         ) from error
     except _DECODE_ERRORS as error:
@@ -124,12 +147,39 @@ def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
         ) from error
 
 
+@lru_cache(maxsize=1)
+def _formats() -> tuple[str, ...]:
+    """The formats that this PIL can open; it raises KeyError for one that it was built without."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _what_instead(file: BinaryIO) -> str:
+    file.seek(0)
+    head = file.read(32).lower()
+    kind = next((kind for start, kind in _NOT_IMAGES if head.startswith(start)), None)
+    return f"it looks like {kind}" if kind else f"expected one of {', '.join(_formats())}"
+
+
+def _check_format(image: Image.Image, source: Any) -> None:
+    """Reject an image that the caller opened and did not decode, in a format that may start a program."""
+    if image.format is not None and image.format not in _FORMATS and getattr(image, "tile", None):
+        raise bad(
+            f"{describe(source)} is an image in the format {image.format}, which is not read; convert it to PNG "
+            "or JPEG",
+            "broken_media",
+        )
+
+
 def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any) -> Image.Image:
     _check_pixels(image.size, max_pixels, source)
+    _check_format(image, source)
     try:
         image.load()
         if exif and (turn := _UPRIGHT.get(_orientation(image))) is not None:
             image = image.transpose(turn)
+            for name in _EXIF_INFO:  # or whoever gets the image would turn it once more
+                image.info.pop(name, None)
         if image.mode != "RGB":
             return image.convert("RGB")
         # What PIL's copy() does, without copying the pixels: a plain image that knows nothing of its file.
@@ -145,34 +195,39 @@ def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any)
 
 
 def _size_of(image: Image.Image, exif: bool, source: Any, file: BinaryIO | None = None) -> tuple[int, int]:
+    _check_format(image, source)
     width, height = image.size
-    # A TIFF's size is told as it will be after loading, which turns it.
-    if not exif or image.format == "TIFF":
+    # PIL gives the size of a TIFF with an orientation tag as it is after loading, which turns it.
+    if not exif or _ORIENTATION in getattr(image, "tag_v2", ()):
         return width, height
-    if file is not None and image.format == "PNG" and not _may_have_late_exif(file, image, source):
+    if isinstance(image, PngImagePlugin.PngImageFile) and not _may_have_exif(image, file, source):
         return width, height
     return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image) -> Any:
+    """The EXIF orientation as PIL reads it: a number, or whatever else the tag holds."""
     try:
-        orientation = image.getexif().get(_ORIENTATION, 1)
+        return image.getexif().get(_ORIENTATION, 1)
     except _DECODE_ERRORS as error:
         fault = machine_fault(error, f"reading the EXIF data failed ({error})")
         if fault is not None:
             raise fault from error
         return 1
-    return orientation if isinstance(orientation, int) else 1
 
 
-def _may_have_late_exif(file: BinaryIO, image: Image.Image, source: Any) -> bool:
-    """Whether asking a PNG for its EXIF is worthwhile.
+def _may_have_exif(image: PngImagePlugin.PngImageFile, file: BinaryIO | None, source: Any) -> bool:
+    """Whether a PNG has metadata that may hold an orientation, before or after its pixels.
 
-    PIL decodes the whole picture to look for EXIF data behind it. The chunk names tell the same for a few
-    reads: True where such data were already found in front, or where there are some behind the pixels.
+    PIL decodes the whole image to look for metadata after the pixels. The chunk names tell the same for a few
+    reads.
     """
-    if "exif" in image.info or "XML:com.adobe.xmp" in image.info or "Raw profile type exif" in image.info:
+    if any(name in image.info for name in _EXIF_INFO):
         return True
+    file = image.fp if file is None else file  # type: ignore[assignment]  # PIL's IO[bytes] is one
+    if file is None:
+        return False  # it is decoded already
+    before = file.tell()
     at, seen_pixels = 8, False
     try:
         while True:
@@ -187,6 +242,8 @@ def _may_have_late_exif(file: BinaryIO, image: Image.Image, source: Any) -> bool
             at += 12 + int.from_bytes(chunk[:4], "big")
     except OSError as error:
         raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+    finally:
+        file.seek(before)  # the file may be the one that PIL goes on reading
 
 
 def _checked_array(array: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ def load_media(
     *,
     sampling: VideoSampling | None = None,
     sampling_rate: int | None = None,
-    exif: bool = False,
+    exif: bool = True,
     backend: str = "auto",
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
     max_bytes: int | None = DEFAULT_MAX_BYTES,
@@ -45,7 +45,7 @@ def load_media(
             is not sampled again. Sound given as a bare array has its rate in the option ``sampling_rate``.
         sampling: how many frames of a video to take; None takes all.
         sampling_rate: the rate to resample sound to; None keeps its own.
-        exif: turn images as their EXIF orientation says.
+        exif: turn images upright by their EXIF orientation.
         backend: the decoder for videos.
         max_pixels: the largest image or video frame that is decoded.
         max_bytes: the most memory that a decoded video or clip may take.
@@ -74,7 +74,7 @@ def load_media(
 
 
 def media_size(
-    ref: MediaRef, *, exif: bool = False, max_pixels: int | None = DEFAULT_MAX_PIXELS
+    ref: MediaRef, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> tuple[int, int] | VideoInfo:
     """What can be told about a medium without decoding it.
 
@@ -107,7 +107,7 @@ def preload_media(
     *,
     sampling: VideoSampling | None = None,
     sampling_rate: int | None = None,
-    exif: bool = False,
+    exif: bool = True,
     backend: str = "auto",
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
     max_bytes: int | None = DEFAULT_MAX_BYTES,

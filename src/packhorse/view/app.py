@@ -24,9 +24,21 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
     """The application for a book, to be served on ``host``."""
     require("starlette", "view")
     from starlette.applications import Starlette
+    from starlette.convertors import Convertor, register_url_convertor
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
+    class _Number(Convertor[int]):
+        # Starlette's own "int" takes any number of digits, and Python refuses to convert 5,000.
+        regex = "[0-9]{1,18}"
+
+        def convert(self, value: str) -> int:
+            return int(value)
+
+        def to_string(self, value: int) -> str:
+            return str(value)
+
+    register_url_convertor("number", _Number())
     pages, render = Pages(book), renderer()
     static = {name: files("packhorse.view").joinpath("static", name).read_bytes() for name in _STATIC}
     page, medium = partial(_page, render), partial(_medium, len(book))
@@ -47,12 +59,12 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
     routes = [
         Route("/", page("overview.html", lambda request: pages.overview())),
         Route("/packs", page("packs.html", lambda request: pages.pack_list(request.query_params))),
-        Route("/pack/{number:int}", page("pack.html", lambda r: pages.pack(r.path_params["number"]))),
-        Route("/row/{index:int}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
+        Route("/pack/{number:number}", page("pack.html", lambda r: pages.pack(r.path_params["number"]))),
+        Route("/row/{index:number}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
         Route("/problems", page("problems.html", lambda request: pages.problems(request.query_params))),
         Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
-        Route("/media/{row:int}/{number:int}", medium(lambda **at: pages.shelf.get(**at))),
-        Route("/media/{row:int}/{number:int}/{place:int}", medium(lambda **at: pages.shelf.frame(**at))),
+        Route("/media/{row:number}/{number:number}", medium(lambda **at: pages.shelf.get(**at))),
+        Route("/media/{row:number}/{number:number}/{place:number}", medium(lambda **at: pages.shelf.frame(**at))),
         Route("/report.json", report),
         Route("/static/{name}", plain),
     ]

@@ -35,6 +35,10 @@ def corpus() -> list[tuple[str, bytes]]:
     kinds += [("JPEG", "RGB", {"icc_profile": b"i" * 300, "comment": b"a mule"})]
     kinds += [("PNG", "P", {"transparency": 0}), ("PNG", "RGB", {"dpi": (72, 72)})]
     kinds += [("PNG", "L", {"icc_profile": b"i" * 300}), ("WEBP", "RGBA", {"xmp": b"x" * 1500, **turned})]
+    described = Image.Exif()
+    described[0x010F], described[0x0110], described[0x0112] = "A maker of cameras", "A model of theirs", 8
+    kinds += [(form, "RGB", {"exif": described.tobytes()}) for form in ("JPEG", "WEBP", "PNG")]
+    kinds += [(form, "RGB", {"xmp": b'tiff:Orientation="6"'}) for form in ("JPEG", "WEBP")]
     found = [(f"{form} {mode}", encoded(form, mode, 33, 21, **options)) for form, mode, options in kinds]
     jpeg = encoded("JPEG", "RGB", 33, 21, **turned)
     found += [("JPEG of a camera", jpeg[:2] + jpeg[20:]), ("JPEG of Photoshop", with_photoshop(jpeg))]
@@ -93,9 +97,15 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def pil_size(data: bytes) -> tuple[int, int] | str | None:
+    """The size after turning the image upright, as far as PIL can read the orientation."""
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return image.size
+            size = image.size
+            try:
+                sideways = image.format != "TIFF" and image.getexif().get(0x0112) in (5, 6, 7, 8)
+            except PIL_REFUSES:
+                sideways = False
+            return size[::-1] if sideways else size
     except Image.DecompressionBombError:
         return "too large"
     except PIL_REFUSES:

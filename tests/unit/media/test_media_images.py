@@ -11,10 +11,12 @@ import lmdb
 import numpy as np
 import pytest
 from media_samples import noise
-from PIL import Image, ImageOps
+from PIL import Image
+from transformers.image_utils import load_image as transformers_load_image
 
 from packhorse.errors import BadSample
 from packhorse.media import DEFAULT_MAX_PIXELS, image_size, load_image
+from packhorse.media.headers import header_size
 
 
 def encoded(image: Image.Image, form: str, **options: object) -> bytes:
@@ -140,13 +142,25 @@ def test_a_damaged_lazily_opened_image_is_found_too() -> None:
     assert refused(Image.open(io.BytesIO(data[:-800]))).reason == "broken_media"
 
 
-def test_a_file_that_is_no_image_shows_how_it_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"<!DOCTYPE html><html>404</html>", "it looks like an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it looks like a Git LFS pointer: run git lfs pull"),
+        (bytes(100), "it looks like zero bytes"),
+        (b"root:x:0:0:secret", "expected one of JPEG, PNG, WEBP"),
+    ],
+)
+def test_a_file_that_is_no_image_is_named_by_its_kind_and_never_quoted(
+    tmp_path: Path, content: bytes, kind: str
+) -> None:
     path = tmp_path / "page.jpg"
-    path.write_bytes(b"<!DOCTYPE html><html>404</html>")
+    path.write_bytes(content)
     for call in (load_image, image_size):
         error = refused(path, call)
         assert error.reason == "broken_media"
-        assert "page.jpg is not an image that PIL can read (it starts with b'<!DOCTYP')" in str(error)
+        assert f"page.jpg is not an image in a format that is read ({kind}" in str(error)
+        assert "root" not in error.detail.removeprefix(str(path))
 
 
 def test_missing_and_empty_files_keep_their_reasons(tmp_path: Path) -> None:
@@ -186,39 +200,127 @@ def test_a_lower_limit_applies_to_every_kind_of_source(png: Path) -> None:
             assert "40 x 30 = 1,200 pixels, more than max_pixels=1,199" in str(error)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def oracle(source: str | Image.Image) -> Image.Image:
+    return transformers_load_image(source)
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    # A photo has tags in front of the orientation, and their texts after the table.
+    exif[0x010F], exif[0x0110], exif[0x0112] = "A maker of cameras", "A model of theirs", orientation
+    return exif
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied_on_request(form: str, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(plain(), form, exif=exif)
-    with Image.open(io.BytesIO(data)) as image:
-        stored = image.size
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-    assert_same(load_image(data, exif=True), upright)
-    assert image_size(data, exif=True) == (upright.height, upright.width)
-    assert image_size(data) == (stored[1], stored[0])
-    with Image.open(io.BytesIO(data)) as image:
-        assert image_size(image, exif=True) == (upright.height, upright.width)
-        assert_same(load_image(image, exif=True), upright)
+def test_images_are_turned_upright_as_transformers_turns_them(
+    form: str, orientation: int, tmp_path: Path
+) -> None:
+    more = {"save_all": True, "append_images": [plain()]} if form == "MPO" else {}
+    data = encoded(plain(), form, exif=exif_of(orientation), **more)
+    path = tmp_path / "photo"
+    path.write_bytes(data)
+    upright = oracle(str(path))
+    assert upright.size == ((30, 40) if orientation > 4 else (40, 30))
+    with Image.open(path) as lazy, Image.open(path) as decoded:
+        decoded.load()
+        for source in (str(path), path, data, {"bytes": data}, lazy, decoded):
+            assert image_size(source) == (upright.height, upright.width)
+            assert_same(load_image(source), upright)
+        assert_same(oracle(decoded), upright)  # the caller's image still has its orientation
+    if form != "TIFF":  # which PIL turns in any case
+        with Image.open(path) as stored:
+            assert_same(load_image(path, exif=False), stored.convert("RGB"))
+            assert image_size(path, exif=False) == (stored.height, stored.width)
 
 
-def test_exif_behind_the_pixels_of_a_png_counts_and_a_cut_png_has_none() -> None:
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_orientation_is_read_without_pil(form: str, orientation: int) -> None:
+    data = encoded(plain(), form, exif=exif_of(orientation))
+    assert header_size(io.BytesIO(data)) == ((30, 40) if orientation > 4 else (40, 30))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_an_upright_image_is_not_turned_once_more(form: str) -> None:
+    upright = load_image(encoded(plain(), form, exif=exif_of(6)))
+    assert load_image(upright) is upright
+    assert_same(oracle(upright), upright)
+    assert image_size(upright) == (40, 30)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("in_exif", [None, 1])
+def test_the_orientation_of_xmp_counts_where_exif_has_none(
+    form: str, in_exif: int | None, tmp_path: Path
+) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6
+    if in_exif is not None:
+        exif[0x0112] = in_exif
+    xmp = b'<x tiff:Orientation="6"/>'
+    options: dict[str, object] = {"xmp": xmp} if form != "TIFF" else {"tiffinfo": {700: xmp, **dict(exif)}}
+    path = tmp_path / "photo"
+    path.write_bytes(encoded(plain(), form, exif=exif, **options))
+    upright = oracle(str(path))
+    assert upright.size == ((30, 40) if in_exif is None else (40, 30))
+    assert image_size(path) == (upright.height, upright.width)
+    assert_same(load_image(path), upright)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["XML:com.adobe.xmp", "Raw profile type exif"])
+def test_a_png_with_its_orientation_in_a_text_is_turned(name: str, late: bool, tmp_path: Path) -> None:
+    exif = exif_of(6).tobytes()
+    text = "<x tiff:Orientation='6'/>" if name.startswith("XML") else f"\nexif\n{len(exif):8}\n{exif.hex()}\n"
+    chunk = png_chunk(b"tEXt", f"{name}\0{text}".replace("'", '"').encode())
     data = encoded(plain(), "PNG")
-    body = exif.tobytes().removeprefix(b"Exif\0\0")
-    chunk = struct.pack(">I", len(body)) + b"eXIf" + body + struct.pack(">I", zlib.crc32(b"eXIf" + body))
-    late = data[:-12] + chunk + data[-12:]
-    assert image_size(late, exif=True) == (40, 30)
-    assert load_image(late, exif=True).size == (30, 40)
-    assert image_size(data[:-500], exif=True) == (30, 40)
+    at = len(data) - 12 if late else 33
+    path = tmp_path / "photo.png"
+    path.write_bytes(data[:at] + chunk + data[at:])
+    upright = oracle(str(path))
+    assert upright.size == (30, 40)
+    assert image_size(str(path)) == image_size(path.read_bytes()) == (40, 30)
+    assert_same(load_image(path), upright)
+
+
+def png_chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+@pytest.mark.parametrize("size", [(40, 30), (400, 300)])
+def test_exif_after_the_pixels_of_a_png_counts_and_a_cut_png_has_none(size: tuple[int, int]) -> None:
+    data = encoded(Image.fromarray(noise(*size)), "PNG")
+    assert header_size(io.BytesIO(data)) == size
+    late = data[:-12] + png_chunk(b"eXIf", exif_of(6).tobytes().removeprefix(b"Exif\0\0")) + data[-12:]
+    assert image_size(late) == size
+    assert image_size(Image.open(io.BytesIO(late))) == size
+    assert load_image(late).size == size[::-1]
+    assert image_size(data[:-500]) == size[::-1]
+
+
+def test_the_size_of_a_png_that_the_caller_opened_needs_no_decoding() -> None:
+    with Image.open(io.BytesIO(encoded(plain(), "PNG"))) as image:
+        assert image_size(image) == (30, 40)
+        assert image.tile  # type: ignore[attr-defined]  # still to be decoded
+        assert_same(load_image(image), plain())
 
 
 def test_exif_that_cannot_be_read_turns_nothing() -> None:
     data = encoded(plain(), "JPEG", exif=b"Exif\0\0garbage that is no TIFF")
-    assert load_image(data, exif=True).size == (40, 30)
-    assert image_size(data, exif=True) == (30, 40)
+    assert load_image(data).size == (40, 30)
+    assert image_size(data) == (30, 40)
+
+
+def test_an_orientation_after_a_value_that_is_cut_off_turns_nothing_as_in_pil(tmp_path: Path) -> None:
+    exif = bytearray(exif_of(6).tobytes())
+    at = exif.index(b"\x0f\x01", 14) if exif[6:8] == b"II" else exif.index(b"\x01\x0f", 14)
+    exif[at + 8 : at + 12] = b"\xff\xff\0\0" if exif[6:8] == b"II" else b"\0\0\xff\xff"  # where the maker is
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(encoded(plain(), "JPEG", exif=bytes(exif)))
+    with pytest.warns(UserWarning):
+        upright = oracle(str(path))
+        assert image_size(path) == (upright.height, upright.width)
+        assert_same(load_image(path), upright)
 
 
 def test_nothing_of_the_callers_is_changed(png: Path) -> None:

@@ -297,6 +297,21 @@ def test_a_playlist_is_not_followed_to_another_file(video: Path, tmp_path: Path)
         assert refused(path, probe_video).reason == "broken_media"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ffconcat version 1.0\nfile {}\n",
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
+        "concat:{}|{}",
+    ],
+)
+def test_a_list_of_files_or_streams_is_not_followed(text: str, tmp_path: Path) -> None:
+    secret = write_video(tmp_path / "secret.ts", 10)
+    path = tmp_path / "evil.mp4"
+    path.write_text(text.format(secret, secret))
+    assert refused(path).reason == refused(path, probe_video).reason == "broken_media"
+
+
 def test_frames_larger_than_the_limit_are_refused_before_decoding(video: Path) -> None:
     for call in (load_video, probe_video):
         error = refused(video, call, max_pixels=3000)

@@ -186,6 +186,20 @@ def test_what_is_not_there_is_said_so(app: Any, target: str) -> None:
     assert "There is no" in answer.text
 
 
+@pytest.mark.parametrize("digits", [17, 18, 19, 400, 5000])
+@pytest.mark.parametrize("path", ["/row/{}", "/pack/{}", "/media/{}/0", "/media/0/{}", "/media/10/0/{}"])
+def test_a_number_with_thousands_of_digits_is_not_found(app: Any, path: str, digits: int) -> None:
+    assert ask(app, path.format("9" * digits)).status == 404
+
+
+def test_a_query_or_a_key_with_thousands_of_digits_shows_a_page(app: Any) -> None:
+    many = "9" * 5000
+    for target in (f"/packs?page={many}&least={many}", f"/problems?page={many}"):
+        assert ask(app, target).status == 200
+    for query in (f"charts/{many}", f"charts/0#{many}", many):
+        assert ask(app, f"/search?q={query}&from={many}".replace("#", "%23")).status == 200
+
+
 @pytest.mark.parametrize(
     "query",
     ["page=0", "page=-3", "page=999999999999999999999", "least=x", "sort=evil", "most=nan", "dataset=no"],
