@@ -191,6 +191,36 @@ MUTANTS = (
         ("tests/unit/media/test_media_images.py",),
         quick=True,
     ),
+    Mutant(
+        "models shift the labels of a batch again",
+        "collate_fns/finish.py",
+        'return {**batch, "shift_labels": batch["labels"]}',
+        "return dict(batch)",
+        ("tests/unit/collate_fns/test_pad_collate.py",),
+        quick=True,
+    ),
+    Mutant(
+        "shift_labels are shifted once more",
+        "collate_fns/finish.py",
+        'return {**batch, "shift_labels": batch["labels"]}',
+        'return {**batch, "shift_labels": batch["labels"].roll(-1, -1)}',
+        ("tests/unit/test_batch.py",),
+    ),
+    Mutant(
+        "a list of pixels is lost",
+        "neat_packing_vlm/media.py",
+        "return key in MEDIA_KEYS or any(",
+        "return not isinstance(value, list) and any(",
+        ("tests/unit/neat_packing_vlm/test_pack.py",),
+        quick=True,
+    ),
+    Mutant(
+        "segments begin inside what fills a document up",
+        "collate_fns/masks.py",
+        "of_row * length + place + -place % alignment",
+        "of_row * length + place",
+        ("tests/unit/collate_fns/test_packed_collate.py",),
+    ),
 )
 
 

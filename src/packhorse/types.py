@@ -302,8 +302,8 @@ class BatchInfo:
 class Batch(dict[str, Any]):
     """Inputs of a model, so that ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
 
-    ``labels`` are shifted already; ``shift_labels`` is the same tensor and tells transformers so. What else is
-    known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, pickling, pinning,
+    ``labels`` are shifted already; ``shift_labels`` is the same tensor and tells transformers so. What else
+    is known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, pickling, pinning,
     :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
 
     Args:
@@ -326,7 +326,7 @@ class Batch(dict[str, Any]):
         """
         if self._info is None:
             raise AttributeError(
-                "this Batch was made from a plain mapping and has no info: pass Batch(inputs, info=batch.info)"
+                "this Batch was made from a plain mapping and has no info: pass Batch(inputs, batch.info)"
             )
         return self._info
 

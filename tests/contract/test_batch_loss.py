@@ -27,12 +27,15 @@ from contract.text_models import TEXT_MODELS, text_model
 from contract.tiny_models import MODELS, tiny_model
 from packhorse import Batch
 from packhorse.chat import IGNORE_INDEX
+from packhorse.collate_fns import neat_packed_vlm_collater
 from packhorse.collate_fns.pad import pad_samples
 from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.ledger import Ledger
+from packhorse.neat_packing_vlm import PackedDatasetWrapper
+from packhorse.positions import rope_index
 
 CASES = ("text", "one image", "many turns", "two images", "video")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
@@ -135,6 +138,24 @@ def test_the_loss_of_a_packed_batch_is_the_mean_over_its_supervised_tokens(
     record_property("difference, allowed, control", (difference, right.allowed, control))
     assert difference <= right.allowed
     assert control >= 20 * right.allowed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_of_a_documented_collate_functions_batch_is_right_too(
+    backend: str, files: dict[str, Path], expected: Callable[[str], Expected]
+) -> None:
+    """It has keys that are no inputs of the model, as the reference's pages say; models ignore them."""
+    model = tiny_model("qwen2_vl")
+    right = expected("qwen2_vl")
+    use_attention(model, backend)
+    rows = rows_of("qwen2_vl", files)
+    samples = PreTokenizedDatasetWrapper(rows, processor("qwen2_vl"), inject_fake_images=False)
+    packs = PackedDatasetWrapper(samples, [range(3), range(3, len(rows))], 4096, 0, rope_index(model))
+    batch = neat_packed_vlm_collater([packs[0], packs[1]], attn_implementation=backend)
+    assert batch["shift_labels"] is batch["labels"]
+    assert {"n_images_per_sample", "_packed_seq_ids"} <= batch.keys()
+    with torch.no_grad():
+        assert abs(float(model(**batch).loss) - right.loss) <= right.allowed
 
 
 @pytest.mark.parametrize("name", MODELS)

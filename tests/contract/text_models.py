@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-_VOCABULARY = 300
+_VOCABULARY = 512  # more than any tokenizer of the tests has
 _TEXT = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,

@@ -1,7 +1,7 @@
 """Collate functions: a list of examples or of encoded samples goes in, a batch for the model comes out.
 
-Labels of a batch are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. The same tensor
-is in the batch as ``shift_labels``, which tells models of transformers not to shift them again
+Labels of a batch are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. The same
+tensor is in the batch as ``shift_labels``, which tells models of transformers not to shift them again
 (``docs/collate.md``).
 """
 
@@ -35,7 +35,7 @@ from packhorse.collate_fns.media import (
 )
 from packhorse.collate_fns.nemotron_omni import nemotron_omni_collate_fn
 from packhorse.collate_fns.nemotron_parse import nemotron_parse_collate_fn
-from packhorse.collate_fns.packed import model_inputs, neat_packed_vlm_collater
+from packhorse.collate_fns.packed import loss_inputs, model_inputs, neat_packed_vlm_collater
 from packhorse.collate_fns.pad import pad_collate_fn
 from packhorse.collate_fns.phi4 import phi4_mm_collate_fn
 from packhorse.collate_fns.qwen2_5 import qwen2_5_collate_fn
@@ -75,6 +75,7 @@ __all__ = [
     "kimi_vl_collate_fn",
     "llava_onevision_collate_fn",
     "logger",
+    "loss_inputs",
     "make_robust_collate",
     "model_inputs",
     "neat_packed_vlm_collater",

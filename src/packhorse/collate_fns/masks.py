@@ -144,10 +144,11 @@ def segments(documents: torch.Tensor, alignment: int = 1) -> Segments:
     rows, length = documents.shape
     starts = torch.ones_like(sorted_keys, dtype=torch.bool)
     starts[:, 1:] = sorted_keys.diff() != 0
-    row, place = torch.nonzero(starts, as_tuple=True)
+    of_row, place = torch.nonzero(starts, as_tuple=True)
     # Only where hidden tokens begin is there anything to round; past the last one the next document begins.
-    boundaries = row * length + place + -place % alignment
-    cumulative = torch.cat([boundaries, torch.tensor([rows * length])]).unique().to(torch.int32)
+    boundaries = of_row * length + place + -place % alignment
+    ends = torch.tensor([rows * length])
+    cumulative = torch.unique_consecutive(torch.cat([boundaries, ends])).to(torch.int32)
     lengths, padded = [], []
     for row in range(rows):
         total = torch.bincount(owner[row])[1:]

@@ -178,8 +178,8 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
 def check_router_loss(config: Any) -> None:
     """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
 
-    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask it
-    counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
+    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
+    it counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
 
     Raises:
         ConfigError: ``output_router_logits`` is set.
@@ -287,8 +287,8 @@ class PackedRows:
             )
         if self.length % self.alignment:
             raise ConfigError(
-                f"documents are aligned to {self.alignment} tokens, which rows of {self.length:,} are not: make "
-                f"max_length (pack_size of a loader) a multiple of {self.alignment}"
+                f"documents are aligned to {self.alignment} tokens, which rows of {self.length:,} are not: "
+                f"make max_length (pack_size of a loader) a multiple of {self.alignment}"
             )
         found = segments(made["attention_mask"], self.alignment)
         if not found.moved:

@@ -50,13 +50,13 @@ def pad_collate_fn(
     Returns:
         Tensors per token of shape [B, S - 1], padded on the right (ids with the pad token, masks and types
         with 0, labels with :data:`~packhorse.chat.IGNORE_INDEX`) and shifted by one, the labels also as
-        ``shift_labels``, so that the model does not shift them again; media tensors joined along axis 0, shorter
-        ones filled up where the layout says that they may differ, and one row per sample where the sample owns the axis; ``n_images_per_sample``, ``n_videos_per_sample`` and
-        ``n_audios_per_sample`` [B] where there is such a medium: what the samples' own ``n_images`` and its
-        like say, or else the entries of their tensors (which are rows where no tensor tells one medium from
-        the next, as InternVL's tiles). Rows come in the order of the samples, but for Qwen models samples
-        with a fake image come last (see :func:`~packhorse.collate_fns.finish.row_order`). An empty batch
-        gives ``{}``.
+        ``shift_labels``, so that the model does not shift them again; media tensors joined along axis 0,
+        shorter ones filled up where the layout says that they may differ, and one row per sample where the
+        sample owns the axis; ``n_images_per_sample``, ``n_videos_per_sample`` and ``n_audios_per_sample``
+        [B] where there is such a medium: what the samples' own ``n_images`` and its like say, or else the
+        entries of their tensors (which are rows where no tensor tells one medium from the next, as
+        InternVL's tiles). Rows come in the order of the samples, but for Qwen models samples with a fake
+        image come last (see :func:`~packhorse.collate_fns.finish.row_order`). An empty batch gives ``{}``.
 
     Raises:
         BadSample: a sample is longer than ``max_length``.

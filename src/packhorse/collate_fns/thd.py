@@ -34,13 +34,15 @@ def packed_sequence_thd_vlm_collater(
             (:mod:`packhorse.pp_media`).
 
     Returns:
-        Tensors per token [B, S] without a mask, the labels also as ``shift_labels``; ``position_ids`` [B, S] or [3, B, S]; ``seq_lens``
-        [B, documents], the tokens of each document that count, and ``seq_lens_padded``, what each takes up:
-        alignment, the tokens of a fake image (which stand behind their document) and, for the last one, the
-        end of the row; ``qkv_format="thd"``; media tensors and counts. An empty batch gives ``{}``.
+        Tensors per token [B, S] without a mask, the labels (already shifted) also as ``shift_labels``;
+        ``position_ids`` [B, S] or [3, B, S]; ``seq_lens`` [B, documents], the tokens of each document that
+        count, and ``seq_lens_padded``, what each takes up: alignment, the tokens of a fake image (which stand
+        behind their document) and, for the last one, the end of the row; ``qkv_format="thd"``; media tensors
+        and counts. An empty batch gives ``{}``.
 
     Raises:
-        ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` for a kernel of this kind.
+        ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` for a kernel of this kind, also
+            if ``max_length`` is no multiple of the alignment of the packs.
     """
     if not batch:
         return {}

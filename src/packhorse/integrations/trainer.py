@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.collate_fns import model_inputs
+from packhorse.collate_fns.packed import check_router_loss
 from packhorse.errors import ConfigError, require
 from packhorse.integrations.feed import Feed, check_model, check_world
 from packhorse.integrations.loss import count_supervised, supervised, to_device, token_loss
+from packhorse.types import Batch
 
 LOADER_STATE = "packhorse_loader.json"
 """The loader's state in a checkpoint folder."""
@@ -47,20 +49,28 @@ class TrainFromLoader:
         loader: a :class:`packhorse.Loader`, built with as many accumulated micro steps as the Trainer takes.
 
     Raises:
-        ConfigError: arguments of the Trainer would undo what the loader does, or packed rows are wrong for
-            the model.
+        ConfigError: arguments of the Trainer would undo what the loader does, packed rows are wrong for the
+            model, or the Trainer class has a loss of its own (preference and reward trainers of TRL), which
+            would not be computed.
     """
 
     # The Trainer's own words for: do not divide by the number of accumulated micro steps.
     loss_is_scaled_for_ga: bool | None = True
 
     def __init__(self, *arguments: Any, loader: Any, **options: Any) -> None:
+        _check_loss(type(self))
         self.loader = loader
         self._feed = Feed(loader)
         super().__init__(*arguments, **options)
         args: Any = self.args  # type: ignore[attr-defined]
         _check(args, loader)
         check_model(loader, self.model)  # type: ignore[attr-defined]
+        if self.compute_loss_func is not None:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "compute_loss_func is given, but TrainFromLoader computes the loss itself. Leave it out, or "
+                "override compute_loss in your class"
+            )
+        check_router_loss(self.accelerator.unwrap_model(self.model).config)  # type: ignore[attr-defined]
         args.ignore_data_skip = True  # the loader goes on by itself
         self.model_accepts_loss_kwargs = True  # what versions without the attribute above go by
         self._asked_steps = args.max_steps
@@ -137,8 +147,10 @@ class TrainFromLoader:
             self._feed.finish_step()
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:
-        """The Trainer's, which does not move block masks of flex attention."""
-        return super()._prepare_inputs(to_device(inputs, self.args.device))  # type: ignore[misc, attr-defined]
+        """The Trainer's, which does not move block masks of flex attention, nor keep a batch's ``info``."""
+        moved = to_device(inputs, self.args.device)  # type: ignore[attr-defined]
+        prepared = super()._prepare_inputs(moved)  # type: ignore[misc]
+        return Batch(prepared, inputs.info) if isinstance(inputs, Batch) else prepared
 
     def compute_loss(
         self,
@@ -189,6 +201,23 @@ class TrainFromLoader:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
 
+# The losses that are replaced: a mean of cross entropies over tokens, like this one.
+_CROSS_ENTROPY = frozenset({("transformers", "Trainer"), ("trl", "SFTTrainer")})
+
+
+def _check_loss(trainer: type) -> None:
+    """Raise if the class behind the mix-in computes another loss, which the mix-in's would replace."""
+    behind = trainer.__mro__[trainer.__mro__.index(TrainFromLoader) + 1 :]
+    owner = next((base for base in behind if "compute_loss" in vars(base)), None)
+    if owner is None or (owner.__module__.partition(".")[0], owner.__name__) in _CROSS_ENTROPY:
+        return
+    raise ConfigError(
+        f"{owner.__module__}.{owner.__name__} computes a loss of its own, but TrainFromLoader would train "
+        "plain cross entropy: put it in front of transformers.Trainer or trl.SFTTrainer. Loaders have no "
+        "preference data, so train DPO, KTO, reward models and the like without TrainFromLoader"
+    )
+
+
 def _check(args: Any, loader: Any) -> None:
     """Refuse what would undo the loader's work."""
     steps = args.gradient_accumulation_steps
@@ -204,6 +233,8 @@ def _check(args: Any, loader: Any) -> None:
         )
     if args.label_smoothing_factor:
         raise ConfigError("label_smoothing_factor: the loss of packed batches has none")
+    if getattr(args, "loss_type", "nll") != "nll":  # of trl's SFTConfig
+        raise ConfigError(f"loss_type={args.loss_type!r}: TrainFromLoader trains cross entropy ('nll') only")
 
 
 def _saved_names(checkpoint: Path) -> set[str]:

@@ -27,7 +27,7 @@ from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.neat_packing_vlm.claims import load
 from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool
 from packhorse.pp_media import COUNT_KEYS
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
 
 logger = getLogger("packhorse.loader")
 
@@ -148,7 +148,9 @@ class BatchBuilder(Dataset[Built]):
             ),
             document_lengths=tuple(tuple(map(self.length, row)) for row in rows),
             document_ids=batch.get("_packed_seq_ids"),
-            **_media_per_row(batch),
+            num_images=_per_row(batch, "image"),
+            num_videos=_per_row(batch, "video"),
+            num_audios=_per_row(batch, "audio"),
         )
 
     def begin(self, ticket: Ticket) -> None:
@@ -243,14 +245,10 @@ class BatchBuilder(Dataset[Built]):
         return None
 
 
-def _media_per_row(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """``num_images``, ``num_videos`` and ``num_audios`` of each row."""
-    rows = len(batch["labels"])
-    counts = {kind: batch.get(COUNT_KEYS[kind]) for kind in MEDIA_KINDS}
-    return {
-        f"num_{kind}s": (0,) * rows if count is None else tuple(count.tolist())
-        for kind, count in counts.items()
-    }
+def _per_row(batch: Mapping[str, Any], kind: MediaKind) -> tuple[int, ...]:
+    """How many media items of a kind each row has."""
+    counts = batch.get(COUNT_KEYS[kind])
+    return (0,) * len(batch["labels"]) if counts is None else tuple(counts.tolist())
 
 
 class PackBuilder(BatchBuilder):

@@ -96,8 +96,8 @@ def media_parts(key: str, value: Any, sample: Mapping[str, Any], family: Family 
 
     Args:
         key: of the media.
-        value: a tensor or an array as the layout declares it; or a list with one tensor or array for each media
-            item: its rows where each item has several, else the item itself, without the axis of items.
+        value: a tensor or an array as the layout declares it; or a list with one tensor or array for each
+            media item: its rows where each item has several, else the item itself, without the axis of items.
         sample: may say how many media items there are.
         family: None where it is not known: then all families that declare the sample's media have to declare
             this key alike.
@@ -116,10 +116,10 @@ def media_parts(key: str, value: Any, sample: Mapping[str, Any], family: Family 
     known = sum(int(count) for count in counts if count is not None)
     expected = 1 if layout.owner == "sample" else known if None not in counts else len(items)
     if len(items) != expected:
+        each = "sample" if layout.owner == "sample" else " or ".join(layout.kinds)
         raise ConfigError(
-            f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one for each "
-            f"{'sample' if layout.owner == 'sample' else ' or '.join(layout.kinds)}. Join them along axis 0 if "
-            "they are something else"
+            f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one per {each}."
+            " Join them along axis 0 if they are something else"
         )
     return items if layout.owner == "rows" else [item.unsqueeze(0) for item in items]
 

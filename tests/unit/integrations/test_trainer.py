@@ -234,3 +234,100 @@ def test_evaluation_is_the_trainers_own(tmp_path: Path, parity: Any) -> None:
         noise_floor(expected, twice),
         largest_difference(unshifted, expected),
     )
+
+
+def test_a_batch_keeps_its_info_on_its_way_through_the_trainer(tmp_path: Path) -> None:
+    made = trainer(tmp_path, save_strategy="no", max_steps=1)
+    seen: list[Any] = []
+    inner = made.compute_loss
+
+    def compute_loss(model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(inputs)
+        return inner(model, inputs, *arguments, **options)
+
+    made.compute_loss = compute_loss
+    made.train()
+    assert [type(inputs) for inputs in seen] == [packhorse.Batch] * 2
+    assert all(inputs.info.keys and inputs.info.epoch == 0 for inputs in seen)
+
+
+def test_evaluation_with_a_collate_function_has_the_mean_over_its_labels(tmp_path: Path) -> None:
+    """The model gets the labels, which are shifted already, and does not shift them again."""
+    from functools import partial
+
+    from packhorse.collate_fns import pad_collate_fn
+    from packhorse.datasets import PreTokenizedDatasetWrapper
+
+    model = tiny_model("qwen2_vl")
+    examples = make_loader(model).dataset
+    samples = PreTokenizedDatasetWrapper(examples, processor("qwen2_vl"), inject_fake_images=False)
+    encoded = [dict(samples[index]) for index in range(len(examples))]
+    made = trainer(tmp_path, eval_dataset=encoded, per_device_eval_batch_size=8, remove_unused_columns=False)
+    made.data_collator = partial(pad_collate_fn, processor=processor("qwen2_vl"))
+    batch = made.data_collator(encoded)
+    with torch.no_grad():
+        out = made.model(**batch)
+    expected = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten())
+    assert made.evaluate()["eval_loss"] == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer"])
+def test_a_trainer_with_a_loss_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    import trl
+
+    model = tiny_model("qwen2_vl")
+    mixed: Any = type("Mixed", (TrainFromLoader, getattr(trl, name)), {})
+    with pytest.raises(ConfigError, match=f"{name} computes a loss of its own.*plain cross entropy"):
+        mixed(model, loader=make_loader(model))
+
+
+def test_a_loss_function_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class PackedTrainer(TrainFromLoader, Trainer):
+        pass
+
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    args = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match="compute_loss_func is given"):
+        PackedTrainer(model, args, loader=make_loader(model), compute_loss_func=lambda *_: None)
+
+
+def test_trls_sft_trainer_trains_from_a_loader(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class PackedTrainer(TrainFromLoader, SFTTrainer):
+        pass
+
+    # SFTTrainer insists on a dataset; it is not trained on.
+    rows = Dataset.from_list([{"prompt": "Never", "completion": "trained."}])
+
+    def run(**settings: Any) -> Any:
+        model = copy.deepcopy(tiny_model("qwen2_vl"))
+        prepare(model)
+        args = SFTConfig(
+            str(tmp_path),
+            gradient_accumulation_steps=2,
+            max_steps=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            **settings,
+        )
+        made = PackedTrainer(
+            model, args, loader=make_loader(model), processing_class=processor("qwen2_vl"), train_dataset=rows
+        )
+        made.train()
+        return made
+
+    plain = trainer(tmp_path / "plain", save_strategy="no", max_steps=2, learning_rate=1e-3)
+    plain.train()
+    assert losses(run()) == pytest.approx(losses(plain), rel=1e-4)
+    with pytest.raises(ConfigError, match="loss_type='dft'"):
+        run(loss_type="dft")

@@ -159,7 +159,7 @@ def test_arrays_are_media_and_notes_are_not() -> None:
         (
             [sample(1, image_grid_thw=torch.ones(2, 3), pixel_values=[torch.ones(4, 6)], n_images=2)],
             8,
-            "a list of 1 tensors, expected 2: one for each image",
+            "a list of 1 tensors, expected 2: one per image",
         ),
         ([{"input_ids": torch.tensor([1])}], 8, "no labels"),
         ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 ids"),

@@ -1,0 +1,71 @@
+"""The auxiliary loss of a mixture of experts: right for padded batches, refused where it would be wrong."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import packhorse
+from contract.processors import processor
+from contract.text_models import text_model
+from loader_samples import texts
+from packhorse.collate_fns import model_inputs
+from packhorse.errors import ConfigError
+from packhorse.integrations.transformers import TrainFromLoader, prepare
+
+NAMED = "output_router_logits=True: .*auxiliary loss.*output_router_logits = False"
+
+
+@pytest.fixture
+def experts() -> Any:
+    model = copy.deepcopy(text_model("qwen3_vl_moe"))
+    model.config.get_text_config().output_router_logits = True
+    return model
+
+
+def load(model: Any, **settings: Any) -> packhorse.Loader:
+    return packhorse.load(texts(6), processor("qwen3_vl"), model=model, pack_size=512, **settings)
+
+
+def test_packed_training_with_a_router_loss_is_refused_by_name(experts: Any, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class PackedTrainer(TrainFromLoader, Trainer):
+        pass
+
+    for attention in ("sdpa", "varlen"):
+        with pytest.raises(ConfigError, match=NAMED):
+            load(experts, attention=attention)
+    with pytest.raises(ConfigError, match=NAMED):
+        prepare(experts)
+    loader = load(experts, mode="pad", batch_size=2)
+    with pytest.raises(ConfigError, match=NAMED):
+        model_inputs(next(iter(loader)), experts)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match=NAMED):
+        PackedTrainer(experts, args, loader=loader)
+    experts.config.get_text_config().output_router_logits = False
+    assert prepare(experts, "sdpa") == "sdpa"
+    assert next(iter(load(experts))).info.samples
+
+
+def test_padding_is_not_in_the_router_loss_of_a_padded_batch(experts: Any) -> None:
+    (plain,) = load(experts, mode="pad", batch_size=6)
+    (wide,) = load(experts, mode="pad", batch_size=6, pad_to_size=True)
+    width = plain["labels"].shape[1]
+    wide["attention_mask"][:, width:] = 0  # the shift takes the last token of the longest row where it can
+    assert wide["labels"].shape[1] > width
+    with torch.no_grad():
+        short, long = (experts(**batch) for batch in (plain, wide))
+    entropy = F.cross_entropy(short.logits.flatten(0, 1), plain["labels"].flatten())
+    weight = experts.config.get_text_config().router_aux_loss_coef
+    assert torch.equal(short.loss, entropy + weight * short.aux_loss)
+    torch.testing.assert_close(long.aux_loss, short.aux_loss)
+    with torch.no_grad():
+        unmasked = experts(**{key: value for key, value in wide.items() if key != "attention_mask"}).aux_loss
+    assert abs(float(unmasked - short.aux_loss)) > 20 * abs(float(long.aux_loss - short.aux_loss))
