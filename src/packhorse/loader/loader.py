@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.count_part import as_processor
+from packhorse.datasets.count_part import as_whole_processor
 from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger
 from packhorse.loader.account import (
@@ -90,7 +90,7 @@ class Loader:
         group: Any = None,
         counts: CountColumns | None = None,
     ) -> None:
-        self.config, self.processor = config, as_processor(processor)
+        self.config, self.processor = config, as_whole_processor(processor)
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
         self._ranks.same("settings", config.of_all_ranks())
