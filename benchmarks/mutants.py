@@ -221,6 +221,28 @@ MUTANTS = (
         "of_row * length + place",
         ("tests/unit/collate_fns/test_packed_collate.py",),
     ),
+    Mutant(
+        "hybrid models are packed",
+        "models.py",
+        "if kind not in _PROVEN_LAYERS:",
+        "if kind not in {*_PROVEN_LAYERS, str(kind)}:",
+        ("tests/unit/test_models.py",),
+    ),
+    Mutant(
+        "recurrent models that list no layers are packed",
+        "models.py",
+        'getattr(one, "_is_stateful", False)',
+        'getattr(one, "_is_recurrent", False)',
+        ("tests/unit/test_models.py",),
+    ),
+    Mutant(
+        "media without a tensor are trained as placeholders",
+        "families/encoded.py",
+        "if kind not in made:",
+        "if kind not in made and not conversation.media:",
+        ("tests/unit/loader/test_wrong_objects.py",),
+        quick=True,
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from contract.processors import processor
 from contract.tiny_models import MODELS, tiny_model
 from contract.tiny_tokenizers import tokenizer
 from contract.torchvision_ops import make_torchvision_importable
+from count_samples import write_chats
 from loader_samples import mixed, texts
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
@@ -278,6 +279,35 @@ def test_lightning_refuses_a_hybrid_model(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
             trainer.fit(Module(), LoaderDataModule(load(texts(8), decoder(), pack_size=256)))
+
+
+@pytest.mark.parametrize("command", ["parity", "plan"])
+def test_commands_refuse_a_hybrid_model_by_its_config(command: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from packhorse.cli.app import app
+
+    meta = write_chats(tmp_path, 4)
+    folder = tmp_path / "model"  # no weights
+    processor("qwen2_vl").save_pretrained(folder)
+    hybrid().config.save_pretrained(folder)
+    arguments = [command, str(meta), "--model", str(folder), "--processor", str(folder)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "layer 0 (conv)" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.glob("*.phplan"))
+
+
+def test_nemotron_omni_is_padded_and_not_packed() -> None:
+    from transformers import NemotronH_Omni_Reasoning_V3_Config
+
+    config = NemotronH_Omni_Reasoning_V3_Config()
+    made = processor("nemotron_omni")
+    with pytest.raises(ConfigError, match=r"layer 0 \(linear_attention\)"):
+        load(texts(6), config, processor=made)
+    loader = load(texts(6), config, processor=made, mode="pad", batch_size=2)
+    assert sum(len(batch["input_ids"]) for batch in loader) == 6
 
 
 # The model in the forms in which it can be given.

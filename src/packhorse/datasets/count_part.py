@@ -133,18 +133,19 @@ def as_processor(processor: Any) -> Any:
     """The processor itself, opened if its path or hub name was given.
 
     Raises:
-        ConfigError: it is no processor, or cannot be opened.
+        ConfigError: there is none, or it cannot be opened.
     """
     is_path = isinstance(processor, str | os.PathLike)
-    return open_processor(os.fspath(processor)) if is_path else _checked(processor)
+    return open_processor(os.fspath(processor)) if is_path else processor
 
 
-def _checked(processor: Any) -> Any:
-    """The processor, if it is one.
+def as_whole_processor(processor: Any) -> Any:
+    """As :func:`as_processor`, for what encodes samples.
 
     Raises:
-        ConfigError: it is something else: a part of one, a class, None.
+        ConfigError: also if it is something else than a processor or tokenizer: a part of one, a class, None.
     """
+    processor = as_processor(processor)
     speaks = any(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template"))
     if isinstance(processor, type) or not callable(processor) or not (speaks or is_tokenizer(processor)):
         given = type(processor).__name__
@@ -181,7 +182,7 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
     if getattr(opened, "chat_template", "") is None:
         # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
         opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)
-    return _checked(opened)  # for a folder with a part of a processor, transformers gives that part
+    return opened
 
 
 def _torchvision_hint() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.count_part import as_processor
+from packhorse.datasets.count_part import as_whole_processor
 from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger
 from packhorse.loader.account import (
@@ -102,7 +102,7 @@ class Loader:
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
         config, run = self.config, self._ranks.run_on_all_ranks
         self._ranks.same("settings", config.of_all_ranks())
-        self.processor = run("open the processor", partial(as_processor, processor))
+        self.processor = run("open the processor", partial(as_whole_processor, processor))
         facts = run("inspect the model", partial(facts_of, model, packed=config.mode == "pack"))
         self.model_name = facts.name
         run("check the processor", partial(refuse_tokenizer, self.processor, facts))

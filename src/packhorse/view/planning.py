@@ -191,9 +191,8 @@ def model_facts(request: Request) -> ModelFacts:
     ):
         return ModelFacts()
     try:
-        config = open_config(path, request.trust_remote_code)
+        return facts_of(open_config(path, request.trust_remote_code))
     except ConfigError:
         if request.model is None:
             return ModelFacts()
         raise
-    return facts_of(config)
