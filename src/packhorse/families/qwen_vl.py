@@ -106,7 +106,10 @@ def video_tokens(video_processor: Any, info: VideoInfo, budget: tuple[int, int] 
         budget: least and most pixels; None for the video processor's own.
     """
     low, high = budget or pixel_budget(video_processor)
-    factor, patch = video_processor.patch_size * video_processor.merge_size, video_processor.temporal_patch_size
+    factor, patch = (
+        video_processor.patch_size * video_processor.merge_size,
+        video_processor.temporal_patch_size,
+    )
     frames, capped = info.total_frames, getattr(video_processor, "cap_pixels_per_frame", None)
     if any(base.__name__ == "Qwen3VLVideoProcessor" for base in type(video_processor).__mro__):
         if capped:

@@ -254,7 +254,10 @@ def _call_sample_frames(info: VideoInfo, sampling: VideoSampling) -> np.ndarray 
             f"{type(owner).__name__} has do_sample_frames=True and neither fps nor num_frames: set one of "
             "them on processor.video_processor, or do_sample_frames=False for all frames"
         ) from error
-    return np.asarray(taken, np.int64)
+    indices = np.asarray(taken, np.int64)
+    # Steps of float32 may end one frame after the last, which every decoder rejects.
+    indices = indices[indices < info.total_frames]
+    return indices if len(indices) else None
 
 
 def _checked_indices(frame_indices: Sequence[int] | np.ndarray, total: int) -> np.ndarray:
