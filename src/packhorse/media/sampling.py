@@ -33,8 +33,8 @@ class VideoInfo:
 
     ``fps`` is None where nobody knows it: a folder or list of frames without a rate. Where this describes
     frames that were taken, ``total_frames`` is their number and ``indices`` says which they are, counted in
-    the original video; None stands for all of them. ``is_file`` is False for a folder or list of frames, which
-    no processor samples by rate.
+    the original video; None stands for all of them. ``is_file`` is False for a folder or list of frames,
+    which no processor samples by rate.
     """
 
     total_frames: int

@@ -12,9 +12,9 @@ import av
 import lmdb
 import numpy as np
 import pytest
-from torchcodec.decoders import VideoDecoder
 from media_samples import CLOSED, OPEN_GROUPS, decode_all, noise, picture, write_video
 from PIL import Image
+from torchcodec.decoders import VideoDecoder
 
 from packhorse.errors import BadSample, ConfigError
 from packhorse.media import VideoInfo, VideoSampling, load_video, probe_video
