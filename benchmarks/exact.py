@@ -7,7 +7,7 @@ with ``fps`` and ``num_frames`` set on the processor and in the row, decoded vid
 clips, and (over all families together) conversations of all shapes. The reference for a video file is the
 processor's own call on its path, so that transformers samples the frames; for all else it is the processor's
 call on the loaded media. Printed: rows compared, counts that differ (there must be none) and rows refused by
-both sides; then the relative error of the usual estimate for the same samples. Exit code 1 if a count differs.
+both sides; then the relative error of the usual estimate. Exit code 1 if a count differs.
 """
 
 from __future__ import annotations
