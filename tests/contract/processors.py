@@ -245,18 +245,14 @@ FAMILIES: dict[str, FamilyFixture] = {
         FamilyFixture("qwen2_vl", "Qwen2VLProcessor", lambda: _qwen_vl("qwen2_vl"), _VIDEO),
         FamilyFixture("qwen2_5_vl", "Qwen2_5_VLProcessor", lambda: _qwen_vl("qwen2_5_vl"), _VIDEO),
         FamilyFixture("qwen3_vl", "Qwen3VLProcessor", _qwen3_vl, _VIDEO),
-        FamilyFixture(
-            "qwen3_omni", "Qwen3OmniMoeProcessor", _qwen3_omni, _ALL, model_type="qwen3_omni_moe"
-        ),
+        FamilyFixture("qwen3_omni", "Qwen3OmniMoeProcessor", _qwen3_omni, _ALL, model_type="qwen3_omni_moe"),
         FamilyFixture("kimi_k25", "Kimi_K25Processor", _kimi_k25, _VIDEO),
         FamilyFixture("gemma3", "Gemma3Processor", _gemma3, _IMAGE),
         FamilyFixture("gemma4", "Gemma4Processor", _gemma4, _ALL),
         FamilyFixture("llava_onevision", "LlavaOnevisionProcessor", _llava_onevision, _VIDEO),
         FamilyFixture("internvl", "InternVLProcessor", _internvl, _VIDEO),
         FamilyFixture("smolvlm", "SmolVLMProcessor", _smolvlm, _VIDEO),
-        FamilyFixture(
-            "phi4_mm", "Phi4MultimodalProcessor", _phi4_mm, _AUDIO, model_type="phi4_multimodal"
-        ),
+        FamilyFixture("phi4_mm", "Phi4MultimodalProcessor", _phi4_mm, _AUDIO, model_type="phi4_multimodal"),
         FamilyFixture(
             "nemotron_omni",
             "NemotronH_Omni_Reasoning_V3Processor",

@@ -47,7 +47,9 @@ def test_a_saved_processor_is_loaded_back_as_the_same(name, tmp_path):
     loaded = AutoProcessor.from_pretrained(tmp_path)
     assert type(loaded) is type(made)
     assert loaded.to_dict() == made.to_dict()
-    if name == "phi4_mm":  # transformers drops its template when it loads; the released one is the tokenizer's
+    if (
+        name == "phi4_mm"
+    ):  # transformers drops its template when it loads; the released one is the tokenizer's
         loaded.chat_template = made.chat_template
     media = {
         "image": LoadedMedia([picture(300, 200)], [], []),

@@ -29,7 +29,7 @@ SETTINGS = ({}, {"fps": 2}, {"fps": 0.7}, {"num_frames": 6}, {"num_frames": 5})
 def films(tmp_path_factory):
     """Video files, short and long, slow and fast, in two containers."""
     folder = tmp_path_factory.mktemp("films")
-    shapes = [(40, 10), (75, 25), (47, Fraction(30000, 1001)), (95, Fraction(24000, 1001)), (52, 12)]
+    shapes = [(40, 10), (47, Fraction(30000, 1001)), (53, 12)]
     paths = []
     for frames, fps in shapes:
         for suffix in (".mp4", ".mkv"):
@@ -63,11 +63,16 @@ def test_encoded_ids_of_a_file_are_those_of_the_processors_own_call(name, films)
     for path in films[:3]:
         question = (MediaRef("video", str(path)), TextPart("\n5: the"))
         conversation = Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
-        assert family.encode(conversation, made).tokens["input_ids"].tolist() == own_call(family, made, path)[1]
+        assert (
+            family.encode(conversation, made).tokens["input_ids"].tolist() == own_call(family, made, path)[1]
+        )
 
 
 def sampled_by_processor(owner, info):
-    """``sample_frames`` with the arguments of the processor's own call; None where that raises."""
+    """``sample_frames`` with the arguments of the processor's own call; None where that raises.
+
+    Without a frame after the last one, to which float32 steps lead at times and which no decoder has.
+    """
     metadata = VideoMetadata(info.total_frames, info.fps, info.width, info.height, info.duration)
     skipped = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
     names = [name for name in owner.valid_kwargs.__annotations__ if name not in skipped]
@@ -75,14 +80,16 @@ def sampled_by_processor(owner, info):
         taken = owner.sample_frames(metadata, **{name: getattr(owner, name, None) for name in names})
     except (ValueError, ZeroDivisionError):
         return None
-    return np.asarray(taken).tolist()
+    return [index for index in np.asarray(taken).tolist() if index < info.total_frames]
 
 
-RATES = st.sampled_from((1.0, 7.3, 10.0, 12.5, 24000 / 1001, 24.0, 25.0, 30000 / 1001, 30.0, 50.0, 60.0, 120.0))
+RATES = st.sampled_from(
+    (1.0, 7.3, 10.0, 12.5, 24000 / 1001, 24.0, 25.0, 30000 / 1001, 30.0, 50.0, 60.0, 120.0)
+)
 
 
 @pytest.mark.parametrize("name", SEEING)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     total=st.integers(1, 4000),
     rate=RATES,
@@ -103,7 +110,8 @@ def test_the_frames_of_any_video_are_those_of_sample_frames(name, total, rate, f
         taken = sample_frame_indices(info, sampling).tolist()
         if expected is None:
             # The processor raises: the video is too short for it, so all its frames, or one, are taken.
-            assert set(taken) <= set(range(total)) and taken == sorted(taken)
+            assert set(taken) <= set(range(total))
+            assert taken == sorted(taken)
             continue
         if name == "qwen3_vl" and len(expected) == 1:
             expected *= 2  # its processor rejects a single frame
@@ -132,6 +140,15 @@ def test_frames_given_as_a_list_are_all_taken(name):
     made = processor(name)
     size = family_of(made).size_of(MediaRef("video", frames), made)
     assert size.indices == tuple(range(7))
+
+
+def test_a_step_past_the_last_frame_is_left_out():
+    info = VideoInfo(99, 48, 64, 1.0, 99.0)
+    made = with_video_settings("qwen2_vl", {"fps": 4})
+    metadata = VideoMetadata(99, 1.0, 64, 48, 99.0)
+    assert made.video_processor.sample_frames(metadata, fps=4).tolist()[-1] == 99
+    taken = sample_frame_indices(info, VideoSampling.from_processor(made)).tolist()
+    assert (len(taken), taken[-1]) == (98, 97)
 
 
 def test_a_processor_that_is_to_sample_without_a_rate_is_a_configuration_error():

@@ -57,12 +57,13 @@ def media_of_samples(counts: CountColumns, ranks: Ranks, shard_data: bool) -> tu
     return present, lacking
 
 
-def plan_settings(config: LoaderConfig, facts: ModelFacts, reserve: int) -> PlanSettings:
+def plan_settings(config: LoaderConfig, facts: ModelFacts, reserve: int, kinds: int = 0) -> PlanSettings:
     """What the plan depends on."""
     return PlanSettings(
         mode=config.mode,
         size=config.pack_size,
         reserve=reserve,
+        reserved_kinds=kinds if reserve else 0,
         alignment=config.alignment,
         on_overlong=config.on_overlong,
         max_patches=config.max_patches,
@@ -108,7 +109,7 @@ def make_planner(
         lacking = present  # a cut may take the only picture of a sample
     reserve = room_for_placeholder(config, samples, present & lacking)
     cache = True if config.cache_dir is None else config.cache_dir
-    settings = plan_settings(config, facts, reserve)
+    settings = plan_settings(config, facts, reserve, present & lacking)
     read = partial(contents_of, samples.dataset, samples.processor, hash_all=config.verify == "full")
     contents = ranks.run_on_all_ranks("read the content of the row files", read)
     planner = Planner(counts, settings, strata_of(samples.dataset), cache, contents)

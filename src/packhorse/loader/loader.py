@@ -192,7 +192,7 @@ class Loader:
 
     def describe(self) -> str:
         """The plan, the steps and what was left out, for reading."""
-        size, free = self.config.pack_size, self._planner.settings.reserve
+        size, free = self.config.pack_size, self._planner.reserve_in(self.plan)
         kept = f"; {free:,} of the {size:,} tokens of a pack are kept free for a placeholder" if free else ""
         lines = [
             f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",

@@ -46,7 +46,9 @@ class PlanSettings:
     Attributes:
         mode: packs, or single samples that are padded.
         size: the most tokens of a pack (or of a sample), after the shift.
-        reserve: so many of them stay free for a placeholder (see :mod:`packhorse.loader.blank`).
+        reserve: so many of them stay free for a placeholder (see :mod:`packhorse.loader.blank`), unless every
+            pack of an epoch has media of all ``reserved_kinds``.
+        reserved_kinds: the media of that placeholder, one bit for each kind.
         alignment: each sample takes up a multiple of so many tokens.
         on_overlong: what becomes of samples that are longer than a pack.
         max_patches: of a pack; None for no limit. ``max_media`` and ``max_documents`` likewise.
@@ -59,6 +61,7 @@ class PlanSettings:
     mode: Mode = "pack"
     size: int = 8192
     reserve: int = 0
+    reserved_kinds: int = 0
     alignment: int = 1
     on_overlong: OnOverlong = "drop"
     max_patches: int | None = None
@@ -143,9 +146,19 @@ class Planner:
         one = self.settings
         if one.mode == "pad":
             return self._with_reasons(_one_by_one(self.lengths, self.room))
-        plan = plan_packs(
+        if self._may_go_without_reserve():
+            plan = self._packed(epoch, room_of(replace(one, reserve=0)))
+            kinds = np.bitwise_or.reduceat(self.facts.kinds[plan.indices], plan.offsets[:-1])
+            # A pack that loses its only sample of a kind has the tokens of that sample free.
+            if bool((kinds & one.reserved_kinds == one.reserved_kinds).all()):
+                return self._with_reasons(plan)
+        return self._with_reasons(self._packed(epoch, self.room))
+
+    def _packed(self, epoch: int, capacity: int) -> PackPlan:
+        one = self.settings
+        return plan_packs(
             self.lengths,
-            self.room,
+            capacity,
             limits=self.limits,
             alignment=one.alignment,
             seed=one.seed,
@@ -153,7 +166,25 @@ class Planner:
             strata=self.strata,
             effort=one.effort,
         )
-        return self._with_reasons(plan)
+
+    def reserve_in(self, plan: PackPlan) -> int:
+        """How many tokens of each pack of a plan stay free for a placeholder."""
+        return self.settings.reserve if plan.capacity == self.room else 0
+
+    def _may_go_without_reserve(self) -> bool:
+        """Whether it is likely that every pack has media of all reserved kinds, so that it is worth a try."""
+        one = self.settings
+        fitting = (self.lengths > 0) & (self.lengths <= one.size)
+        # The same rows have to be in the plan of every epoch, with the reserve and without.
+        if not one.reserve or one.on_overlong == "truncate" or (self.lengths[fitting] > self.room).any():
+            return False
+        samples, packs = int(fitting.sum()), max(1, int(self.lengths[fitting].sum()) // one.size)
+        lacking = [
+            float((self.facts.kinds[fitting] >> bit & 1 == 0).mean())
+            for bit in range(len(MEDIA_KINDS))
+            if one.reserved_kinds >> bit & 1
+        ]
+        return bool(samples) and all(packs * share ** (samples / packs) < 1 for share in lacking)
 
     def _with_reasons(self, plan: PackPlan) -> PackPlan:
         """Rows that could not be counted have no token, but that is not why they are in no pack."""
@@ -196,7 +227,7 @@ class Planner:
             "mode": one.mode,
             "rows": digest(*(part for one in self.contents for part in (one.digest, one.reading))),
             "media": media.hexdigest(),
-            "reserve": one.reserve,
+            "reserve": [one.reserve, one.reserved_kinds] if one.reserve else 0,
             "spread": one.spread_datasets,
             "weights": [weights.token, weights.token_pair, weights.patch, weights.patch_pair],
         }

@@ -245,8 +245,8 @@ class VideoFile:
     def _rate(self, total: int) -> tuple[float | None, float | None]:
         """Frames per second and seconds, as torchcodec tells transformers' processors.
 
-        Seconds are those from the first frame's presentation to the end of the last one, frames per second are
-        frames by seconds; what a header says otherwise does not count.
+        Seconds are those from the start of the first frame to the end of the last one; frames per second are
+        the frames divided by them, whatever rate the header states.
         """
         span = self._span_in_header() or self._span_of_packets()
         if span is None:

@@ -33,8 +33,8 @@ class VideoInfo:
 
     ``fps`` is None where nobody knows it: a folder or list of frames without a rate. Where this describes
     frames that were taken, ``total_frames`` is their number and ``indices`` says which they are, counted in
-    the original video; None stands for all of them. ``is_file`` is False for a folder or list of frames, which
-    no processor samples by rate.
+    the original video; None stands for all of them. ``is_file`` is False for a folder or list of frames,
+    which no processor samples by rate.
     """
 
     total_frames: int
@@ -254,7 +254,10 @@ def _call_sample_frames(info: VideoInfo, sampling: VideoSampling) -> np.ndarray 
             f"{type(owner).__name__} has do_sample_frames=True and neither fps nor num_frames: set one of "
             "them on processor.video_processor, or do_sample_frames=False for all frames"
         ) from error
-    return np.asarray(taken, np.int64)
+    indices = np.asarray(taken, np.int64)
+    # Steps of float32 may end one frame after the last, which every decoder rejects.
+    indices = indices[indices < info.total_frames]
+    return indices if len(indices) else None
 
 
 def _checked_indices(frame_indices: Sequence[int] | np.ndarray, total: int) -> np.ndarray:

@@ -169,7 +169,7 @@ def make_plan(request: Request, opened: Opened | None = None) -> Planned:
     planner, _ = make_planner(config, opened.samples, counts, opened.facts, ranks)
     plan = planner.plan(request.epoch)
     refuse_overlong(planner, plan, opened.dataset.key)
-    return Planned(opened, counts, planner, Packs(plan, planner.facts), planner.settings.reserve)
+    return Planned(opened, counts, planner, Packs(plan, planner.facts), planner.reserve_in(plan))
 
 
 def model_facts(request: Request) -> ModelFacts:

@@ -1,14 +1,17 @@
 """What a loader says of its plan and its steps: once, on one rank, and in words that fit."""
 
 import logging
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import packhorse
 from contract.processors import processor
 from count_samples import write_meta, write_rows
-from loader_samples import load, mixed, texts
+from loader_samples import chat as chat_of
+from loader_samples import handed_out, load, mixed, picture, texts
 from packhorse.loader import TooManyBad
 from view_samples import chat
 
@@ -43,6 +46,26 @@ def test_the_description_says_what_of_a_pack_is_kept_free() -> None:
     assert free > 0
     assert f"; {free} of the 300 tokens of a pack are kept free for a placeholder\n" in loader.describe()
     assert "kept free" not in load(texts(30), pack_size=300).describe()
+
+
+def few_texts_among_images(number: int) -> list[dict[str, Any]]:
+    draw = random.Random(0)
+    images = [chat_of("why " * draw.randint(1, 9), f"so {n} " * 9, picture(draw)) for n in range(number)]
+    return [*texts(number // 30), *images]
+
+
+def test_nothing_is_kept_free_if_every_pack_has_an_image() -> None:
+    rows = few_texts_among_images(120)
+    with_image = [load(rows, rank, 2, pack_size=600) for rank in range(2)]
+    assert {loader.plan.capacity for loader in with_image} == {600}
+    assert "kept free" not in with_image[0].describe()
+    delivered = sorted(index for loader in with_image for index in handed_out(loader))
+    assert delivered == list(range(len(rows)))
+    # Packs of a single sample: some hold text alone.
+    assert load(rows, pack_size=600, max_documents=1).plan.capacity < 600
+    # A row that fits only without the placeholder: the rows of an epoch must not depend on its packs.
+    longest = max(load(rows, pack_size=600).counts.total) - 1
+    assert load(rows, pack_size=int(longest) + 2).plan.capacity < longest + 2
 
 
 def test_a_row_that_is_too_long_is_told_once_with_its_length(
