@@ -221,3 +221,38 @@ def test_ray_starts_on_this_machine_where_no_cluster_is_named(
 def test_a_cluster_that_is_not_there_is_told() -> None:
     with pytest.raises(EngineError, match=r"cannot join the Ray cluster at '127.0.0.1:1'"):
         results(RayEngine("127.0.0.1:1"), abs, range(2))
+
+
+def test_a_cluster_without_a_free_cpu_is_reported_while_tasks_wait(
+    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = tmp_path / "release"
+
+    def hold(taken: str) -> None:  # inside, so that Ray sends its code: its processes do not find this module
+        Path(taken).touch()
+        end = time.monotonic() + 60
+        while not release.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    try:
+        cpus = int(ray.cluster_resources()["CPU"])
+        holders = [ray.remote(hold).remote(str(tmp_path / f"taken{n}")) for n in range(cpus)]
+        while len(list(tmp_path.glob("taken*"))) < cpus:
+            assert not ray.wait(holders, timeout=0.05)[0], "nobody holds the CPUs"
+
+        def let_go() -> None:
+            while not caplog.records and not release.exists():
+                time.sleep(0.05)
+            release.touch()
+
+        threading.Thread(target=let_go, daemon=True).start()
+        (tmp_path / "marks").mkdir()
+        found = results(RayEngine(cluster.address), Marked(tmp_path / "marks"), range(3))
+        ray.get(holders)
+    finally:
+        release.touch()
+        ray.shutdown()
+    assert [found[position][0] for position in range(3)] == [0, 1, 4]
+    message = caplog.records[0].getMessage()
+    assert f"3 tasks are sent, and none of its {cpus} CPUs is free" in message

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from logging import getLogger
 from typing import Any
 
 from packhorse.engines.answer import (
@@ -31,6 +32,11 @@ _Parcel = tuple[Any, list[str]]
 # What tasks and results in flight may take on a Ray of our own; more goes to disk.
 _OBJECT_STORE = 256 << 20
 _PATIENCE = 10.0  # seconds for a cluster to answer
+# Seconds without a result after which a run looks for a reason: soon if no CPU was free when tasks were sent;
+# otherwise later, as processes of the cluster may just be starting.
+_SILENCE, _LONG_SILENCE = 5.0, 60.0
+
+logger = getLogger("packhorse.engines")
 
 
 class RayEngine:
@@ -69,21 +75,46 @@ class RayEngine:
             parcel = handle, sys.path
             waiting = iter(range(len(tasks)))
             limit = 0
+            silence = _SILENCE if _free_cpus(ray) < 1 else _LONG_SILENCE
             while True:
                 limit = self.workers or max(limit, 2 * int(ray.cluster_resources().get("CPU", 1)))
                 while len(flying) < limit and (position := next(waiting, None)) is not None:
                     flying[_started(do, parcel, position, tasks[position])] = position
                 if not flying:
                     return
-                ready, _ = ray.wait(list(flying), num_returns=1)
-                position = flying[ready[0]]
-                received = _received(ray, ready[0], position, tasks)
-                del flying[ready[0]]
+                ready = _wait_for_result(ray, list(flying), silence)
+                silence = _LONG_SILENCE
+                position = flying[ready]
+                received = _received(ray, ready, position, tasks)
+                del flying[ready]
                 yield position, understood(received)[2]
         finally:
             for reference in flying:
                 ray.cancel(reference, force=True)
             _membership.leave(ray)
+
+
+def _free_cpus(ray: Any) -> float:
+    return float(ray.available_resources().get("CPU", 0))
+
+
+def _wait_for_result(ray: Any, references: list[Any], silence: float) -> Any:
+    """Wait for a result; report after ``silence`` seconds, and less and less often, if no CPU is free."""
+    waited = 0.0
+    while True:
+        ready, _ = ray.wait(references, num_returns=1, timeout=silence)
+        if ready:
+            return ready[0]
+        waited, silence = waited + silence, 2 * silence
+        free, total = _free_cpus(ray), ray.cluster_resources().get("CPU", 0)
+        if free < 1:
+            logger.warning(
+                "no result from the Ray cluster for %.0f s: %s tasks are sent, and none of its %g CPUs is "
+                "free. Tasks start when other work gives CPUs back, or nodes join",
+                waited,
+                len(references),
+                total,
+            )
 
 
 def _started(do: Any, parcel: _Parcel, position: int, task: Any) -> Any:
