@@ -251,8 +251,9 @@ def test_ranks_that_load_different_states_are_refused_and_both_are_named(ranks: 
     for one in (rank["mixed"] for rank in ranks["found"]):
         for message in (one["steps"], one["sharded steps"]):
             assert message.startswith("the ranks load different states: epoch 0, micro-step 1 (digest")
-            assert f"epoch 0, micro-step 2 (digest {one['digest']}" in message or "sharded" in message
+            assert "epoch 0, micro-step 2 (digest" in message
             assert f"on ranks [{last}]" in message
+        assert one["digest"] in one["steps"]
         assert one["nonsense"].startswith("the ranks load different states: a NoneType on ranks [0]")
         assert one["not refused"] == "not refused"
         assert one["other shard"].startswith(("with shard_data=True", "another rank cannot go on. rank 0"))
