@@ -17,11 +17,12 @@ _SITE = "from packhorse.cli.torchvision_help import help_torchvision\nhelp_torch
 
 
 def python_path(folder: Path) -> str:
-    """A PYTHONPATH with which other processes can open real processors."""
+    """A PYTHONPATH with which other processes can open real processors, and import what this one does."""
     site = folder / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
-    return os.pathsep.join([str(site), str(TESTS)])
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([str(site), str(TESTS), *([given] if given else [])])
 
 
 def save_processor(folder: Path, name: str = "qwen2_vl", change: Callable[[Any], None] | None = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -74,6 +74,8 @@ class World:
     def detect(cls) -> World:
         """This process's place: ``torch.distributed`` if initialised, else torchrun's variables, else alone.
 
+        All processes count as data-parallel ranks; where some share a model, use :meth:`from_mesh`.
+
         torch is not imported for this: a process that has not imported it has no process group.
         """
         dist = sys.modules.get("torch.distributed")
@@ -82,6 +84,24 @@ class World:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         return cls()
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, dims: str | Sequence[str] | None = None) -> World:
+        """This process's place along the data-parallel dimensions of a mesh.
+
+        Ranks that differ in the other dimensions only (tensor, context or pipeline parallelism) have the same
+        place, and so the same rows.
+
+        Args:
+            mesh: a ``torch.distributed.device_mesh.DeviceMesh`` with named dimensions.
+            dims: the name of the data-parallel dimension, or the names of several, the slowest first, as
+                ``("dp_replicate", "dp_shard")``; None for all dimensions, where ``mesh`` is a part of another.
+        """
+        names = mesh.mesh_dim_names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+        rank, size = 0, 1
+        for part in (mesh[name] for name in names):
+            rank, size = rank * part.size() + part.get_local_rank(), size * part.size()
+        return cls(rank, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,12 +238,13 @@ def rank_main(run: dict[str, Any], rank: int) -> None:
     alone = run["job"] == "opened"
     if not alone:
         meeting = f"file://{run['folder']}/meeting"
+        timeout = timedelta(seconds=run.get("timeout", 60))
         dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=run["world"], timeout=timedelta(seconds=60)
+            "gloo", init_method=meeting, rank=rank, world_size=run["world"], timeout=timeout
         )
     found = JOBS[run["job"]](run, rank)
     Path(run["folder"], f"rank{rank}.json").write_text(json.dumps(found))
-    if not alone:
+    if not alone and not run.get("others_go_on"):
         dist.barrier()
         dist.destroy_process_group()
 
@@ -265,7 +266,7 @@ def start(run: dict[str, Any], rank: int) -> int:
 
 
 def run_ranks(run: dict[str, Any]) -> list[int]:
-    """The exit codes of the ranks of a run, by rank; when one dies, the others are ended."""
+    """The exit codes of the ranks of a run, by rank; when one dies, the others are ended if not told else."""
     Path(run["folder"]).mkdir(parents=True, exist_ok=True)
     run["start"] = time.time() + 0.5
     ranks = {start(run, rank): rank for rank in range(run["world"])}
@@ -276,16 +277,20 @@ def run_ranks(run: dict[str, Any]) -> list[int]:
             continue
         code = os.waitstatus_to_exitcode(status)
         codes[ranks.pop(pid)] = code
-        if code:
+        if code and not run.get("others_go_on"):
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
     return [codes[rank] for rank in range(run["world"])]
 
 
-if __name__ == "__main__":
+def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(process)d %(name)s %(message)s")
     processor(PROCESSOR)  # once, before forking
     file = Path(sys.argv[1])
     for one in json.loads(file.read_text()):
         Path(one["folder"]).mkdir(parents=True, exist_ok=True)
         Path(one["folder"], "codes.json").write_text(json.dumps(run_ranks(one)))
+
+
+if __name__ == "__main__":
+    main()

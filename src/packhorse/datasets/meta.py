@@ -167,8 +167,8 @@ def open_meta_dataset(
         dataset_names: only these datasets; all if None.
         split: not used; for symmetry with the other loaders.
         shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
-        rank: this process; found out from the environment if None.
-        world_size: how many processes; likewise.
+        rank: the data-parallel rank (see :meth:`World.from_mesh`); if None, the rank among all processes.
+        world_size: how many data-parallel ranks there are; if None, how many processes.
         remainder: rows that do not divide by ``world_size`` are recorded and left out (``"drop"``), or go to
             the first ranks (``"keep"``).
         ledger: where losses are recorded; a new one if None.
@@ -216,8 +216,8 @@ def make_meta_dataset(
         dataset_names: only these datasets; all if None.
         split: not used; for symmetry with the other loaders.
         shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
-        rank: this process; found out from the environment if None.
-        world_size: how many processes; likewise.
+        rank: the data-parallel rank (see :meth:`World.from_mesh`); if None, the rank among all processes.
+        world_size: how many data-parallel ranks there are; if None, how many processes.
         on_bad: a row that cannot be read or is no conversation stops the loading (``"raise"``), or is left
             out and recorded (``"skip"``; shards may then differ in length).
         remainder: see :func:`open_meta_dataset`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from os import PathLike
@@ -19,8 +20,8 @@ import numpy as np
 from packhorse.conversation import parse_conversation
 from packhorse.datasets import open_meta_dataset
 from packhorse.datasets.count_columns import COUNTS, OK, CountColumns
-from packhorse.datasets.count_part import make_counter
-from packhorse.datasets.counting import OnProgress, count_meta
+from packhorse.datasets.count_part import PartCounter, make_counter
+from packhorse.datasets.counting import OnProgress, Runner, count_meta
 from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.prepare import with_sound_in_place
 from packhorse.datasets.progress import Progress, bars_are_wanted
@@ -28,6 +29,7 @@ from packhorse.datasets.sidecar import counts_of
 from packhorse.engines import LocalEngine
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.ledger import Ledger
+from packhorse.loader.rank_engine import RankEngine, share_cores
 from packhorse.loader.talk import Ranks
 from packhorse.tokens.count import Counted, TokenCounter
 from packhorse.types import World
@@ -40,6 +42,7 @@ Data = str | PathLike[str] | Mapping[str, Any] | Sequence[Any]
 _IN_THIS_PROCESS = 20_000
 """Up to so many rows are counted without starting other processes, which takes some seconds."""
 _BLOCK = 256
+_COUNT = "count the tokens"
 
 
 def open_data(
@@ -129,25 +132,26 @@ def counts_for(
         meta: what it was opened from.
         names: the data sets of it.
         processor: what will encode them.
-        ranks: the first one counts, the others wait for it where they can.
-        workers: processes to count with; one for each core if None.
+        ranks: each counts a share; those that cannot talk count for themselves.
+        workers: processes to count with on each machine; one for each core if None.
     """
+    if isinstance(dataset, Shard):  # no other rank has these rows
+        return ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor))
     if not isinstance(dataset, MetaDataset):
-        counted = partial(count_examples, dataset, processor)
-        # Shards are counted by their ranks; what all ranks have, by the first.
-        return counted() if isinstance(dataset, Shard) else ranks.from_first(counted)
-    found = counts_of(dataset, processor, tell=ranks.world.rank == 0)
+        return _count_slices(dataset, processor, ranks)
+    look = partial(counts_of, dataset, processor, tell=ranks.world.rank == 0)
+    found = ranks.run_on_all_ranks("read the count files", look)
     if ranks.all_agree(found is not None) and found is not None:
         return found
     if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count
-        return found if found is not None else count_examples(dataset, processor)
+        return _count_slices(dataset, processor, ranks)
     meta = dict(meta) if isinstance(meta, Mapping) else str(meta)
-    first = ranks.world.rank == 0 or not ranks.can_talk
-    ranks.together(lambda: _count_meta(meta, names, processor, workers, len(dataset)) if first else None)
-    found = counts_of(dataset, processor)
-    if found is None:  # another machine has counted, whose files cannot be seen from here
-        _count_meta(meta, names, processor, workers, len(dataset))
-        found = counts_of(dataset, processor)
+    local = LocalEngine(share_cores(ranks, workers) if len(dataset) > _IN_THIS_PROCESS else 1)
+    ranks.run_on_all_ranks(_COUNT, partial(_count_meta, meta, names, processor, ranks, local, len(dataset)))
+    found = ranks.run_on_all_ranks("read the count files", partial(counts_of, dataset, processor))
+    if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone
+        whole = ranks.from_first("read the count files", partial(_whole_counts, dataset, processor))
+        found = None if whole is None else _own_counts(dataset, whole)
     if found is None:
         raise ConfigError(
             f"{dataset!r} was counted, but its count files are not found: run `packhorse count` and see what "
@@ -157,13 +161,50 @@ def counts_for(
 
 
 def _count_meta(
-    meta: Any, names: Sequence[str] | None, processor: Any, workers: int | None, rows: int
+    meta: Any, names: Sequence[str] | None, processor: Any, ranks: Ranks, local: LocalEngine, rows: int
 ) -> None:
+    """Count the files of a meta file; on several ranks, each counts a share of their parts."""
+    engine: Runner = local
+    if ranks.can_talk and ranks.rendezvous is not None:
+        engine = RankEngine(ranks, ranks.rendezvous, local)
+        if ranks.world.rank:
+            return engine.serve(PartCounter.of(processor))
+    elif ranks.can_talk and ranks.world.rank:
+        return None  # without a store rank 0 counts alone
     logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", f"{rows:,}")
-    engine = LocalEngine(workers) if rows > _IN_THIS_PROCESS else None
     with _progress_bar("counting tokens") as progress:
         report = count_meta(meta, processor, dataset_names=names, engine=engine, progress=progress)
     logger.info("counted %s rows in %.1f s", f"{report.counted_rows:,}", report.seconds)
+    return None
+
+
+def _whole_counts(dataset: MetaDataset, processor: Any) -> CountColumns | None:
+    """The counts of the rows of all ranks, where each takes a share."""
+    whole = [
+        replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
+        for source in dataset.sources
+    ]
+    return counts_of(MetaDataset(whole, Ledger()), processor)
+
+
+def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
+    """This rank's share of the counts of all rows."""
+    positions, first = [], 0
+    for source in dataset.sources:
+        selection = source.selection
+        rows = len(replace(selection, world=World(), remainder="keep"))
+        every = np.arange(first, first + rows)
+        positions.append(every[selection.world.rank :: selection.world.size][: len(source)])
+        first += rows
+    return whole.take(np.concatenate(positions))
+
+
+def _count_slices(dataset: Any, processor: Any, ranks: Ranks) -> CountColumns:
+    """Count examples that all ranks have: each rank a slice of them."""
+    rank, size = (ranks.world.rank, ranks.world.size) if ranks.can_talk else (0, 1)
+    rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
+    counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor, rows))
+    return CountColumns.joined(ranks.gather(counted))
 
 
 @contextmanager
@@ -184,18 +225,24 @@ def _progress_bar(what: str) -> Iterator[OnProgress | None]:
         yield show
 
 
-def count_examples(dataset: Any, processor: Any) -> CountColumns:
-    """Count the examples of a sequence, one after the other; one that cannot be counted has its reason."""
+def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> CountColumns:
+    """Count the examples of a sequence, one after the other; one that cannot be counted has its reason.
+
+    Args:
+        dataset: the sequence.
+        processor: what will encode them.
+        rows: only these examples; all if None.
+    """
+    rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
     found: list[Counted | BadSample] = []
     with _progress_bar("counting tokens") as bar:
-        report = Progress("counting tokens", len(dataset))
-        for first in range(0, len(dataset), _BLOCK):
-            block = range(first, min(first + _BLOCK, len(dataset)))
-            found += [_counted(counter, dataset, index) for index in block]
-            report(block.stop)
+        report = Progress("counting tokens", len(rows))
+        for first in range(0, len(rows), _BLOCK):
+            found += [_counted(counter, dataset, index) for index in rows[first : first + _BLOCK]]
+            report(len(found))
             if bar is not None:
-                bar(block.stop, len(dataset))
+                bar(len(found), len(rows))
     return _columns(found)
 
 

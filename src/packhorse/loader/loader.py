@@ -53,7 +53,7 @@ from packhorse.loader.plans import (
     warn_of_too_long,
 )
 from packhorse.loader.progress import Progress, Tally, describe_state
-from packhorse.loader.talk import Ranks, Result
+from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm import PackPlan
 from packhorse.types import Drop, World
 
@@ -91,21 +91,26 @@ class Loader:
         group: Any = None,
         counts: CountColumns | None = None,
     ) -> None:
-        self.config, self.processor = config, as_processor(processor)
+        self.config = config
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
+        # What fails on one rank is raised on all of them; the steps that may take long have names of their own.
+        self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
+
+    def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
+        config, run = self.config, self._ranks.run_on_all_ranks
         self._ranks.same("settings", config.of_all_ranks())
-        facts = facts_of(model)
+        self.processor = run("open the processor", partial(as_processor, processor))
+        facts = run("inspect the model", partial(facts_of, model))
         folder = config.ledger_dir
         # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
         # What is left out when rows are drawn is the same on all ranks: the first one says it.
         opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
         shard = self.world if config.shard_data else None
-        self.dataset = open_data(config.data, config.dataset_names, opening, shard)
+        self.dataset = run("open the data", partial(self._open_data, opening, shard))
         if getattr(self.dataset, "ledger", None) is opening:
             self.dataset.ledger = self.ledger  # remarks on a row are the entries of the rank that delivers it
-        self._together(self._refuse_nothing)
         if counts is None:
             names, workers = config.dataset_names, config.count_workers
             counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
@@ -276,11 +281,16 @@ class Loader:
     # Epochs and resuming.
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the middle of that epoch nothing changes."""
+        """Go to the beginning of an epoch; in the middle of that epoch nothing changes.
+
+        What the ledger has on an earlier pass over that epoch, and on later ones, is rolled back.
+        """
         if epoch < 0:
             raise ConfigError(f"epoch {epoch}: expected 0 or more")
         if epoch != self.epoch or self._now.over:
             self._go_to(Progress(epoch))
+            if not self.ledger.held:
+                take_back(self.ledger, self.world, epoch, self._unused)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """How far the run has come: small, plain, and the same on every rank (but with ``shard_data``).
@@ -319,19 +329,21 @@ class Loader:
             ConfigError: the ranks load different states; the data have changed, or the state belongs to
                 another plan (both are named); or it is no state of a loader.
         """
-        self._check_same_state(state)
-        progress = self._ranks.together(partial(self._read_state, state))
         before = self._progress, self._now
-        self._go_to(progress)
         try:
-            self._ranks.together(partial(self._check_packs, state))
-        except PackhorseError:
+            self._ranks.run_on_all_ranks("load the state", partial(self._go_on_from, state))
+        except BaseException:
             self._progress, self._now = before
             raise
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        self._check_same_state(state)
+        progress = self._read_state(state)
+        self._go_to(progress)
+        self._check_packs(state)
         self._now.before = used = self._used_before(progress)
         self._progress = replace(self._progress, used=used)
-        self._not_handed_out = ()
-        self._ranks.together(partial(self._roll_back, progress))
+        self._roll_back(progress)
         if not self.remaining:  # the epoch was over
             self._go_to(Progress(self.epoch + 1))
             return
@@ -402,25 +414,27 @@ class Loader:
         except BaseException:
             self._progress = before
             raise
+        self._not_handed_out = ()
 
     def _begun(self, packs: Packs | None = None) -> Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""
+        return self._ranks.run_on_all_ranks("plan the packs", partial(self._plan_epoch, packs))
+
+    def _plan_epoch(self, packs: Packs | None) -> Epoch:
         progress = self._progress
         if packs is None:
             packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
         if not self.config.shard_data:
             self._ranks.same("packs", packs.digest)
-        guard = self._together(partial(self._guard, packs.plan))
+        guard = self._guard(packs.plan)
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
 
-    def _together(self, do: Callable[[], Result]) -> Result:
-        """Do what may fail; with rows of their own it may fail on some ranks only."""
-        return self._ranks.together(do) if self.config.shard_data else do()
-
-    def _refuse_nothing(self) -> None:
-        if not len(self.dataset):
+    def _open_data(self, ledger: Ledger, shard: World | None) -> Any:
+        dataset = open_data(self.config.data, self.config.dataset_names, ledger, shard)
+        if not len(dataset):
             where = f" for {self.world}: it has fewer rows than ranks" if self.config.shard_data else ""
             raise ConfigError(f"there is no example in the data{where}")
+        return dataset
 
     def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
         deal = partial(Dealt, packs, seed=self.config.seed, epoch=progress.epoch)
@@ -429,12 +443,13 @@ class Loader:
         if not self._ranks.can_talk:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
-                "Initialise torch.distributed before building the loader, or leave shard_data out"
+                "Initialise torch.distributed before building the loader and, if its default group has other "
+                "ranks, pass group=; or leave shard_data out"
             )
         # As many as the rank with the most, which is the same whenever it is asked.
         natural = len(deal(Progress().under(self._shape).segments))
         most = max(self._ranks.gather(natural))
-        return self._ranks.together(partial(deal, progress.segments, at_least=most))
+        return deal(progress.segments, at_least=most)
 
     def _guard(self, plan: PackPlan) -> Guard:
         refuse_overlong(self._planner, plan, self.key)

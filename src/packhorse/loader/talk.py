@@ -1,17 +1,47 @@
-"""What ranks have to tell each other: few words, at the start and at the end of an epoch."""
+"""Small-object collectives used at start-up and at epoch end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from packhorse.errors import ConfigError, PackhorseError
+from packhorse.errors import ConfigError, SystemFault
+from packhorse.loader.rendezvous import Rendezvous, rendezvous_of
 from packhorse.samplers.agree import has_process_group
 from packhorse.types import World
 
 Result = TypeVar("Result")
+
+_NAMED_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a rank reports to the others: what it could not do, and its error, without the traceback."""
+
+    task: str
+    text: str
+    kind: type[Exception]
+
+    @classmethod
+    def of(cls, error: Exception, task: str) -> _Failure:
+        text = f"{type(error).__name__}: {error}"
+        return cls(task, text, next(kind for kind in type(error).__mro__ if _can_be_raised_elsewhere(kind)))
+
+
+def _can_be_raised_elsewhere(kind: type) -> bool:
+    """Whether a class of errors is known to every rank and takes a message alone."""
+    if kind.__module__.partition(".")[0] not in ("builtins", "packhorse"):
+        return False
+    try:
+        kind("")
+    except TypeError:
+        return False
+    return True
 
 
 class Ranks:
@@ -21,6 +51,9 @@ class Ranks:
         world: this rank's place among them.
         group: their process group. Without it the default one, if it has as many ranks as the world; a world
             of another size (some ranks hold parts of one model) needs a group of its own to talk in.
+
+    Attributes:
+        rendezvous: where ranks wait for each other; None if they cannot talk, or their group has no store.
     """
 
     def __init__(self, world: World, group: Any = None) -> None:
@@ -30,28 +63,35 @@ class Ranks:
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
         self.can_talk = world.size > 1 and has_process_group() and dist.get_world_size(group) == world.size
+        self.rendezvous: Rendezvous | None = None
+        if self.can_talk:
+            self.rendezvous = rendezvous_of(dist.group.WORLD if group is None else group, world)
+        self._reported: Exception | None = None  # the error that all ranks know of
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank says, in order; only this rank's where they cannot talk."""
-        if not self.can_talk:
-            return [value]
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        """Return the values of all ranks in order, or only this rank's if they cannot talk.
 
-    def from_first(self, do: Callable[[], Result]) -> Result:
-        """What the first rank finds, on every rank; each for itself where they cannot talk.
+        Waits for busy ranks without a limit, see :class:`~packhorse.loader.rendezvous.Rendezvous`.
 
         Raises:
-            PackhorseError: the first rank failed; what it raised there is raised there.
+            SystemFault: another rank has died.
+            Exception: another rank has failed in :meth:`run_on_all_ranks`: its error.
+        """
+        return self._exchange(value, None) if self.can_talk else [value]
+
+    def from_first(self, task: str, do: Callable[[], Result]) -> Result:
+        """Run ``do`` on rank 0 and return its result on every rank; on each rank if they cannot talk.
+
+        Raises:
+            Exception: rank 0 failed, see :meth:`run_on_all_ranks`.
         """
         if not self.can_talk:
             return do()
-        found = self.together(do if not self.world.rank else lambda: None)
-        told: list[Any] = [found]
-        dist.broadcast_object_list(told, group=self.group, group_src=0)
-        result: Result = told[0]
-        return result
+        result = self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)
+        shared: list[Any] = [result]
+        dist.broadcast_object_list(shared, group=self.group, group_src=0)
+        first: Result = shared[0]
+        return first
 
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank says yes."""
@@ -71,18 +111,51 @@ class Ranks:
             told = "; ".join(f"{one} on ranks {ranks}" for one, ranks in by_value.items())
             raise ConfigError(f"the ranks have different {what}: {told}. Give all of them the same settings")
 
-    def together(self, do: Callable[[], Result]) -> Result:
-        """Do something that only some ranks may fail at: then all of them fail, and none waits.
+    def run_on_all_ranks(self, task: str, do: Callable[[], Result]) -> Result:
+        """Run ``do`` on every rank; if any rank fails, raise on all of them instead of hanging.
+
+        A rank that failed raises its own error; the others raise one of the same class that names the rank
+        and its reason.
+
+        Args:
+            task: what ``do`` does, for messages: "open the data".
+            do: may use the other methods, this one included; every rank then has to.
 
         Raises:
-            PackhorseError: it failed on another rank; what it raised here is raised here.
+            SystemFault: another rank has died.
         """
+        if not self.can_talk:
+            return do()
+        if self.rendezvous is None:
+            return self._run(task, do)
+        with self.rendezvous.busy(task):
+            return self._run(task, do)
+
+    def _run(self, task: str, do: Callable[[], Result]) -> Result:
         try:
             result = do()
         except Exception as error:
-            self.gather(f"{type(error).__name__}: {error}")
+            if error is not self._reported:
+                self._reported = error
+                with suppress(SystemFault):  # this rank's own error says more
+                    self._exchange(None, _Failure.of(error, task))
             raise
-        failed = [f"rank {rank}: {told}" for rank, told in enumerate(self.gather("")) if told]
-        if failed:
-            raise PackhorseError(f"another rank cannot go on. {'; '.join(failed)}")
+        self._exchange(None, None)
         return result
+
+    def _exchange(self, value: Any, failure: _Failure | None) -> list[Any]:
+        """Give each rank's value to all; raise if another rank has failed and this one has not.
+
+        Failures travel with every exchange: a rank that fails early meets the others wherever they are.
+        """
+        if self.rendezvous is not None:
+            self.rendezvous.meet()  # so that the collective takes no longer than moving the data
+        found: list[Any] = [None] * self.world.size
+        dist.all_gather_object(found, (value, failure), group=self.group)
+        failures = [(rank, told) for rank, (_, told) in enumerate(found) if told is not None]
+        if failures and failure is None:
+            named = [f"rank {rank} could not {one.task}: {one.text}" for rank, one in failures]
+            more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
+            self._reported = failures[0][1].kind("; ".join(named[:_NAMED_FAILURES]) + more)
+            raise self._reported
+        return [value for value, _ in found]

@@ -6,6 +6,7 @@ and 240 MB; an epoch starts in well under a second.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from logging import getLogger
@@ -33,6 +34,7 @@ from packhorse.samplers.lengths import (
     ledger_of,
     lengths_of,
     processor_of,
+    ranks_sharing,
     raw_samples,
 )
 from packhorse.tokens.estimate import (
@@ -319,7 +321,21 @@ class LengthGroupedSampler(Sampler[int]):
             found = np.unique(np.array(numbers, np.int64))
             self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
 
+    def _warn_of_accelerate(self) -> None:
+        """Accelerate deals the batches of a prepared DataLoader to the ranks; dealt rows must not be dealt again.
+
+        Whether the DataLoader will be prepared cannot be known here.
+        """
+        state = sys.modules.get("accelerate.state")
+        if state is not None and state.is_initialized() and ranks_sharing(self._dataset) > 1:
+            logger.warning(
+                "the rows are this rank's share of a dataset: do not pass their DataLoader through "
+                "accelerator.prepare, which would give each rank a part of its own batches only; or open the "
+                "rows without shard_data=True"
+            )
+
     def _say(self) -> None:
+        self._warn_of_accelerate()
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
         logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")
         unknown = self.length_source[UNKNOWN]

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.lengths import Ints, examples_at, recorded_counts
+from packhorse.datasets.meta import MetaDataset
 from packhorse.datasets.progress import Progress
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger, default_ledger
@@ -112,6 +113,14 @@ def raw_samples(dataset: Any) -> Any:
     """What lies under the wrappers of a dataset, as long as they keep its rows and their order."""
     inner = None if isinstance(dataset, Subset | ConcatDataset) else _wrapped(dataset)
     return dataset if inner is None else raw_samples(inner)
+
+
+def ranks_sharing(dataset: Any) -> int:
+    """How many ranks the rows of a meta file were dealt to; 1 if each rank has all of them, or if unknown."""
+    raw = raw_samples(dataset)
+    mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
+    sources = mixture.sources if isinstance(mixture, MetaDataset) else ()
+    return max((source.selection.world.size for source in sources), default=1)
 
 
 def key_of(dataset: Any, index: int) -> str:

@@ -1,0 +1,147 @@
+"""What the processes of the tests of opening run: ``python opening_work.py runs.json``, see loader_work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+import packhorse
+from contract.processors import processor
+from distributed.loader_work import JOBS, PROCESSOR, chats, main
+from packhorse.datasets import counting, make_meta_dataset
+from packhorse.datasets.count_part import PartCounter, PartResult, PartTask
+
+BAD_RANK = 1
+
+
+class Rows(Sequence[Any]):
+    """Examples of which one does something to the process that reads it, on one rank."""
+
+    def __init__(self, rank: int, act: Any, number: int = 40) -> None:
+        self.rows, self.act, self.bad = chats(number, 4), act, rank == BAD_RANK
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.bad and index == len(self) // 2:  # in the middle of its share
+            self.act()
+        return self.rows[index]
+
+
+def wrong_code() -> None:
+    raise NameError("name 'columns' is not defined")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_badly(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Build a loader with which one rank has a problem; what this rank is told, and how soon."""
+    data: Any = run["meta"]
+    settings: dict[str, Any] = {"model": "unchecked", "pack_size": 128}
+    how, bad, used = run["how"], rank == BAD_RANK, processor(PROCESSOR)
+    if how == "file":  # a folder that is not mounted on one machine
+        folder = Path(run["folder"], f"node{rank}")
+        folder.mkdir()
+        if not bad:
+            folder.joinpath("data").symlink_to(Path(run["meta"]).parent)
+        os.chdir(folder)
+        data = "data/meta.json"
+    elif how == "model":
+        settings["model"] = object() if bad else "unchecked"
+    elif how == "processor" and bad:
+        used = deepcopy(used)
+        used.chat_template = used.chat_template.replace("assistant", "helper")
+    elif how == "counting":
+        data = Rows(rank, wrong_code)
+    elif how == "planning":
+        long = chats(1, 400)
+        data = [*chats(run["world"], 3), *(long if r == BAD_RANK else chats(1, 3) for r in range(run["world"]))]
+        data = [row[0] if isinstance(row, list) else row for row in data]
+        settings |= {"shard_data": True, "on_overlong": "raise"}
+    elif how == "interrupted":
+        data = Rows(rank, interrupt)
+    elif how == "killed":
+        data = Rows(rank, die)
+    started = time.monotonic()
+    try:
+        packhorse.load(data, used, **settings)
+    except (Exception, KeyboardInterrupt) as error:
+        seconds = time.monotonic() - started
+        return {"class": type(error).__name__, "message": str(error), "seconds": seconds}
+    return {"class": None}
+
+
+def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Build a loader whose counting takes longer than the process group's timeout."""
+    counted: list[list[int]] = []
+    count = PartCounter.__call__
+
+    def slow(self: PartCounter, task: PartTask) -> PartResult:
+        if rank in run["slow"]:
+            time.sleep(run["seconds"])
+        result = count(self, task)
+        counted.append([task.first, task.stop])
+        if rank == run.get("victim") and len(counted) == run["dies_at"]:
+            die()
+        return result
+
+    PartCounter.__call__ = slow  # type: ignore[method-assign]
+    counting.PART_ROWS = run["part_rows"]
+    meta = run["meta"]
+    if run.get("own_folders"):  # machines without a shared file system
+        meta = meta.replace("node0", f"node{rank}")
+    started = time.monotonic()
+    try:
+        loader = packhorse.load(meta, processor(PROCESSOR), model="unchecked", pack_size=128, **run["settings"])
+    except packhorse.errors.PackhorseError as error:
+        return {"class": type(error).__name__, "message": str(error), "counted": counted}
+    return {
+        "class": None,
+        "counted": counted,
+        "total": loader.counts.total.tolist(),
+        "keys": [loader.key(index) for index in range(len(loader.dataset))],
+        "seconds": time.monotonic() - started,
+    }
+
+
+def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What this rank gets where two ranks share a model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    world = packhorse.World.from_mesh(mesh, "dp")
+    rows = make_meta_dataset(run["meta"], shard_data=True, rank=world.rank, world_size=world.size)
+    found: dict[str, Any] = {
+        "world": [world.rank, world.size],
+        "part": [(one := packhorse.World.from_mesh(mesh["tp"])).rank, one.size],
+        "both": [(one := packhorse.World.from_mesh(both, ("dp_replicate", "dp_shard"))).rank, one.size],
+        "turned": [(one := packhorse.World.from_mesh(both, ("dp_shard", "dp_replicate"))).rank, one.size],
+        "rows": [rows.key(index) for index in range(len(rows))],
+    }
+    for shard_data in (False, True):
+        settings = {"model": "unchecked", "pack_size": 128, "shard_data": shard_data}
+        group = mesh.get_group("dp")
+        loader = packhorse.load(run["meta"], processor(PROCESSOR), world=world, group=group, **settings)
+        steps = [[loader.key(index) for index in loader.last.samples] for _ in loader if loader.last]
+        assert loader.account is not None
+        found[f"shard_data={shard_data}"] = {"steps": steps, "delivered": loader.account.delivered}
+    return found
+
+
+JOBS |= {"open_badly": open_badly, "count_slowly": count_slowly, "on_a_mesh": on_a_mesh}
+
+if __name__ == "__main__":
+    main()
