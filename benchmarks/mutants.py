@@ -243,6 +243,50 @@ MUTANTS = (
         ("tests/unit/loader/test_wrong_objects.py",),
         quick=True,
     ),
+    Mutant(
+        "the content of a row file does not count",
+        "datasets/contents.py",
+        "whole = digest(str(len(source.file)), *parts)",
+        "whole = digest(str(len(source.file)))",
+        ("tests/unit/loader/test_changed_data.py",),
+        quick=True,
+    ),
+    Mutant(
+        "rows in memory are not hashed",
+        "datasets/contents.py",
+        "        hashed.update(row)\n",
+        "",
+        ("tests/unit/loader/test_changed_data.py",),
+        quick=True,
+    ),
+    Mutant(
+        "entries of batches that are built ahead are written at once",
+        "ledger.py",
+        "            self._staged.extend(drops)\n            return\n",
+        "            drops = list(drops)\n",
+        ("tests/unit/loader/test_counted.py",),
+    ),
+    Mutant(
+        "entries recorded after a state are not rolled back",
+        "loader/loader.py",
+        "take_back(self.ledger, self.world, progress.epoch, self._unused)",
+        "take_back(self.ledger, self.world, progress.epoch, set)",
+        ("tests/unit/loader/test_resumed_ledger.py",),
+    ),
+    Mutant(
+        "ranks may load different states",
+        "loader/loader.py",
+        "        if len(by_state) > 1:\n",
+        "        if len(by_state) > len(found):\n",
+        ("tests/property/test_ranks_machine.py",),
+    ),
+    Mutant(
+        "a checkpoint within an optimizer step is saved",
+        "integrations/accelerate.py",
+        "if not accelerator.sync_gradients or loader.cursor % accumulation:",
+        "if loader.cursor % accumulation:",
+        ("tests/unit/integrations/test_accelerate.py",),
+    ),
 )
 
 

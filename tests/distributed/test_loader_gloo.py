@@ -181,9 +181,7 @@ def test_a_rank_with_other_settings_is_refused_on_every_rank(ranks: dict[str, An
 
 
 def test_a_rank_without_rows_of_its_own_stops_all_of_them_at_once(ranks: dict[str, Any]) -> None:
-    assert ranks["found"][0]["too few"].startswith(
-        "rank 1 could not open the data: ConfigError: there is no"
-    )
+    assert ranks["found"][0]["too few"].startswith("rank 1 could not open the data: ConfigError: there is no")
     assert all("there is no example in the data" in one["too few"] for one in ranks["found"])
 
 
@@ -251,11 +249,14 @@ def test_ranks_that_load_different_states_are_refused_and_both_are_named(ranks: 
     for one in (rank["mixed"] for rank in ranks["found"]):
         for message in (one["steps"], one["sharded steps"]):
             assert message.startswith("the ranks load different states: epoch 0, micro-step 1 (digest")
-            assert f"epoch 0, micro-step 2 (digest {one['digest']}" in message or "sharded" in message
+            assert "epoch 0, micro-step 2 (digest" in message
             assert f"on ranks [{last}]" in message
+        assert one["digest"] in one["steps"]
         assert one["nonsense"].startswith("the ranks load different states: a NoneType on ranks [0]")
         assert one["not refused"] == "not refused"
-        assert one["other shard"].startswith(("with shard_data=True", "another rank cannot go on. rank 0"))
+        assert one["other shard"].startswith(
+            ("with shard_data=True", "rank 0 could not load the state: ConfigError: with shard_data=True")
+        )
         assert one["seconds"] < 30, "no rank waits for the time-out of the process group (60 s)"
 
 

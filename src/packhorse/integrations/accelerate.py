@@ -47,7 +47,7 @@ def _check_models(accelerator: Any, loader: Any) -> None:
 
 
 def _refuse_unfinished_step(accelerator: Any, loader: Any, *_: Any) -> None:
-    """Raise if gradients are being accumulated: the state would count micro-batches that are lost with them."""
+    """Raise while gradients are accumulated: the state would count micro-batches that are lost with them."""
     accumulation = loader.config.accumulation
     if not accelerator.sync_gradients or loader.cursor % accumulation:
         raise ConfigError(

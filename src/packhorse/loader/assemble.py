@@ -111,7 +111,7 @@ def make_planner(
     cache = True if config.cache_dir is None else config.cache_dir
     settings = plan_settings(config, facts, reserve, present & lacking)
     read = partial(contents_of, samples.dataset, samples.processor, hash_all=config.verify == "full")
-    contents = ranks.run_on_all_ranks("read the content of the row files", read)
+    contents = ranks.run_on_all_ranks("hash the rows", read)
     planner = Planner(counts, settings, strata_of(samples.dataset), cache, contents)
     if samples.truncate:
         samples.max_length = planner.room + 1

@@ -293,11 +293,16 @@ class Loader:
     # Epochs and resuming.
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the middle of that epoch nothing changes."""
+        """Go to the beginning of an epoch; in the middle of that epoch nothing changes.
+
+        What the ledger has on an earlier pass over that epoch, and on later ones, is rolled back.
+        """
         if epoch < 0:
             raise ConfigError(f"epoch {epoch}: expected 0 or more")
         if epoch != self.epoch or self._now.over:
             self._go_to(Progress(epoch))
+            if not self.ledger.held:
+                take_back(self.ledger, self.world, epoch, self._unused)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """How far the run has come: small, plain, and the same on every rank (but with ``shard_data``).
@@ -336,19 +341,21 @@ class Loader:
             ConfigError: the ranks load different states; the data have changed, or the state belongs to
                 another plan (both are named); or it is no state of a loader.
         """
-        self._check_same_state(state)
-        progress = self._ranks.run_on_all_ranks("read the state", partial(self._read_state, state))
         before = self._progress, self._now
-        self._go_to(progress)
         try:
-            self._ranks.run_on_all_ranks("compare the packs", partial(self._check_packs, state))
-        except PackhorseError:
+            self._ranks.run_on_all_ranks("load the state", partial(self._go_on_from, state))
+        except BaseException:
             self._progress, self._now = before
             raise
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        self._check_same_state(state)
+        progress = self._read_state(state)
+        self._go_to(progress)
+        self._check_packs(state)
         self._now.before = used = self._used_before(progress)
         self._progress = replace(self._progress, used=used)
-        self._not_handed_out = ()
-        self._ranks.run_on_all_ranks("roll back the ledger", partial(self._roll_back, progress))
+        self._roll_back(progress)
         if not self.remaining:  # the epoch was over
             self._go_to(Progress(self.epoch + 1))
             return
@@ -419,6 +426,7 @@ class Loader:
         except BaseException:
             self._progress = before
             raise
+        self._not_handed_out = ()
 
     def _begun(self, packs: Packs | None = None) -> Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""

@@ -36,7 +36,21 @@ _DECODE_ERRORS = (
 )
 
 # Formats that PIL decodes in this process, from this file alone. The order is that of how common they are.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO", "ICO", "TGA", "DIB")
+_FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+    "PPM",
+    "AVIF",
+    "JPEG2000",
+    "MPO",
+    "ICO",
+    "TGA",
+    "DIB",
+)
 
 # What a file that is no image often is, by its first bytes (in lower case). The bytes themselves stay out of
 # messages: a row may name any file.
@@ -70,9 +84,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 _EXIF_INFO = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 
 
-def load_image(
-    source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
-) -> Image.Image:
+def load_image(source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Decode one image into RGB.
 
     Args:

@@ -64,7 +64,9 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
         Route("/problems", page("problems.html", lambda request: pages.problems(request.query_params))),
         Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
         Route("/media/{row:number}/{number:number}", medium(lambda **at: pages.shelf.get(**at))),
-        Route("/media/{row:number}/{number:number}/{place:number}", medium(lambda **at: pages.shelf.frame(**at))),
+        Route(
+            "/media/{row:number}/{number:number}/{place:number}", medium(lambda **at: pages.shelf.frame(**at))
+        ),
         Route("/report.json", report),
         Route("/static/{name}", plain),
     ]

@@ -173,4 +173,4 @@ def test_a_step_file_with_half_a_line_is_continued(tmp_path: Path) -> None:
     again.load_state_dict(loader.state_dict())
     handed_out(again, 1)
     progress = again._progress
-    assert StepFile(file).read(progress) == [{step: (1, 0) for step in range(3)}]
+    assert StepFile(file).read(progress) == [dict.fromkeys(range(3), (1, 0))]

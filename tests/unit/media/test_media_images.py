@@ -146,7 +146,10 @@ def test_a_damaged_lazily_opened_image_is_found_too() -> None:
     ("content", "kind"),
     [
         (b"<!DOCTYPE html><html>404</html>", "it looks like an HTML page"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "it looks like a Git LFS pointer: run git lfs pull"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "it looks like a Git LFS pointer: run git lfs pull",
+        ),
         (bytes(100), "it looks like zero bytes"),
         (b"root:x:0:0:secret", "expected one of JPEG, PNG, WEBP"),
     ],
