@@ -7,11 +7,14 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from packhorse.types import Action, Drop, Reason, Stage
+from packhorse.types import Action, Drop, Reason, Stage, mask_secrets
 
 
 class PackhorseError(Exception):
-    """Every error that Packhorse raises on purpose."""
+    """Every error that Packhorse raises on purpose. Its message holds no secrets of addresses."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(mask_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(PackhorseError, ValueError):
@@ -39,6 +42,7 @@ class BadSample(PackhorseError, ValueError):
     def __init__(
         self, detail: str, *, reason: Reason = "sample_failed", key: str = "", stage: Stage = "read"
     ) -> None:
+        detail = mask_secrets(detail)
         super().__init__(f"{key}: {detail}" if key else detail)
         self.detail, self.reason, self.key, self.stage = detail, reason, key, stage
 

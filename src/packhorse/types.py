@@ -7,6 +7,7 @@ means the same thing in every stage.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ Reason = Literal[
     "surplus_media",  # more images in the row than <image> in the text
     "outside_media_dir",
     "missing_media",
+    "unreachable_media",  # no permission or no answer: it may be there; the next run asks again
     "broken_media",
     "media_too_large",
     "unreadable_file",  # a data file of the mixture cannot be opened
@@ -51,6 +53,25 @@ Reason = Literal[
     "media_mismatch",  # placeholders, media tokens and media of a sample do not agree
     "nothing_supervised",  # no token of the sample is learned
 ]
+
+
+_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/?#\s]*@")
+_SECRET_PARAMETER = re.compile(
+    r"([?&;#](?:key|[^=&;#\s]*(?:sig|token|secret|passw|pwd|auth|credential|api[-_]?key|access[-_]?key|key-pair"
+    r"|session|policy|jwt)[^=&;#\s]*)=)[^&;#\s'\")>\]]+",
+    re.IGNORECASE,
+)
+
+
+def mask_secrets(text: str) -> str:
+    """A text with the passwords, tokens and signatures of the addresses in it replaced by ``***``.
+
+    >>> mask_secrets("no file https://ann:pw@host/a.png?width=9&X-Amz-Signature=5f3a")
+    'no file https://***@host/a.png?width=9&X-Amz-Signature=***'
+    """
+    if "://" not in text:
+        return text
+    return _SECRET_PARAMETER.sub(r"\1***", _USER_AND_PASSWORD.sub("***@", text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +109,8 @@ class World:
 class Drop:
     """One entry of the ledger: what happened to one sample (or one medium of it), where and why.
 
+    ``detail`` holds no secrets of addresses: see :func:`mask_secrets`.
+
     ``key`` names the row, unique over a mixture: ``coco/812`` is row 812 (from 0) of dataset ``coco``;
     ``coco/812#1`` is its second copy where ``sample_ratio`` is above 1.
     """
@@ -99,6 +122,10 @@ class Drop:
     action: Action = "left_out"
     dataset: str = ""
     epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        if "://" in self.detail:
+            object.__setattr__(self, "detail", mask_secrets(self.detail))
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,9 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
     media = tmp_path / "media"
     media.mkdir()
     (media / "evil.png").write_bytes(EPS)
-    (media / "windows.png").write_bytes(b"\xc5\xd0\xd3\xc6" + struct.pack("<II", 32, len(EPS)) + bytes(20) + EPS)
+    (media / "windows.png").write_bytes(
+        b"\xc5\xd0\xd3\xc6" + struct.pack("<II", 32, len(EPS)) + bytes(20) + EPS
+    )
     Image.new("RGB", (60, 40)).save(media / "good.png")
     names = ["evil.png", "windows.png", *["good.png"] * 3]
     frames = [{"type": "video", "video": ["evil.png", "evil.png"]}, {"type": "text", "text": "what"}]
@@ -321,4 +323,4 @@ def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> 
     told = json.loads(run.stdout.splitlines()[-1])
     assert told["steps"] > 0
     assert bool(told["asked"]) is address  # what a row names is asked for, so the watch works
-    assert told["bad"] == ({"missing_media": 1} if address else {})
+    assert told["bad"] == ({"unreachable_media": 1} if address else {})

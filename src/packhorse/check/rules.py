@@ -122,6 +122,13 @@ _ALL = (
         "convert",
     ),
     Rule("missing_media", "error", "a medium is not there", "restore it, or correct its path", "media"),
+    Rule(
+        "unreachable_media",
+        "error",
+        "a media item may not be read, or its store does not answer",
+        "give the right to read it, or check again when the store answers; --fix keeps the row",
+        "media",
+    ),
     Rule("broken_media", "error", "a medium cannot be decoded", _OTHER_MEDIUM, "media"),
     Rule("media_too_large", "error", "a medium is too large to decode", _OTHER_MEDIUM, "media"),
     Rule(

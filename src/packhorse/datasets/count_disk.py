@@ -144,6 +144,11 @@ def is_bad(batch: Any) -> bool:
     return any(status != OK for status in batch.column("status").unique().to_pylist())
 
 
+def has_unreachable(batches: Iterable[Any]) -> bool:
+    """Whether a media item of any row could not be reached: the counts hold for one run only."""
+    return any("unreachable_media" in batch.column("status").unique().to_pylist() for batch in batches)
+
+
 def needs_no_media(batch: Any) -> bool:
     """Whether no row of a part has, or failed for, any media."""
     import pyarrow.compute as pc

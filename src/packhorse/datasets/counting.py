@@ -24,6 +24,7 @@ from packhorse.datasets.count_disk import (
     Part,
     be_newest,
     has_bad,
+    has_unreachable,
     is_bad,
     keep_part,
     may_write,
@@ -43,9 +44,9 @@ from packhorse.datasets.count_part import (
 )
 from packhorse.datasets.count_report import CountedFile, CountReport, dataset_report
 from packhorse.datasets.count_verify import verify_counts
-from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
+from packhorse.datasets.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.datasets.progress import Progress
-from packhorse.datasets.rows import RowFile, open_rows
+from packhorse.datasets.rows import RowFile
 from packhorse.datasets.sidecar import (
     Place,
     Settings,
@@ -100,7 +101,8 @@ def count_meta(
     """Count the tokens of every row, and keep the result beside the data.
 
     What has been counted before, in the same state and with the same settings, is not counted again. Media
-    are looked at once: if they have changed under the same names, ask for a ``fresh`` count.
+    are looked at once: if they have changed under the same names, ask for a ``fresh`` count. Parts with a
+    media item that could not be reached (no permission, no answer) are counted again every time.
 
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are counted, whatever share of
@@ -132,7 +134,7 @@ def count_meta(
         check_media_dir(config)
     configs = [with_absolute_paths(config) for config in named]
     work = PartCounter.of(processor, trust_remote_code)
-    files = [open_rows(config.file_name, index_dir) for config in configs]
+    files = [open_dataset_rows(config, index_dir) for config in configs]
     places = [
         Place.of(file, Settings.with_counter(work.settings, config))
         for file, config in zip(files, named, strict=True)
@@ -223,7 +225,8 @@ class _Job:
         found = self.place.find()
         self._seen = None if found is None else (found.path, found.mtime_ns)
         found = None if fresh else found
-        if found is not None and len(found) == len(self.file) and not (retry_bad and has_bad(found)):
+        again = found is not None and (has_unreachable(found.batches()) or (retry_bad and has_bad(found)))
+        if found is not None and len(found) == len(self.file) and not again:
             self._done = found
             # Of a run that was killed when its sidecar was there. Newer ones are somebody's at work.
             remove_files(older_than(found.mtime_ns, self._kept()))
@@ -369,6 +372,8 @@ class _Job:
         paths = (path for folder in self.place.parts_folders() for path in folder.glob("*.arrow"))
         kept = (Part(path.stem.partition("-")[0], path) for path in paths)
         known = {part.name: part for part in [*parts, *(part for part in kept if part.is_whole())]}
+        # A timeout or a refusal is no fact about a row: ask again.
+        known = {name: part for name, part in known.items() if not has_unreachable([part.batch()])}
         if retry_bad:
             return {name: part for name, part in known.items() if not is_bad(part.batch())}
         return known

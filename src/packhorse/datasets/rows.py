@@ -28,6 +28,7 @@ from packhorse.datasets.cache import local_file
 from packhorse.datasets.index import Layout, open_index
 from packhorse.datasets.scan import Offsets, Onlooker
 from packhorse.errors import BadSample, ConfigError
+from packhorse.types import mask_secrets
 
 Row = dict[str, Any]
 
@@ -291,7 +292,7 @@ def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | N
         FileNotFoundError: nothing is there.
         ConfigError: (a ``ValueError``) it is not what its name says.
     """
-    path = local_file(address)
+    path, address = local_file(address), mask_secrets(address)
     if os.path.isdir(path):
         raise ConfigError(f"{address} is a folder, expected a file of rows: name its files, a data set each")
     if not os.path.isfile(path):

@@ -160,7 +160,7 @@ def counts_for(
         counted = partial(count_examples, dataset, processor)
         # Shards are counted by their ranks; what all ranks have, by the first.
         return counted() if isinstance(dataset, Shard) else ranks.from_first(counted)
-    found = counts_of(dataset, processor, tell=ranks.world.rank == 0)
+    found = counts_of(dataset, processor, tell=ranks.world.rank == 0, retry_unreachable=True)
     if ranks.all_agree(found is not None) and found is not None:
         return found
     if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count

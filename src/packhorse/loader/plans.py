@@ -271,6 +271,8 @@ def record_left_out(
 def _bad_detail(counts: CountColumns, index: int) -> str:
     again = "; between runs `packhorse count --retry-bad` looks again"
     hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
+    if counts.status[index] == "unreachable_media":
+        hint = "; the next run asks again"
     return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from packhorse.media.failure import bad, machine_fault, unreadable
+from packhorse.media.failure import bad, outside_fault, unreadable
 from packhorse.media.headers import header_size, path_header_size
 from packhorse.media.source import describe, open_source
 
@@ -36,7 +36,21 @@ _DECODE_ERRORS = (
 )
 
 # Formats that PIL decodes in this process, from this file alone. The order is that of how common they are.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO", "ICO", "TGA", "DIB")
+_FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+    "PPM",
+    "AVIF",
+    "JPEG2000",
+    "MPO",
+    "ICO",
+    "TGA",
+    "DIB",
+)
 
 # What a file that is no image often is, by its first bytes (in lower case). The bytes themselves stay out of
 # messages: a row may name any file.
@@ -70,9 +84,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 _EXIF_INFO = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 
 
-def load_image(
-    source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
-) -> Image.Image:
+def load_image(source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS) -> Image.Image:
     """Decode one image into RGB.
 
     Args:
@@ -165,8 +177,8 @@ def _check_format(image: Image.Image, source: Any) -> None:
     """Reject an image that the caller opened and did not decode, in a format that may start a program."""
     if image.format is not None and image.format not in _FORMATS and getattr(image, "tile", None):
         raise bad(
-            f"{describe(source)} is an image in the format {image.format}, which is not read; convert it to PNG "
-            "or JPEG",
+            f"{describe(source)} is an image in the format {image.format}, which is not read; convert it to "
+            "PNG or JPEG",
             "broken_media",
         )
 
@@ -210,7 +222,7 @@ def _orientation(image: Image.Image) -> Any:
     try:
         return image.getexif().get(_ORIENTATION, 1)
     except _DECODE_ERRORS as error:
-        fault = machine_fault(error, f"reading the EXIF data failed ({error})")
+        fault = outside_fault(error, f"reading the EXIF data failed ({error})")
         if fault is not None:
             raise fault from error
         return 1

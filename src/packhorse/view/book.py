@@ -25,7 +25,7 @@ from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import open_data
 from packhorse.neat_packing_vlm.pack_plan import DROP_REASONS
-from packhorse.types import Drop, Reason
+from packhorse.types import Drop, Reason, mask_secrets
 from packhorse.view.encoder import Encoder
 from packhorse.view.keys import RowFinder
 from packhorse.view.plan_book import PlanBook, book_of, open_book
@@ -155,9 +155,9 @@ class Book:
         """The row as its file has it, as text; what is not UTF-8 is escaped."""
         source, row = self.finder.place(index)
         if isinstance(source.file, JsonRows):
-            return source.file.raw(row).decode("utf-8", "backslashreplace")
+            return mask_secrets(source.file.raw(row).decode("utf-8", "backslashreplace"))
         try:
-            return repr(source.file[row])
+            return mask_secrets(repr(source.file[row]))
         except BadSample as error:
             return error.detail
 
