@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +84,20 @@ _NOT_DATA_ERRORS = (NotImplementedError, RecursionError, ConfigError)
 def is_data_error(error: BaseException) -> bool:
     """Whether ``error`` can be the fault of one sample, so that another sample may be tried instead."""
     return isinstance(error, DATA_ERRORS) and not isinstance(error, _NOT_DATA_ERRORS)
+
+
+def limit_of(name: str, usual: int) -> int:
+    """A limit that the environment variable ``name`` may change.
+
+    Raises:
+        ConfigError: the variable holds no whole number above 0.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return usual
+    if not text.isdecimal() or len(text) > 18 or int(text) < 1:
+        raise ConfigError(f"{name}={text!r}: expected a whole number above 0")
+    return int(text)
 
 
 def require(module: str, extra: str) -> ModuleType:

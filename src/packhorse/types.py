@@ -27,6 +27,7 @@ Reason = Literal[
     "not_sampled",  # sample_ratio below 1 did not draw the row
     "left_over",  # equal shards: the rows that do not divide by the world size
     "malformed_row",  # not JSON, not UTF-8, not an object
+    "row_too_large",  # more bytes, or more characters of text, than a row may have
     "wrong_format",  # an object, but not a conversation under the declared columns and tags
     "empty_conversation",
     "no_assistant_turn",

@@ -26,6 +26,7 @@ _NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OF_THE_ROW = (
     OK,
     "malformed_row",
+    "row_too_large",
     "wrong_format",
     "empty_conversation",
     "no_assistant_turn",

@@ -9,6 +9,7 @@ are there, whole and under its own name; its bytes are the same whatever was tak
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,9 @@ logger = getLogger("packhorse.datasets")
 
 PART_ROWS = 4096
 """Rows of a part: a second or two of work, which is what an interruption costs a worker."""
+
+BEFORE = ".before"
+"""Added to the name of counts with unreachable media when they are replaced."""
 
 _MOST_LOSSES = 3
 
@@ -216,6 +220,7 @@ class _Job:
     _counted: set[int] = field(default_factory=set)
     _files: set[Path] = field(default_factory=set)  # of parts: made here, or found at the beginning
     _losses: int = 0
+    _retries_unreachable: bool = False
     _parts: dict[int, Part] = field(default_factory=dict)
 
     def prepare(self, *, retry_bad: bool, fresh: bool) -> None:
@@ -225,7 +230,8 @@ class _Job:
         found = self.place.find()
         self._seen = None if found is None else (found.path, found.mtime_ns)
         found = None if fresh else found
-        again = found is not None and (has_unreachable(found.batches()) or (retry_bad and has_bad(found)))
+        self._retries_unreachable = found is not None and has_unreachable(found.batches())
+        again = self._retries_unreachable or (retry_bad and found is not None and has_bad(found))
         if found is not None and len(found) == len(self.file) and not again:
             self._done = found
             # Of a run that was killed when its sidecar was there. Newer ones are somebody's at work.
@@ -288,6 +294,10 @@ class _Job:
             place = self._final_place()
             target = place.targets()[self.home]
             with told_if_full(target):
+                if self._retries_unreachable and self._seen is not None:
+                    # A run that was planned from these counts can go on with them only.
+                    with contextlib.suppress(OSError):
+                        os.replace(self._seen[0], f"{self._seen[0]}{BEFORE}")
                 write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
                 be_newest(target, [*self.place.all_targets(), *self._files])
             self._done = Sidecar(target)

@@ -7,6 +7,7 @@ microseconds to a millisecond a row).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -160,7 +161,8 @@ def counts_for(
         counted = partial(count_examples, dataset, processor)
         # Shards are counted by their ranks; what all ranks have, by the first.
         return counted() if isinstance(dataset, Shard) else ranks.from_first(counted)
-    found = counts_of(dataset, processor, tell=ranks.world.rank == 0, retry_unreachable=True)
+    retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
+    found = counts_of(dataset, processor, tell=ranks.world.rank == 0, retry_unreachable=retry)
     if ranks.all_agree(found is not None) and found is not None:
         return found
     if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count

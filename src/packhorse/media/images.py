@@ -155,7 +155,7 @@ def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
         ) from error
     except _DECODE_ERRORS as error:
         raise unreadable(
-            error, f"{describe(source)}: the image header is damaged ({error})", "broken_media"
+            error, f"{describe(source)}: the image header cannot be read ({error})", "broken_media"
         ) from error
 
 

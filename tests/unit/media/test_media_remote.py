@@ -377,6 +377,23 @@ def test_counts_with_unreachable_media_serve_the_run_that_made_them(
     assert Sidecar(report.datasets[0].sidecar).columns().status.tolist() == counts.status.tolist()
 
 
+def test_a_run_goes_on_with_its_own_counts_though_media_answer_now(
+    tmp_path: Path, qwen: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = write_data(tmp_path, ["good.png"] * 4 + [f"{server.url}/403/a.png"])
+    state = load(meta, qwen).state_dict()
+    server.open = True
+    with monkeypatch.context() as kept:
+        kept.setenv("PACKHORSE_KEEP_COUNTS", "1")
+        load(meta, qwen).load_state_dict(state)
+    with pytest.raises(ConfigError, match="differ"):  # asked again, and counted
+        load(meta, qwen).load_state_dict(state)
+    (before,) = tmp_path.glob("*.phcount.before")
+    before.replace(before.with_suffix(""))
+    monkeypatch.setenv("PACKHORSE_KEEP_COUNTS", "1")
+    load(meta, qwen).load_state_dict(state)
+
+
 def test_a_cleaned_copy_keeps_rows_whose_media_could_not_be_reached(
     tmp_path: Path, qwen: Any, server: Server
 ) -> None:
