@@ -10,8 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from packhorse.errors import BadSample
+from packhorse.errors import BadSample, limit_of
 from packhorse.types import MEDIA_KINDS, Conversation, MediaRef, Message, Part, TextPart
+
+MAX_TEXT_CHARS = 8 << 20
+"""The most characters of text in a conversation, about two million tokens of English. A tokenizer takes about
+a second for each million, and minutes for a row that was joined from a whole file by mistake."""
 
 _READ = ("role", "content")
 
@@ -28,7 +32,22 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
     turns = example.get("conversation")
     if not isinstance(turns, list | tuple):
         raise _wrong(f"'conversation' is {_kind(turns)}, expected a list of turns", key)
-    return Conversation(tuple(_message(turn, number, key) for number, turn in enumerate(turns)), key)
+    messages = tuple(_message(turn, number, key) for number, turn in enumerate(turns))
+    check_text(sum(len(p.text) for m in messages for p in m.parts if isinstance(p, TextPart)), key)
+    return Conversation(messages, key)
+
+
+def check_text(chars: int, key: str = "") -> None:
+    """Raise ``row_too_large`` where a conversation has more than ``PACKHORSE_MAX_TEXT_CHARS``."""
+    most = limit_of("PACKHORSE_MAX_TEXT_CHARS", MAX_TEXT_CHARS)
+    if chars > most:
+        raise BadSample(
+            f"the row has {chars:,} characters of text, more than the limit of {most:,}; split it, or raise "
+            "PACKHORSE_MAX_TEXT_CHARS",
+            reason="row_too_large",
+            key=key,
+            stage="convert",
+        )
 
 
 def replace_media(

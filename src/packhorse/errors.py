@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 from types import ModuleType
 from typing import Any
 
-from packhorse.types import Action, Drop, Reason, Stage
+from packhorse.types import Action, Drop, Reason, Stage, mask_secrets
 
 
 class PackhorseError(Exception):
-    """Every error that Packhorse raises on purpose."""
+    """Every error that Packhorse raises on purpose. Its message holds no secrets of addresses."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(mask_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(PackhorseError, ValueError):
@@ -39,6 +43,7 @@ class BadSample(PackhorseError, ValueError):
     def __init__(
         self, detail: str, *, reason: Reason = "sample_failed", key: str = "", stage: Stage = "read"
     ) -> None:
+        detail = mask_secrets(detail)
         super().__init__(f"{key}: {detail}" if key else detail)
         self.detail, self.reason, self.key, self.stage = detail, reason, key, stage
 
@@ -79,6 +84,20 @@ _NOT_DATA_ERRORS = (NotImplementedError, RecursionError, ConfigError)
 def is_data_error(error: BaseException) -> bool:
     """Whether ``error`` can be the fault of one sample, so that another sample may be tried instead."""
     return isinstance(error, DATA_ERRORS) and not isinstance(error, _NOT_DATA_ERRORS)
+
+
+def limit_of(name: str, usual: int) -> int:
+    """A limit that the environment variable ``name`` may change.
+
+    Raises:
+        ConfigError: the variable holds no whole number above 0.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return usual
+    if not text.isdecimal() or len(text) > 18 or int(text) < 1:
+        raise ConfigError(f"{name}={text!r}: expected a whole number above 0")
+    return int(text)
 
 
 def require(module: str, extra: str) -> ModuleType:

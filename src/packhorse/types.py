@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ Reason = Literal[
     "not_sampled",  # sample_ratio below 1 did not draw the row
     "left_over",  # equal shards: the rows that do not divide by the world size
     "malformed_row",  # not JSON, not UTF-8, not an object
+    "row_too_large",  # more bytes, or more characters of text, than a row may have
     "wrong_format",  # an object, but not a conversation under the declared columns and tags
     "empty_conversation",
     "no_assistant_turn",
@@ -38,6 +40,7 @@ Reason = Literal[
     "surplus_media",  # more images in the row than <image> in the text
     "outside_media_dir",
     "missing_media",
+    "unreachable_media",  # no permission or no answer: it may be there; the next run asks again
     "broken_media",
     "media_too_large",
     "unreadable_file",  # a data file of the mixture cannot be opened
@@ -55,6 +58,25 @@ Reason = Literal[
     "media_mismatch",  # placeholders, media tokens and media of a sample do not agree
     "nothing_supervised",  # no token of the sample is learned
 ]
+
+
+_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/?#\s]*@")
+_SECRET_PARAMETER = re.compile(
+    r"([?&;#](?:key|[^=&;#\s]*(?:sig|token|secret|passw|pwd|auth|credential|api[-_]?key|access[-_]?key|key-pair"
+    r"|session|policy|jwt)[^=&;#\s]*)=)[^&;#\s'\")>\]]+",
+    re.IGNORECASE,
+)
+
+
+def mask_secrets(text: str) -> str:
+    """A text with the passwords, tokens and signatures of the addresses in it replaced by ``***``.
+
+    >>> mask_secrets("no file https://ann:pw@host/a.png?width=9&X-Amz-Signature=5f3a")
+    'no file https://***@host/a.png?width=9&X-Amz-Signature=***'
+    """
+    if "://" not in text:
+        return text
+    return _SECRET_PARAMETER.sub(r"\1***", _USER_AND_PASSWORD.sub("***@", text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +134,8 @@ class World:
 class Drop:
     """One entry of the ledger: what happened to one sample (or one medium of it), where and why.
 
+    ``detail`` holds no secrets of addresses: see :func:`mask_secrets`.
+
     ``key`` names the row, unique over a mixture: ``coco/812`` is row 812 (from 0) of dataset ``coco``;
     ``coco/812#1`` is its second copy where ``sample_ratio`` is above 1.
     """
@@ -123,6 +147,10 @@ class Drop:
     action: Action = "left_out"
     dataset: str = ""
     epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        if "://" in self.detail:
+            object.__setattr__(self, "detail", mask_secrets(self.detail))
 
 
 @dataclass(frozen=True, slots=True)

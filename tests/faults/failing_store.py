@@ -24,6 +24,9 @@ FAULTS = ("slow", "timeout", "reset", "denied", "short", "late_timeout", "disk")
 """An answer that takes its time; no answer; a connection that breaks; a refusal; fewer bytes than there are;
 an error in the middle of reading; an error of the machine."""
 
+RETRIED = ("timeout", "reset")
+"""Those after which opening a file is tried again."""
+
 
 class FailingStore(fsspec.AbstractFileSystem):
     """See above; :func:`bad_line` says what fails."""

@@ -59,7 +59,7 @@ def test_media_of_a_store_that_fails_are_handed_out_or_in_the_ledger(workers: in
     outcome = bad_store(tmp_path / "data", dict.fromkeys(kinds, 0.1), rows=60, seed=2, workers=workers)
     assert set(outcome.injected) == set(kinds)
     assert (outcome.lost, outcome.doubled) == (0, 0)
-    assert set(outcome.reasons) == {"missing_media", "broken_media"}
+    assert set(outcome.reasons) == {"unreachable_media", "broken_media"}
 
 
 def test_a_store_that_is_slow_costs_time_and_no_sample(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_samples_for_which_a_store_is_too_slow_are_in_the_ledger_and_the_others_
 
 
 def test_a_store_that_fails_all_the_time_stops_the_run_after_a_row_of_failures(tmp_path: Path) -> None:
-    with pytest.raises(TooManyBad, match=r"in a row failed.*missing_media.*no answer for"):
+    with pytest.raises(TooManyBad, match=r"in a row failed.*unreachable_media.*no answer for"):
         bad_store(tmp_path / "data", {"timeout": 1.0}, max_bad_share=None, max_bad_in_a_row=5)
 
 
@@ -104,7 +104,8 @@ def test_rows_that_do_not_come_whole_stop_the_run_and_none_of_them_is_kept(
         with pytest.raises(ConnectionError, match=r"shots.jsonl.*nothing is kept") as caught:
             packhorse.load(remote_rows, processor("qwen2_vl"), model="unchecked", pack_size=256)
         assert address in str(caught.value)
-    assert happened(log) == Counter({fault: 2})
+    assert set(happened(log)) == {fault}
+    assert happened(log)[fault] >= 2  # more where the fetch was tried again
     assert [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
     bad_line(log, {})
     assert len(open_rows(address)) == 20

@@ -1,10 +1,12 @@
 """Which failures may be a sample's fault, and what a missing package says."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 
-from packhorse.errors import BadSample, ConfigError, MissingDependency, is_data_error, require
+from packhorse.errors import BadSample, ConfigError, MissingDependency, SystemFault, is_data_error, require
+from packhorse.types import Drop, mask_secrets
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,42 @@ def test_a_package_that_another_one_misses_is_named_itself(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(MissingDependency, match="needs the package 'no_such_need': pip install"):
         require("has_a_need", "video")
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://ann:pw@host/a.png", "https://***@host/a.png"),
+        ("no file ftp://ann@host/a, nor b", "no file ftp://***@host/a, nor b"),
+        ("https://h/a?X-Amz-Signature=5f&w=1", "https://h/a?X-Amz-Signature=***&w=1"),
+        ("https://h/a?w=1&sig=5f%2F&se=2026", "https://h/a?w=1&sig=***&se=2026"),
+        ("https://h/a?AWSAccessKeyId=AK&Expires=9", "https://h/a?AWSAccessKeyId=***&Expires=9"),
+        ("https://h/a?access_token=t#frag", "https://h/a?access_token=***#frag"),
+        ("https://h/a?key=AIza&alt=media", "https://h/a?key=***&alt=media"),
+        ("https://h/a?keyword=cats", "https://h/a?keyword=cats"),
+        ("(url='https://h/a?token=t')", "(url='https://h/a?token=***')"),
+        ("hf://datasets/ann/photos@main/a.png", "hf://datasets/ann/photos@main/a.png"),
+        ("s3://bucket/a@2x.png", "s3://bucket/a@2x.png"),
+        ("images/a?token=t", "images/a?token=t"),
+    ],
+)
+def test_secrets_of_addresses_are_masked(text: str, masked: str) -> None:
+    assert mask_secrets(text) == masked
+    assert mask_secrets(masked) == masked
+    for error in (
+        BadSample(text, key="coco/1"),
+        ConfigError(text),
+        MissingDependency(text),
+        SystemFault(text),
+    ):
+        assert str(error).removeprefix("coco/1: ") == masked
+    assert BadSample(text).detail == Drop("coco/1", "media", "missing_media", text).detail == masked
+
+
+def test_errors_survive_pickling_with_their_message_masked() -> None:
+    url = "https://a:b@h/x"
+    for error in (BadSample(url, key="k"), ConfigError(url), MissingDependency(url)):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert ":b@" not in str(again)

@@ -324,4 +324,4 @@ def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> 
     told = json.loads(run.stdout.splitlines()[-1])
     assert told["steps"] > 0
     assert bool(told["asked"]) is address  # what a row names is asked for, so the watch works
-    assert told["bad"] == ({"missing_media": 1} if address else {})
+    assert told["bad"] == ({"unreachable_media": 1} if address else {})

@@ -36,7 +36,8 @@ def look_at_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Found],
         example = convert_row(row, _loose(config.rules), key=key, dataset=config.name, record=drops.append)
         conversation = parse_conversation(example, key)
     except BadSample as error:
-        return [found("wrong_format", error.detail)], None
+        rule = error.reason if error.reason == "row_too_large" else "wrong_format"
+        return [found(rule, error.detail)], None
     findings = [found(drop.reason, drop.detail) for drop in drops]
     if any(one.rule == "unknown_role" for one in findings):
         findings = [one for one in findings if one.rule not in _FOLLOW_FROM_ROLE]
@@ -53,8 +54,8 @@ def _loose(rules: ShareGptFormat) -> ShareGptFormat:
 
 
 def malformed(error: BadSample, location: str) -> Found:
-    """The finding for a row that cannot be parsed; ``location`` is told apart from it."""
-    return found("malformed_row", error.detail.removeprefix(f"{location}: "))
+    """The finding for a row that cannot be read or parsed; ``location`` is told apart from it."""
+    return found(error.reason, error.detail.removeprefix(f"{location}: "))
 
 
 def _order(messages: Sequence[Message]) -> list[Found]:

@@ -267,7 +267,8 @@ class _Writer:
         findings, repairs = self.report.spool.get(self.number, part)
         errors: dict[int, list[RawFinding]] = {}
         for one in findings:
-            if one.severity == "error":
+            # A media item that does not answer today is no reason to delete its row.
+            if one.severity == "error" and one.rule != "unreachable_media":
                 errors.setdefault(one.row, []).append(one)
         return errors, {repair.row: repair for repair in repairs}
 

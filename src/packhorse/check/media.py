@@ -23,6 +23,7 @@ from packhorse.media import (
     open_source,
     read_bytes,
 )
+from packhorse.media.failure import unreadable
 from packhorse.tokens.resize import MOST_UNEVEN
 from packhorse.types import MediaRef
 
@@ -156,6 +157,8 @@ def _file_digest(source: Any) -> bytes | None:
         with open_source(source) as file:
             while piece := file.read(_PIECE):
                 state.update(piece)
+    except OSError as error:
+        raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from None
     except BadSample:
         return None  # a folder of frames, which was just decoded
     return state.digest()

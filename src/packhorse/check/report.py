@@ -18,6 +18,7 @@ from packhorse.datasets.cache import Fingerprint
 from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import RowFile
 from packhorse.datasets.select import row_key
+from packhorse.types import mask_secrets
 
 IGNORED = "ignored"
 
@@ -139,7 +140,8 @@ class CheckReport:
         """All findings, data set by data set and row by row; memory is one part and the duplicates."""
         for number, file in enumerate(self.files):
             for rule, what in file.notes:
-                yield _finding(file, None, rule, RULES[rule].severity, what, file.config.file_name)
+                where = mask_secrets(file.config.file_name)
+                yield _finding(file, None, rule, RULES[rule].severity, what, where)
             for raw in self.of_rows(number):
                 yield _finding(file, raw.row, raw.rule, raw.severity, raw.found, raw.location)
 
@@ -194,7 +196,7 @@ def _dataset_dict(file: CheckedFile) -> dict[str, Any]:
         severities[severity] += number
     return {
         "name": file.name,
-        "file": file.config.file_name,
+        "file": mask_secrets(file.config.file_name),
         "rows": file.rows,
         "media": file.media,
         "media_failed": file.media_failed,
@@ -207,7 +209,7 @@ def _dataset_dict(file: CheckedFile) -> dict[str, Any]:
 def _finding(
     file: CheckedFile, row: int | None, rule: str, severity: Any, what: str, location: str
 ) -> Finding:
-    name, path = file.name, file.config.file_name
+    name, path = file.name, mask_secrets(file.config.file_name)
     head = location.removeprefix(f"{file.file.name}:").partition(" ")[0] if file.file is not None else ""
     line = int(head) if row is not None and head.isdecimal() else None
     key = name if row is None else row_key(name, row)

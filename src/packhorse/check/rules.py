@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from packhorse.types import Reason, Stage
+from packhorse.types import Reason, Stage, mask_secrets
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -62,6 +62,13 @@ _ALL = (
         "error",
         "a row is not a JSON object in UTF-8",
         "write the row again, or delete it",
+        "read",
+    ),
+    Rule(
+        "row_too_large",
+        "error",
+        "a row has more bytes or text than a row may have",
+        "split the row (is a line end missing?), or raise the limit that the finding names",
         "read",
     ),
     Rule(
@@ -122,6 +129,13 @@ _ALL = (
         "convert",
     ),
     Rule("missing_media", "error", "a medium is not there", "restore it, or correct its path", "media"),
+    Rule(
+        "unreachable_media",
+        "error",
+        "a media item may not be read, or its store does not answer",
+        "give the right to read it, or check again when the store answers; --fix keeps the row",
+        "media",
+    ),
     Rule("broken_media", "error", "a medium cannot be decoded", _OTHER_MEDIUM, "media"),
     Rule("media_too_large", "error", "a medium is too large to decode", _OTHER_MEDIUM, "media"),
     Rule(
@@ -206,7 +220,7 @@ class Found(NamedTuple):
 
 def found(rule: str, what: str, severity: Severity | None = None) -> Found:
     """What a rule has found, with the rule's own severity unless another is given."""
-    return Found(rule, severity or RULES[rule].severity, on_one_line(what))
+    return Found(rule, severity or RULES[rule].severity, on_one_line(mask_secrets(what)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from packhorse.datasets.counting import OnProgress, Runner
 from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
 from packhorse.datasets.rows import open_rows
 from packhorse.datasets.sidecar import data_source
-from packhorse.errors import ConfigError, plain_error
+from packhorse.errors import ConfigError, MissingDependency, plain_error
 
 _LEAST_PART, _MOST_PART = 16, 512  # rows: with a picture each, up to a few seconds of decoding
 _PARTS = 64  # at least, where there are rows enough: so that all workers have work
@@ -112,7 +112,7 @@ def check_meta(
 def _opened(config: DatasetConfig, index_dir: str | None) -> CheckedFile:
     try:
         file = open_rows(with_absolute_paths(config).file_name, index_dir)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, MissingDependency, OSError) as error:
         checked = CheckedFile(config, None, problem=on_one_line(plain_error(error)))
         checked.notes.append(("unreadable_file", checked.problem))
         return checked

@@ -25,7 +25,10 @@ from typing import IO, Any
 from filelock import FileLock
 
 from packhorse.errors import FULL_DISK, ConfigError
+from packhorse.media.failure import RemoteError
+from packhorse.media.remote import RemoteFile, ask
 from packhorse.media.source import is_address, local_path
+from packhorse.types import mask_secrets
 
 logger = getLogger(__name__)
 
@@ -245,19 +248,20 @@ def _fetched(address: str) -> str:
         return path
     import fsspec
 
-    fs, path = fsspec.core.url_to_fs(address)
     with _named(address):
-        info = fs.info(path)
+        fs, path = ask(address, lambda: fsspec.core.url_to_fs(address))
+        info = ask(address, lambda: fs.info(path))
     # Not the store's own key alone: for some stores it is the address, whatever lies there.
     state = {name: str(info[name]) for name in _STATE if info.get(name) is not None}
     key = digest(address, str(fs.ukey(path)), str(sorted(state.items())))
 
     def download(file: IO[bytes]) -> None:
-        logger.info("fetching %s", address)
+        logger.info("fetching %s", mask_secrets(address))
         came, size = 0, info.get("size")
         with contextlib.ExitStack() as stack:
             with _named(address):
-                remote = stack.enter_context(fs.open(path, "rb"))
+                opened = ask(address, lambda: fs.open(path, "rb"))
+                remote = stack.enter_context(RemoteFile(address, opened))
             while True:
                 with _named(address):
                     piece = remote.read(_PIECE)
@@ -267,7 +271,7 @@ def _fetched(address: str) -> str:
         # A line that breaks may look like the end of the file. Kept, half of the rows would be lost for good.
         if size is not None and came != size:
             raise ConnectionError(
-                f"{address}: {came:,} bytes came, expected {size:,}; nothing is kept, try again"
+                f"{mask_secrets(address)}: {came:,} bytes came, expected {size:,}; nothing is kept, try again"
             )
 
     return str(build_once(f"fetched/{key}/{os.path.basename(path.partition('?')[0])}", download))
@@ -276,13 +280,19 @@ def _fetched(address: str) -> str:
 @contextlib.contextmanager
 def _named(address: str) -> Iterator[None]:
     """Asking a store inside: an error says for which address."""
+    name = mask_secrets(address)
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{address}: no such file") from error
+    except RemoteError as error:
+        # Without the cause, whose text may hold the secrets of the address.
+        if error.missing and not str(error):
+            raise FileNotFoundError(f"{name}: no such file") from None
+        if error.missing:
+            raise ConfigError(f"{name} is no address that can be read ({error})") from None
+        raise ConnectionError(f"{name} cannot be fetched ({error}); nothing is kept, try again") from None
     except OSError as error:
         why = str(error) or type(error).__name__
-        raise ConnectionError(f"{address} cannot be fetched ({why}); nothing is kept, try again") from error
+        raise ConnectionError(f"{name} cannot be fetched ({why}); nothing is kept, try again") from error
 
 
 def _unpack(path: str, file: IO[bytes]) -> None:

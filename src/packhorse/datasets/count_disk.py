@@ -26,6 +26,7 @@ _NOT_OURS_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OF_THE_ROW = (
     OK,
     "malformed_row",
+    "row_too_large",
     "wrong_format",
     "empty_conversation",
     "no_assistant_turn",
@@ -142,6 +143,11 @@ def _opened(path: Path, *, look: bool) -> tuple[Any, str]:
 def is_bad(batch: Any) -> bool:
     """Whether any row of a part could not be counted."""
     return any(status != OK for status in batch.column("status").unique().to_pylist())
+
+
+def has_unreachable(batches: Iterable[Any]) -> bool:
+    """Whether a media item of any row could not be reached: the counts hold for one run only."""
+    return any("unreachable_media" in batch.column("status").unique().to_pylist() for batch in batches)
 
 
 def needs_no_media(batch: Any) -> bool:

@@ -328,7 +328,7 @@ def no_remarks(drop: Drop) -> None:
 def _placeless(error: BadSample, rows: RowFile, number: int, config: DatasetConfig) -> BadSample:
     """The error without paths and places, which may change while the row stays the same."""
     detail = error.detail
-    if error.reason == "malformed_row":
+    if error.reason in ("malformed_row", "row_too_large"):
         detail = detail.removeprefix(f"{rows.location(number)}: ")
     detail = _IN_ROW.sub(_in_row, detail.replace(f"{config.rules.media_dir}{os.sep}", ""))
     return BadSample(detail[:_LONGEST_DETAIL], reason=error.reason, stage=error.stage)

@@ -14,6 +14,7 @@ from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import RowFile
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sidecar import Sidecar
+from packhorse.types import mask_secrets
 
 _EXAMPLES = 3
 
@@ -194,7 +195,7 @@ def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetRe
                 examples.append(BadRow(row_key(name, first + place), reason, columns.detail[place], where))
     return DatasetReport(
         name,
-        counted.config.file_name,
+        mask_secrets(counted.config.file_name),
         str(sidecar.path),
         len(sidecar),
         {kind: sums[kind] for kind in ("text", "image", "video", "audio")},

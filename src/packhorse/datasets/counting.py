@@ -9,6 +9,7 @@ are there, whole and under its own name; its bytes are the same whatever was tak
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from packhorse.datasets.count_disk import (
     Part,
     be_newest,
     has_bad,
+    has_unreachable,
     is_bad,
     keep_part,
     may_write,
@@ -43,9 +45,9 @@ from packhorse.datasets.count_part import (
 )
 from packhorse.datasets.count_report import CountedFile, CountReport, dataset_report
 from packhorse.datasets.count_verify import verify_counts
-from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
+from packhorse.datasets.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.datasets.progress import Progress
-from packhorse.datasets.rows import RowFile, open_rows
+from packhorse.datasets.rows import RowFile
 from packhorse.datasets.sidecar import (
     Place,
     Settings,
@@ -58,6 +60,9 @@ logger = getLogger("packhorse.datasets")
 
 PART_ROWS = 4096
 """Rows of a part: a second or two of work, which is what an interruption costs a worker."""
+
+BEFORE = ".before"
+"""Added to the name of counts with unreachable media when they are replaced."""
 
 _MOST_LOSSES = 3
 
@@ -100,7 +105,8 @@ def count_meta(
     """Count the tokens of every row, and keep the result beside the data.
 
     What has been counted before, in the same state and with the same settings, is not counted again. Media
-    are looked at once: if they have changed under the same names, ask for a ``fresh`` count.
+    are looked at once: if they have changed under the same names, ask for a ``fresh`` count. Parts with a
+    media item that could not be reached (no permission, no answer) are counted again every time.
 
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are counted, whatever share of
@@ -132,7 +138,7 @@ def count_meta(
         check_media_dir(config)
     configs = [with_absolute_paths(config) for config in named]
     work = PartCounter.of(processor, trust_remote_code)
-    files = [open_rows(config.file_name, index_dir) for config in configs]
+    files = [open_dataset_rows(config, index_dir) for config in configs]
     places = [
         Place.of(file, Settings.with_counter(work.settings, config))
         for file, config in zip(files, named, strict=True)
@@ -214,6 +220,7 @@ class _Job:
     _counted: set[int] = field(default_factory=set)
     _files: set[Path] = field(default_factory=set)  # of parts: made here, or found at the beginning
     _losses: int = 0
+    _retries_unreachable: bool = False
     _parts: dict[int, Part] = field(default_factory=dict)
 
     def prepare(self, *, retry_bad: bool, fresh: bool) -> None:
@@ -223,7 +230,9 @@ class _Job:
         found = self.place.find()
         self._seen = None if found is None else (found.path, found.mtime_ns)
         found = None if fresh else found
-        if found is not None and len(found) == len(self.file) and not (retry_bad and has_bad(found)):
+        self._retries_unreachable = found is not None and has_unreachable(found.batches())
+        again = self._retries_unreachable or (retry_bad and found is not None and has_bad(found))
+        if found is not None and len(found) == len(self.file) and not again:
             self._done = found
             # Of a run that was killed when its sidecar was there. Newer ones are somebody's at work.
             remove_files(older_than(found.mtime_ns, self._kept()))
@@ -285,6 +294,10 @@ class _Job:
             place = self._final_place()
             target = place.targets()[self.home]
             with told_if_full(target):
+                if self._retries_unreachable and self._seen is not None:
+                    # A run that was planned from these counts can go on with them only.
+                    with contextlib.suppress(OSError):
+                        os.replace(self._seen[0], f"{self._seen[0]}{BEFORE}")
                 write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
                 be_newest(target, [*self.place.all_targets(), *self._files])
             self._done = Sidecar(target)
@@ -369,6 +382,8 @@ class _Job:
         paths = (path for folder in self.place.parts_folders() for path in folder.glob("*.arrow"))
         kept = (Part(path.stem.partition("-")[0], path) for path in paths)
         known = {part.name: part for part in [*parts, *(part for part in kept if part.is_whole())]}
+        # A timeout or a refusal is no fact about a row: ask again.
+        known = {name: part for name, part in known.items() if not has_unreachable([part.batch()])}
         if retry_bad:
             return {name: part for name, part in known.items() if not is_bad(part.batch())}
         return known

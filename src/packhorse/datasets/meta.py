@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.datasets.meta_checks import check_first_rows, record_same_files
-from packhorse.datasets.meta_file import DatasetConfig, Meta, read_meta
+from packhorse.datasets.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.datasets.progress import Progress
-from packhorse.datasets.rows import Row, RowFile, gc_paused, open_rows
+from packhorse.datasets.rows import Row, RowFile, gc_paused
 from packhorse.datasets.select import Remainder, RowSelection, row_key
 from packhorse.datasets.sharegpt import convert_row
 from packhorse.datasets.summary import MetaExamples, log_dataset_loading_summary
@@ -182,7 +182,7 @@ def open_meta_dataset(
     world = _world(shard_data, rank, world_size)
     ledger = ledger if ledger is not None else Ledger()
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = list(pool.map(lambda config: open_rows(config.file_name, index_dir), configs))
+        files = list(pool.map(lambda config: open_dataset_rows(config, index_dir), configs))
     sources = []
     for config, file in zip(configs, files, strict=True):
         selection = RowSelection(len(file), config.sample_ratio, world, remainder)

@@ -11,8 +11,9 @@ from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import RowFile
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sharegpt import convert_row
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, MissingDependency
 from packhorse.ledger import Ledger
+from packhorse.media.remote import require_driver
 from packhorse.media.source import is_address
 from packhorse.types import Drop
 
@@ -32,7 +33,12 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     rows, so all stop or none.
     """
     media_dir = config.rules.media_dir
-    if media_dir is not None and not is_address(media_dir) and not os.path.isdir(media_dir):
+    if media_dir is not None and is_address(media_dir):
+        try:
+            require_driver(media_dir)
+        except MissingDependency as error:
+            raise MissingDependency(f"dataset '{config.name}': media_dir {error}") from error
+    elif media_dir is not None and not os.path.isdir(media_dir):
         logger.warning(
             "%s: media_dir %s is not a folder (nor is it one beside the meta file): every medium with a "
             "relative path will be missing, and its row left out or replaced as missing_media",
@@ -66,6 +72,6 @@ def record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:
         name, path = source.config.name, os.path.realpath(source.file.path)
         other = first.setdefault(path, name)
         if other != name and source.selection.world.rank == 0:
-            detail = f"{source.config.file_name} is also the file of dataset '{other}'; its rows come twice"
+            detail = f"{source.file.name} is also the file of dataset '{other}'; its rows come twice"
             logger.warning("%s: %s", name, detail)
             ledger.record(Drop(name, "select", "same_file", detail, "kept", name))

@@ -10,8 +10,9 @@ from pathlib import PurePath
 from typing import Any
 
 from packhorse.datasets.cache import local_file
+from packhorse.datasets.rows import RowFile, open_rows
 from packhorse.datasets.sharegpt import ShareGptFormat
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, MissingDependency
 from packhorse.media.source import is_address
 
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
@@ -59,6 +60,14 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
     if twice:
         raise ConfigError(f"dataset_names has {', '.join(twice)} twice; to repeat it set its sample_ratio")
     return [_dataset_config(path, name, meta[name]) for name in names]
+
+
+def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> RowFile:
+    """The rows of a dataset; an error of :func:`open_rows` that is not the system's names the dataset."""
+    try:
+        return open_rows(config.file_name, index_dir)
+    except (ConfigError, MissingDependency) as error:
+        raise type(error)(f"dataset '{config.name}': {error}") from error
 
 
 def _parsed(path: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from packhorse.conversation import parse_conversation
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import VideoSampling, inject_fake_image, preload_media
-from packhorse.types import Drop, Reason, Stage
+from packhorse.types import Drop, Reason, Stage, mask_secrets
 
 logger = getLogger("packhorse.datasets")
 
@@ -386,4 +386,4 @@ def _of_the_batch(error: BaseException, *, named: bool) -> BadSample:
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return mask_secrets(f"{type(error).__name__}: {error}")

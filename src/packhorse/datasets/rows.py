@@ -27,9 +27,13 @@ import orjson
 from packhorse.datasets.cache import local_file
 from packhorse.datasets.index import Layout, open_index
 from packhorse.datasets.scan import Offsets, Onlooker
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import BadSample, ConfigError, limit_of
+from packhorse.types import mask_secrets
 
 Row = dict[str, Any]
+
+MAX_ROW_BYTES = 64 << 20
+"""A larger row of a JSON file is not read: mostly a file without line ends, or one that was cut off."""
 
 _BLOCK = 1 << 16  # rows looked up in the index at a time
 _PIECE = 1 << 22  # bytes of a row file's content that are in memory at a time
@@ -126,7 +130,22 @@ class JsonRows(RowFile):
 
     def __getitem__(self, row: int) -> Row:
         row = self._checked(row)
-        return self._parse(self._fetch(*self._index.span(row)), row)
+        start, stop = self._index.span(row)
+        if stop - start > (most := self._most_bytes()):
+            raise self._too_large(row, stop - start, most)
+        return self._parse(self._fetch(start, stop), row)
+
+    @staticmethod
+    def _most_bytes() -> int:
+        return limit_of("PACKHORSE_MAX_ROW_BYTES", MAX_ROW_BYTES)
+
+    def _too_large(self, row: int, size: int, most: int) -> BadSample:
+        return BadSample(
+            f"{self.location(row)}: the row has {size:,} bytes, more than the limit of {most:,}; is a line "
+            "end missing? Split it, or raise PACKHORSE_MAX_ROW_BYTES",
+            reason="row_too_large",
+            stage="read",
+        )
 
     def raw(self, row: int) -> bytes:
         """The row's own bytes, without what lies between it and the next."""
@@ -134,7 +153,7 @@ class JsonRows(RowFile):
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
         """As :meth:`RowFile.read`; neighbouring rows are fetched with one call."""
-        numbers = iter(rows)
+        numbers, most = iter(rows), self._most_bytes()
         while block := list(itertools.islice(numbers, _BLOCK)):
             at = self._all_checked(block)
             starts, stops = self._index.spans(at)
@@ -142,6 +161,9 @@ class JsonRows(RowFile):
             first_bytes, behind = starts.tolist(), stops.tolist()
             for first, last in zip(firsts, [*firsts[1:], len(block)], strict=True):
                 base = first_bytes[first]
+                if behind[last - 1] - base > most:  # a run of its own, or one that ends with such a row
+                    yield from map(self._get_or_error, block[first:last])
+                    continue
                 data = self._fetch(base, behind[last - 1])
                 if last == first + 1:
                     yield self._row_or_error(data, block[first])
@@ -291,7 +313,7 @@ def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | N
         FileNotFoundError: nothing is there.
         ConfigError: (a ``ValueError``) it is not what its name says.
     """
-    path = local_file(address)
+    path, address = local_file(address), mask_secrets(address)
     if os.path.isdir(path):
         raise ConfigError(f"{address} is a folder, expected a file of rows: name its files, a data set each")
     if not os.path.isfile(path):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from packhorse.conversation import parse_conversation
+from packhorse.conversation import check_text, parse_conversation
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.media import resolve
@@ -22,6 +22,7 @@ PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
 """What stands in the text of a user for the next medium of that kind."""
 
 _SURPLUS = object()
+_LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,8 @@ class _Conversion:
                     "Set tags={'role_tag': …, 'content_tag': …} to the names the turns use",
                 )
         role, content = turn[tags.role_tag], turn[tags.content_tag]
+        if isinstance(content, str) and len(content) > _LONG_TEXT:
+            check_text(len(content), self.key)  # before it is searched for placeholders
         if role == tags.user_tag:
             return {"role": "user", "content": self._user_parts(number, content)}
         if role == tags.assistant_tag:

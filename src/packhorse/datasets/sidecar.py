@@ -31,6 +31,7 @@ from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import RowFile
 from packhorse.errors import ConfigError
 from packhorse.media.source import is_address, local_path
+from packhorse.types import mask_secrets
 
 if TYPE_CHECKING:
     from packhorse.datasets.meta import MetaDataset
@@ -199,7 +200,7 @@ def _portable(config: DatasetConfig) -> str:
     if media_dir is None:
         media_dir = os.getcwd()
     elif is_address(media_dir):
-        return media_dir
+        return mask_secrets(media_dir)  # it is kept in the count file
     folder = os.path.realpath(media_dir)
     return folder if origin is None else os.path.relpath(folder, os.path.dirname(os.path.realpath(origin)))
 
@@ -353,7 +354,9 @@ def places_of(dataset: MetaDataset, processor: Any) -> list[Place]:
     ]
 
 
-def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> CountColumns | None:
+def counts_of(
+    dataset: MetaDataset, processor: Any, *, tell: bool = True, retry_unreachable: bool = False
+) -> CountColumns | None:
     """The counts of a data set's examples, from the sidecars that ``packhorse count`` has written.
 
     Position ``i`` is ``dataset[i]``: a share, copies and this rank's rows are taken into account.
@@ -362,6 +365,7 @@ def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> Cou
         dataset: as :func:`~packhorse.datasets.open_meta_dataset` gives it.
         processor: what the rows were counted with: a processor, or the path or hub name of one.
         tell: say in the log why there are none (one rank of many is enough).
+        retry_unreachable: counts with media items that could not be reached do not hold: count again.
 
     Returns:
         None if the sidecar of any of the files is missing, or was made with another processor, other rules or
@@ -377,8 +381,12 @@ def counts_of(dataset: MetaDataset, processor: Any, *, tell: bool = True) -> Cou
     for source, place, sidecar in zip(dataset.sources, places, sidecars, strict=True):
         if sidecar is None or len(sidecar) != len(source.file):
             missing.append(f"{source.config.name}: {_why_missing(place)}")
+            continue
+        columns = sidecar.columns()
+        if retry_unreachable and (unreachable := int((columns.status == "unreachable_media").sum())):
+            missing.append(f"{source.config.name}: media of {unreachable:,} rows could not be reached")
         elif not missing:
-            usable.append(sidecar.columns().take(source.selection.rows()))
+            usable.append(columns.take(source.selection.rows()))
     if not missing:
         return CountColumns.joined(usable)
     if tell:

@@ -182,7 +182,9 @@ def counts_for(
         return ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor))
     if not isinstance(dataset, MetaDataset):
         return _count_slices(dataset, processor, ranks)
-    look = partial(counts_of, dataset, processor, tell=ranks.world.rank == 0)
+    retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
+    tell = ranks.world.rank == 0
+    look = partial(counts_of, dataset, processor, tell=tell, retry_unreachable=retry)
     found = ranks.run_on_all_ranks("read the count files", look)
     if ranks.all_agree(found is not None) and found is not None:
         return found

@@ -34,7 +34,8 @@ from packhorse.types import MEDIA_KINDS, Drop, Reason
 logger = getLogger("packhorse.loader")
 
 Integers = npt.NDArray[np.int64]
-_MAY_HAVE_ARRIVED = ("missing_media", "broken_media", "media_too_large")  # a row is mended in its file
+# A row is mended in its file; these may be mended without changing it.
+_MAY_HAVE_ARRIVED = ("missing_media", "broken_media", "media_too_large", "row_too_large")
 _ORDER = 1  # goes up when the same plan is dealt in another order
 _CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
 
@@ -303,6 +304,8 @@ def record_left_out(
 def _bad_detail(counts: CountColumns, index: int) -> str:
     again = "; between runs `packhorse count --retry-bad` looks again"
     hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
+    if counts.status[index] == "unreachable_media":
+        hint = "; the next run asks again"
     return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 

@@ -22,6 +22,19 @@ _MACHINE_FAULTS = {
 }
 
 
+class RemoteError(OSError):
+    """An address cannot be reached.
+
+    Attributes:
+        missing: the store says that nothing is there, or the address makes no sense.
+        may_pass: another try may succeed.
+    """
+
+    def __init__(self, detail: str, *, missing: bool = False, may_pass: bool = False) -> None:
+        super().__init__(detail)
+        self.missing, self.may_pass = missing, may_pass
+
+
 def bad(detail: str, reason: Reason) -> BadSample:
     """The error for a medium that cannot be used, ready to raise; ``detail`` names the source."""
     return BadSample(detail, reason=reason, stage="media")
@@ -38,6 +51,16 @@ def machine_fault(error: BaseException, detail: str) -> SystemFault | None:
     return SystemFault(f"{detail}: the machine is at fault, not the sample; {advice}")
 
 
+def outside_fault(error: BaseException, detail: str) -> PackhorseError | None:
+    """The error to raise where ``error`` says nothing about the media item, or None.
+
+    That is a fault of the machine, a refusal (no permission), or an address that does not answer.
+    """
+    if isinstance(error, PermissionError) or (isinstance(error, RemoteError) and not error.missing):
+        return bad(detail, "unreachable_media")
+    return machine_fault(error, detail)
+
+
 def unreadable(error: BaseException, detail: str, reason: Reason) -> PackhorseError:
-    """The error for a medium that could not be read, ready to raise: the machine's fault or the sample's."""
-    return machine_fault(error, detail) or bad(detail, reason)
+    """The error for a media item that could not be read, ready to raise: of others, or of its own."""
+    return outside_fault(error, detail) or bad(detail, reason)

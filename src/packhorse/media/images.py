@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from packhorse.media.failure import bad, machine_fault, unreadable
+from packhorse.media.failure import bad, outside_fault, unreadable
 from packhorse.media.headers import header_size, path_header_size
 from packhorse.media.source import describe, open_source
 
@@ -155,7 +155,7 @@ def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
         ) from error
     except _DECODE_ERRORS as error:
         raise unreadable(
-            error, f"{describe(source)}: the image header is damaged ({error})", "broken_media"
+            error, f"{describe(source)}: the image header cannot be read ({error})", "broken_media"
         ) from error
 
 
@@ -177,8 +177,8 @@ def _check_format(image: Image.Image, source: Any) -> None:
     """Reject an image that the caller opened and did not decode, in a format that may start a program."""
     if image.format is not None and image.format not in _FORMATS and getattr(image, "tile", None):
         raise bad(
-            f"{describe(source)} is an image in the format {image.format}, which is not read; convert it to PNG "
-            "or JPEG",
+            f"{describe(source)} is an image in the format {image.format}, which is not read; convert it to "
+            "PNG or JPEG",
             "broken_media",
         )
 
@@ -222,7 +222,7 @@ def _orientation(image: Image.Image) -> Any:
     try:
         return image.getexif().get(_ORIENTATION, 1)
     except _DECODE_ERRORS as error:
-        fault = machine_fault(error, f"reading the EXIF data failed ({error})")
+        fault = outside_fault(error, f"reading the EXIF data failed ({error})")
         if fault is not None:
             raise fault from error
         return 1

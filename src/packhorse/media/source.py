@@ -9,8 +9,9 @@ A source is one of
 - a Hugging Face style dict ``{"bytes": … or None, "path": … or None}``; the bytes win where both are given.
 
 Opening a local file costs one ``stat`` and one ``open``; nothing is read ahead. A source that is not there
-raises :class:`~packhorse.errors.BadSample` with reason ``missing_media``, an empty one ``broken_media``; a
-machine that fails (no file handles left, a broken disk or mount) :class:`~packhorse.errors.SystemFault`.
+raises :class:`~packhorse.errors.BadSample` with reason ``missing_media``, an empty one ``broken_media``, one
+that may not be read or does not answer ``unreachable_media``; a machine that fails (no file handles left, a
+broken disk or mount) :class:`~packhorse.errors.SystemFault`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from packhorse.errors import BadSample, MissingDependency
-from packhorse.media.failure import bad, unreadable
+from packhorse.errors import BadSample
+from packhorse.media.failure import RemoteError, bad, unreadable
 from packhorse.media.lmdb import read_lmdb
+from packhorse.media.remote import open_address
+from packhorse.types import mask_secrets
 
 _LOCAL_SCHEMES = ("file://", "local://")
 _SCHEME = re.compile(r"[A-Za-z0-9+.\-:]+")
@@ -143,13 +146,13 @@ def local_path(source: Any) -> str | None:
 
 
 def describe(source: Any) -> str:
-    """A short name of the source for messages; never its contents.
+    """A short name of the source for messages; never its contents, nor the secrets of an address.
 
     >>> describe(b"abc")
     '<3 bytes>'
     """
     if isinstance(source, str | os.PathLike):
-        text = os.fsdecode(source)
+        text = mask_secrets(os.fsdecode(source))
         if len(text) <= _LONGEST_NAME:
             return text
         return f"{text[: _LONGEST_NAME // 2]}…{text[-_LONGEST_NAME // 2 :]}"
@@ -234,20 +237,11 @@ def _open_local(path: str, buffering: int) -> tuple[BinaryIO, int]:
 
 
 def _open_address(url: str, block_size: int | None) -> tuple[BinaryIO, int]:
-    import fsspec
-
     if ".lmdb::" in url:
         raise bad(f"{describe(url)}: an LMDB database is read from a local disk only", "missing_media")
     try:
-        system, path = fsspec.core.url_to_fs(url)
-        file = system.open(path, "rb", **({} if block_size is None else {"block_size": block_size}))
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-    except ImportError as error:
-        raise MissingDependency(f"{describe(url)}: {error}") from error
-    except FileNotFoundError as error:
-        raise bad(f"no file {describe(url)}", "missing_media") from error
-    except (OSError, ValueError) as error:
-        detail = str(error) or type(error).__name__
-        raise unreadable(error, f"{describe(url)} cannot be opened ({detail})", "missing_media") from error
-    return file, size
+        return open_address(url, block_size)
+    except OSError as error:
+        plain = isinstance(error, RemoteError) and error.missing and not str(error)
+        detail = f"no file {describe(url)}" if plain else f"{describe(url)} cannot be opened ({error})"
+        raise unreadable(error, detail, "missing_media") from None

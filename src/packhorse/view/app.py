@@ -101,8 +101,9 @@ def _medium(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Respo
             if not 0 <= numbers["row"] < rows:
                 raise LookupError(f"there is no row {numbers['row']}")
             made = get(**numbers)
-        except DATA_ERRORS as error:
-            if not isinstance(error, LookupError | ConfigError) and not is_data_error(error):
+        except (*DATA_ERRORS, MissingDependency) as error:
+            named = isinstance(error, LookupError | ConfigError | MissingDependency)
+            if not named and not is_data_error(error):
                 raise
             return Response(why_not(error), 404, media_type="text/plain")
         # Not kept by the browser: the next plan on this port has other pictures under the same numbers.

@@ -25,7 +25,7 @@ from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import open_data
 from packhorse.neat_packing_vlm.pack_plan import DROP_REASONS
-from packhorse.types import Drop, Reason
+from packhorse.types import Drop, Reason, mask_secrets
 from packhorse.view.encoder import Encoder
 from packhorse.view.keys import RowFinder
 from packhorse.view.plan_book import PlanBook, book_of, open_book
@@ -34,6 +34,7 @@ from packhorse.view.report import plan_report
 
 Integers = npt.NDArray[np.int64]
 
+_MOST_RAW = 100_000  # bytes of a row that are shown
 _NOT_ROWS_OF_IT = ("not_sampled", "left_over")  # rows that are no examples of this mixture
 
 
@@ -152,12 +153,14 @@ class Book:
         return self.plan.pack_of()
 
     def raw(self, index: int) -> str:
-        """The row as its file has it, as text; what is not UTF-8 is escaped."""
+        """The row as its file has it, as text, or its beginning; what is not UTF-8 is escaped."""
         source, row = self.finder.place(index)
         if isinstance(source.file, JsonRows):
-            return source.file.raw(row).decode("utf-8", "backslashreplace")
+            raw = source.file.raw(row)
+            rest = f" … ({len(raw):,} bytes)" if len(raw) > _MOST_RAW else ""
+            return mask_secrets(raw[:_MOST_RAW].decode("utf-8", "backslashreplace")) + rest
         try:
-            return repr(source.file[row])
+            return mask_secrets(repr(source.file[row]))
         except BadSample as error:
             return error.detail
 

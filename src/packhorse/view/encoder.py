@@ -18,7 +18,7 @@ from packhorse.datasets.prepare import with_sound_in_place
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.ledger import Ledger
 from packhorse.loader.blank import Blanks, kinds_in
-from packhorse.types import Conversation, Drop, MediaRef, TextPart
+from packhorse.types import Conversation, Drop, MediaRef, TextPart, mask_secrets
 from packhorse.view.planning import Opened
 from packhorse.view.tokens import TEMPLATE, Run, decoded, positions_of, roles_of, runs_of
 
@@ -225,7 +225,7 @@ def _name(ref: MediaRef) -> str:
     source = ref.source.get("path") if isinstance(ref.source, dict) else ref.source
     if isinstance(source, list | tuple) and source:
         return f"{len(source)} frames"
-    return str(source).rpartition("/")[2][-80:] if isinstance(source, str) else ref.kind
+    return mask_secrets(source).rpartition("/")[2][-80:] if isinstance(source, str) else ref.kind
 
 
 def _as_bad(error: BaseException) -> BadSample:

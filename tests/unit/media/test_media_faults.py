@@ -129,15 +129,24 @@ def test_a_fault_of_the_machine_stops_the_run_whatever_is_read(
             assert isinstance(raised(call, failing(data, good, code)), SystemFault)
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ECONNRESET, errno.ENAMETOOLONG])
-def test_other_failures_of_reading_stay_the_samples_fault(failing: Callable[..., str], code: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "when_opening", "when_reading"),
+    [
+        (errno.EACCES, "unreachable_media", "unreachable_media"),
+        (errno.ECONNRESET, "unreachable_media", "unreachable_media"),
+        (errno.ENAMETOOLONG, "missing_media", "broken_media"),
+    ],
+)
+def test_other_failures_of_reading_concern_one_sample(
+    failing: Callable[..., str], code: int, when_opening: str, when_reading: str
+) -> None:
     for call, data in ((load_image, encoded_image("PNG")), (load_audio, encoded_sound("WAV"))):
         opening = raised(call, failing(data, -1, code))
         assert isinstance(opening, BadSample)
-        assert opening.reason == "missing_media"
+        assert opening.reason == when_opening
         reading = raised(call, failing(data, 2000, code))
         assert isinstance(reading, BadSample)
-        assert reading.reason == "broken_media"
+        assert reading.reason == when_reading
         assert is_data_error(reading)
 
 

@@ -314,16 +314,16 @@ def test_exif_that_cannot_be_read_turns_nothing() -> None:
     assert image_size(data) == (30, 40)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PIL, about the EXIF data
 def test_an_orientation_after_a_value_that_is_cut_off_turns_nothing_as_in_pil(tmp_path: Path) -> None:
     exif = bytearray(exif_of(6).tobytes())
     at = exif.index(b"\x0f\x01", 14) if exif[6:8] == b"II" else exif.index(b"\x01\x0f", 14)
     exif[at + 8 : at + 12] = b"\xff\xff\0\0" if exif[6:8] == b"II" else b"\0\0\xff\xff"  # where the maker is
     path = tmp_path / "photo.jpg"
     path.write_bytes(encoded(plain(), "JPEG", exif=bytes(exif)))
-    with pytest.warns(UserWarning):
-        upright = oracle(str(path))
-        assert image_size(path) == (upright.height, upright.width)
-        assert_same(load_image(path), upright)
+    upright = oracle(str(path))
+    assert image_size(path) == (upright.height, upright.width)
+    assert_same(load_image(path), upright)
 
 
 def test_nothing_of_the_callers_is_changed(png: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_file_without_permission_says_so(tmp_path: Path) -> None:
     process.start()
     reason, message = queue.get(timeout=30)
     process.join()
-    assert reason == "missing_media"
+    assert reason == "unreachable_media"
     assert "Permission denied" in message
 
 

@@ -1,0 +1,470 @@
+"""Media at addresses: a server that fails, refuses or is not there; an address that makes no sense."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from media_samples import noise
+from PIL import Image
+
+import packhorse
+from contract.processors import processor
+from count_samples import python_path, save_processor, write_meta, write_rows
+from packhorse import LoaderConfig, World
+from packhorse.check import check_meta
+from packhorse.datasets import open_meta_dataset, open_rows
+from packhorse.datasets.counting import count_meta
+from packhorse.datasets.sidecar import Sidecar, counts_of
+from packhorse.errors import BadSample, ConfigError, MissingDependency, SystemFault
+from packhorse.media import image_size, load_audio, load_image, load_video, read_bytes, remote
+from packhorse.view.app import make_app
+from packhorse.view.book import Book
+from packhorse.view.plan_book import save_book
+from packhorse.view.planning import Request, make_plan
+from packhorse.view.report import plan_report
+from view_samples import ask
+
+
+def png(width: int = 60, height: int = 40) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(noise(width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers ``/403/…`` with 403, ``/cut/…`` with half of an image, ``/good/…`` with all of it, and so on.
+
+    ``/twice-503/…`` fails twice and then answers. ``asked`` counts requests by path.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: Counter[str] = Counter()
+        self.image, self.open = png(), False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version: ClassVar[str] = "HTTP/1.0"
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        kind = self.path.split("/")[1]
+        server.asked[self.path] += 1
+        if kind.startswith("twice-") and server.asked[self.path] <= 4:  # a HEAD and a GET for each try
+            kind = kind.removeprefix("twice-")
+        if kind == "slow":
+            time.sleep(3)
+        if kind.isdigit() and not server.open:
+            self.send_error(int(kind))
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(server.image)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(server.image[: len(server.image) // 2] if kind == "cut" else server.image)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        thread = threading.Thread(target=made.serve_forever, daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_WAITS", (0.0, 0.0))
+    remote._failures.clear()
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    return processor("qwen2_vl")
+
+
+def refused(source: str, call: Any = load_image) -> BadSample:
+    with pytest.raises(BadSample) as caught:
+        call(source)
+    assert caught.value.stage == "media"
+    return caught.value
+
+
+# --- one media item --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [load_image, image_size, read_bytes, load_video, load_audio])
+@pytest.mark.parametrize(
+    ("path", "reason", "words"),
+    [
+        ("404", "missing_media", "no file "),
+        ("410", "missing_media", "no file "),
+        ("401", "unreachable_media", "the server answers 401"),
+        ("403", "unreachable_media", "the server answers 403"),
+        ("500", "unreachable_media", "the server answers 500"),
+    ],
+)
+def test_what_a_server_answers_is_told_apart(
+    server: Server, call: Any, path: str, reason: str, words: str
+) -> None:
+    url = f"{server.url}/{path}/a.png"
+    error = refused(url, call)
+    assert error.reason == reason
+    assert words in error.detail
+    assert url in error.detail
+
+
+def test_a_body_that_is_always_cut_off_is_unreachable_after_retries(server: Server) -> None:
+    url = f"{server.url}/cut/a.png"
+    for call in (load_image, read_bytes, load_video, load_audio):
+        error = refused(url, call)
+        assert error.reason == "unreachable_media"
+        assert "ClientPayloadError" in error.detail
+        assert url in error.detail
+    assert server.asked["/cut/a.png"] >= 3
+
+
+def test_a_failure_that_passes_costs_no_sample(server: Server) -> None:
+    assert load_image(f"{server.url}/twice-503/a.png").size == (60, 40)
+    assert image_size(f"{server.url}/twice-429/a.png") == (40, 60)
+
+
+def test_a_refusal_is_not_tried_again(server: Server) -> None:
+    refused(f"{server.url}/403/a.png")
+    assert server.asked["/403/a.png"] <= 2  # a HEAD and a GET
+
+
+def test_a_host_that_fails_for_many_items_is_asked_once_for_each_until_it_answers(server: Server) -> None:
+    for number in range(5):
+        refused(f"{server.url}/500/{number}.png")
+    assert server.asked["/500/0.png"] == 6
+    assert server.asked["/500/4.png"] == 2
+    load_image(f"{server.url}/good/a.png")
+    refused(f"{server.url}/500/5.png")
+    assert server.asked["/500/5.png"] == 6
+
+
+def test_a_host_that_is_not_there_is_unreachable() -> None:
+    for url in ("http://127.0.0.1:9/a.png", "http://no-such-host.invalid/a.png"):
+        error = refused(url)
+        assert error.reason == "unreachable_media"
+        assert url in error.detail
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "reference://x",
+        "dir://x",
+        "generic://x",
+        "github://x",
+        "data://x",
+        "nonsense://x",
+        "cached://x",
+        "://",
+    ],
+)
+def test_an_address_that_makes_no_sense_is_missing_media(url: str) -> None:
+    for call in (load_image, image_size):
+        error = refused(url, call)
+        assert error.reason == "missing_media"
+        assert url in error.detail
+
+
+def test_a_hub_address_without_a_network_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    url = "hf://datasets/someone/photos/a.png"
+    error = refused(url)
+    assert error.reason == "unreachable_media"
+    assert url in error.detail
+
+
+class NoCredentialsError(Exception):
+    """As botocore raises it: no OSError, and none of the standard library's."""
+
+
+class _Driver(fsspec.AbstractFileSystem):
+    """A store whose driver raises what a test wants."""
+
+    protocol = "raising"
+    cachable = False
+    error: ClassVar[Exception] = Exception()
+
+    def _open(self, path: str, *_: Any, **__: Any) -> Any:
+        raise self.error
+
+    def info(self, path: str, **_: Any) -> Any:
+        raise self.error
+
+
+@pytest.fixture
+def raising(monkeypatch: pytest.MonkeyPatch) -> Any:
+    fsspec.register_implementation("raising", _Driver, clobber=True)
+
+    def put(error: Exception) -> str:
+        monkeypatch.setattr(_Driver, "error", error)
+        return "raising://bucket/a.png"
+
+    return put
+
+
+def test_missing_credentials_are_an_error_with_the_setting_in_its_line(raising: Any) -> None:
+    url = raising(NoCredentialsError("Unable to locate credentials"))
+    with pytest.raises(ConfigError) as caught:
+        load_image(url)
+    assert str(caught.value) == (
+        f"{url} cannot be opened: NoCredentialsError: Unable to locate credentials. "
+        "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    )
+
+
+def test_an_error_of_the_machine_stays_one(raising: Any) -> None:
+    with pytest.raises(SystemFault, match="the machine is at fault"):
+        load_image(raising(OSError(24, "Too many open files")))
+
+
+def test_an_error_that_no_library_shares_is_unreachable(raising: Any) -> None:
+    class TransportError(Exception): ...
+
+    assert refused(raising(TransportError("no route"))).reason == "unreachable_media"
+
+
+# --- rows ------------------------------------------------------------------------------------------------
+
+
+def row(image: str) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<image>what"}, {"role": "assistant", "content": "ok"}]
+    return {"messages": turns, "images": [image]}
+
+
+def write_data(folder: Path, images: list[str], **entry: Any) -> Path:
+    (folder / "good.png").write_bytes(png())
+    write_rows(folder / "photos.jsonl", [row(image) for image in images])
+    return write_meta(folder, {"photos": {"file_name": "photos.jsonl", "media_dir": ".", **entry}})
+
+
+def load(meta: Path, qwen: Any) -> packhorse.Loader:
+    return packhorse.load(
+        str(meta), qwen, model="unchecked", world=World(), pack_size=256, max_bad_share=None
+    )
+
+
+def test_odd_addresses_are_in_the_ledger_with_their_rows_and_the_others_are_delivered(
+    tmp_path: Path, qwen: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    hub, gone = "hf://datasets/someone/photos/a.png", f"{server.url}/404/a.png"
+    images = ["reference://x", hub, f"{server.url}/403/a.png", gone, "good.png", f"{server.url}/good/a.png"]
+    loader = load(write_data(tmp_path, images), qwen)
+    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    assert sorted(delivered) == [4, 5]
+    found = {drop.key: (drop.reason, drop.detail) for drop in loader.ledger}
+    assert {key: reason for key, (reason, _) in found.items()} == {
+        "photos/0": "missing_media",
+        "photos/1": "unreachable_media",
+        "photos/2": "unreachable_media",
+        "photos/3": "missing_media",
+    }
+    assert all(images[int(key[7:])] in detail for key, (_, detail) in found.items())
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/a.png", "sftp://host/a.png"])
+def test_a_missing_driver_stops_before_training_and_names_the_row(
+    tmp_path: Path, qwen: Any, url: str
+) -> None:
+    meta = write_data(tmp_path, ["good.png", url, url])
+    for call in (lambda: load(meta, qwen), lambda: count_meta(meta, qwen), lambda: check_meta(meta)):
+        with pytest.raises(MissingDependency) as caught:
+            call()
+        assert f"photos/1: {url} cannot be opened" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_missing_driver_of_a_media_folder_is_found_though_the_rows_were_counted_before(
+    tmp_path: Path, qwen: Any
+) -> None:
+    meta = write_data(tmp_path, ["a.png"], media_dir="gs://bucket/photos")
+    with pytest.raises(MissingDependency, match=r"dataset 'photos': media_dir gs://bucket/photos cannot"):
+        open_meta_dataset(meta)
+
+
+def test_missing_credentials_name_the_row_or_the_dataset(tmp_path: Path, qwen: Any, raising: Any) -> None:
+    url = raising(NoCredentialsError("Unable to locate credentials"))
+    with pytest.raises(ConfigError, match=r"^photos/1: raising://bucket/a.png .*AWS_PROFILE$"):
+        load(write_data(tmp_path, ["good.png", url]), qwen)
+    meta = write_data(tmp_path, ["good.png"], file_name="raising://bucket/photos.jsonl")
+    for call in (lambda: load(meta, qwen), lambda: count_meta(meta, qwen)):
+        with pytest.raises(
+            ConfigError, match=r"^dataset 'photos': raising://bucket/photos.jsonl .*AWS_PROFI"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_what_could_not_be_reached_is_asked_again_by_the_next_run(
+    tmp_path: Path, qwen: Any, server: Server, status: int
+) -> None:
+    meta = write_data(tmp_path, ["good.png", f"{server.url}/{status}/a.png", f"{server.url}/404/a.png"])
+    loader = load(meta, qwen)
+    assert {drop.key: drop.reason for drop in loader.ledger} == {
+        "photos/1": "unreachable_media",
+        "photos/2": "missing_media",
+    }
+    assert "the next run asks again" in next(d.detail for d in loader.ledger if d.key == "photos/1")
+    server.open = True  # what was missing is a fact, which is kept until --retry-bad
+    asked = server.asked["/404/a.png"]
+    loader = load(meta, qwen)
+    assert {drop.key: drop.reason for drop in loader.ledger} == {}
+    assert server.asked["/404/a.png"] > asked  # the part of the file was counted again
+    before = server.asked.copy()
+    load(meta, qwen)
+    assert server.asked == before  # all is known now
+
+
+def test_parts_without_unreachable_media_are_not_counted_again(
+    tmp_path: Path, qwen: Any, server: Server
+) -> None:
+    meta = write_data(
+        tmp_path, [f"{server.url}/good/a.png", "good.png", f"{server.url}/403/a.png", "good.png"]
+    )
+    first = count_meta(meta, qwen, part_rows=2)
+    assert first.datasets[0].bad == {"unreachable_media": 1}
+    asked = server.asked["/good/a.png"]
+    again = count_meta(meta, qwen)
+    assert again.counted_rows == 2
+    assert server.asked["/good/a.png"] == asked
+    server.open = True
+    assert count_meta(meta, qwen).datasets[0].bad == {}
+    assert count_meta(meta, qwen).counted_rows == 0
+
+
+def test_counts_with_unreachable_media_serve_the_run_that_made_them(
+    tmp_path: Path, qwen: Any, server: Server
+) -> None:
+    meta = write_data(tmp_path, ["good.png", f"{server.url}/403/a.png"])
+    report = count_meta(meta, qwen)
+    dataset = open_meta_dataset(meta)
+    counts = counts_of(dataset, qwen)
+    assert counts is not None
+    assert counts.status.tolist() == ["ok", "unreachable_media"]
+    assert counts_of(dataset, qwen, retry_unreachable=True) is None
+    assert Sidecar(report.datasets[0].sidecar).columns().status.tolist() == counts.status.tolist()
+
+
+def test_a_run_goes_on_with_its_own_counts_though_media_answer_now(
+    tmp_path: Path, qwen: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = write_data(tmp_path, ["good.png"] * 4 + [f"{server.url}/403/a.png"])
+    state = load(meta, qwen).state_dict()
+    server.open = True
+    with monkeypatch.context() as kept:
+        kept.setenv("PACKHORSE_KEEP_COUNTS", "1")
+        load(meta, qwen).load_state_dict(state)
+    with pytest.raises(ConfigError, match="differ"):  # asked again, and counted
+        load(meta, qwen).load_state_dict(state)
+    (before,) = tmp_path.glob("*.phcount.before")
+    before.replace(before.with_suffix(""))
+    monkeypatch.setenv("PACKHORSE_KEEP_COUNTS", "1")
+    load(meta, qwen).load_state_dict(state)
+
+
+def test_a_cleaned_copy_keeps_rows_whose_media_could_not_be_reached(
+    tmp_path: Path, qwen: Any, server: Server
+) -> None:
+    from packhorse.check import write_fixed
+
+    meta = write_data(tmp_path, ["good.png", f"{server.url}/403/a.png", f"{server.url}/404/a.png"])
+    report = check_meta(meta, repair=True)
+    assert report.files[0].counts["unreachable_media", "error"] == 1
+    assert not report.passed()
+    write_fixed(report, tmp_path / "fixed")
+    (kept,) = [path for path in (tmp_path / "fixed").rglob("*.jsonl") if "ledger" not in path.name]
+    images = [json.loads(line)["images"][0] for line in kept.read_text().splitlines()]
+    assert [image.rpartition("/")[0] for image in images[1:]] == [f"{server.url}/403"]
+    assert len(images) == 2
+
+
+def test_rows_at_an_address_that_makes_no_sense_or_has_no_driver_are_one_line(tmp_path: Path) -> None:
+    for url, kind in (("reference://x.jsonl", ConfigError), ("gs://b/x.jsonl", MissingDependency)):
+        with pytest.raises(kind, match=url):
+            open_rows(url)
+    with pytest.raises(FileNotFoundError):
+        open_rows("memory://no/such.jsonl")
+
+
+# --- secrets ---------------------------------------------------------------------------------------------
+
+SECRETS = ("hunter2", "5f3a9c", "tok-77", "AKIA99")
+
+
+def with_secrets(server: Server, path: str) -> str:
+    query = "X-Amz-Credential=AKIA99%2F2026&width=9&X-Amz-Signature=5f3a9c&token=tok-77"
+    return f"{server.url.replace('://', '://ann:hunter2@')}/{path}?{query}"
+
+
+def test_secrets_of_addresses_reach_no_ledger_log_report_or_page(
+    tmp_path: Path, qwen: Any, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="packhorse")
+    paths = ["403/a.png", "404/a.png", "cut/a.png", "500/" + "x" * 300 + ".png"]
+    meta = write_data(tmp_path, ["good.png", *(with_secrets(server, path) for path in paths)])
+    loader = load(meta, qwen)
+    told = [drop.detail for drop in loader.ledger]
+    assert len(told) >= 3
+    told += [str(refused(with_secrets(server, path))) for path in paths]
+    report = check_meta(meta)
+    told += [finding.found for finding in report.findings()]
+    told += [record.getMessage() for record in caplog.records]
+    told.append(" ".join(str(path.read_bytes()) for path in tmp_path.glob("*.phcount")))
+    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p")))
+    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
+    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+    pages = ["/", "/problems", *(f"/row/{n}" for n in range(5)), *(f"/media/{n}/0" for n in range(5))]
+    told += [str(ask(app, page).body) for page in pages]
+    for secret in SECRETS:
+        assert not any(secret in text for text in told), secret
+    assert any("width=9" in text and "X-Amz-Signature=***" in text for text in told)
+
+
+def test_a_traceback_holds_no_secrets(server: Server, tmp_path: Path) -> None:
+    script = "import sys\nfrom packhorse.media import load_image\nload_image(sys.argv[1])\n"
+    for path in ("403/a.png", "404/a.png", "cut/a.png"):
+        run = subprocess.run(
+            [sys.executable, "-c", script, with_secrets(server, path)],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), python_path(tmp_path)]),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 1
+        assert "BadSample" in run.stderr
+        assert not [secret for secret in SECRETS if secret in run.stderr], run.stderr
