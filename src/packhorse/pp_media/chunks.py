@@ -139,7 +139,8 @@ def prepare_vlm_media_for_pp(
         ValueError: numbers do not add up, a grid is missing, a tensor contradicts its layout, or the batch
             was prepared for another number of microbatches; the message names key, shapes and counts.
     """
-    if not isinstance(batch, Mapping):
+    given: Any = batch  # collate functions may give anything
+    if not isinstance(given, Mapping):
         return batch
     table = {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(layout or {})}
     if not _has_media(batch, table):
@@ -237,7 +238,7 @@ class _PreparingCollate:
 
     def __call__(self, samples: Any) -> Any:
         batch: Any = self.collate_fn(samples)
-        if not isinstance(batch, Mapping):
+        if not isinstance(batch, MutableMapping):
             return batch
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() == 0:
