@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 import packhorse
 from packhorse import PreTokenizedDatasetWrapper, World, open_meta_dataset
 from packhorse.collate_fns import pad_collate_fn
-from packhorse.collate_fns.finish import cast_pixels
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.transformers import prepare
 from words import SPECIAL
@@ -338,7 +337,7 @@ def encoded(setup: Setup) -> PreTokenizedDatasetWrapper:
 
 def padded(processor: Any, dtype: torch.dtype, samples: list[Batch]) -> Batch:
     """Samples side by side."""
-    return cast_pixels(pad_collate_fn(samples, processor), dtype)
+    return pad_collate_fn(samples, processor, pixel_dtype=dtype)
 
 
 def patches(batch: Batch) -> int:

@@ -48,6 +48,7 @@ GOLDEN = [
     if all((name, case) in ACCEPTED for case in cases)
     if not (name == "kimi_vl" and function is default_collate_fn)
     if not function.__name__.startswith("qwen3_omni")
+    if function.__name__ != "nemotron_omni_collate_fn" or "video" not in cases  # it takes fewer frames
 ]
 # Told better, or for every sample, by Packhorse; each is looked at below.
 OURS = {"video_second_per_grid", "batch_num_images"}
@@ -147,7 +148,9 @@ def test_encoded_samples_padded_are_the_batch_made_at_once(name, files):
     cases = [case for case in ("text", "one image", "two images", "audio") if (name, case) in ACCEPTED]
     given = examples(name, cases, files)
     samples = PreTokenizedDatasetWrapper(given, processor(name), inject_fake_images=False, on_bad="raise")
-    padded = pad_collate_fn([samples[index] for index in range(len(given))], processor(name))
+    padded = pad_collate_fn(
+        [samples[index] for index in range(len(given))], processor(name), pixel_dtype=None
+    )
     at_once = default_collate_fn(given, processor(name), pixel_dtype=None)
     for key in set(TOKEN_KEYS) & at_once.keys() - {"attention_mask"}:
         # Shifted, a row that is padded on the left lacks its last token; one padded on the right has it.

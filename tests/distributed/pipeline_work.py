@@ -79,7 +79,7 @@ class Data:
     @cache  # noqa: B019 - lives as long as the process
     def padded(self, fakes: bool = False) -> list[dict[str, Any]]:
         steps = ([self.samples[fakes][self.places[case]] for case in step] for step in PADDED)
-        return [pad_collate_fn(samples, self.processor) for samples in steps]
+        return [pad_collate_fn(samples, self.processor, pixel_dtype=None) for samples in steps]
 
     @cache  # noqa: B019
     def packed(self, backend: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ class Data:
             bins = [[self.places[case] for case in row] for row in step]
             packs = PackedDatasetWrapper(self.samples[True], bins, 4096, 0, rope, on_bad="raise")
             rows = [packs[row] for row in range(len(bins))]
-            made.append(neat_packed_vlm_collater(rows, attn_implementation=backend))
+            made.append(neat_packed_vlm_collater(rows, attn_implementation=backend, pixel_dtype=None))
         return made
 
     def prepared(self, batch: dict[str, Any], n_microbatches: int) -> dict[str, Any]:

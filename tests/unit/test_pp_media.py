@@ -1,5 +1,6 @@
 """Media chunks for microbatches: whose they are, what is refused, and what stage 0 holds, and when."""
 
+import copy
 import inspect
 import pickle
 import subprocess
@@ -147,7 +148,8 @@ def test_what_tells_about_images_is_split_by_image_under_its_own_name(grid: str)
         3, pixel_values=torch.rand(4, 6, 5), n_images_per_sample=torch.tensor([3, 0, 1]), **{grid: values}
     )
     chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
-    assert set(chunks) == {"pixel_values", grid}
+    assert set(chunks) == {"pixel_values", grid, "image_grid_hws"}
+    assert chunks["image_grid_hws"] is chunks[grid]
     assert lengths(chunks[grid]) == lengths(chunks["pixel_values"]) == [3, 0, 1]
 
 
@@ -214,7 +216,8 @@ def test_a_mask_of_pixels_follows_them() -> None:
     }
     batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
     chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
-    assert {key: lengths(parts) for key, parts in chunks.items()} == {key: [2, 0, 1] for key in media}
+    expected = {key: [2, 0, 1] for key in (*media, "image_grid_hws")}
+    assert {key: lengths(parts) for key, parts in chunks.items()} == expected
     assert set(batch) == {"input_ids", VLM_PP_MEDIA_KEY}, "nothing is left that the schedule would split"
 
 
@@ -372,5 +375,41 @@ def test_a_wrapped_collate_function_prepares_its_batches_in_workers_too() -> Non
 
 
 def test_a_collate_function_without_ids_is_told_so() -> None:
-    with pytest.raises(ValueError, match="no tensor 'input_ids' to tell its rows, only labels"):
-        wrap_vlm_collate_for_pp(dict, 2)({"labels": 1})
+    with pytest.raises(ValueError, match="no tensor 'input_ids' to tell its rows, only pixel_values"):
+        wrap_vlm_collate_for_pp(dict, 2)({"pixel_values": torch.rand(2, 3, 4, 4)})
+
+
+@pytest.mark.parametrize("batch", [None, [1, 2], "text", {}, {"labels": 1}, {"pixel_values": None}])
+def test_what_is_no_mapping_or_has_no_media_passes_through(batch: Any) -> None:
+    expected = {} if batch == {"pixel_values": None} else batch
+    assert prepare_vlm_media_for_pp(copy.copy(batch), 3, 2) == expected
+    assert wrap_vlm_collate_for_pp(lambda samples: samples, 2)(batch) is batch
+
+
+def test_a_batch_without_media_is_not_measured() -> None:
+    batch = batch_of(4)
+    assert prepare_vlm_media_for_pp(batch, 3, 2) is batch
+    assert set(batch) == {"input_ids"}
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (7, 3, 4, 4)])
+def test_flat_pixels_are_counted_by_num_patches(shape: tuple[int, ...]) -> None:
+    pixels = torch.rand(shape)
+    batch = batch_of(
+        3,
+        pixel_values=pixels,
+        num_patches=torch.tensor([2, 1, 4]),
+        n_images_per_sample=torch.tensor([2, 0, 1]),
+    )
+    chunks = prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY]
+    assert lengths(chunks["pixel_values"]) == [3, 0, 4]
+    assert lengths(chunks["num_patches"]) == [2, 0, 1]
+    assert torch.equal(torch.cat(chunks["pixel_values"]), pixels)
+
+
+def test_step3_crops_without_their_numbers_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    chunks = chunk_step3_media(
+        torch.rand(3, 3, 8, 8), 3, 2, None, torch.rand(5, 3, 4, 4), torch.zeros(5).bool()
+    )
+    assert {key: lengths(value) for key, value in chunks.items()} == {"pixel_values": [2, 1]}
+    assert "crops without num_patches" in caplog.text

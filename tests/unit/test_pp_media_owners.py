@@ -32,7 +32,7 @@ from packhorse.pp_media import (
     prepare_vlm_media_for_pp,
     wrap_vlm_collate_for_pp,
 )
-from packhorse.pp_media.documented import _BY_NAME
+from packhorse.pp_media.documented import _BY_NAME, by_own_names
 from packhorse.types import TensorLayout
 
 CHATTING = [name for name in FAMILIES if FAMILIES[name].chats]
@@ -78,7 +78,9 @@ def packs_of(name: str | None, samples: list[Sample], documents: list[list[int]]
 
 
 def chunks_of(batch: dict[str, Any], n: int, **more: Any) -> dict[str, list[torch.Tensor]]:
-    return prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), n, **more)[VLM_PP_MEDIA_KEY]
+    """The chunks by the names of the tensors."""
+    prepared = prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), n, **more)
+    return by_own_names(prepared[VLM_PP_MEDIA_KEY])
 
 
 def assert_holds(part: torch.Tensor, own: list[torch.Tensor | None], key: str) -> None:
@@ -117,14 +119,14 @@ def test_each_chunk_is_what_its_samples_have_alone_where_the_collate_function_sa
     samples = [encoded(name, case) for case in CASES if takes(name, case) and case not in refused]
     rows = [[place] for place in range(len(samples))]
     if shape == "padded":
-        batch = pad_collate_fn(samples, processor(name), media_layout=True)
+        batch = pad_collate_fn(samples, processor(name), pixel_dtype=None, media_layout=True)
     else:
         rows = [[place for place in row if place < len(samples)] for row in THREE]
         collate: Callable[..., dict[str, Any]] = packed_sequence_thd_vlm_collater
         if shape != "thd":
             collate = partial(neat_packed_vlm_collater, attn_implementation="flex_attention")
         packs = packs_of(None if "unknown" in shape else name, samples, rows)
-        batch = collate(packs, media_layout=True)
+        batch = collate(packs, pixel_dtype=None, media_layout=True)
     layout = family_of(processor(name)).layout
     present = {key: value for key, value in layout.items() if key in batch}
     assert set(batch[MEDIA_LAYOUT_KEY]) == set(batch[MEDIA_ROWS_KEY]) == set(present)
@@ -150,7 +152,7 @@ def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_medium_from
     function = COLLATE_FNS.get(type(processor(name)).__name__, default_collate_fn)
     for layout in (None, family_of(processor(name)).layout):
         collate = wrap_vlm_collate_for_pp(lambda some: function(some, processor(name)), 4, layout=layout)
-        for key, parts in collate(rows)[VLM_PP_MEDIA_KEY].items():
+        for key, parts in by_own_names(collate(rows)[VLM_PP_MEDIA_KEY]).items():
             for case, part in zip(given, parts, strict=True):
                 tensor = encoded(name, case).get(key)
                 if tensor is None and len(part) == 1:

@@ -146,9 +146,7 @@ def test_a_batch_size_that_the_ids_contradict_is_refused() -> None:
         prepare_vlm_media_for_pp(batch_of(4, **IMAGES), 3, 2)
 
 
-def test_step3_crops_without_their_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'patch_pixel_values' of shape .* without 'num_patches'"):
-        chunk_step3_media(torch.rand(3, 3, 8, 8), 3, 2, None, torch.rand(5, 3, 4, 4))
+def test_step3_images_and_crops_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'pixel_values' has shape \(4, 3, 8, 8\)"):
         chunk_step3_media(torch.rand(4, 3, 8, 8), 3, 2)
     with pytest.raises(ValueError, match=r"'patch_pixel_values' .*make 6 entries, not 5"):
@@ -221,5 +219,5 @@ def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_refused(
     assert prepare_vlm_media_for_pp(batch, 3, 2)[VLM_PP_MEDIA_KEY] is chunks
     with pytest.raises(ValueError, match=r"split for \[2\] microbatches, and now for 3"):
         prepare_vlm_media_for_pp(batch, 3, 3)
-    with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values and media beside them"):
+    with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and media"):
         prepare_vlm_media_for_pp({**batch, **IMAGES}, 3, 2)

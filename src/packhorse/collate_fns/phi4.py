@@ -76,10 +76,9 @@ def _with_template(processor: Any) -> Any:
     )
     if renders or getattr(tokenizer, "chat_template", None) is None:
         return processor
-    family = family_of(processor)
-    placeholders: Mapping[str, str] = {}
+    placeholders: dict[str, str] = {}
     with suppress(ConfigError):  # the model's own processor numbers them
-        placeholders = family.placeholders(processor)
+        placeholders = {str(kind): text for kind, text in family_of(processor).placeholders(processor).items()}
 
     def apply_chat_template(turns: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         numbers = {"image": count(1), "audio": count(1)}

@@ -148,9 +148,13 @@ class MetaDatasetConfig:
                 environment. Without ``shard_data`` every rank loads all rows, and neither is used.
             world_size: the data-parallel size.
         """
-        ranks = {"rank": rank, "world_size": world_size} if self.shard_data else {}
         return make_meta_dataset(
-            self.path_or_dataset, self.dataset_names, self.split, self.shard_data, **ranks
+            self.path_or_dataset,
+            self.dataset_names,
+            self.split,
+            self.shard_data,
+            rank=rank if self.shard_data else None,
+            world_size=world_size if self.shard_data else None,
         )
 
 

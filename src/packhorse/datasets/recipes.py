@@ -248,9 +248,9 @@ class _Llava:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         turns = _spoken_turns(_list_of_turns(row["conversations"], "conversations"), self.dataset)
-        source = row.get("image")
+        source: Any = row.get("image")
         several = isinstance(source, list)
-        images = list(source) if several else [source] * (source is not None)
+        images: list[Any] = source if several else [source] * (source is not None)
         used = 0
 
         def next_image() -> Any:

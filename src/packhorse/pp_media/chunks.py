@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import torch
 
-from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, documented_layout, pixels_layout
+from packhorse.pp_media.documented import (
+    _VLM_MEDIA_KEYS,
+    documented_layout,
+    pixels_layout,
+    with_image_grid,
+)
 from packhorse.pp_media.rows import (
     COUNT_KEYS,
     MEDIA_LAYOUT_KEY,
@@ -22,7 +28,10 @@ from packhorse.types import Batch as LoaderBatch
 from packhorse.types import MediaLayout, TensorLayout
 
 VLM_PP_MEDIA_KEY = "_vlm_pp_media_chunks"
-"""Under this key a prepared batch has its media: key of a tensor -> ``n_microbatches`` chunks of it."""
+"""Under this key a prepared batch has its media: key of a tensor -> ``n_microbatches`` chunks of it. The grid
+of the images is there a second time, as ``image_grid_hws``, whatever the name of the tensor."""
+
+logger = getLogger("packhorse.pp_media")
 
 Batch = MutableMapping[str, Any]
 
@@ -81,12 +90,17 @@ def chunk_step3_media(
         patch_newline_mask: [crops], whether a line of crops ends.
 
     Returns:
-        For each tensor that was given, ``n_microbatches`` views.
+        For each tensor that was given, ``n_microbatches`` views. Without ``num_patches`` nobody knows whose
+        the crops are: they are not in the result, which is logged.
 
     Raises:
-        ValueError: crops come without ``num_patches``, or the numbers do not add up.
+        ValueError: the numbers do not add up.
     """
     rows, number = check_sizes({}, batch_size, n_microbatches)
+    if num_patches is None and patch_pixel_values is not None:
+        logger.warning("chunk_step3_media: crops without num_patches are left out")
+    if num_patches is None:
+        patch_pixel_values = patch_newline_mask = None
     crops = TensorLayout(("image",), "rows", "num_patches")
     layout: MediaLayout = {
         "pixel_values": TensorLayout(("image",), "sample"),
@@ -113,6 +127,7 @@ def prepare_vlm_media_for_pp(
 
     Args:
         batch: changed in place, after everything has been checked; what is not about media stays as it is.
+            One that is no mapping, or has no media, is not checked and comes back as it is.
         batch_size: its rows.
         n_microbatches: as the schedule has it.
         layout: the family's layout, where the batch does not carry it.
@@ -125,8 +140,13 @@ def prepare_vlm_media_for_pp(
         ValueError: numbers do not add up, a grid is missing, a tensor contradicts its layout, or the batch
             was prepared for another number of microbatches; the message names key, shapes and counts.
     """
-    rows, number = check_sizes(batch, batch_size, n_microbatches)
+    given: Any = batch  # collate functions may give anything
+    if not isinstance(given, Mapping):
+        return batch
     table = {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(layout or {})}
+    if not _has_media(batch, table):
+        return _without_media_keys(batch, table)
+    rows, number = check_sizes(batch, batch_size, n_microbatches)
     declared = {key: value for key, value in table.items() if batch.get(key) is not None}
     present = {**declared, **documented_layout(batch, declared)}
     _check_unprepared(batch, present, number)
@@ -134,11 +154,22 @@ def prepare_vlm_media_for_pp(
     found = MediaRows({**_counts(batch), **batch}, rows, present, one_each=not declared)
     chunks = _chunks(found, number)
     _check_mask(found)
-    # Known names may also be there without a value, and must not reach the schedule.
-    for key in (*chunks, *table, *_VLM_MEDIA_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY):
-        batch.pop(key, None)
+    _without_media_keys(batch, {**table, **chunks})
     if chunks:
-        batch[VLM_PP_MEDIA_KEY] = chunks
+        batch[VLM_PP_MEDIA_KEY] = with_image_grid(chunks)
+    return batch
+
+
+def _has_media(batch: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    """Whether a batch has media, prepared or not; counts alone are none."""
+    names = {*table, *_VLM_MEDIA_KEYS, VLM_PP_MEDIA_KEY, MEDIA_ROWS_KEY} - set(COUNT_KEYS.values())
+    return any(batch.get(key) is not None for key in names)
+
+
+def _without_media_keys(batch: Batch, table: Mapping[str, Any]) -> Batch:
+    # Known names may also be there without a value, and must not reach the schedule.
+    for key in (*table, *_VLM_MEDIA_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY):
+        batch.pop(key, None)
     return batch
 
 
@@ -184,7 +215,8 @@ def wrap_vlm_collate_for_pp(
 ) -> Callable[[Any], Batch]:
     """Wrap a collate function so that its batches are ready for pipeline stages.
 
-    Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through. Let the function
+    Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through, as does all that
+    is no mapping or has no media. Let the function
     say whose its media are where it can: ``partial(pad_collate_fn, processor=…, media_layout=True)`` and
     ``partial(neat_packed_vlm_collater, media_layout=True)`` do for every family. Batches of the other collate
     functions are split by ``layout`` and their counts, which does for all but tiles, films and samples that
@@ -215,9 +247,11 @@ class _PreparingCollate:
 
     def __call__(self, samples: Any) -> Any:
         batch: Any = self.collate_fn(samples)
-        if batch is None:
-            return None
+        if not isinstance(batch, MutableMapping):
+            return batch
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() == 0:
+            if not _has_media(batch, {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(self.layout or {})}):
+                return batch
             raise ValueError(f"the batch has no tensor 'input_ids' to tell its rows, only {', '.join(batch)}")
         return prepare_vlm_media_for_pp(batch, len(ids), self.n_microbatches, layout=self.layout)

@@ -17,6 +17,7 @@ from packhorse.pp_media.rows import COUNT_KEYS, multiplied_out, tensor_of
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _IMAGE_GRIDS = ("image_grid_hws", "image_grid_thw", "image_sizes", "image_position_ids")
+_GRID_NAME = _IMAGE_GRIDS[0]
 _MORE_IMAGE_GRIDS = ("grid_thws", "image_grid_hw", "spatial_shapes")
 _VIDEO_GRIDS = ("video_grid_thw", "num_frames_per_video")
 _PIXELS: Mapping[str, tuple[MediaKind, tuple[str, ...]]] = {
@@ -25,6 +26,7 @@ _PIXELS: Mapping[str, tuple[MediaKind, tuple[str, ...]]] = {
 }
 # One entry per image, but not its patches; with spatial_shapes patches are padded, one entry per image.
 _NOT_GRIDS = frozenset({"image_sizes", "image_position_ids", "spatial_shapes"})
+_CROPS, _CROP_COUNTS = "patch_pixel_values", "num_patches"
 _MASK = "pixel_attention_mask"
 _IMAGES_OF_A_SAMPLE = (
     5  # axes of pixels [B, n, C, H, W] that come with a mask [B, n, H, W] (Idefics, SmolVLM)
@@ -68,6 +70,29 @@ def image_grid_of(media: Mapping[str, Any]) -> Any:
     return chosen if chosen is not None else next((grid for grid in more if grid is not None), None)
 
 
+def with_image_grid(chunks: Mapping[str, Any]) -> dict[str, Any]:
+    """The chunks, and the grid of the images under the name that stages read it by, ``image_grid_hws``."""
+    grid = image_grid_of(chunks)
+    return dict(chunks) if grid is None else {**chunks, _GRID_NAME: grid}
+
+
+def by_own_names(chunks: Mapping[str, Any]) -> dict[str, Any]:
+    """The chunks without the second name that :func:`with_image_grid` gave to a grid.
+
+    It is known by its values, which survive pinning and moving: an ``image_grid_hws`` that the batch itself
+    has next to another grid holds other numbers.
+    """
+    named = chunks.get(_GRID_NAME)
+    others = [chunks[key] for key in (*_IMAGE_GRIDS[1:], *_MORE_IMAGE_GRIDS) if chunks.get(key)]
+    if not named or not any(_equal(grid, named) for grid in others):
+        return dict(chunks)
+    return {key: value for key, value in chunks.items() if key != _GRID_NAME}
+
+
+def _equal(some: Any, others: Any) -> bool:
+    return some is others or all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
 def documented_layout(batch: Mapping[str, Any], declared: MediaLayout) -> dict[str, TensorLayout]:
     """Layouts of the batch's media tensors that nobody declares.
 
@@ -79,12 +104,23 @@ def documented_layout(batch: Mapping[str, Any], declared: MediaLayout) -> dict[s
         pixels = batch.get(key)
         if pixels is not None and key not in declared:
             grid_key = next((name for name in grids if batch.get(name) is not None), None)
+            if kind == "image" and _counted_by_crops(batch, grid_key):
+                grid_key = _CROP_COUNTS
             grid = None if grid_key is None else batch[grid_key]
             layout[key] = pixels_layout(key, pixels, kind, grid_key, grid, grids)
     if batch.get("pixel_values") is not None and batch.get(_MASK) is not None:
         whose = _pixels_and_mask(batch["pixel_values"], batch[_MASK], declared, layout)
         layout |= {"pixel_values": whose, _MASK: whose}
     return {key: value for key, value in layout.items() if key not in declared}
+
+
+def _counted_by_crops(batch: Mapping[str, Any], grid_key: str | None) -> bool:
+    """Whether ``num_patches`` counts flat pixels: where nothing else does, and it counts no crops."""
+    numbers = batch.get(_CROP_COUNTS)
+    if numbers is None or batch.get(_CROPS) is not None or grid_key not in (None, *_NOT_GRIDS):
+        return False
+    counts = multiplied_out(_CROP_COUNTS, tensor_of(_CROP_COUNTS, numbers))
+    return int(counts.sum()) == len(tensor_of("pixel_values", batch["pixel_values"]))
 
 
 def _pixels_and_mask(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from packhorse.pp_media.chunks import VLM_PP_MEDIA_KEY
-from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, image_grid_of
+from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, by_own_names, image_grid_of
 from packhorse.pp_media.rows import COUNT_KEYS
 
 _ATTRIBUTES = {
@@ -84,7 +84,7 @@ def _attached(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> I
         for key, attribute in _ATTRIBUTES.items():
             setattr(module, attribute, chunks.get(key))
         setattr(module, _GRID, image_grid_of(chunks))
-        setattr(module, _ALL, dict(chunks))
+        setattr(module, _ALL, by_own_names(chunks))
         setattr(module, _CURSOR, 0)
         yield
     finally:
