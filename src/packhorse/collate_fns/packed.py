@@ -181,10 +181,14 @@ def check_router_loss(config: Any) -> None:
     transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
     it counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
 
+    Args:
+        config: the model's; None where it is not known.
+
     Raises:
         ConfigError: ``output_router_logits`` is set.
     """
-    if getattr(config.get_text_config(), "output_router_logits", False):
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
         raise ConfigError(
             "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
             "batches, and token_loss does not add it. Set model.config.get_text_config()."

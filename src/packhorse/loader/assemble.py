@@ -135,8 +135,7 @@ def batch_builder(
             f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
             f"alignment={config.alignment}: the last document could not be divided. Make it one"
         )
-    if facts.config is not None:
-        check_router_loss(facts.config)
+    check_router_loss(facts.config)
     padding = pad_token_id(samples.processor)
     packer = PackedDatasetWrapper(
         samples,

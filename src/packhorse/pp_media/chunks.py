@@ -173,12 +173,13 @@ def _without_media_keys(batch: Batch, table: Mapping[str, Any]) -> Batch:
     return batch
 
 
-def _counts(batch: Batch) -> dict[str, torch.Tensor]:
-    """The media of each row, where a loader's batch has them in its ``info``."""
+def _counts(batch: Batch) -> dict[str, Any]:
+    """The media of each row and the documents, which a loader's batch has in its ``info``."""
     if not isinstance(batch, LoaderBatch):
         return {}
     counts = {kind: getattr(batch.info, f"num_{kind}s") for kind in COUNT_KEYS}
-    return {COUNT_KEYS[kind]: torch.tensor(count) for kind, count in counts.items() if any(count)}
+    media = {COUNT_KEYS[kind]: torch.tensor(count) for kind, count in counts.items() if any(count)}
+    return {**media, "_packed_seq_ids": batch.info.document_ids}
 
 
 def _check_unprepared(batch: Batch, media: MediaLayout, n_microbatches: int) -> None:
