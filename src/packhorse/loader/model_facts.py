@@ -10,6 +10,7 @@ import torch
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import CostWeights
 from packhorse.positions import RopeIndex, rope_index
+from packhorse.shift_labels import check_shift_labels
 
 UNCHECKED = "unchecked"  # ``model="unchecked"``: pack without a model, at the user's own risk
 
@@ -47,6 +48,7 @@ def facts_of(model: Any) -> ModelFacts:
             raise ConfigError(
                 f"model is a {type(model).__name__} without a config: expected a model of transformers"
             )
+    check_shift_labels(inner)
     config = inner.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return ModelFacts(
