@@ -9,7 +9,7 @@ stand-ins (see `contract.remote_processors`). Objects are cached: to change one,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -239,9 +239,22 @@ _VIDEO = frozenset({"image", "video"})
 _AUDIO = frozenset({"image", "audio"})
 _ALL = frozenset({"image", "video", "audio"})
 
+
+def _runs_here(fixture: FamilyFixture) -> FamilyFixture | None:
+    """The family with the media that the installed transformers is new enough for, by what it declares."""
+    from packhorse.families import FAMILIES as DECLARED
+    from packhorse.families.versions import is_at_least
+
+    family = next(family for family in DECLARED if fixture.class_name in family.processor_classes)
+    if not is_at_least(family.min_transformers):
+        return None
+    newer = {kind for kind, least in family.min_transformers_for.items() if not is_at_least(least)}
+    return replace(fixture, modalities=fixture.modalities - newer)
+
+
 FAMILIES: dict[str, FamilyFixture] = {
     fixture.name: fixture
-    for fixture in (
+    for declared in (
         FamilyFixture("qwen2_vl", "Qwen2VLProcessor", lambda: _qwen_vl("qwen2_vl"), _VIDEO),
         FamilyFixture("qwen2_5_vl", "Qwen2_5_VLProcessor", lambda: _qwen_vl("qwen2_5_vl"), _VIDEO),
         FamilyFixture("qwen3_vl", "Qwen3VLProcessor", _qwen3_vl, _VIDEO),
@@ -265,6 +278,7 @@ FAMILIES: dict[str, FamilyFixture] = {
             "nemotron_parse", "NemotronParseProcessor", _nemotron_parse, _IMAGE, chats=False, bundled=False
         ),
     )
+    if (fixture := _runs_here(declared)) is not None
 }
 
 

@@ -8,6 +8,7 @@ that a processor does not take is left out, but a medium that it does not take i
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from typing import Any
@@ -186,7 +187,10 @@ def padding_side(processor: Any) -> str:
     """The side on which the processor pads: a tokenizer that names one wins over the processor's default."""
     tokenizer = tokenizer_of(processor)
     own = getattr(tokenizer, "init_kwargs", None)
-    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None)
+    # Older processors (InternVL before transformers 5.17) do not name the class that holds their defaults.
+    module, name = sys.modules.get(type(processor).__module__), f"{type(processor).__name__}Kwargs"
+    kwargs = getattr(processor, "valid_processor_kwargs", None) or getattr(module, name, None)
+    defaults = getattr(kwargs, "_defaults", None)
     told = (
         own.get("padding_side") if isinstance(own, Mapping) else None,
         defaults.get("text_kwargs", {}).get("padding_side") if isinstance(defaults, Mapping) else None,

@@ -158,7 +158,11 @@ def _tokenised(ready: Sequence[Ready], processor: Any, family: Family, max_lengt
     if not isinstance(family, Generic):
         # One of them takes another template when it sees a video.
         options["chat_template"] = chat_template(processor)
-    return padded_to(dict(call(method, conversations, **options)), processor, family, max_length)
+    batch = dict(call(method, conversations, **options))
+    if len(batch["input_ids"]) != len(ready) and not isinstance(family, Generic):
+        # SmolVLM's processor in transformers 5.12 drops rows without images from a batch with images.
+        return _one_by_one(ready, processor, family, max_length)
+    return padded_to(batch, processor, family, max_length)
 
 
 def _check_media(batch: Batch, ready: Sequence[Ready], processor: Any, family: Family) -> None:

@@ -19,6 +19,7 @@ from packhorse.collate_fns.masks import Segments, additive, block_causal_mask, p
 from packhorse.collate_fns.records import check_present
 from packhorse.errors import ConfigError
 from packhorse.families import Family
+from packhorse.families.versions import is_at_least
 from packhorse.models import check_packable, unwrap
 from packhorse.neat_packing_vlm.media import MEDIA_KEYS, Parts, join, layout_of, layouts_of
 from packhorse.neat_packing_vlm.pixels import are_pixels
@@ -398,8 +399,10 @@ def _mask_both_ways(
     sees = marked & (documents > 0)
     full, sliding = sees, sees
     if family is not None and family.name == "gemma4":
-        full = torch.zeros_like(sees)  # Gemma 4 looks both ways in its sliding layers only
-        sliding = sees if text.use_bidirectional_attention == "vision" else full
+        nowhere = torch.zeros_like(sees)
+        sliding = sees if text.use_bidirectional_attention == "vision" else nowhere
+        # Gemma 4 looks both ways in its sliding layers only; in all layers before transformers 5.13.
+        full = nowhere if is_at_least("5.13") else sliding
     masks = {
         "full_attention": block_causal_mask(documents, full),
         "sliding_attention": block_causal_mask(documents, sliding, text.sliding_window),

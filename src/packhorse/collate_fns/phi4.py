@@ -78,7 +78,9 @@ def _with_template(processor: Any) -> Any:
         return processor
     placeholders: dict[str, str] = {}
     with suppress(ConfigError):  # the model's own processor numbers them
-        placeholders = {str(kind): text for kind, text in family_of(processor).placeholders(processor).items()}
+        placeholders = {
+            str(kind): text for kind, text in family_of(processor).placeholders(processor).items()
+        }
 
     def apply_chat_template(turns: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         numbers = {"image": count(1), "audio": count(1)}

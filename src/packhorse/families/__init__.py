@@ -21,6 +21,7 @@ from packhorse.families.phi4_mm import Phi4MM
 from packhorse.families.qwen3_omni import Qwen3Omni
 from packhorse.families.qwen_vl import Qwen2VL, Qwen3VL
 from packhorse.families.smolvlm import SmolVLM
+from packhorse.families.versions import check_transformers
 
 __all__ = [
     "FAMILIES",
@@ -58,6 +59,9 @@ def family_of(processor: Any) -> Family:
     An object around a known processor (``.processor``) is served as that one if it hands out the same
     tokenizer and image processor, so that the family's facts hold for it. Any other gets the generic family,
     with one warning per class that says what is not exact; a tokenizer gets one that takes no media.
+
+    Raises:
+        ConfigError: the installed transformers is too old for the family.
     """
     inner = getattr(processor, "processor", None)
     shown = ("tokenizer", "image_processor")
@@ -69,5 +73,6 @@ def family_of(processor: Any) -> Family:
         for name in names:
             for family in FAMILIES:
                 if name in family.processor_classes:
+                    check_transformers(family.name, family.min_transformers)
                     return family
     return generic_for(type(processor), is_tokenizer(processor))

@@ -34,6 +34,7 @@ from packhorse.families.blank import blanked
 from packhorse.families.counting import REFUSALS, Counting, Sizes
 from packhorse.families.encoded import Encoded, check_layout, check_media_tensors, check_media_tokens
 from packhorse.families.media import LoadedMedia, MediaSize, size_of
+from packhorse.families.versions import check_transformers
 from packhorse.media import VideoSampling, describe, load_media
 from packhorse.tokens.expand import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, MediaRef, Reason, TextPart
@@ -64,6 +65,8 @@ class Family(Counting):
         mrope: the model's positions are three rows (time, height, width), not one, found from media grids.
         both_ways: the tensor per token that marks media whose tokens see each other in both directions.
         listed: whether its processors are known, and tested, by their class.
+        min_transformers: the oldest transformers it works with, and
+        min_transformers_for: for single kinds of media, where they need a newer one.
     """
 
     name: ClassVar[str]
@@ -78,6 +81,8 @@ class Family(Counting):
     mrope: ClassVar[bool] = False
     both_ways: ClassVar[str | None] = None
     listed: ClassVar[bool] = True
+    min_transformers: ClassVar[str] = "5.12"
+    min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
 
     # --- facts; subclasses override what differs ---------------------------------------------------------
 
@@ -97,13 +102,20 @@ class Family(Counting):
         raise NotImplementedError(f"{self.name} does not say how many rows of '{key}' a medium has")
 
     def check(self, conversation: Conversation) -> None:
-        """Refuse what the family cannot take, before anything is loaded."""
+        """Refuse what the family cannot take, before anything is loaded.
+
+        Raises:
+            BadSample: it holds a medium that the family does not take, or nothing.
+            ConfigError: it holds a medium for which the installed transformers is too old.
+        """
         if not conversation.messages:
             raise self.bad("a conversation without turns", conversation, "empty_conversation")
         for ref in conversation.media:
             if ref.kind not in self.kinds:
                 known = ", ".join(self.kinds)
                 raise self.bad(f"a part of type {ref.kind}; {self.name} takes {known}", conversation)
+            if ref.kind in self.min_transformers_for:
+                check_transformers(f"{ref.kind} of {self.name}", self.min_transformers_for[ref.kind])
 
     def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
         """Keyword arguments of the processor's call for the media of one conversation."""

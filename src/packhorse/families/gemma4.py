@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -35,6 +36,8 @@ class Gemma4(Family):
     }
     caveats: ClassVar[tuple[str, ...]] = ("the processor cuts sound at 30 seconds and does not say so",)
     least_samples: ClassVar[int] = 161
+    # Before that the frames of two videos cannot be told apart (num_frames_per_video).
+    min_transformers_for: ClassVar[Mapping[MediaKind, str]] = {"video": "5.19"}
     both_ways: ClassVar[str | None] = "mm_token_type_ids"
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:

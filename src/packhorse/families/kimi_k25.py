@@ -33,6 +33,7 @@ class KimiK25(Family):
         "pixel_values_videos": TensorLayout(("video",), "rows", "video_grid_thw"),
         "video_grid_thw": TensorLayout(("video",), "rows"),
     }
+    min_transformers: ClassVar[str] = "5.13"
 
     def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Never scaled up; scaled down to the budget of patches, then padded to whole groups."""

@@ -34,6 +34,7 @@ class NemotronOmni(Family):
         "two videos in one sample are refused: the processor takes one",
         "videos in one batch must have frames of the same size",
     )
+    min_transformers: ClassVar[str] = "5.18"
     least_samples: ClassVar[int] = 320  # below two frames, normalising gives NaN
 
     def media_token_ids(self, processor: Any) -> frozenset[int]:

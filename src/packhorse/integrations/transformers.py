@@ -15,8 +15,9 @@ from packhorse.collate_fns.packed import check_router_loss
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.choose_attention import choose, facts_of
 from packhorse.integrations.trainer import LOADER_STATE, TrainFromLoader
+from packhorse.shift_labels import honours_shift_labels, make_honour_shift_labels
 
-__all__ = ["LOADER_STATE", "TrainFromLoader", "prepare"]
+__all__ = ["LOADER_STATE", "TrainFromLoader", "honours_shift_labels", "prepare"]
 
 logger = getLogger("packhorse.integrations")
 
@@ -33,7 +34,9 @@ def prepare(
     """Make a model of transformers ready for packed training.
 
     Sets the decoder's attention (the vision tower keeps its own) and turns off the cache of keys and values:
-    with it, transformers takes each row for one document. Costs nothing; weights are not touched.
+    with it, transformers takes each row for one document. Where the installed transformers would shift the
+    labels of a batch a second time, the model gets hooks that compute its loss from ``shift_labels``. Costs
+    nothing; weights are not touched.
 
     Args:
         model: the model, before or after it is moved to its device.
@@ -59,5 +62,6 @@ def prepare(
     use_attention(model, backend)
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
+    make_honour_shift_labels(model)
     logger.info("%s runs with %s attention", type(model).__name__, backend)
     return backend

@@ -20,6 +20,7 @@ from packhorse.models import (
 )
 from packhorse.neat_packing_vlm import CostWeights
 from packhorse.positions import RopeIndex, rope_index
+from packhorse.shift_labels import check_shift_labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ def facts_of(model: Any, *, packed: bool = False) -> ModelFacts:
     inner, config = resolve_model(model)
     if packed:
         check_packable(model if inner is not None else config)
+    if inner is not None:
+        check_shift_labels(inner)
     text = text_config(config)
     return ModelFacts(
         rope_index(config if inner is None else inner),
