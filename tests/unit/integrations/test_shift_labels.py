@@ -31,8 +31,10 @@ class Dropping(Qwen2VLForConditionalGeneration):
 
     __module__ = "transformers.models.dropping"
 
-    def forward(self, labels: Any = None, shift_labels: Any = None, **options: Any) -> Any:
-        made = super().forward(**options)
+    def forward(
+        self, labels: Any = None, shift_labels: Any = None, position_ids: Any = None, **options: Any
+    ) -> Any:
+        made = super().forward(position_ids=position_ids, **options)
         if labels is not None:
             made.loss = self.loss_function(
                 logits=made.logits, labels=labels, vocab_size=made.logits.shape[-1]
