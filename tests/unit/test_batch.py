@@ -158,3 +158,10 @@ def test_the_loader_says_what_it_yields() -> None:
     assert isinstance(batch.info, packhorse.BatchInfo)
     assert not batch.info.filler
     assert 0 <= batch.info.padding < 1
+
+
+def test_a_padded_pack_that_cannot_be_aligned_is_refused_before_the_first_batch() -> None:
+    settings = {"pack_size": 250, "alignment": 8, "model": "unchecked"}
+    assert load(texts(3), **settings)
+    with pytest.raises(packhorse.ConfigError, match="pack_size=250, which is no multiple of alignment=8"):
+        load(texts(3), **settings, pad_to_size=True)
