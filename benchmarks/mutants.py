@@ -264,7 +264,7 @@ MUTANTS = (
         "ledger.py",
         "            self._staged.extend(drops)\n            return\n",
         "            drops = list(drops)\n",
-        ("tests/unit/loader/test_counted.py",),
+        ("tests/faults/test_counted.py",),
     ),
     Mutant(
         "entries recorded after a state are not rolled back",

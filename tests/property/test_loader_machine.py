@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import packhorse
 from contract.processors import processor
@@ -147,12 +147,17 @@ class LoaderMachine(RuleBasedStateMachine):
         assert all(one == state for one in states)
         self.saved.append(Saved(state, self.epoch, self.used.copy(), self.lost.copy()))
 
-    @precondition(lambda self: self.saved)
     @rule(data=st.data(), shape=SHAPES, workers=st.sampled_from([0, 0, 1]))
     def restart(self, data: st.DataObject, shape: tuple[int, int, int], workers: int) -> None:
         """From any state that was ever saved, with other ranks, batches, accumulation or workers."""
+        saved = self.any_saved(data)
         self.end()
-        self.go_on(data.draw(st.sampled_from(self.saved)), shape, workers)
+        self.go_on(saved, shape, workers)
+
+    def any_saved(self, data: st.DataObject) -> Saved:
+        if not self.saved:
+            self.save(0)
+        return data.draw(st.sampled_from(self.saved))
 
     def go_on(self, saved: Saved, shape: tuple[int, int, int], workers: int = 0) -> None:
         self.loaders = self.built(shape, workers)
@@ -164,24 +169,32 @@ class LoaderMachine(RuleBasedStateMachine):
             assert self.left(saved.used + saved.lost) == []
             self.used, self.lost = Counter(), Counter()
 
-    @rule()
-    def close(self) -> None:
-        """Workers end, with all that they have built ahead; the next batch is the one that was next."""
-        before = [loader.state_dict() for loader in self.loaders]
-        for loader in self.loaders:
-            loader.close()
-        assert [loader.state_dict() for loader in self.loaders] == before
-
-    @rule()
-    def store_fails_again(self) -> None:
-        """Each transient fault may happen once more."""
+    @rule(close=st.booleans())
+    def store_fails_again(self, close: bool) -> None:
+        """Each transient fault may happen once more; workers may end, with all that they have built ahead."""
         for happened in (self.path / "faults").iterdir():
             happened.unlink()
+        if close:
+            for loader in self.loaders:
+                loader.close()
 
-    @rule()
-    def evaluate(self) -> None:
-        """Another loader hands out a whole epoch; it changes nothing for this one."""
+    @rule(shape=SHAPES, what=st.sampled_from(["evaluate", "fail to open"]))
+    def do_something_else(self, shape: tuple[int, int, int], what: str) -> None:
+        """Evaluate, or fail to open another loader: it changes nothing for this one."""
         before = [loader.state_dict() for loader in self.loaders]
+        files = {path: path.read_bytes() for path in (self.path / "ledger").glob("*")}
+        if what == "evaluate":
+            self.evaluate()
+        else:
+            self.file.rename(self.path / "away")
+            with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
+                self.built(shape)
+            (self.path / "away").rename(self.file)
+        assert [loader.state_dict() for loader in self.loaders] == before
+        assert {path: path.read_bytes() for path in (self.path / "ledger").glob("*")} == files
+
+    def evaluate(self) -> None:
+        """Another loader hands out a whole epoch."""
         if self.evaluation is None:
             self.evaluation = packhorse.load(
                 texts(6), processor("qwen2_vl"), model="unchecked", world=World(), pack_size=256, mode="pad"
@@ -190,9 +203,7 @@ class LoaderMachine(RuleBasedStateMachine):
         assert sum(len(self.evaluation.last.samples) for _ in self.evaluation if self.evaluation.last) == 6
         assert self.evaluation.account is not None
         assert self.evaluation.account.delivered == 6
-        assert [loader.state_dict() for loader in self.loaders] == before
 
-    @precondition(lambda self: self.saved)
     @rule(
         data=st.data(),
         shape=SHAPES,
@@ -201,7 +212,7 @@ class LoaderMachine(RuleBasedStateMachine):
     )
     def edit_the_data(self, data: st.DataObject, shape: tuple[int, int, int], place: int, kind: str) -> None:
         """A state of other data is refused, whichever row it is; put back, the data are those of the run."""
-        saved = data.draw(st.sampled_from(self.saved))
+        saved = self.any_saved(data)
         changed, other = rows(), data.draw(PLACES.filter(lambda number: number != place))
         if kind == "swap":
             changed[place], changed[other] = changed[other], changed[place]
@@ -221,23 +232,10 @@ class LoaderMachine(RuleBasedStateMachine):
         self.counts = kept
         self.go_on(saved, shape)
 
-    @rule(shape=SHAPES)
-    def fail_to_open(self, shape: tuple[int, int, int]) -> None:
-        """A loader that cannot open its file raises, and leaves nothing behind in the files of the run."""
-        before = {path: path.read_bytes() for path in (self.path / "ledger").glob("*")}
-        states = [loader.state_dict() for loader in self.loaders]
-        self.file.rename(self.path / "away")
-        with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
-            self.built(shape)
-        (self.path / "away").rename(self.file)
-        assert {path: path.read_bytes() for path in (self.path / "ledger").glob("*")} == before
-        assert [loader.state_dict() for loader in self.loaders] == states
-
-    @precondition(lambda self: self.saved)
     @rule(data=st.data())
     def load_nonsense(self, data: st.DataObject) -> None:
         """A state that cannot be is refused, and leaves all as it was."""
-        state = dict(data.draw(st.sampled_from(self.saved)).state)
+        state = dict(self.any_saved(data).state)
         name = data.draw(st.sampled_from(["version", "plan", "epoch", "segments", "packs", "data", "used"]))
         state[name] = data.draw(
             st.sampled_from([None, "x", -1, [[1, 1, 1, 10_000]], [[0, 1, 1, 1]], [[1]], {}])

@@ -23,7 +23,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -39,15 +38,23 @@ WORK = Path(__file__).with_name("rank_work.py")
 
 
 class Ranks:
-    """The processes; they live on from run to run."""
+    """The processes; they live on from run to run, but for those after a run that failed."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder, self.processes = folder, list[subprocess.Popen[bytes]]()
+
+    def start(self) -> None:
+        """Start them, if they do not run."""
+        if self.processes:
+            return
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         environment = {**os.environ, "PYTHONPATH": python_path(folder)}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(WORK), str(folder / "meeting"), str(rank), str(WORLD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,
                 env=environment,
             )
             for rank in range(WORLD)
@@ -62,21 +69,23 @@ class Ranks:
             line = json.dumps({"do": do, **command, **(own[rank] if own else {})})
             assert process.stdin is not None
             process.stdin.write(line.encode() + b"\n")
-            process.stdin.flush()
         end = time.monotonic() + TIMEOUT
-        return [self._answer(process, end, do) for process in self.processes]
+        answers = [self._answer(process, end) for process in self.processes]
+        if None in answers:
+            self.end()
+            raise AssertionError(f"no answer to {do!r} after {TIMEOUT:g} s: {answers}")
+        return [one["found"] if "found" in one else (one["error"], one["message"]) for one in answers]
 
-    def _answer(self, process: "subprocess.Popen[bytes]", end: float, do: str) -> Any:
+    def _answer(self, process: "subprocess.Popen[bytes]", end: float) -> Any:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
-        assert ready, f"rank {self.processes.index(process)} has waited {TIMEOUT:g} s in {do}"
-        answer = json.loads(process.stdout.readline())
-        return answer["found"] if "found" in answer else (answer["error"], answer["message"])
+        return json.loads(process.stdout.readline()) if ready else None
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
+        self.processes = []
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +106,7 @@ class RanksMachine(RuleBasedStateMachine):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
+        self.ranks.start()
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name)
         (self.path / "faults").mkdir()
@@ -109,7 +119,7 @@ class RanksMachine(RuleBasedStateMachine):
     def build(self, workers: int = 0) -> None:
         first, *others = self.ranks.all_do("build", folder=str(self.path), file="rows.jsonl", workers=workers)
         assert isinstance(first, list), first
-        assert all(one == first for one in others)
+        assert others == [first] * (WORLD - 1)
         self.used, self.lost, self.epoch, self.over = Counter(), Counter(), 0, False
 
     @initialize(workers=st.sampled_from([0, 1]))
@@ -149,19 +159,22 @@ class RanksMachine(RuleBasedStateMachine):
     def save(self) -> None:
         self.saved.append((self.state(), self.used.copy(), self.lost.copy()))
 
-    @rule()
-    def close(self) -> None:
-        self.ranks.all_do("close")
-
-    @rule()
-    def store_fails_again(self) -> None:
+    @rule(close=st.booleans())
+    def store_fails_again(self, close: bool) -> None:
+        """What was built ahead, in vain, may be built again."""
         for happened in (self.path / "faults").iterdir():
             happened.unlink()
+        if close:
+            self.ranks.all_do("close")
 
-    @precondition(lambda self: self.saved)
     @rule(data=st.data(), workers=st.sampled_from([0, 1]))
     def restart(self, data: st.DataObject, workers: int) -> None:
-        self.go_on(data.draw(st.integers(0, len(self.saved) - 1)), workers)
+        self.go_on(self.any_saved(data), workers)
+
+    def any_saved(self, data: st.DataObject) -> int:
+        if not self.saved:
+            self.save()
+        return data.draw(st.integers(0, len(self.saved) - 1))
 
     def go_on(self, number: int, workers: int = 0) -> None:
         state, used, lost = self.saved[number]
@@ -173,21 +186,20 @@ class RanksMachine(RuleBasedStateMachine):
         if is_all(used + lost):  # it was taken at the end of its epoch
             self.used, self.lost, self.epoch = Counter(), Counter(), state["epoch"] + 1
 
-    @precondition(lambda self: len({json.dumps(state) for state, _, _ in self.saved}) > 1)
-    @rule(data=st.data())
-    def mix_states(self, data: st.DataObject) -> None:
+    @rule(late=st.integers(0, WORLD - 1))
+    def mix_states(self, late: int) -> None:
         """A run that was killed between the writes of two ranks; both states are named, on both ranks."""
-        states = [state for state, _, _ in self.saved]
-        one = data.draw(st.sampled_from(states))
-        other = data.draw(st.sampled_from([state for state in states if state != one]))
+        self.save()
+        self.take(1)
         before = self.state()
-        found = self.ranks.all_do("load", {"state": one}, {"state": other})
-        for error, message in found:
+        states = [before] * WORLD
+        states[late] = self.saved[-1][0]
+        for error, message in self.ranks.all_do("load", *({"state": state} for state in states)):
             assert error == "ConfigError"
             assert message.startswith("the ranks load different states: ")
-            for rank, state in enumerate((one, other)):
-                step = f"epoch {state['epoch']}, micro-step {state['segments'][-1][-1]} "
-                assert step in message
+            for rank, state in enumerate(states):
+                position = f"epoch {state['epoch']}, micro-step {state['segments'][-1][-1]} "
+                assert position in message
                 assert f"on ranks [{rank}]" in message
         assert self.state() == before
 
@@ -200,10 +212,9 @@ class RanksMachine(RuleBasedStateMachine):
         assert all("away.jsonl" in message for _, message in found), found
         self.go_on(len(self.saved) - 1)
 
-    @precondition(lambda self: self.saved)
     @rule(data=st.data(), place=st.integers(0, ROWS - 2))
     def edit_the_data(self, data: st.DataObject, place: int) -> None:
-        number = data.draw(st.integers(0, len(self.saved) - 1))
+        number = self.any_saved(data)
         changed = rows()
         changed[place], changed[place + 1] = changed[place + 1], changed[place]
         write(self.path / "rows.jsonl", changed)
@@ -224,7 +235,8 @@ class RanksMachine(RuleBasedStateMachine):
         assert named == Counter({f"chats/{number}": 1 for number in self.lost})
 
     def teardown(self) -> None:
-        self.ranks.all_do("close")
+        if self.ranks.processes:
+            self.ranks.all_do("close")
         self.folder.cleanup()
 
 

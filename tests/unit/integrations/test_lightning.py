@@ -1,0 +1,70 @@
+"""Lightning with a loader: a checkpoint holds whole optimizer steps, or is refused."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+
+import packhorse
+from contract.processors import processor
+from contract.tiny_models import tiny_model
+from contract.torchvision_ops import make_torchvision_importable
+from loader_samples import texts
+from packhorse.collate_fns import model_inputs
+from packhorse.errors import ConfigError
+from packhorse.integrations.lightning import LoaderDataModule, step_loss
+from packhorse.integrations.transformers import prepare
+from packhorse.types import World
+
+make_torchvision_importable()
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, item: Any, number: int) -> torch.Tensor:
+        batch, tokens = item
+        return step_loss(self.trainer, self.model(**model_inputs(batch)).logits, batch, tokens)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaveAfter(lightning.Callback):
+    def __init__(self, batch: int, path: Path) -> None:
+        self.batch, self.path = batch, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, item: Any, number: int) -> None:
+        if number == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_checkpoint_within_an_optimizer_step_is_refused(tmp_path: Path, batch: int) -> None:
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
+    prepare(model)
+    settings: dict[str, Any] = {"pack_size": 256, "max_documents": 1, "accumulation": 2}
+    loader = packhorse.load(texts(8), processor("qwen2_vl"), model=model, world=World(), **settings)
+    file = tmp_path / "saved.ckpt"
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[SaveAfter(batch, file)],
+    )
+    if batch % 2 == 0:
+        with pytest.raises(ConfigError, match="checkpoint after 1 micro-batches of an optimizer step of 2"):
+            trainer.fit(Module(model), LoaderDataModule(loader))
+        assert not file.exists()
+    else:
+        trainer.fit(Module(model), LoaderDataModule(loader))
+        state = torch.load(file, weights_only=False)["LoaderDataModule"]
+        assert (state["batches"], state["loader"]["segments"][-1][-1]) == (4, 4)
