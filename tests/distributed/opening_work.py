@@ -69,7 +69,10 @@ def open_badly(run: dict[str, Any], rank: int) -> dict[str, Any]:
         data = Rows(rank, wrong_code)
     elif how == "planning":
         long = chats(1, 400)
-        data = [*chats(run["world"], 3), *(long if r == BAD_RANK else chats(1, 3) for r in range(run["world"]))]
+        data = [
+            *chats(run["world"], 3),
+            *(long if r == BAD_RANK else chats(1, 3) for r in range(run["world"])),
+        ]
         data = [row[0] if isinstance(row, list) else row for row in data]
         settings |= {"shard_data": True, "on_overlong": "raise"}
     elif how == "interrupted":
@@ -106,7 +109,9 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
         meta = meta.replace("node0", f"node{rank}")
     started = time.monotonic()
     try:
-        loader = packhorse.load(meta, processor(PROCESSOR), model="unchecked", pack_size=128, **run["settings"])
+        loader = packhorse.load(
+            meta, processor(PROCESSOR), model="unchecked", pack_size=128, **run["settings"]
+        )
     except packhorse.errors.PackhorseError as error:
         return {"class": type(error).__name__, "message": str(error), "counted": counted}
     return {

@@ -181,9 +181,7 @@ def test_a_rank_with_other_settings_is_refused_on_every_rank(ranks: dict[str, An
 
 
 def test_a_rank_without_rows_of_its_own_stops_all_of_them_at_once(ranks: dict[str, Any]) -> None:
-    assert ranks["found"][0]["too few"].startswith(
-        "rank 1 could not open the data: ConfigError: there is no"
-    )
+    assert ranks["found"][0]["too few"].startswith("rank 1 could not open the data: ConfigError: there is no")
     assert all("there is no example in the data" in one["too few"] for one in ranks["found"])
 
 

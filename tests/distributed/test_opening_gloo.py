@@ -67,7 +67,9 @@ def test_what_fails_on_one_rank_is_raised_on_all_with_its_class_rank_and_reason(
 def test_a_rank_that_is_interrupted_stops_the_others(failing: dict[str, list[dict[str, Any]]]) -> None:
     kinds = [one["class"] for one in failing["interrupted"]]
     assert kinds == ["SystemFault", "KeyboardInterrupt", "SystemFault"]
-    assert all("rank 1 was stopped (KeyboardInterrupt)" in one["message"] for one in failing["interrupted"][::2])
+    assert all(
+        "rank 1 was stopped (KeyboardInterrupt)" in one["message"] for one in failing["interrupted"][::2]
+    )
 
 
 def test_a_killed_rank_is_named_after_the_timeout_of_the_process_group(

@@ -43,7 +43,13 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def steps(
-    folder: str, settings: dict[str, Any], batch: int, *, prepare: bool, opened: Any = open_meta_dataset, **more: Any
+    folder: str,
+    settings: dict[str, Any],
+    batch: int,
+    *,
+    prepare: bool,
+    opened: Any = open_meta_dataset,
+    **more: Any,
 ) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**more))
     logger, messages = logging.getLogger("packhorse.samplers"), _Messages()
