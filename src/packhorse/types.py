@@ -121,7 +121,7 @@ class World:
         Args:
             mesh: a ``torch.distributed.device_mesh.DeviceMesh`` with named dimensions.
             dims: the name of the data-parallel dimension, or the names of several, the slowest first, as
-                ``("dp_replicate", "dp_shard")``; None for all dimensions, where ``mesh`` is a part of another.
+                ``("dp_replicate", "dp_shard")``; None for all dimensions, if ``mesh`` is a part of another.
         """
         names = mesh.mesh_dim_names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
         rank, size = 0, 1

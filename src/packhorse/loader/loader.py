@@ -96,7 +96,7 @@ class Loader:
         self.config = config
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
-        # What fails on one rank is raised on all of them; the steps that may take long have names of their own.
+        # What fails on one rank is raised on all of them; steps that may take long have their own names.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:

@@ -109,5 +109,5 @@ def share_cores(ranks: Ranks, workers: int | None) -> int:
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     host = socket.gethostname()
-    neighbours = sum(name == host and bool(cores & theirs) for name, theirs in ranks.gather((host, cores)))
-    return max(1, (len(cores) if workers is None else workers) // neighbours)
+    sharing = [name for name, theirs in ranks.gather((host, cores)) if name == host and cores & theirs]
+    return max(1, (len(cores) if workers is None else workers) // len(sharing))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +74,8 @@ class Rendezvous:
     def __init__(self, store: Any, world: World) -> None:
         self.store, self.world = store, world
         self.timeout: float = store.timeout.total_seconds()
+        # torchrun may keep the store when it restarts the ranks: what they wrote before must not count.
+        self._prefix = f"packhorse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._interval = min(_BEAT_EVERY, self.timeout / 4)
         self.meetings = 0
         self._task = ""
@@ -100,11 +103,9 @@ class Rendezvous:
             self._task = before
 
     def _beat(self, done: threading.Event) -> None:
-        while not done.wait(self._interval):
-            try:
+        with contextlib.suppress(SystemFault):  # the main thread notices it too
+            while not done.wait(self._interval):
                 self._write_status()
-            except SystemFault:
-                return  # the main thread notices it too
 
     def meet(self) -> None:
         """Wait until all ranks have come to this meeting.
@@ -114,9 +115,9 @@ class Rendezvous:
         """
         self.meetings += 1
         self._write_status()
-        complete = f"packhorse/{self.meetings}/complete"
+        complete = f"{self._prefix}/{self.meetings}/complete"
         with self._store_errors():
-            if self.store.add(f"packhorse/{self.meetings}/arrived", 1) == self.world.size:
+            if self.store.add(f"{self._prefix}/{self.meetings}/arrived", 1) == self.world.size:
                 self.store.set(complete, "")
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         self._poll(lambda: bool(self.store.check([complete])), others, self.meetings)
@@ -223,15 +224,15 @@ class Rendezvous:
             self._beats += 1
             status = [self._beats, self.meetings, self._task, left]
             with self._store_errors():
-                self.store.set(f"packhorse/status/{self.world.rank}", json.dumps(status))
+                self.store.set(f"{self._prefix}/status/{self.world.rank}", json.dumps(status))
 
     def _status(self, rank: int) -> _Status:
-        key = f"packhorse/status/{rank}"
+        key = f"{self._prefix}/status/{rank}"
         with self._store_errors():
             return _Status(*json.loads(self.store.get(key))) if self.store.check([key]) else _Status()
 
     def _message_key(self, key: str) -> str:
-        return f"packhorse/{self.meetings}/{key}"
+        return f"{self._prefix}/{self.meetings}/{key}"
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:

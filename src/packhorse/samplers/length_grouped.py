@@ -322,7 +322,7 @@ class LengthGroupedSampler(Sampler[int]):
             self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
 
     def _warn_of_accelerate(self) -> None:
-        """Accelerate deals the batches of a prepared DataLoader to the ranks; dealt rows must not be dealt again.
+        """Warn that Accelerate deals the batches of a prepared DataLoader to the ranks, dealt rows or not.
 
         Whether the DataLoader will be prepared cannot be known here.
         """
