@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -37,7 +38,7 @@ def _see_through(image: Image.Image) -> Image.Image:
     return image
 
 
-def write_film(path: Path, frames: int, fps: int, width: int = 66, height: int = 50) -> None:
+def write_film(path: Path, frames: int, fps: int | Fraction, width: int = 66, height: int = 50) -> None:
     """A film of ``frames`` different frames."""
     pictures, _ = clip(frames, width, height)
     with av.open(str(path), "w") as file:

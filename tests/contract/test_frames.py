@@ -17,7 +17,13 @@ from contract.media_files import write_film
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import ConfigError
 from packhorse.families import family_of
-from packhorse.media import VideoInfo, VideoSampling, load_media, sample_frame_indices
+from packhorse.media import (
+    VideoInfo,
+    VideoSampling,
+    count_sampled_frames,
+    load_media,
+    sample_frame_indices,
+)
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
 SEEING = tuple(name for name in FAMILIES if "video" in FAMILIES[name].modalities)
@@ -108,6 +114,7 @@ def test_the_frames_of_any_video_are_those_of_sample_frames(name, total, rate, f
     by_row = VideoSampling.from_processor(processor(name)).override(**wishes)
     for sampling in (VideoSampling.from_processor(configured), by_row):
         taken = sample_frame_indices(info, sampling).tolist()
+        assert count_sampled_frames(info, sampling) == len(taken)
         if expected is None:
             # The processor raises: the video is too short for it, so all its frames, or one, are taken.
             assert set(taken) <= set(range(total))
