@@ -189,7 +189,7 @@ def padding_side(processor: Any) -> str:
     own = getattr(tokenizer, "init_kwargs", None)
     # Older processors (InternVL before transformers 5.17) do not name the class that holds their defaults.
     module, name = sys.modules.get(type(processor).__module__), f"{type(processor).__name__}Kwargs"
-    kwargs = getattr(processor, "valid_processor_kwargs", None) or getattr(module, name, None)
+    kwargs = getattr(module, name, None) or getattr(processor, "valid_processor_kwargs", None)
     defaults = getattr(kwargs, "_defaults", None)
     told = (
         own.get("padding_side") if isinstance(own, Mapping) else None,
