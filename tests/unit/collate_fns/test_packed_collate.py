@@ -262,7 +262,10 @@ def test_positions_tell_documents_apart_unless_something_is_hidden_inside() -> N
 
 
 def test_segments_of_aligned_documents_begin_at_multiples_of_the_alignment() -> None:
-    packs = [pack(sample(5), sample(8), sample(2), alignment=4), pack(sample(6, hidden=[1, 2]), alignment=4)]
+    packs = [
+        pack(sample(5), sample(8), sample(2), sequence_alignment=4),
+        pack(sample(6, hidden=[1, 2]), sequence_alignment=4),
+    ]
     for backend in ("varlen", "flash_attention_2"):
         batch = neat_packed_vlm_collater(packs, max_length=24, attn_implementation=backend)
         # The filling up of a document is in its segment; the end of a row is one of its own.
@@ -289,7 +292,7 @@ def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
 
 
 def test_rows_that_are_no_multiple_of_the_alignment_are_refused() -> None:
-    packs = [pack(sample(5), sample(3), alignment=4)]
+    packs = [pack(sample(5), sample(3), sequence_alignment=4)]
     for max_length in (None, 12, 16):
         batch = packed_sequence_thd_vlm_collater(packs, max_length=max_length)
         assert all(length % 4 == 0 for length in batch["seq_lens_padded"][0].tolist())
