@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -84,6 +86,20 @@ _NOT_DATA_ERRORS = (NotImplementedError, RecursionError, ConfigError)
 def is_data_error(error: BaseException) -> bool:
     """Whether ``error`` can be the fault of one sample, so that another sample may be tried instead."""
     return isinstance(error, DATA_ERRORS) and not isinstance(error, _NOT_DATA_ERRORS)
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Put the name of a row or dataset in front of errors that are not its fault but show with it.
+
+    A driver that is missing, or its credentials, stop the run: the name says what needs them.
+    """
+    try:
+        yield
+    except (ConfigError, MissingDependency) as error:
+        if not what or str(error).startswith(f"{what}: "):
+            raise
+        raise type(error)(f"{what}: {error}") from error
 
 
 def limit_of(name: str, usual: int) -> int:

@@ -23,7 +23,7 @@ from packhorse.datasets.arrow import ParquetRows
 from packhorse.datasets.count_part import PartTask, make_counter, opened_counter, rows_now
 from packhorse.datasets.rows import Row, RowFile, gc_paused
 from packhorse.datasets.select import row_key
-from packhorse.errors import BadSample, ConfigError, MissingDependency
+from packhorse.errors import BadSample, naming
 from packhorse.media import describe
 from packhorse.types import Conversation, TextPart
 
@@ -220,11 +220,8 @@ class _Checker:
         if conversation is None:
             return _Looked(self._asked(findings))
         refs = conversation.media
-        try:
+        with naming(row_key(config.name, number)):
             seen = tuple(self.media.look(ref, task.media_dir, config.rules.confine) for ref in refs)
-        except (ConfigError, MissingDependency) as error:
-            # A driver or its credentials are missing: that is no fault of the row, which is only named.
-            raise type(error)(f"{row_key(config.name, number)}: {error}") from error
         for ref, one in zip(refs, seen, strict=True):
             findings += one.findings
             if self.encoding is not None and one.size is not None:

@@ -11,7 +11,7 @@ from packhorse.datasets.meta_file import DatasetConfig
 from packhorse.datasets.rows import RowFile
 from packhorse.datasets.select import row_key
 from packhorse.datasets.sharegpt import convert_row
-from packhorse.errors import BadSample, ConfigError, MissingDependency
+from packhorse.errors import BadSample, ConfigError, naming
 from packhorse.ledger import Ledger
 from packhorse.media.remote import require_driver
 from packhorse.media.source import is_address
@@ -34,10 +34,8 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     """
     media_dir = config.rules.media_dir
     if media_dir is not None and is_address(media_dir):
-        try:
+        with naming(f"dataset '{config.name}'"):
             require_driver(media_dir)
-        except MissingDependency as error:
-            raise MissingDependency(f"dataset '{config.name}': media_dir {error}") from error
     elif media_dir is not None and not os.path.isdir(media_dir):
         logger.warning(
             "%s: media_dir %s is not a folder (nor is it one beside the meta file): every medium with a "

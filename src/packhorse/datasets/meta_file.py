@@ -12,7 +12,7 @@ from typing import Any
 from packhorse.datasets.cache import local_file
 from packhorse.datasets.rows import RowFile, open_rows
 from packhorse.datasets.sharegpt import ShareGptFormat
-from packhorse.errors import ConfigError, MissingDependency
+from packhorse.errors import ConfigError, naming
 from packhorse.media.source import is_address
 
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
@@ -64,10 +64,8 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
 
 def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> RowFile:
     """The rows of a dataset; an error of :func:`open_rows` that is not the system's names the dataset."""
-    try:
+    with naming(f"dataset '{config.name}'"):
         return open_rows(config.file_name, index_dir)
-    except (ConfigError, MissingDependency) as error:
-        raise type(error)(f"dataset '{config.name}': {error}") from error
 
 
 def _parsed(path: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from packhorse.chat import (
     tokenizer_of,
     with_runs,
 )
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
 from packhorse.families.blank import blanked
 from packhorse.families.counting import REFUSALS, Counting, Sizes
 from packhorse.families.encoded import Encoded, check_layout, check_media_tensors, check_media_tokens
@@ -155,7 +155,8 @@ class Family(Counting):
         self.check(conversation)
         text = self.rendered(processor, conversation)
         self.check_placeholders(processor, text, conversation)
-        media = self.load(conversation.media, processor)
+        with naming(conversation.key):
+            media = self.load(conversation.media, processor)
         try:
             output, read = self._called(processor, text, media)
         except PackhorseError:

@@ -33,9 +33,9 @@ from packhorse.errors import (
     DATA_ERRORS,
     BadSample,
     ConfigError,
-    MissingDependency,
     PackhorseError,
     is_data_error,
+    naming,
 )
 from packhorse.families.base import Encoded, Family, MediaSize
 from packhorse.families.counting import REFUSALS
@@ -249,11 +249,8 @@ class TokenCounter:
     def _media(self, refs: Sequence[MediaRef], key: str) -> tuple[tuple[MediumCount, ...], list[Written]]:
         """The counts of a sample's media and what is written for each, from the sizes in their headers."""
         family, processor = self.family, self.processor
-        try:
+        with naming(key):
             sizes = tuple((ref.kind, family.size_of(ref, processor)) for ref in refs)
-        except (MissingDependency, ConfigError) as error:
-            # A driver or its credentials are missing: that is no fault of the row, which is only named.
-            raise type(error)(f"{key}: {error}") from error
         known = self._media_of_sizes.get(sizes)
         if known is None:
             images = sum(kind == "image" for kind, _ in sizes)

@@ -25,10 +25,12 @@ from contract.processors import processor
 from count_samples import python_path, save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World
 from packhorse.check import check_meta
+from packhorse.conversation import parse_conversation
 from packhorse.datasets import open_meta_dataset, open_rows
 from packhorse.datasets.counting import count_meta
 from packhorse.datasets.sidecar import Sidecar, counts_of
 from packhorse.errors import BadSample, ConfigError, MissingDependency, SystemFault
+from packhorse.families import family_of
 from packhorse.media import image_size, load_audio, load_image, load_video, read_bytes, remote
 from packhorse.view.app import make_app
 from packhorse.view.book import Book
@@ -306,11 +308,21 @@ def test_a_missing_driver_stops_before_training_and_names_the_row(
         assert "\n" not in str(caught.value)
 
 
+def test_a_missing_driver_names_the_example_of_a_list_and_the_sample_that_is_encoded(qwen: Any) -> None:
+    parts = [{"type": "image", "image": "gs://bucket/a.png"}, {"type": "text", "text": "what"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]
+    examples = [{"conversation": [turns[1]]}, {"conversation": turns}]
+    with pytest.raises(MissingDependency, match=r"^1: gs://bucket/a.png cannot be opened"):
+        packhorse.load(examples, qwen, model="unchecked", world=World(), pack_size=256)
+    with pytest.raises(MissingDependency, match=r"^coco/1: gs://bucket/a.png cannot be opened"):
+        family_of(qwen).encode(parse_conversation(examples[1], "coco/1"), qwen)
+
+
 def test_a_missing_driver_of_a_media_folder_is_found_though_the_rows_were_counted_before(
     tmp_path: Path, qwen: Any
 ) -> None:
     meta = write_data(tmp_path, ["a.png"], media_dir="gs://bucket/photos")
-    with pytest.raises(MissingDependency, match=r"dataset 'photos': media_dir gs://bucket/photos cannot"):
+    with pytest.raises(MissingDependency, match=r"^dataset 'photos': gs://bucket/photos cannot be opened"):
         open_meta_dataset(meta)
 
 
