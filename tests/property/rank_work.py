@@ -34,8 +34,11 @@ class Rank:
         """Open the file and plan."""
         self.close()
         self.loader = None
+        path = Path(folder, file)
+        # A file that is not there is left for the loader to open, which the other ranks take part in.
+        data: Any = open_mixture(path) if path.exists() else {"chats": {"file_name": str(path)}}
         loader = packhorse.load(
-            open_mixture(Path(folder, file)),
+            data,
             processor("qwen2_vl"),
             model="unchecked",
             pack_size=256,
