@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from functools import cache
 from typing import Any
 
 from packhorse.errors import ConfigError, require
@@ -65,7 +64,6 @@ def check_shift_labels(model: Any) -> None:
         )
 
 
-@cache
 def _passes_on(kind: type) -> bool:
     """Whether the forward pass of a class hands its loss function ``shift_labels``, or all it does not know.
 
