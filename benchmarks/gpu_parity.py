@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+import packhorse
 from gpu_data import Batch, Setup, encoded, make_loader, padded, set_attention
 from gpu_packing import FIRST_TOKENS, token_losses
 from packhorse.chat import IGNORE_INDEX
@@ -18,12 +19,11 @@ from packhorse.integrations.loss import to_device
 PACKS = 4
 
 
-def first_packs(setup: Setup, attention: str) -> Iterator[tuple[Batch, tuple[int, ...]]]:
+def first_packs(setup: Setup, attention: str) -> Iterator[tuple[packhorse.Batch, tuple[int, ...]]]:
     """Some packs, the same ones for every backend, with the samples in them."""
     loader = make_loader(setup, attention=attention, workers=0, pin_memory=False)
     for _, batch in zip(range(PACKS), loader, strict=False):
-        assert loader.last is not None  # a batch was handed out
-        yield batch, loader.last.samples
+        yield batch, batch.info.samples
 
 
 @torch.no_grad()
@@ -58,7 +58,8 @@ def difference(setup: Setup, name: str, alone: dict[int, torch.Tensor]) -> float
     set_attention(setup, attention)
     off = []
     for batch, inside in first_packs(setup, attention):
-        documents = batch.get("_packed_seq_ids", torch.ones_like(batch["input_ids"]))[0]
+        numbers = batch.info.document_ids
+        documents = (torch.ones_like(batch["input_ids"]) if numbers is None else numbers)[0]
         if name == "control":
             width = batch["input_ids"].shape[1]
             batch["attention_mask"] = torch.ones(1, 1, width, width, dtype=torch.bool).tril()
@@ -67,3 +68,23 @@ def difference(setup: Setup, name: str, alone: dict[int, torch.Tensor]) -> float
         for number, index in enumerate(inside, 1):
             off.append(first_losses(setup, moved, documents, number, losses) - alone[index])
     return float(torch.cat(off).abs().mean())
+
+
+@torch.no_grad()
+def own_loss(setup: Setup, attention: str) -> tuple[float, float]:
+    """How far ``model(**batch).loss`` is from the mean over the supervised tokens; and labels shifted twice.
+
+    Returns:
+        Both as the largest share of the right loss over some packs.
+    """
+    set_attention(setup, attention)
+    own, twice = 0.0, 0.0
+    for batch, _ in first_packs(setup, attention):
+        moved = to_device(batch, setup.device)
+        found = setup.model(**moved)
+        flat, labels = found.logits.flatten(0, 1).float(), moved["labels"].flatten()
+        right = torch.nn.functional.cross_entropy(flat, labels)
+        again = torch.nn.functional.cross_entropy(flat[:-1], labels[1:])
+        own = max(own, float((found.loss - right).abs() / right))
+        twice = max(twice, float((again - right).abs() / right))
+    return own, twice

@@ -69,7 +69,7 @@ from gpu_data import (
     write_rows,
 )
 from gpu_packing import judge_parity
-from gpu_parity import difference, losses_alone
+from gpu_parity import difference, losses_alone, own_loss
 from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
 from packhorse.cli.torchvision_help import help_torchvision
@@ -84,6 +84,7 @@ VARLEN_OVER_BY_LENGTH = 1.5
 MOST_MEMORY = 0.9  # with a limit of patches, of that without
 MOST_WAITING = 2.0  # percent
 BACKENDS = ("varlen", "sdpa", "flex_attention")
+LOSS_APART = 1e-4  # share of the loss: the same sum in another order, in float32
 GIB = 2**30
 SHARED_MEMORY_OF_A_BATCH = 0.15 * GIB  # pixels of some 20,000 patches, and for sdpa a mask
 
@@ -388,6 +389,20 @@ def measure_parity(setup: Setup, stages: Stages) -> None:
         judge_parity(found)
     else:
         fact("parity, as far as it was measured", str(found))
+    measure_own_loss(setup, stages)
+
+
+def measure_own_loss(setup: Setup, stages: Stages) -> None:
+    """``model(**batch).loss`` against the mean over the batch's supervised tokens, for each backend."""
+    baseline = "cross entropy of the same logits (share of the loss)"
+    for name in (*BACKENDS, "eager"):
+        apart = stages.run(f"model(**batch).loss: {name}", partial(own_loss, setup, name))
+        if apart is None:
+            continue
+        claim = f"model(**batch).loss with {name}"
+        promise(claim, apart[0], LOSS_APART, baseline=baseline, at_least=False, kind="exact")
+        control = f"the same with labels shifted twice, {name} (control: must be seen)"
+        promise(control, apart[1], 10 * LOSS_APART, baseline=baseline, kind="exact")
 
 
 if __name__ == "__main__":
