@@ -114,16 +114,16 @@ MUTANTS = (
     Mutant(
         "a drop is not written",
         "ledger.py",
-        "if drop in self._drops and drop.key:",
-        "if drop.key:",
+        "if drop not in self._drops or not drop.key:",
+        "if not drop.key:",
         ("tests/unit/test_ledger.py",),
         quick=True,
     ),
     Mutant(
         "lost samples do not count",
         "loader/account.py",
-        "self.lost += len(report.lost)",
-        "self.lost += 0",
+        "lost, row = self.lost + len(report.lost), self._row",
+        "lost, row = self.lost, self._row",
         ("tests/unit/loader/test_loader.py",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -247,6 +247,7 @@ def test_ranks_go_on_together_or_raise_together(ranks: Ranks) -> None:
             max_examples=RUNS,
             stateful_step_count=10,
             deadline=None,
+            phases=(Phase.generate,),  # processes that wait for each other take too long to shrink
             derandomize="PACKHORSE_MACHINE_RUNS" not in os.environ,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),

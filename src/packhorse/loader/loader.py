@@ -375,15 +375,14 @@ class Loader:
             )
 
     def _read_state(self, state: Mapping[str, Any]) -> Progress:
-        planner = self._planner
-        progress = Progress.from_dict(state, self.plan_key, planner.key, planner.contents)
-        if self.config.shard_data and list(state.get("shard", ())) != self._shard():
+        if self.config.shard_data and state.get("shard") != self._shard():
             raise ConfigError(
                 "with shard_data=True each rank has a plan of its own: the state is of [rank, world size, "
                 f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
                 "shard_data any of them can go on"
             )
-        return progress
+        planner = self._planner
+        return Progress.from_dict(state, self.plan_key, planner.key, planner.contents)
 
     def _check_packs(self, state: Mapping[str, Any]) -> None:
         planned = self._now.packs.digest
