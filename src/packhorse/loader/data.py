@@ -120,19 +120,19 @@ def _refuse_other_files(path: str) -> None:
         inside = (name for name in sorted(os.listdir(path)) if name.endswith(_DATA_FILES))
         file = os.path.join(path, next(inside, "train.jsonl"))
         raise _no_meta_file(path, "a directory", f"Write {_entry(file, path)}")
+    folder = os.path.dirname(path) or "."
     if path.lower().endswith(_DATA_FILES):
-        raise _no_meta_file(path, "a data file", f"Write {_entry(path)}")
+        raise _no_meta_file(path, "a data file", f"Write {_entry(path, folder)}")
     if path.lower().endswith(_OTHER_FILES):
         stem = os.path.basename(path).partition(".")[0]
-        converted = os.path.join(os.path.dirname(path), f"{stem}.jsonl")
-        how = f"Write its rows to {converted} first, one JSON object a line, then {_entry(converted)}"
+        converted = os.path.join(folder, f"{stem}.jsonl")
+        how = f"Write its rows to {converted} first, one JSON object a line, then {_entry(converted, folder)}"
         raise _no_meta_file(path, "an archive or table", how)
 
 
-def _entry(file: str, media_dir: str | None = None) -> str:
-    media = f", 'media_dir': {media_dir!r}" if media_dir else ""
+def _entry(file: str, media_dir: str) -> str:
     name = os.path.basename(file).partition(".")[0] or "train"
-    return f"data={{{name!r}: {{'file_name': {file!r}{media}}}}}"
+    return f"data={{{name!r}: {{'file_name': {file!r}, 'media_dir': {media_dir!r}}}}}"
 
 
 def _no_meta_file(path: str, kind: str, advice: str) -> ConfigError:

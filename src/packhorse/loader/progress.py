@@ -16,9 +16,9 @@ from packhorse.loader.deal import Segment, Shape
 VERSION = 2
 # What a plan is made from, in words.
 _TOLD = {
-    "counts": "the tokens of the samples (other data, processor or template; or counts made anew, as with "
-    "`packhorse count --retry-bad`: rows that were bad are good now. Then put the count files of that run "
-    "back, or take the media that have arrived away and `packhorse count --fresh`)",
+    "counts": "the tokens of the samples (other data, processor or template; or rows that were bad when that "
+    "run began were recounted and are good now. Then put the count files of that run back (those named "
+    "*.phcount.before, if there are any) and resume with PACKHORSE_KEEP_COUNTS=1 in the environment)",
     "samples": "the number of samples",
     "capacity": "the tokens that a pack has room for",
     "rows": "the rows of the data set",
@@ -102,6 +102,14 @@ class Progress:
         Raises:
             ConfigError: it belongs to other data or to another plan, or is no such state.
         """
+        if not isinstance(state, Mapping) or "version" not in state:
+            found = (
+                f"a dict with {sorted(map(str, state))}" if isinstance(state, Mapping) else repr(state)[:80]
+            )
+            raise ConfigError(
+                f"not the state of a loader: found {found}. Pass what loader.state_dict() returned, say "
+                'checkpoint["loader"]'
+            )
         try:
             version, found = state["version"], state["plan"]
             epoch = int(state["epoch"])

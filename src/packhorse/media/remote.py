@@ -27,6 +27,7 @@ _MAY_PASS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _NOT_THERE = frozenset({404, 410})
 # What drivers raise for an address that makes no sense to them.
 _WRONG_ADDRESS = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+_NO_ADDRESS = (TypeError, AttributeError, NotImplementedError)  # its text is about the driver's own code
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 # Of the system's errors those that are about the way to a store; all others are about what lies there.
@@ -182,6 +183,8 @@ def _translated(url: str, error: Exception) -> Exception:
     why = _first_line(cause) if status is None else f"the server answers {status}"
     if isinstance(cause, PermissionError):
         return RemoteError(why)
+    if isinstance(cause, _NO_ADDRESS):
+        return RemoteError(f"{url.partition('://')[0]}:// needs more than an address", missing=True)
     if status is None and _is_about_the_address(cause):
         return RemoteError(why, missing=True)
     return RemoteError(why, may_pass=status is None or status in _MAY_PASS)

@@ -288,3 +288,16 @@ def test_a_state_with_nonsense_in_what_its_plan_was_made_from_is_refused_as_anot
     state = load(texts(20)).state_dict() | {"made_from": made_from}
     with pytest.raises(ConfigError, match="belongs to plan"):
         load(texts(20), seed=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({"model": {}, "loader": {}}, r"a dict with \['loader', 'model'\]"),
+        ({}, r"a dict with \[\]"),
+        ("{}", "'{}'"),
+    ],
+)
+def test_what_is_no_state_is_named(state, found):
+    with pytest.raises(ConfigError, match=rf"not the state of a loader: found {found}.*checkpoint\[.loader"):
+        load(texts(4)).load_state_dict(state)

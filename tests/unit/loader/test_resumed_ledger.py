@@ -198,7 +198,7 @@ def test_rows_that_are_counted_again_stop_a_resume_which_says_so_and_how_to_go_o
     Image.new("RGB", (63, 80), "tan").save(meta.parent / "3.png")
     packhorse.count_meta(str(meta), processor("qwen2_vl"), retry_bad=True)
     with pytest.raises(
-        packhorse.ConfigError, match=r"--retry-bad`: rows that were bad are good now.*--fresh"
+        packhorse.ConfigError, match=r"rows that were bad .* are good now.*PACKHORSE_KEEP_COUNTS=1"
     ):
         opened(meta).load_state_dict(state)
     take_away(meta, [3])
