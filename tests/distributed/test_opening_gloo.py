@@ -20,7 +20,7 @@ TIMEOUT = 3.0
 
 # How one rank fails: what it raises, and a part of its message.
 FAILURES = {
-    "file": ("FileNotFoundError", "data/meta.json"),
+    "file": ("ConfigError", "data/meta.json"),
     "model": ("ConfigError", "without a config"),
     "processor": ("ConfigError", "differs from that of rank 0"),
     "counting": ("NameError", "name 'columns' is not defined"),

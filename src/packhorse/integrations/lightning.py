@@ -33,6 +33,7 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
 
     def __init__(self, loader: Any) -> None:
         super().__init__()
+        self._resumed = False
         self._build: Callable[[], Any] | None = loader if callable(loader) else None
         if self._build is None:
             self._take(loader)
@@ -56,6 +57,9 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
         trainer = self.trainer
         check_world(self.loader, trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
         check_model(self.loader, trainer.lightning_module)
+        if self._resumed:
+            self._resumed = False
+            _mark_saved(trainer)
         return self._feed
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,8 +67,21 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
         return self._feed.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind it."""
+        """Continue after what was trained."""
         self._feed.load_state_dict(state_dict)
+        self._resumed = True
+
+
+def _mark_saved(trainer: Any) -> None:
+    """Keep checkpoint callbacks from saving the step that was resumed from once more.
+
+    ``ModelCheckpoint(every_n_train_steps=…)`` forgets in a resumed run which step it saved last, and saves
+    again after the first micro-batch, in the middle of an optimizer step. It has no public way to set that
+    step.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "_last_global_step_saved"):
+            callback._last_global_step_saved = trainer.global_step
 
 
 def step_loss(trainer: Any, logits: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
