@@ -65,10 +65,8 @@ def test_what_was_used_before_and_after_any_changes_of_shape_is_the_plan(epoch, 
         stop = progress.cursor + round(share * (len(dealt) - progress.cursor))
         used += of_steps(dealt, progress.cursor, stop)
         progress = progress.at(stop)
-        # Through a checkpoint.
-        progress = Progress.from_dict(
-            progress.to_dict("plan", {}, ()), "plan", {}, ()
-        )  # through a checkpoint
+        saved = progress.to_dict("plan", {}, ())
+        progress = Progress.from_dict(saved, "plan", {}, ())
     dealt = Dealt(Packs(plan, facts), progress.segments, seed=seed)
     used += of_steps(dealt, progress.cursor, len(dealt))
 
