@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -61,11 +62,17 @@ Reason = Literal[
 
 
 _USER_AND_PASSWORD = re.compile(r"(?<=://)[^/?#\s]*@")
-_SECRET_PARAMETER = re.compile(
-    r"([?&;#](?:key|[^=&;#\s]*(?:sig|token|secret|passw|pwd|auth|credential|api[-_]?key|access[-_]?key|key-pair"
-    r"|session|policy|jwt)[^=&;#\s]*)=)[^&;#\s'\")>\]]+",
-    re.IGNORECASE,
+# A name holds no delimiter, so each character is looked at once: rows may hold megabytes of anything.
+_PARAMETER = re.compile(r"[?&;#]([^=?&;#\s]+)=")
+_VALUE = re.compile(r"[^&;#\s'\")>\]]+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of names such as X-Amz-Signature and AWSAccessKeyId
+_SECRET_NAMES = frozenset({"key", "code"})  # secret as a whole name only: sort_key and zip_code are none
+_SECRET_WORDS = frozenset(
+    {"sig", "auth", "oauth", "authorization", "credential", "credentials", "passwd", "pwd", "passphrase"}
+    | {"session", "sessionid", "policy", "jwt", "hmac"}
 )
+_SECRET_ENDS = ("token", "signature", "secret", "password", "apikey", "accesskey", "accesskeyid")
+_SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("key", "pair"), ("subscription", "key")})
 
 
 def mask_secrets(text: str) -> str:
@@ -76,7 +83,25 @@ def mask_secrets(text: str) -> str:
     """
     if "://" not in text:
         return text
-    return _SECRET_PARAMETER.sub(r"\1***", _USER_AND_PASSWORD.sub("***@", text))
+    text = _USER_AND_PASSWORD.sub("***@", text)
+    pieces, done = [], 0
+    for parameter in _PARAMETER.finditer(text):
+        if parameter.start() < done or not _is_secret(parameter[1]):
+            continue
+        if value := _VALUE.match(text, parameter.end()):
+            pieces += [text[done : parameter.end()], "***"]
+            done = value.end()
+    return "".join([*pieces, text[done:]])
+
+
+def _is_secret(name: str) -> bool:
+    """Whether the value of a parameter of an address is to be masked."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    return (
+        name.lower() in _SECRET_NAMES
+        or any(word in _SECRET_WORDS or word.endswith(_SECRET_ENDS) for word in words)
+        or any(pair in _SECRET_PAIRS for pair in pairwise(words))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Which failures may be a sample's fault, and what a missing package says."""
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,16 @@ def test_a_package_that_another_one_misses_is_named_itself(
         ("https://h/a?AWSAccessKeyId=AK&Expires=9", "https://h/a?AWSAccessKeyId=***&Expires=9"),
         ("https://h/a?access_token=t#frag", "https://h/a?access_token=***#frag"),
         ("https://h/a?key=AIza&alt=media", "https://h/a?key=***&alt=media"),
+        ("https://h/a?code=f00%3D&w=1", "https://h/a?code=***&w=1"),
+        (
+            "https://h/a?Subscription-Key=5f;clientSecret=s",
+            "https://h/a?Subscription-Key=***;clientSecret=***",
+        ),
+        ("https://h/a?Key-Pair-Id=K&accesstoken=t", "https://h/a?Key-Pair-Id=***&accesstoken=***"),
+        ("https://h/a?to=https://h/b?token=t?u&w=1", "https://h/a?to=https://h/b?token=***&w=1"),
         ("https://h/a?keyword=cats", "https://h/a?keyword=cats"),
+        ("https://h/a?design=3&author=ann&max_tokens=9", "https://h/a?design=3&author=ann&max_tokens=9"),
+        ("https://h/a?zip_code=1&sort_key=date&token=", "https://h/a?zip_code=1&sort_key=date&token="),
         ("(url='https://h/a?token=t')", "(url='https://h/a?token=***')"),
         ("hf://datasets/ann/photos@main/a.png", "hf://datasets/ann/photos@main/a.png"),
         ("s3://bucket/a@2x.png", "s3://bucket/a@2x.png"),
@@ -78,6 +89,27 @@ def test_secrets_of_addresses_are_masked(text: str, masked: str) -> None:
     ):
         assert str(error).removeprefix("coco/1: ") == masked
     assert BadSample(text).detail == Drop("coco/1", "media", "missing_media", text).detail == masked
+
+
+def test_a_long_text_is_masked_in_the_time_of_reading_it() -> None:
+    pieces = [
+        "?",
+        "?token",
+        "?token=",
+        "&a=",
+        "?sig=a&",
+        "://",
+        "://a:b",
+        "A",
+        "Aa-",
+        "\\",
+        ":\\/\\/",
+        "\\u0026a",
+    ]
+    texts = f"('http://h/?' + piece * 300_000 for piece in {pieces})"
+    script = f"from packhorse.types import mask_secrets\nfor text in {texts}: mask_secrets(text)"
+    # A minute is for slow machines. A search that starts again at each character takes hours.
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_errors_survive_pickling_with_their_message_masked() -> None:
