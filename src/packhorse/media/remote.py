@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import urlsplit
 
 from packhorse.errors import ConfigError, MissingDependency
 from packhorse.media.failure import RemoteError, machine_fault
@@ -223,5 +223,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _host(url: str) -> str:
-    address = url.rpartition("::")[2]
-    return address.partition("://")[0] + "://" + urlsplit("//" + address.partition("://")[2]).netloc
+    scheme, _, rest = url.rpartition("::")[2].partition("://")
+    return f"{scheme}://{re.split('[/?#]', rest, maxsplit=1)[0]}"  # urlsplit raises for some texts

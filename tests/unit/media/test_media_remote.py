@@ -190,6 +190,8 @@ def test_a_host_that_is_not_there_is_unreachable() -> None:
         "nonsense://x",
         "cached://x",
         "://",
+        "http://[abc/x.png",
+        "http://ex\u2100mple.com/x.png",
     ],
 )
 def test_an_address_that_makes_no_sense_is_missing_media(url: str) -> None:
