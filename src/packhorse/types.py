@@ -61,10 +61,12 @@ Reason = Literal[
 ]
 
 
-_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/?#\s]*@")
+# Addresses may be inside JSON, where writers escape "/" as "\/" and "&" as "\u0026", and that inside a repr.
+_ADDRESS = re.compile(r":\\{0,4}/\\{0,4}/")
+_USER_AND_PASSWORD = re.compile(r"(:\\{0,4}/\\{0,4}/)[^/?#\s]*@")
 # A name holds no delimiter, so each character is looked at once: rows may hold megabytes of anything.
-_PARAMETER = re.compile(r"[?&;#]([^=?&;#\s]+)=")
-_VALUE = re.compile(r"[^&;#\s'\")>\]]+")
+_PARAMETER = re.compile(r"(?:[?&;#]|\\u00(?:3f|26|3b|23))([^=?&;#\s\\]+)(?:=|\\{1,4}u003d)", re.IGNORECASE)
+_VALUE = re.compile(r"(?:(?!\\{1,4}(?:[\"'nrt]|u00(?:26|3b|23|22|27|3e)))[^&;#\s'\")>\]])+", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of names such as X-Amz-Signature and AWSAccessKeyId
 _SECRET_NAMES = frozenset({"key", "code"})  # secret as a whole name only: sort_key and zip_code are none
 _SECRET_WORDS = frozenset(
@@ -81,9 +83,9 @@ def mask_secrets(text: str) -> str:
     >>> mask_secrets("no file https://ann:pw@host/a.png?width=9&X-Amz-Signature=5f3a")
     'no file https://***@host/a.png?width=9&X-Amz-Signature=***'
     """
-    if "://" not in text:
+    if not _ADDRESS.search(text):
         return text
-    text = _USER_AND_PASSWORD.sub("***@", text)
+    text = _USER_AND_PASSWORD.sub(r"\1***@", text)
     pieces, done = [], 0
     for parameter in _PARAMETER.finditer(text):
         if parameter.start() < done or not _is_secret(parameter[1]):
@@ -174,8 +176,7 @@ class Drop:
     epoch: int | None = None
 
     def __post_init__(self) -> None:
-        if "://" in self.detail:
-            object.__setattr__(self, "detail", mask_secrets(self.detail))
+        object.__setattr__(self, "detail", mask_secrets(self.detail))
 
 
 @dataclass(frozen=True, slots=True)

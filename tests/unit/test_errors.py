@@ -1,8 +1,10 @@
 """Which failures may be a sample's fault, and what a missing package says."""
 
+import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,29 @@ def test_secrets_of_addresses_are_masked(text: str, masked: str) -> None:
     ):
         assert str(error).removeprefix("coco/1: ") == masked
     assert BadSample(text).detail == Drop("coco/1", "media", "missing_media", text).detail == masked
+
+
+def go_json(row: object) -> str:
+    return json.dumps(row).replace("&", r"\u0026")
+
+
+def gson(row: object) -> str:
+    return json.dumps(row).replace("&", r"\u0026").replace("=", r"\u003d").replace("'", r"\u0027")
+
+
+def php_json(row: object) -> str:
+    return json.dumps(row).replace("/", r"\/")
+
+
+@pytest.mark.parametrize("again", [str, json.dumps, repr, lambda text: repr({"row": json.dumps(text)})])
+@pytest.mark.parametrize("dumps", [json.dumps, go_json, gson, php_json])
+def test_secrets_in_json_are_masked_and_the_rest_is_kept(
+    dumps: Callable[[object], str], again: Callable[[str], str]
+) -> None:
+    query = "w=9&X-Amz-Signature=5f3a/9c==&h=7&token=tok-77"
+    row = {"image": f"https://ann:hunter2@h/x?{query}", "next": 'say "hi"', "last": "a/b=c"}
+    plain = {**row, "image": "https://***@h/x?w=9&X-Amz-Signature=***&h=7&token=***"}
+    assert mask_secrets(again(dumps(row))) == again(dumps(plain))
 
 
 def test_a_long_text_is_masked_in_the_time_of_reading_it() -> None:
