@@ -149,8 +149,16 @@ class World:
             mesh: a ``torch.distributed.device_mesh.DeviceMesh`` with named dimensions.
             dims: the name of the data-parallel dimension, or the names of several, the slowest first, as
                 ``("dp_replicate", "dp_shard")``; None for all dimensions, if ``mesh`` is a part of another.
+
+        Raises:
+            ValueError: the mesh has no names, or ``dims`` names no dimension or one of them twice.
         """
-        names = mesh.mesh_dim_names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+        known = mesh.mesh_dim_names
+        if not known:
+            raise ValueError(f"{mesh} has no named dimensions: make it with mesh_dim_names=('dp', …)")
+        names = known if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"{dims=}: expected different dimensions of the mesh, which has {known}")
         rank, size = 0, 1
         for part in (mesh[name] for name in names):
             rank, size = rank * part.size() + part.get_local_rank(), size * part.size()
