@@ -49,7 +49,8 @@ def png(width: int = 60, height: int = 40) -> bytes:
 class Server(ThreadingHTTPServer):
     """Answers ``/403/…`` with 403, ``/cut/…`` with half of an image, ``/good/…`` with all of it, and so on.
 
-    ``/twice-503/…`` fails twice and then answers. ``/stream/…`` does not say how long it is. ``asked`` counts requests by path.
+    ``/twice-503/…`` fails twice and then answers. ``/stream/…`` does not say how long it is.
+    ``asked`` counts requests by path.
     """
 
     daemon_threads = True
