@@ -396,25 +396,37 @@ class Batch(dict[str, Any]):
         """A shallow copy with the same ``info``."""
         return copy.copy(self)
 
-    def to(self, device: Any, non_blocking: bool = True) -> Batch:
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The batch with its tensors and masks on a device; ``info`` stays where it is.
 
         Accelerate and Lightning call this to move a batch.
         """
-        moved = Batch(move_to_device(dict(self), device, non_blocking), self._info)
-        if "shift_labels" in self and self["shift_labels"] is self.get("labels"):
-            moved["shift_labels"] = moved["labels"]
+        moved: Batch = to_device(self, device, non_blocking)
         return moved
 
 
-def move_to_device(value: Any, device: Any, non_blocking: bool = True) -> Any:
-    """Move tensors, mappings of tensors (masks by kind of layer) and block masks to a device."""
+def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
+    """A batch on another device: tensors in it, masks by kind of layer, block masks of flex attention.
+
+    A :class:`Batch` keeps its ``info``.
+
+    Args:
+        value: a batch, or what may be in one.
+        device: as for ``torch.Tensor.to``.
+        non_blocking: the same; None does not wait for copies from the CPU to a device that runs its work in
+            order, and waits for all others, which could be read before they are complete.
+    """
     import torch
 
-    if isinstance(value, Batch):
-        return value.to(device, non_blocking)
     if isinstance(value, Mapping):
-        return {key: move_to_device(held, device, non_blocking) for key, held in value.items()}
+        moved = {key: to_device(held, device, non_blocking) for key, held in value.items()}
+        if not isinstance(value, Batch):
+            return moved
+        if "shift_labels" in value and value["shift_labels"] is value.get("labels"):
+            moved["shift_labels"] = moved["labels"]
+        return Batch(moved, value._info)
     if isinstance(value, torch.Tensor):  # block masks do not take non_blocking
+        if non_blocking is None:
+            non_blocking = value.device.type == "cpu" and torch.device(device).type not in {"cpu", "mps"}
         return value.to(device, non_blocking=non_blocking)
     return value.to(device) if hasattr(value, "to") else value

@@ -59,6 +59,32 @@ def test_a_batch_on_another_device_keeps_its_info(move: Callable[[Batch], Any]) 
     assert batch["labels"].device.type == "cpu"
 
 
+class Watched(torch.Tensor):
+    """Remembers whether its copies were waited for."""
+
+    waited: list[bool]
+
+    def to(self, device: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        self.waited.append(not non_blocking)
+        return self
+
+
+def test_only_copies_from_the_cpu_to_a_device_are_not_waited_for() -> None:
+    def waited(move: Callable[[Batch], Any]) -> list[bool]:
+        tensor = torch.ones(2).as_subclass(Watched)
+        tensor.waited = []
+        move(Batch({"masks": {"full_attention": tensor}}, made().info))
+        return tensor.waited
+
+    assert waited(lambda batch: batch.to("cpu")) == [True]
+    assert waited(lambda batch: batch.to(ELSEWHERE)) == [True]  # as for tensors
+    assert waited(lambda batch: batch.to(ELSEWHERE, non_blocking=True)) == [False]
+    assert waited(lambda batch: to_device(batch, "cpu")) == [True]
+    assert waited(lambda batch: to_device(batch, "mps")) == [True]
+    assert waited(lambda batch: to_device(batch, ELSEWHERE)) == [False]
+    assert waited(with_accelerate) == [False]
+
+
 def pickled(batch: Batch) -> Any:
     return pickle.loads(pickle.dumps(batch))
 
