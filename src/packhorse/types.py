@@ -365,8 +365,8 @@ class Batch(dict[str, Any]):
     """Inputs of a model, so that ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
 
     ``labels`` are shifted already; ``shift_labels`` is the same tensor and tells transformers so. What else
-    is known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, pickling, pinning,
-    :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
+    is known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, ``|``, pickling,
+    pinning, :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
 
     Args:
         inputs: the model's inputs.
@@ -395,6 +395,16 @@ class Batch(dict[str, Any]):
     def copy(self) -> Batch:
         """A shallow copy with the same ``info``."""
         return copy.copy(self)
+
+    def __or__(self, other: Any) -> Any:
+        """``batch | {…}``: a batch with this one's ``info``, or else that of ``other``."""
+        if not isinstance(other, dict):
+            return NotImplemented
+        return Batch({**self, **other}, self._info or getattr(other, "_info", None))
+
+    def __ror__(self, other: Any) -> Any:
+        """``{…} | batch``: the same, where this one's inputs replace the others."""
+        return Batch({**other, **self}, self._info) if isinstance(other, dict) else NotImplemented
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The batch with its tensors and masks on a device; ``info`` stays where it is.

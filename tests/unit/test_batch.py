@@ -101,6 +101,28 @@ def test_copies_keep_info(copied: Callable[[Batch], Any]) -> None:
     assert "extra" not in batch
 
 
+def test_inputs_are_added_to_a_batch_with_its_info_kept() -> None:
+    batch = made()
+    more = batch | {"max_length_q": 5, "extra": 1}
+    assert type(more) is Batch
+    assert more.info is batch.info
+    assert (more["max_length_q"], more["extra"], batch["max_length_q"]) == (5, 1, 2)
+    assert more["shift_labels"] is more["labels"]
+    less = {"max_length_q": 5, "extra": 1} | batch
+    assert type(less) is Batch
+    assert less.info is batch.info
+    assert (less["max_length_q"], less["extra"]) == (2, 1)
+    assert next(iter(less)) == "max_length_q"
+    other = Batch({"extra": 2}, BatchInfo(4, 0))
+    assert (batch | other).info is batch.info
+    assert (Batch({"extra": 1}) | other).info is other.info
+    batch |= {"extra": 3}
+    assert type(batch) is Batch
+    assert batch.info is more.info
+    with pytest.raises(TypeError):
+        batch | [("extra", 1)]
+
+
 def test_pinned_batches_keep_info() -> None:
     # Tensors can only be pinned where there is a GPU; the mapping is treated alike.
     batch = Batch({"max_length_q": 2, "masks": {"kind": "full"}}, made().info)

@@ -27,7 +27,7 @@ _WAITS = (0.1, 0.4)  # seconds before the second and the third try
 _MAY_PASS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _NOT_THERE = frozenset({404, 410})
 # What drivers raise for an address that makes no sense to them: when they are made, and when they
-# open a file. Later, and of other kinds, these errors are about an answer that the driver does not understand.
+# open a file. Later, and of other kinds, these errors are about an answer that the driver cannot read.
 _NO_STORE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 WRONG_PATH = (ValueError,)
 _WRONG_ANSWER = (json.JSONDecodeError, UnicodeDecodeError)
