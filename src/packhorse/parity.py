@@ -28,6 +28,7 @@ from packhorse.models import check_packable
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
 from packhorse.parity_causes import Packed, likely_causes
 from packhorse.positions import RopeIndex, rope_index
+from packhorse.types import to_device
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
@@ -260,13 +261,6 @@ def _collater(model: Any, pad: int, attention: str) -> Collate:
         )
 
     return collate
-
-
-def to_device(value: Any, device: Any) -> Any:
-    """Everything in a batch that can be moved, moved."""
-    if isinstance(value, Mapping):
-        return {key: to_device(inner, device) for key, inner in value.items()}
-    return value.to(device) if hasattr(value, "to") else value
 
 
 @contextmanager

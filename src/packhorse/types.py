@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -60,12 +61,20 @@ Reason = Literal[
 ]
 
 
-_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/?#\s]*@")
-_SECRET_PARAMETER = re.compile(
-    r"([?&;#](?:key|[^=&;#\s]*(?:sig|token|secret|passw|pwd|auth|credential|api[-_]?key|access[-_]?key|key-pair"
-    r"|session|policy|jwt)[^=&;#\s]*)=)[^&;#\s'\")>\]]+",
-    re.IGNORECASE,
+# Addresses may be inside JSON, where writers escape "/" as "\/" and "&" as "\u0026", and that inside a repr.
+_ADDRESS = re.compile(r":\\{0,4}/\\{0,4}/")
+_USER_AND_PASSWORD = re.compile(r"(:\\{0,4}/\\{0,4}/)[^/?#\s]*@")
+# A name holds no delimiter, so each character is looked at once: rows may hold megabytes of anything.
+_PARAMETER = re.compile(r"(?:[?&;#]|\\u00(?:3f|26|3b|23))([^=?&;#\s\\]+)(?:=|\\{1,4}u003d)", re.IGNORECASE)
+_VALUE = re.compile(r"(?:(?!\\{1,4}(?:[\"'nrt]|u00(?:26|3b|23|22|27|3e)))[^&;#\s'\")>\]])+", re.IGNORECASE)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of names such as X-Amz-Signature and AWSAccessKeyId
+_SECRET_NAMES = frozenset({"key", "code"})  # secret as a whole name only: sort_key and zip_code are none
+_SECRET_WORDS = frozenset(
+    {"sig", "auth", "oauth", "authorization", "credential", "credentials", "passwd", "pwd", "passphrase"}
+    | {"session", "sessionid", "policy", "jwt", "hmac"}
 )
+_SECRET_ENDS = ("token", "signature", "secret", "password", "apikey", "accesskey", "accesskeyid")
+_SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("key", "pair"), ("subscription", "key")})
 
 
 def mask_secrets(text: str) -> str:
@@ -74,9 +83,27 @@ def mask_secrets(text: str) -> str:
     >>> mask_secrets("no file https://ann:pw@host/a.png?width=9&X-Amz-Signature=5f3a")
     'no file https://***@host/a.png?width=9&X-Amz-Signature=***'
     """
-    if "://" not in text:
+    if not _ADDRESS.search(text):
         return text
-    return _SECRET_PARAMETER.sub(r"\1***", _USER_AND_PASSWORD.sub("***@", text))
+    text = _USER_AND_PASSWORD.sub(r"\1***@", text)
+    pieces, done = [], 0
+    for parameter in _PARAMETER.finditer(text):
+        if parameter.start() < done or not _is_secret(parameter[1]):
+            continue
+        if value := _VALUE.match(text, parameter.end()):
+            pieces += [text[done : parameter.end()], "***"]
+            done = value.end()
+    return "".join([*pieces, text[done:]])
+
+
+def _is_secret(name: str) -> bool:
+    """Whether the value of a parameter of an address is to be masked."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    return (
+        name.lower() in _SECRET_NAMES
+        or any(word in _SECRET_WORDS or word.endswith(_SECRET_ENDS) for word in words)
+        or any(pair in _SECRET_PAIRS for pair in pairwise(words))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +149,16 @@ class World:
             mesh: a ``torch.distributed.device_mesh.DeviceMesh`` with named dimensions.
             dims: the name of the data-parallel dimension, or the names of several, the slowest first, as
                 ``("dp_replicate", "dp_shard")``; None for all dimensions, if ``mesh`` is a part of another.
+
+        Raises:
+            ValueError: the mesh has no names, or ``dims`` names no dimension or one of them twice.
         """
-        names = mesh.mesh_dim_names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+        known = mesh.mesh_dim_names
+        if not known:
+            raise ValueError(f"{mesh} has no named dimensions: make it with mesh_dim_names=('dp', …)")
+        names = known if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"{dims=}: expected different dimensions of the mesh, which has {known}")
         rank, size = 0, 1
         for part in (mesh[name] for name in names):
             rank, size = rank * part.size() + part.get_local_rank(), size * part.size()
@@ -149,8 +184,7 @@ class Drop:
     epoch: int | None = None
 
     def __post_init__(self) -> None:
-        if "://" in self.detail:
-            object.__setattr__(self, "detail", mask_secrets(self.detail))
+        object.__setattr__(self, "detail", mask_secrets(self.detail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +365,8 @@ class Batch(dict[str, Any]):
     """Inputs of a model, so that ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
 
     ``labels`` are shifted already; ``shift_labels`` is the same tensor and tells transformers so. What else
-    is known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, pickling, pinning,
-    :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
+    is known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, ``|``, pickling,
+    pinning, :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
 
     Args:
         inputs: the model's inputs.
@@ -362,25 +396,47 @@ class Batch(dict[str, Any]):
         """A shallow copy with the same ``info``."""
         return copy.copy(self)
 
-    def to(self, device: Any, non_blocking: bool = True) -> Batch:
+    def __or__(self, other: Any) -> Any:
+        """``batch | {…}``: a batch with this one's ``info``, or else that of ``other``."""
+        if not isinstance(other, dict):
+            return NotImplemented
+        return Batch({**self, **other}, self._info or getattr(other, "_info", None))
+
+    def __ror__(self, other: Any) -> Any:
+        """``{…} | batch``: the same, where this one's inputs replace the others."""
+        return Batch({**other, **self}, self._info) if isinstance(other, dict) else NotImplemented
+
+    def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The batch with its tensors and masks on a device; ``info`` stays where it is.
 
         Accelerate and Lightning call this to move a batch.
         """
-        moved = Batch(move_to_device(dict(self), device, non_blocking), self._info)
-        if "shift_labels" in self and self["shift_labels"] is self.get("labels"):
-            moved["shift_labels"] = moved["labels"]
+        moved: Batch = to_device(self, device, non_blocking)
         return moved
 
 
-def move_to_device(value: Any, device: Any, non_blocking: bool = True) -> Any:
-    """Move tensors, mappings of tensors (masks by kind of layer) and block masks to a device."""
+def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
+    """A batch on another device: tensors in it, masks by kind of layer, block masks of flex attention.
+
+    A :class:`Batch` keeps its ``info``.
+
+    Args:
+        value: a batch, or what may be in one.
+        device: as for ``torch.Tensor.to``.
+        non_blocking: the same; None does not wait for copies from the CPU to a device that runs its work in
+            order, and waits for all others, which could be read before they are complete.
+    """
     import torch
 
-    if isinstance(value, Batch):
-        return value.to(device, non_blocking)
     if isinstance(value, Mapping):
-        return {key: move_to_device(held, device, non_blocking) for key, held in value.items()}
+        moved = {key: to_device(held, device, non_blocking) for key, held in value.items()}
+        if not isinstance(value, Batch):
+            return moved
+        if "shift_labels" in value and value["shift_labels"] is value.get("labels"):
+            moved["shift_labels"] = moved["labels"]
+        return Batch(moved, value._info)
     if isinstance(value, torch.Tensor):  # block masks do not take non_blocking
+        if non_blocking is None:
+            non_blocking = value.device.type == "cpu" and torch.device(device).type not in {"cpu", "mps"}
         return value.to(device, non_blocking=non_blocking)
     return value.to(device) if hasattr(value, "to") else value

@@ -59,6 +59,32 @@ def test_a_batch_on_another_device_keeps_its_info(move: Callable[[Batch], Any]) 
     assert batch["labels"].device.type == "cpu"
 
 
+class Watched(torch.Tensor):
+    """Remembers whether its copies were waited for."""
+
+    waited: list[bool]
+
+    def to(self, device: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        self.waited.append(not non_blocking)
+        return self
+
+
+def test_only_copies_from_the_cpu_to_a_device_are_not_waited_for() -> None:
+    def waited(move: Callable[[Batch], Any]) -> list[bool]:
+        tensor = torch.ones(2).as_subclass(Watched)
+        tensor.waited = []
+        move(Batch({"masks": {"full_attention": tensor}}, made().info))
+        return tensor.waited
+
+    assert waited(lambda batch: batch.to("cpu")) == [True]
+    assert waited(lambda batch: batch.to(ELSEWHERE)) == [True]  # as for tensors
+    assert waited(lambda batch: batch.to(ELSEWHERE, non_blocking=True)) == [False]
+    assert waited(lambda batch: to_device(batch, "cpu")) == [True]
+    assert waited(lambda batch: to_device(batch, "mps")) == [True]
+    assert waited(lambda batch: to_device(batch, ELSEWHERE)) == [False]
+    assert waited(with_accelerate) == [False]
+
+
 def pickled(batch: Batch) -> Any:
     return pickle.loads(pickle.dumps(batch))
 
@@ -73,6 +99,28 @@ def test_copies_keep_info(copied: Callable[[Batch], Any]) -> None:
     assert other["shift_labels"] is other["labels"]
     other["extra"] = 1
     assert "extra" not in batch
+
+
+def test_inputs_are_added_to_a_batch_with_its_info_kept() -> None:
+    batch = made()
+    more = batch | {"max_length_q": 5, "extra": 1}
+    assert type(more) is Batch
+    assert more.info is batch.info
+    assert (more["max_length_q"], more["extra"], batch["max_length_q"]) == (5, 1, 2)
+    assert more["shift_labels"] is more["labels"]
+    less = {"max_length_q": 5, "extra": 1} | batch
+    assert type(less) is Batch
+    assert less.info is batch.info
+    assert (less["max_length_q"], less["extra"]) == (2, 1)
+    assert next(iter(less)) == "max_length_q"
+    other = Batch({"extra": 2}, BatchInfo(4, 0))
+    assert (batch | other).info is batch.info
+    assert (Batch({"extra": 1}) | other).info is other.info
+    batch |= {"extra": 3}
+    assert type(batch) is Batch
+    assert batch.info is more.info
+    with pytest.raises(TypeError):
+        batch | [("extra", 1)]
 
 
 def test_pinned_batches_keep_info() -> None:

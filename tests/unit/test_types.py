@@ -34,3 +34,22 @@ dist.destroy_process_group()
 assert World.detect() == World(5, 9)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_mesh_without_names_and_dimensions_that_are_none_or_doubled_are_refused() -> None:
+    script = """
+import tempfile, pytest, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from packhorse.types import World
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+named = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+assert World.from_mesh(named, "dp") == World(0, 1)
+for dims in (None, "dp"):
+    with pytest.raises(ValueError, match="has no named dimensions: make it with mesh_dim_names="):
+        World.from_mesh(init_device_mesh("cpu", (1, 1)), dims)
+for dims in ((), [], ("dp", "dp")):
+    with pytest.raises(ValueError, match="expected different dimensions of the mesh, which has .'dp', 'tp'"):
+        World.from_mesh(named, dims)
+dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from packhorse.errors import FULL_DISK, ConfigError
 from packhorse.media.failure import RemoteError
-from packhorse.media.remote import RemoteFile, ask
+from packhorse.media.remote import WRONG_PATH, RemoteFile, ask, find_store
 from packhorse.media.source import is_address, local_path
 from packhorse.types import mask_secrets
 
@@ -246,11 +246,9 @@ def _let_go(fd: int) -> None:
 def _fetched(address: str) -> str:
     if (path := local_path(address)) is not None:
         return path
-    import fsspec
-
     with _named(address):
-        fs, path = ask(address, lambda: fsspec.core.url_to_fs(address))
-        info = ask(address, lambda: fs.info(path))
+        fs, path = find_store(address)
+        info = ask(address, lambda: fs.info(path), WRONG_PATH)
     # Not the store's own key alone: for some stores it is the address, whatever lies there.
     state = {name: str(info[name]) for name in _STATE if info.get(name) is not None}
     key = digest(address, str(fs.ukey(path)), str(sorted(state.items())))
@@ -260,7 +258,7 @@ def _fetched(address: str) -> str:
         came, size = 0, info.get("size")
         with contextlib.ExitStack() as stack:
             with _named(address):
-                opened = ask(address, lambda: fs.open(path, "rb"))
+                opened = ask(address, lambda: fs.open(path, "rb"), WRONG_PATH)
                 remote = stack.enter_context(RemoteFile(address, opened))
             while True:
                 with _named(address):

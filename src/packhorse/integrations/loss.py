@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.samplers.agree import has_process_group, reachable_device
-from packhorse.types import move_to_device
+from packhorse.types import to_device as to_device
 
 Batch = Mapping[str, Any]
 Item = TypeVar("Item")
@@ -137,11 +137,3 @@ def grouped(batches: Iterable[Item], accumulation: int) -> Iterator[list[Item]]:
             group = []
     if group:
         yield group
-
-
-def to_device(value: Any, device: Any) -> Any:
-    """A batch on another device: tensors in it, masks by kind of layer, block masks of flex attention.
-
-    A :class:`packhorse.Batch` keeps its ``info``.
-    """
-    return move_to_device(value, device)

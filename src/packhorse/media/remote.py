@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import urlsplit
 
 from packhorse.errors import ConfigError, MissingDependency
-from packhorse.media.failure import RemoteError, machine_fault
+from packhorse.media.failure import RemoteError, bad, machine_fault
 from packhorse.types import mask_secrets
 
 T = TypeVar("T")
@@ -25,8 +26,11 @@ T = TypeVar("T")
 _WAITS = (0.1, 0.4)  # seconds before the second and the third try
 _MAY_PASS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _NOT_THERE = frozenset({404, 410})
-# What drivers raise for an address that makes no sense to them.
-_WRONG_ADDRESS = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+# What drivers raise for an address that makes no sense to them: when they are made, and when they
+# open a file. Later, and of other kinds, these errors are about an answer that the driver cannot read.
+_NO_STORE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+WRONG_PATH = (ValueError,)
+_WRONG_ANSWER = (json.JSONDecodeError, UnicodeDecodeError)
 _NO_ADDRESS = (TypeError, AttributeError, NotImplementedError)  # its text is about the driver's own code
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
@@ -55,9 +59,17 @@ _CREDENTIALS = {
 _MOST_FAILURES = 3
 _failures: Counter[str] = Counter()
 
+_PIECE = 1 << 20
+_MOST_IN_MEMORY = 1 << 30
 
-def ask(url: str, call: Callable[[], T]) -> T:
+
+def ask(url: str, call: Callable[[], T], wrong_address: tuple[type[Exception], ...] = ()) -> T:
     """Call a driver for ``url``, again where a failure may pass.
+
+    Args:
+        url: an address of fsspec.
+        call: what to do.
+        wrong_address: errors which say that the address makes no sense, so that nothing is there.
 
     Raises:
         RemoteError: (an ``OSError``) the address cannot be reached, or nothing is there.
@@ -73,7 +85,7 @@ def ask(url: str, call: Callable[[], T]) -> T:
         except (MemoryError, RecursionError):  # noqa: PERF203 - each try may fail for itself
             raise
         except Exception as error:  # noqa: BLE001  # see above: drivers have no base class in common
-            failure = _translated(url, error)
+            failure = _translated(url, error, wrong_address)
             if wait is None or not isinstance(failure, RemoteError) or not failure.may_pass:
                 _failures[host] += isinstance(failure, RemoteError) and failure.may_pass
                 # Without the cause: what the driver says may hold the secrets of the address.
@@ -88,23 +100,54 @@ def ask(url: str, call: Callable[[], T]) -> T:
 def open_address(url: str, block_size: int | None = None) -> tuple[BinaryIO, int]:
     """A file to read, and its size; raises as :func:`ask`.
 
+    A file that its server only sends as a stream (no length, no ranges) is read into memory.
+
     Args:
         url: an address of fsspec.
         block_size: how much fsspec fetches at once, where the default (megabytes) is too much.
-    """
-    import fsspec
 
+    Raises:
+        BadSample: a stream is too long.
+    """
+    system, path = find_store(url)
     options = {} if block_size is None else {"block_size": block_size}
 
     def open_file() -> tuple[Any, int]:
-        system, path = fsspec.core.url_to_fs(url)
         file = system.open(path, "rb", **options)
-        size = file.seek(0, os.SEEK_END)
+        try:
+            size = file.seek(0, os.SEEK_END)
+        except ValueError:  # io.UnsupportedOperation is one too
+            with file:
+                return _whole(file)
         file.seek(0)
         return file, size
 
-    file, size = ask(url, open_file)
+    file, size = ask(url, open_file, WRONG_PATH)
+    if size > _MOST_IN_MEMORY and isinstance(file, io.BytesIO):
+        raise bad(
+            f"{url}: its server sends it as a stream, which is read into memory, and it has more than "
+            f"{_MOST_IN_MEMORY:,} bytes: copy it to a disk",
+            "media_too_large",
+        )
     return cast(BinaryIO, RemoteFile(url, file)), size
+
+
+def find_store(url: str) -> tuple[Any, str]:
+    """The driver of an address and the address as the driver wants it; raises as :func:`ask`."""
+    import fsspec
+
+    system, path = ask(url, lambda: fsspec.core.url_to_fs(url), _NO_STORE)
+    return system, path
+
+
+def _whole(stream: Any) -> tuple[io.BytesIO, int]:
+    """All that a stream sends, or a little more than the limit."""
+    data = io.BytesIO()
+    while data.tell() <= _MOST_IN_MEMORY and (piece := stream.read(_PIECE)):
+        data.write(piece)
+    size = data.tell()
+    data.seek(0)
+    return data, size
 
 
 def require_driver(url: str) -> None:
@@ -115,7 +158,7 @@ def require_driver(url: str) -> None:
         try:
             fsspec.get_filesystem_class(part.partition("://")[0])
         except ImportError as error:  # noqa: PERF203 - a chain has two parts
-            raise _translated(url, error) from None
+            raise _translated(url, error, ()) from None
         except ValueError:
             pass  # no protocol of fsspec, or what a chain takes for its file: opening a file there says so
 
@@ -167,8 +210,8 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
 
-def _translated(url: str, error: Exception) -> Exception:
-    """What a driver's error means."""
+def _translated(url: str, error: Exception, wrong_address: tuple[type[Exception], ...]) -> Exception:
+    """What a driver's error means; ``wrong_address`` as for :func:`ask`."""
     if isinstance(error, ImportError):
         return MissingDependency(f"{url} cannot be opened: {error}")
     if machine_fault(error, "") is not None:
@@ -183,18 +226,18 @@ def _translated(url: str, error: Exception) -> Exception:
     why = _first_line(cause) if status is None else f"the server answers {status}"
     if isinstance(cause, PermissionError):
         return RemoteError(why)
-    if isinstance(cause, _NO_ADDRESS):
-        return RemoteError(f"{url.partition('://')[0]}:// needs more than an address", missing=True)
-    if status is None and _is_about_the_address(cause):
+    if status is None and _is_about_the_address(cause, wrong_address):
+        if isinstance(cause, _NO_ADDRESS):
+            why = f"{url.partition('://')[0]}:// needs more than an address"
         return RemoteError(why, missing=True)
     return RemoteError(why, may_pass=status is None or status in _MAY_PASS)
 
 
-def _is_about_the_address(error: BaseException) -> bool:
+def _is_about_the_address(error: BaseException, wrong_address: tuple[type[Exception], ...]) -> bool:
     if isinstance(error, OSError):
         # Negative numbers are those of name resolution.
         return error.errno is not None and error.errno >= 0 and error.errno not in _NETWORK
-    return isinstance(error, _WRONG_ADDRESS)
+    return isinstance(error, wrong_address) and not isinstance(error, _WRONG_ANSWER)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -223,5 +266,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _host(url: str) -> str:
-    address = url.rpartition("::")[2]
-    return address.partition("://")[0] + "://" + urlsplit("//" + address.partition("://")[2]).netloc
+    scheme, _, rest = url.rpartition("::")[2].partition("://")
+    return f"{scheme}://{re.split('[/?#]', rest, maxsplit=1)[0]}"  # urlsplit raises for some texts

@@ -49,7 +49,8 @@ def png(width: int = 60, height: int = 40) -> bytes:
 class Server(ThreadingHTTPServer):
     """Answers ``/403/…`` with 403, ``/cut/…`` with half of an image, ``/good/…`` with all of it, and so on.
 
-    ``/twice-503/…`` fails twice and then answers. ``asked`` counts requests by path.
+    ``/twice-503/…`` fails twice and then answers. ``/stream/…`` does not say how long it is.
+    ``asked`` counts requests by path.
     """
 
     daemon_threads = True
@@ -84,7 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(int(kind))
             return
         self.send_response(200)
-        self.send_header("Content-Length", str(len(server.image)))
+        if kind != "stream":
+            self.send_header("Content-Length", str(len(server.image)))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(server.image[: len(server.image) // 2] if kind == "cut" else server.image)
@@ -190,6 +192,8 @@ def test_a_host_that_is_not_there_is_unreachable() -> None:
         "nonsense://x",
         "cached://x",
         "://",
+        "http://[abc/x.png",
+        "http://ex\u2100mple.com/x.png",
     ],
 )
 def test_an_address_that_makes_no_sense_is_missing_media(url: str) -> None:
@@ -255,6 +259,34 @@ def test_an_error_that_no_library_shares_is_unreachable(raising: Any) -> None:
     class TransportError(Exception): ...
 
     assert refused(raising(TransportError("no route"))).reason == "unreachable_media"
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, NotImplementedError])
+def test_an_answer_that_a_driver_does_not_understand_is_unreachable(raising: Any, kind: Any) -> None:
+    assert refused(raising(kind("content-length"))).reason == "unreachable_media"
+    assert refused(raising(json.JSONDecodeError("no JSON", "<html>", 0))).reason == "unreachable_media"
+
+
+def test_a_file_that_is_sent_as_a_stream_is_read(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{server.url}/stream/a.png"
+    assert load_image(url).size == (60, 40)
+    assert image_size(url) == (40, 60)
+    assert read_bytes(url) == server.image
+    monkeypatch.setattr(remote, "_MOST_IN_MEMORY", len(server.image) - 1)
+    monkeypatch.setattr(remote, "_PIECE", 100)
+    assert refused(url).reason == "media_too_large"
+    monkeypatch.setattr(remote, "_MOST_IN_MEMORY", len(server.image))
+    assert read_bytes(url) == server.image
+
+
+def test_rows_that_are_sent_as_a_stream_are_read(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path))
+    server.image = json.dumps(row("a.png")).encode()
+    assert len(open_rows(f"{server.url}/stream/rows.jsonl")) == 1
 
 
 # --- rows ------------------------------------------------------------------------------------------------
