@@ -239,7 +239,7 @@ class PackedRows:
                 "least the pack_size of the dataset"
             )
         self.length = longest if max_length is None else max_length
-        self.alignment = math.lcm(*(pack.get("_alignment", 1) for pack in batch))
+        self.alignments = [int(pack.get("_alignment", 1)) for pack in batch]
         self.family: Family | None = next((p["_family"] for p in batch if p.get("_family") is not None), None)
 
     def tokens(self) -> dict[str, Any]:
@@ -290,12 +290,13 @@ class PackedRows:
                 f"images of this family see themselves both ways, which {backend} cannot do: use sdpa, eager "
                 "or flex_attention"
             )
-        if self.length % self.alignment:
+        alignment = math.lcm(*self.alignments)
+        if self.length % alignment:
             raise ConfigError(
-                f"documents are aligned to {self.alignment} tokens, which rows of {self.length:,} are not: "
-                f"make max_length (pack_size of a loader) a multiple of {self.alignment}"
+                f"documents are aligned to {alignment} tokens, which rows of {self.length:,} are not: "
+                f"make max_length (pack_size of a loader) a multiple of {alignment}"
             )
-        found = segments(made["attention_mask"], self.alignment)
+        found = segments(made["attention_mask"], self.alignments)
         if not found.moved:
             return dict(made), found
         self._check_hidden(made["attention_mask"], backend)

@@ -275,6 +275,15 @@ def test_segments_of_aligned_documents_begin_at_multiples_of_the_alignment() -> 
     assert unaligned["cu_seq_lens_q"].tolist() == [0, 5, 7, 12]
 
 
+@pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
+def test_each_pack_keeps_its_document_boundaries_in_a_batch_of_mixed_alignments(backend) -> None:
+    packs = [pack(sample(3), sample(5)), pack(sample(4), sample(4), sequence_alignment=4)]
+    batch = neat_packed_vlm_collater(packs, attn_implementation=backend)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8, 12, 16]
+    batch = neat_packed_vlm_collater(packs[::-1], attn_implementation=backend)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 8, 11, 16]
+
+
 def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
     torch.manual_seed(0)
     documents = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 2, 2, 0, 0]])
