@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from noise_floor import largest_difference, noise_floor
-from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, packed_sequence_thd_vlm_collater
+from packhorse.collate_fns import (
+    loss_inputs,
+    model_inputs,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
+)
 from packhorse.collate_fns.flex import document_block_mask
 from packhorse.collate_fns.masks import block_causal_mask, positions_tell, segments
 from packhorse.errors import ConfigError
@@ -198,8 +203,9 @@ def test_document_numbers_can_be_left_to_the_model_and_transformers_does_not_get
     batch = neat_packed_vlm_collater(packs, 0, None, backend, materialize_4d_mask=False)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0]]
     moved = {key: value.clone() for key, value in batch.items()}
-    with pytest.raises(ConfigError, match="materialize_4d_mask=True"):
-        model_inputs(moved)
+    for select in (model_inputs, loss_inputs):
+        with pytest.raises(ConfigError, match="materialize_4d_mask=True"):
+            select(moved)
     flash = neat_packed_vlm_collater(packs, 0, None, "flash_attention_2", materialize_4d_mask=False)
     assert "cu_seq_lens_q" in model_inputs(flash)
 
