@@ -2,15 +2,18 @@
 
 import functools
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
 from collate_stubs import GREETING, StrictProcessor, padded, said, text
+from transformers.processing_utils import ProcessingKwargs
 
 from contract.processors import processor
 from contract.samples import picture, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import default_collate_fn, make_robust_collate
+from packhorse.collate_fns.contract import padding_side
 from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
@@ -279,6 +282,32 @@ def test_a_sample_keeps_every_image_before_the_first_one_that_does_not_fit(sizes
         sum(sizes[:fitting]),
         sum(sizes[:fitting]),
     ]
+
+
+class PadsRightKwargs:
+    _defaults: ClassVar = {"text_kwargs": {"padding_side": "right"}}
+
+
+class PadsLeftKwargs:
+    _defaults: ClassVar = {"text_kwargs": {"padding_side": "left"}}
+
+
+class PadsRight(StrictProcessor):
+    """Declares other defaults than those of the class that has its name."""
+
+    valid_processor_kwargs = PadsLeftKwargs
+
+
+class PadsLeft(StrictProcessor):
+    """Declares nothing but the base class of all defaults."""
+
+    valid_processor_kwargs = ProcessingKwargs
+
+
+def test_the_padding_side_is_the_declared_one_and_else_that_of_the_class_by_the_processors_name():
+    assert padding_side(PadsRight()) == "left"
+    assert padding_side(PadsLeft()) == "left"
+    assert padding_side(StrictProcessor()) == "right"
 
 
 def test_a_missing_picture_costs_its_sample_and_not_the_batch():
