@@ -74,19 +74,33 @@ def test_encoded_ids_of_a_file_are_those_of_the_processors_own_call(name, films)
         )
 
 
-def sampled_by_processor(owner, info):
-    """``sample_frames`` with the arguments of the processor's own call; None where that raises.
+class SampledError(Exception):
+    """Ends a call of a video processor after it has chosen its frames, before it resizes them."""
 
-    Without a frame after the last one, to which float32 steps lead at times and which no decoder has.
+
+def sampled_by_processor(owner, info):
+    """The frames that the processor's own call chooses; None where that raises.
+
+    The call itself passes the arguments to ``sample_frames``. Without a frame after the last one, to which
+    float32 steps lead at times and which no decoder has.
     """
+    sample_frames = owner.sample_frames
+
+    def stop_after_sampling(*args, **options):
+        raise SampledError(sample_frames(*args, **options))
+
+    owner.sample_frames = stop_after_sampling
     metadata = VideoMetadata(info.total_frames, info.fps, info.width, info.height, info.duration)
-    skipped = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
-    names = [name for name in owner.valid_kwargs.__annotations__ if name not in skipped]
+    video = np.broadcast_to(np.uint8(0), (info.total_frames, 3, info.height, info.width))
     try:
-        taken = owner.sample_frames(metadata, **{name: getattr(owner, name, None) for name in names})
+        owner(videos=[video], video_metadata=[metadata], do_sample_frames=True, return_tensors="pt")
+    except SampledError as sampled:
+        return [index for index in np.asarray(sampled.args[0]).tolist() if index < info.total_frames]
     except (ValueError, ZeroDivisionError):
         return None
-    return [index for index in np.asarray(taken).tolist() if index < info.total_frames]
+    finally:
+        del owner.sample_frames
+    raise AssertionError("the call chose no frames")
 
 
 RATES = st.sampled_from(

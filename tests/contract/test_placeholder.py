@@ -61,15 +61,26 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
     for bit, kind in enumerate(MEDIA_KINDS):
         if kind not in FAMILIES[name].modalities:
             continue
-        (blank,) = blanks.samples(1 << bit)
+        ((blank_kind, blank),) = blanks.samples(1 << bit)
+        assert blank_kind in FAMILIES[name].modalities
         keys = [key for key in blank if key in samples.family.layout]
         media = samples.family.media_token_ids(processor(name))
-        assert any(kind in samples.family.layout[key].kinds for key in keys)
+        assert any({kind, blank_kind} <= {*samples.family.layout[key].kinds} for key in keys)
         assert bool((blank["labels"] == IGNORE_INDEX).all())
         assert any(token in media for token in blank["input_ids"].tolist())
         assert int(blank["input_ids"][-1]) not in media, "the shift would cut it"
         assert all(len(blank[key]) == len(blank["labels"]) for key in ("input_ids", "attention_mask"))
         assert blanks.lengths(1 << bit) == [len(blank["input_ids"]) - 1]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_each_placeholder_of_several_kinds_is_named_by_the_media_that_it_holds(name: str) -> None:
+    samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
+    named = Blanks(samples).samples(bits(name))
+    assert len({kind for kind, _ in named}) == len(named)
+    for kind, blank in named:
+        layouts = [layout for key, layout in samples.family.layout.items() if key in blank]
+        assert any(kind in layout.kinds for layout in layouts), (kind, sorted(blank))
 
 
 def gradients(model: Any, *batches: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -187,9 +187,13 @@ def padding_side(processor: Any) -> str:
     """The side on which the processor pads: a tokenizer that names one wins over the processor's default."""
     tokenizer = tokenizer_of(processor)
     own = getattr(tokenizer, "init_kwargs", None)
-    # Older processors (InternVL before transformers 5.17) do not name the class that holds their defaults.
-    module, name = sys.modules.get(type(processor).__module__), f"{type(processor).__name__}Kwargs"
-    kwargs = getattr(module, name, None) or getattr(processor, "valid_processor_kwargs", None)
+    kwargs = getattr(processor, "valid_processor_kwargs", None)
+    if getattr(kwargs, "__name__", "ProcessingKwargs") == "ProcessingKwargs":
+        # The common base class: the processor declares none. Older ones (InternVL before transformers 5.17)
+        # pass the class next to their own to the call without declaring it.
+        module, name = sys.modules.get(type(processor).__module__), f"{type(processor).__name__}Kwargs"
+        kwargs = getattr(module, name, None)
+    # Private, as transformers has no public way to read the defaults of a processor's call.
     defaults = getattr(kwargs, "_defaults", None)
     told = (
         own.get("padding_side") if isinstance(own, Mapping) else None,

@@ -126,7 +126,11 @@ def _with_fitting_media(
     max_length: int,
     made: Callable[[list[Ready]], Made],
 ) -> Made:
-    """The batch, in which each sample ends before the first media item that does not fit."""
+    """The batch, in which each sample ends before the first media item that does not fit.
+
+    What headers cannot answer is found by bisection on what the processor makes of the batch, because items
+    differ in size.
+    """
     chosen = [
         one if length <= max_length else _fitting(one, processor, max_length)
         for one, length in zip(opened, estimates, strict=True)
@@ -134,17 +138,29 @@ def _with_fitting_media(
     samples = [decode([one], processor, family)[0] for one in chosen]
     content = torch.tensor(sorted(media_ids(processor, family)))
     longest = list(estimates)
+    most_fitting = [0] * len(chosen)
+    fewest_too_many = [len(one.conversation.media) + 1 for one in chosen]
     while True:
         found = made(in_order(samples, family))
         places = [next(n for n, sample in enumerate(samples) if sample is row) for row in found.ready]
         for row, place in enumerate(places):
             longest[place] = max(longest[place], found.lengths[row])
-        over = _fewer_media(found, content, max_length)
-        if not over:
+        settled = True
+        for row, place in enumerate(places):
+            number = len(chosen[place].conversation.media)
+            if _media_fit(found, row, content, max_length):
+                most_fitting[place] = number
+            else:
+                fewest_too_many[place] = number
+                # The other samples of the batch may have changed since fewer were seen to fit.
+                most_fitting[place] = min(most_fitting[place], number - 1)
+            tried_next = (most_fitting[place] + fewest_too_many[place]) // 2
+            if tried_next != number:
+                settled = False
+                chosen[place] = first_media(opened[place], tried_next)
+                samples[place] = decode([chosen[place]], processor, family)[0]
+        if settled:
             break
-        for row, number in over.items():
-            chosen[places[row]] = first_media(opened[places[row]], number)
-            samples[places[row]] = decode([chosen[places[row]]], processor, family)[0]
     for row, place in enumerate(places):
         one = opened[place]
         lost = len(one.conversation.media) - len(chosen[place].conversation.media)
@@ -155,21 +171,16 @@ def _with_fitting_media(
     return found
 
 
-def _fewer_media(made: Made, content: torch.Tensor, max_length: int) -> dict[int, int]:
-    """How many media to keep of each row that would be cut inside or before one of them."""
-    fewer = {}
-    for row, length in enumerate(made.lengths):
-        if length <= max_length or not len(content):
-            continue
-        start = _start(made.batch, row, length)
-        ids = made.batch["input_ids"][row, start : start + length]
-        places = torch.isin(ids, content.to(ids.device)).nonzero().flatten()
-        # The shift of labels cuts one token more.
-        inside = int((places < max_length - 1).sum())
-        number = len(made.ready[row].conversation.media)
-        if inside < len(places) and number:
-            fewer[row] = min(number * inside // len(places), number - 1)
-    return fewer
+def _media_fit(made: Made, row: int, content: torch.Tensor, max_length: int) -> bool:
+    """Whether a row can be cut to ``max_length`` without cutting inside or before one of its media."""
+    length = made.lengths[row]
+    if length <= max_length or not len(content) or not made.ready[row].conversation.media:
+        return True
+    start = _start(made.batch, row, length)
+    ids = made.batch["input_ids"][row, start : start + length]
+    places = torch.isin(ids, content.to(ids.device)).nonzero().flatten()
+    # The shift of labels cuts one token more.
+    return not len(places) or int(places[-1]) < max_length - 1
 
 
 def _fitting(one: Opened, processor: Any, max_length: int) -> Opened:

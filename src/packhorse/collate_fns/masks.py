@@ -6,7 +6,7 @@ padding). Dense masks are filled document by document; no S x S comparison is ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -126,7 +126,7 @@ class Segments(NamedTuple):
     padded: list[list[int]]
 
 
-def segments(documents: torch.Tensor, alignment: int = 1) -> Segments:
+def segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -> Segments:
     """Make every document one run of tokens: what is hidden inside it goes behind it.
 
     Behind its document and in a segment of its own, a hidden token sees nobody and is seen by nobody. Its
@@ -134,6 +134,11 @@ def segments(documents: torch.Tensor, alignment: int = 1) -> Segments:
 
     With ``alignment``, segments begin at multiples of it: the hidden tokens up to the next multiple belong to
     the segment of their document. They come after all its tokens, so these do not see them.
+
+    Args:
+        documents: [B, S].
+        alignment: of all rows, or one for each row. A row that was packed with a smaller one has documents
+            that begin between multiples, so each row is rounded by its own.
     """
     list(spans(documents))  # numbers must rise
     hidden = (documents == 0).to(torch.int64)
@@ -146,7 +151,8 @@ def segments(documents: torch.Tensor, alignment: int = 1) -> Segments:
     starts[:, 1:] = sorted_keys.diff() != 0
     of_row, place = torch.nonzero(starts, as_tuple=True)
     # Only where hidden tokens begin is there anything to round; past the last one the next document begins.
-    boundaries = of_row * length + place + -place % alignment
+    multiple = torch.as_tensor(alignment).expand(rows)[of_row]
+    boundaries = of_row * length + place + -place % multiple
     ends = torch.tensor([rows * length])
     cumulative = torch.unique_consecutive(torch.cat([boundaries, ends])).to(torch.int32)
     lengths, padded = [], []

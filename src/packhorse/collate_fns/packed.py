@@ -63,7 +63,8 @@ def neat_packed_vlm_collater(
             (:func:`packhorse.integrations.attention.use_attention`). None is ``"sdpa"``.
         materialize_4d_mask: False leaves the document numbers [B, S] as ``attention_mask`` with ``"sdpa"``
             and ``"eager"`` too, for a model that makes its own mask of them. transformers' models do not:
-            they would take each row for one document, and :func:`model_inputs` refuses such a batch.
+            they would take each row for one document, and :func:`model_inputs` and :func:`loss_inputs`
+            refuse such a batch.
         pixel_dtype: what pixels are converted to while they are copied; None leaves them.
         mask_dtype: of the mask for ``"eager"``: the model's.
         config: the model's; only needed for Gemma 3 and 4 where packs hold fake images.
@@ -142,7 +143,17 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
     Counts and document numbers stay out. With ``cu_seq_lens_q`` the mask stays out too: where there is one,
     transformers' flash attention goes by it, and takes each row for one document.
+
+    Raises:
+        ConfigError: the mask holds document numbers (``materialize_4d_mask=False``).
     """
+    mask = batch.get("attention_mask")
+    numbers = isinstance(mask, torch.Tensor) and mask.dim() != _DENSE and "_packed_seq_ids" in batch
+    if numbers and "cu_seq_lens_q" not in batch:
+        raise ConfigError(
+            "attention_mask holds document numbers (materialize_4d_mask=False), which models of transformers "
+            "take for one document: make batches with materialize_4d_mask=True"
+        )
     left_out = _INFORMATION | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
     return {key: value for key, value in batch.items() if key not in left_out}
 
@@ -163,17 +174,11 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
         ConfigError: the batch was made for another attention, the model cannot be trained on packed rows, or
             it has an auxiliary loss, which only the model itself can add (see :func:`check_router_loss`).
     """
-    mask = batch.get("attention_mask")
-    numbers = isinstance(mask, torch.Tensor) and mask.dim() != _DENSE and "_packed_seq_ids" in batch
-    if numbers and "cu_seq_lens_q" not in batch:
-        raise ConfigError(
-            "attention_mask holds document numbers (materialize_4d_mask=False), which models of transformers "
-            "take for one document: make batches with materialize_4d_mask=True"
-        )
+    inputs = loss_inputs(batch)
     if model is not None:
         _check_attention(batch, model)
         check_router_loss(getattr(model, "module", model).config)
-    return {key: value for key, value in loss_inputs(batch).items() if key not in _LABELS}
+    return {key: value for key, value in inputs.items() if key not in _LABELS}
 
 
 def check_router_loss(config: Any) -> None:
@@ -239,7 +244,7 @@ class PackedRows:
                 "least the pack_size of the dataset"
             )
         self.length = longest if max_length is None else max_length
-        self.alignment = math.lcm(*(pack.get("_alignment", 1) for pack in batch))
+        self.alignments = [int(pack.get("_alignment", 1)) for pack in batch]
         self.family: Family | None = next((p["_family"] for p in batch if p.get("_family") is not None), None)
 
     def tokens(self) -> dict[str, Any]:
@@ -290,12 +295,13 @@ class PackedRows:
                 f"images of this family see themselves both ways, which {backend} cannot do: use sdpa, eager "
                 "or flex_attention"
             )
-        if self.length % self.alignment:
+        alignment = math.lcm(*self.alignments)
+        if self.length % alignment:
             raise ConfigError(
-                f"documents are aligned to {self.alignment} tokens, which rows of {self.length:,} are not: "
-                f"make max_length (pack_size of a loader) a multiple of {self.alignment}"
+                f"documents are aligned to {alignment} tokens, which rows of {self.length:,} are not: "
+                f"make max_length (pack_size of a loader) a multiple of {alignment}"
             )
-        found = segments(made["attention_mask"], self.alignment)
+        found = segments(made["attention_mask"], self.alignments)
         if not found.moved:
             return dict(made), found
         self._check_hidden(made["attention_mask"], backend)

@@ -98,25 +98,26 @@ class Blanks:
         self._made: dict[MediaKind | None, dict[str, Any]] = {}
         self._smallest: dict[MediaKind, tuple[MediaKind, MediaSize]] = {}
 
-    def samples(self, kinds: int) -> list[dict[str, Any]]:
-        """Encoded samples, before the shift, of which nothing is learned: one for each kind of media.
+    def samples(self, kinds: int) -> list[tuple[MediaKind | None, dict[str, Any]]]:
+        """Encoded samples before the shift, without a supervised token, each with the kind of its media.
 
-        Kinds that fill the same tensors (images and frames of SmolVLM and InternVL) share one.
+        There is one for each kind; kinds that fill the same tensors (images and frames of SmolVLM and
+        InternVL) share one, so there may be fewer of them than kinds.
 
         Args:
-            kinds: one bit for each kind; 0 gives a sample without a medium.
+            kinds: one bit for each kind; 0 gives a sample without media.
 
         Raises:
             ConfigError: the processor cannot encode such a thing.
         """
         chosen = dict(self._smallest_like(kind) for kind in kinds_in(kinds))
         if not chosen:
-            return [dict(self._encoded(None, None))]
-        return [dict(self._encoded(kind, size)) for kind, size in chosen.items()]
+            return [(None, dict(self._encoded(None, None)))]
+        return [(kind, dict(self._encoded(kind, size))) for kind, size in chosen.items()]
 
     def lengths(self, kinds: int) -> list[int]:
         """How many tokens each of them takes up, after the shift."""
-        return [len(sample["input_ids"]) - 1 for sample in self.samples(kinds)]
+        return [len(sample["input_ids"]) - 1 for _, sample in self.samples(kinds)]
 
     def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
         """The smallest media item that fills the tensors of a kind, and its own kind."""

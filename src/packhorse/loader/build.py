@@ -310,7 +310,7 @@ class PackBuilder(BatchBuilder):
 
     def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add documents to the row that has the most room, which was reserved; else a row of their own."""
-        blanks = [self.packer.prepared(sample) for sample in self.blanks.samples(kinds)]
+        blanks = [self.packer.prepared(sample) for _, sample in self.blanks.samples(kinds)]
         needed = sum(map(self.packer.room_of, blanks))
         used = [sum(map(self.packer.room_of, row)) for row in rows]
         if rows and min(used) + needed <= self.packer.pack_size:
@@ -367,7 +367,7 @@ class PadBuilder(BatchBuilder):
 
     def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add rows."""
-        rows += [[sample] for sample in self.blanks.samples(kinds)]
+        rows += [[sample] for _, sample in self.blanks.samples(kinds)]
 
     def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
         """The rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""

@@ -17,7 +17,7 @@ from packhorse.conversation import parse_conversation
 from packhorse.datasets.prepare import with_sound_in_place
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.ledger import Ledger
-from packhorse.loader.blank import Blanks, kinds_in
+from packhorse.loader.blank import Blanks
 from packhorse.types import Conversation, Drop, MediaRef, TextPart, mask_secrets
 from packhorse.view.planning import Opened
 from packhorse.view.tokens import TEMPLATE, Run, decoded, positions_of, roles_of, runs_of
@@ -167,9 +167,8 @@ class Encoder:
         if not kinds:
             return []
         with self._lock:
-            # Kinds that fill the same tensors share one.
-            made = zip(kinds_in(kinds), self._blanks.samples(kinds), strict=False)
-            return [(kind, self._blank(sample)) for kind, sample in made]
+            samples = self._blanks.samples(kinds)
+            return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
     def _blank(self, sample: dict[str, Any]) -> Shown:
         prepared = self.opened.packer.prepared(sample)

@@ -2,15 +2,18 @@
 
 import functools
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
-from collate_stubs import GREETING, StrictProcessor, said, text
+from collate_stubs import GREETING, StrictProcessor, padded, said, text
+from transformers.processing_utils import ProcessingKwargs
 
 from contract.processors import processor
 from contract.samples import picture, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import default_collate_fn, make_robust_collate
+from packhorse.collate_fns.contract import padding_side
 from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
@@ -75,6 +78,27 @@ def test_every_tensor_per_token_is_shifted_and_all_else_stays():
     assert batch["stress"].shape == batch["input_ids"].shape
     assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
     assert batch["note"] == "as it was"
+
+
+class Expanding(StrictProcessor):
+    """Gives an image as many tokens as it has rows of pixels, which nothing announces."""
+
+    image_token_id = 3
+
+    def apply_chat_template(self, conversations, **options):
+        batch = super().apply_chat_template(conversations, **options)
+        rows = []
+        for conversation, ids in zip(conversations, batch["input_ids"].tolist(), strict=True):
+            images = [
+                part["image"]
+                for turn in conversation
+                for part in turn["content"]
+                if isinstance(part, dict) and part["type"] == "image"
+            ]
+            heights = iter([image.height for image in images])
+            kept = [token for token in ids if token != 0]
+            rows.append([token for token in kept for _ in range(next(heights) if token == 3 else 1)])
+        return {**batch, **padded(rows)}
 
 
 class Around:
@@ -233,29 +257,57 @@ def test_a_sample_loses_the_image_that_does_not_fit_and_all_that_follows_it():
 
 def test_what_only_the_processor_knows_of_is_cut_too():
     """A processor whose images cannot be counted beforehand: it runs again without those that do not fit."""
-
-    class Expanding(Everything):
-        image_token_id = 3
-
-        def apply_chat_template(self, conversations, **options):
-            batch = super().apply_chat_template(conversations, **options)
-            del batch["stress"], batch["position_ids"]
-            tokens = [20 if token == 3 else 1 for token in batch["input_ids"][0].tolist()]
-            return {
-                **batch,
-                **{
-                    key: batch[key].repeat_interleave(torch.tensor(tokens), dim=1)
-                    for key in ("input_ids", "attention_mask")
-                },
-            }
-
-    parts = [{"type": "image", "image": picture(8, 8)} for _ in range(6)]
+    parts = [{"type": "image", "image": picture(8, 20)} for _ in range(6)]
     example = {"conversation": said(("user", parts), ("assistant", text("Six.")))}
     batch = default_collate_fn([example], Expanding(), 100)
     assert batch["input_ids"].shape == (1, 99)
     number = int(batch["n_images_per_sample"][0])
     assert number in (3, 4)
     assert int((batch["input_ids"] == 3).sum()) == 20 * number == 20 * len(batch["pixel_values"])
+
+
+@pytest.mark.parametrize("max_length", [30, 60, 100, 150])
+@pytest.mark.parametrize("sizes", [[5] * 8 + [200], [200, 5, 5], [5, 60, 5, 5, 60, 5], [20] * 7])
+def test_a_sample_keeps_every_image_before_the_first_one_that_does_not_fit(sizes, max_length):
+    parts = [{"type": "image", "image": picture(8, size)} for size in sizes]
+    example = {"conversation": said(("user", parts), ("assistant", text("Many.")))}
+    whole = default_collate_fn([example], Expanding())["input_ids"][0]
+    ends = (whole == 3).nonzero().flatten()[torch.tensor(sizes).cumsum(0) - 1]
+    # Processors make one batch of all samples, so the others are cut in the same steps.
+    batch = default_collate_fn([HELLO, example, example], Expanding(), max_length)
+    fitting = int((ends < max_length - 1).sum())
+    assert len(batch.get("pixel_values", ())) == 2 * fitting
+    assert [int((row == 3).sum()) for row in batch["input_ids"]] == [
+        0,
+        sum(sizes[:fitting]),
+        sum(sizes[:fitting]),
+    ]
+
+
+class PadsRightKwargs:
+    _defaults: ClassVar = {"text_kwargs": {"padding_side": "right"}}
+
+
+class PadsLeftKwargs:
+    _defaults: ClassVar = {"text_kwargs": {"padding_side": "left"}}
+
+
+class PadsRight(StrictProcessor):
+    """Declares other defaults than those of the class that has its name."""
+
+    valid_processor_kwargs = PadsLeftKwargs
+
+
+class PadsLeft(StrictProcessor):
+    """Declares nothing but the base class of all defaults."""
+
+    valid_processor_kwargs = ProcessingKwargs
+
+
+def test_the_padding_side_is_the_declared_one_and_else_that_of_the_class_by_the_processors_name():
+    assert padding_side(PadsRight()) == "left"
+    assert padding_side(PadsLeft()) == "left"
+    assert padding_side(StrictProcessor()) == "right"
 
 
 def test_a_missing_picture_costs_its_sample_and_not_the_batch():

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from noise_floor import largest_difference, noise_floor
-from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, packed_sequence_thd_vlm_collater
+from packhorse.collate_fns import (
+    loss_inputs,
+    model_inputs,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
+)
 from packhorse.collate_fns.flex import document_block_mask
 from packhorse.collate_fns.masks import block_causal_mask, positions_tell, segments
 from packhorse.errors import ConfigError
@@ -198,8 +203,9 @@ def test_document_numbers_can_be_left_to_the_model_and_transformers_does_not_get
     batch = neat_packed_vlm_collater(packs, 0, None, backend, materialize_4d_mask=False)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0]]
     moved = {key: value.clone() for key, value in batch.items()}
-    with pytest.raises(ConfigError, match="materialize_4d_mask=True"):
-        model_inputs(moved)
+    for select in (model_inputs, loss_inputs):
+        with pytest.raises(ConfigError, match="materialize_4d_mask=True"):
+            select(moved)
     flash = neat_packed_vlm_collater(packs, 0, None, "flash_attention_2", materialize_4d_mask=False)
     assert "cu_seq_lens_q" in model_inputs(flash)
 
@@ -273,6 +279,15 @@ def test_segments_of_aligned_documents_begin_at_multiples_of_the_alignment() -> 
         assert batch["max_length_q"] == 20
     unaligned = neat_packed_vlm_collater([pack(sample(5), sample(2))], 0, 12, "varlen")
     assert unaligned["cu_seq_lens_q"].tolist() == [0, 5, 7, 12]
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
+def test_each_pack_keeps_its_document_boundaries_in_a_batch_of_mixed_alignments(backend) -> None:
+    packs = [pack(sample(3), sample(5)), pack(sample(4), sample(4), sequence_alignment=4)]
+    batch = neat_packed_vlm_collater(packs, attn_implementation=backend)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8, 12, 16]
+    batch = neat_packed_vlm_collater(packs[::-1], attn_implementation=backend)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 4, 8, 11, 16]
 
 
 def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
