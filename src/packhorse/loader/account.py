@@ -316,8 +316,9 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
     if not world.rank:
         files += [path for rank, path in _rank_files(ledger.path.parent).items() if rank >= world.size]
     for path in files:
-        if path.exists() and _read(path).last_epoch() >= epoch:
-            own = ledger if path == ledger.path else Ledger(path)
+        own = ledger if path == ledger.path else Ledger(path)
+        last = max(own.last_epoch(), _read(path).last_epoch() if path.exists() else -1)
+        if last >= epoch:
             number = own.take_back(epoch, unused())
             if number:
                 logger.info("%s: %s entries behind the state are taken back", path, number)
