@@ -142,11 +142,7 @@ class Ledger:
         """
         if not self.held:
             return
-        known = Ledger()
-        if self.path is not None and self.path.exists():
-            with open(self.path, "rb") as file:
-                for line in file:
-                    known._add_line(line)
+        known = self._written()
         with self._lock:
             self.held = False
             new = [
@@ -155,6 +151,15 @@ class Ledger:
             new += [many.to_json() for many in self._many.values() if known._add_many(many)]
             if new and self._is_shared():
                 self._append(*new)
+
+    def _written(self) -> Ledger:
+        """What the file has now, without lines that were cut off."""
+        written = Ledger()
+        if self.path is not None and self.path.exists():
+            with open(self.path, "rb") as file:
+                for line in file:
+                    written._add_line(line)
+        return written
 
     def take_in(self, written: Ledger) -> None:
         """Add entries that the file of this ledger has from before; nothing is written, none counts twice."""
@@ -170,18 +175,22 @@ class Ledger:
         A run that was killed has recorded what failed behind its last checkpoint. Taken up there, it tries
         these samples once more. The file is written anew, and appears when it is whole.
         """
-        if self.path is not None and self.path.exists():
-            whole = Ledger.load(self.path)
-            whole._collect()
-        else:
-            whole = self
-        dated = [(drop, drop.epoch) for drop in whole._drops if drop.epoch is not None]
-        gone = [drop for drop, its in dated if its > epoch or (its == epoch and drop.key in keys)]
-        for drop in gone:
-            self._drops.pop(drop, None)
-            if whole is not self:
+
+        def is_gone(drop: Drop) -> bool:
+            its = drop.epoch
+            return its is not None and (its > epoch or (its == epoch and drop.key in keys))
+
+        self._collect()
+        whole = self._written()
+        in_file = {drop for drop in whole._drops if is_gone(drop)}
+        with self._lock:
+            gone = in_file.union(filter(is_gone, self._drops))
+            for drop in gone:
+                self._drops.pop(drop, None)
                 whole._drops.pop(drop, None)
-        if gone and self.path is not None and whole is not self:
+            # What a full disk has kept from the file is not written later either.
+            self._unwritten = [line for line in self._unwritten if not _drops_of(line) & gone]
+        if in_file and self.path is not None:
             whole.save(self.path)
             self._spool_read = _size(self.path)
         return len(gone)
@@ -407,6 +416,13 @@ def entry_line(entry: dict[str, Any]) -> bytes:
     """An entry as a line of a ledger file."""
     # A lone surrogate (a file name that is not UTF-8) becomes its JSON escape.
     return (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _drops_of(line: bytes) -> set[Drop]:
+    """The entry of a line; none where the line is about many rows."""
+    read = Ledger()
+    read._add_line(line)
+    return set(read._drops)
 
 
 def _size(path: Path) -> int:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 import packhorse
+from count_samples import no_file_larger_than
 from faults.faulty_data import Faulty, Once, children, raising
 from loader_samples import handed_out, load, texts
+from packhorse.errors import SystemFault
 from packhorse.ledger import Ledger
 from packhorse.loader import TooManyBad
 from packhorse.loader.account import StepFile
+from packhorse.loader.progress import Tally
 
 ROWS = 60
 SETTINGS: dict[str, Any] = {"model": "unchecked", "mode": "pad", "max_bad_share": None}
@@ -146,7 +149,9 @@ def test_what_was_delivered_is_counted_over_restarts_with_other_ranks(
     assert last.account.reasons == {"sample_failed": 4}
 
 
-def test_a_step_file_that_is_not_whole_makes_delivered_unknown(tmp_path: Path) -> None:
+def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     ranks = [built(rows, rank, 2, ledger_dir=tmp_path) for rank in range(2)]
     for loader in ranks:
@@ -155,13 +160,26 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown(tmp_path: Path) -
     whole = file.read_bytes()
     for content, known in ((whole, ROWS), (whole[:-3], None), (b"", None)):
         file.write_bytes(content)
+        caplog.clear()
         again = built(rows, ledger_dir=tmp_path)
         again.load_state_dict(ranks[0].state_dict())
         handed_out(again)
         assert again.account is not None
         assert again.account.delivered == known
-        assert ("set ledger_dir" in again.account.unknown) == (known is None)
+        assert (f"not all of its step files are in {tmp_path}" in again.account.unknown) == (known is None)
+        assert "set ledger_dir" not in again.account.unknown
+        assert (f"{file} has " in caplog.text) == (known is None)
     file.unlink()
+
+
+def test_a_step_that_is_written_in_part_only_is_reported_and_can_be_written_again(tmp_path: Path) -> None:
+    file = StepFile(tmp_path / "rank-00000.steps")
+    file.append("branch", 0, Tally(1, 0))
+    with no_file_larger_than(file.path.stat().st_size + 5), pytest.raises(SystemFault, match="cannot be written"):
+        file.append("branch", 1, Tally(1, 0))
+    file.append("branch", 1, Tally(2, 0))
+    lines = [line for line in file.path.read_text().splitlines() if line.endswith("]")]
+    assert list(map(json.loads, lines)) == [["branch", 0, 1, 0], ["branch", 1, 2, 0]]
 
 
 def test_a_step_file_with_half_a_line_is_continued(tmp_path: Path) -> None:

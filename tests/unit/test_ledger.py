@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packhorse.errors import BadSample, ConfigError
+from count_samples import no_file_larger_than
+from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.ledger import Ledger
 from packhorse.types import Drop
 
@@ -261,3 +262,21 @@ def test_taking_back_forgets_later_epochs_and_nothing_before(tmp_path: Path) -> 
     kept = {("a/9", None), ("a/1", 0), ("a/2", 0), ("a/1", 1)}
     assert {(drop.key, drop.epoch) for drop in ledger} == kept
     assert {(drop.key, drop.epoch) for drop in Ledger.load(path)} == kept
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_an_entry_that_a_full_disk_kept_from_the_file_is_taken_back_too(tmp_path: Path, written: int) -> None:
+    path = tmp_path / "ledger.jsonl"
+    before, after, later = (
+        Drop(f"a/{n}", "media", "missing_media", "no file", epoch=n > 2) for n in (1, 2, 3)
+    )
+    ledger = Ledger(path)
+    ledger.record_all([before][:written])
+    with no_file_larger_than(path.stat().st_size if written else 0):
+        for drop in (after, later, *[before][written:]):
+            with pytest.raises(SystemFault, match="memory only"):
+                ledger.record(drop)
+    assert ledger.take_back(0, {"a/2"}) == 2
+    ledger.record(Drop("a/4", "media", "missing_media", "no file", epoch=0))
+    assert sorted(drop.key for drop in ledger) == ["a/1", "a/4"]
+    assert sorted(drop.key for drop in Ledger.load(path)) == ["a/1", "a/4"]

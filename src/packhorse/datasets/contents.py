@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from packhorse.errors import DATA_ERRORS, ConfigError, is_data_error
 
 IN_MEMORY = "data in memory"
 _BATCH = 512
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,29 @@ def _example_at(examples: Any, index: int) -> Any:
 def _serialized(value: Any) -> bytes:
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    except orjson.JSONEncodeError:  # a lone surrogate, an integer of more than 64 bits
-        return _ADDRESS.sub("", repr(value)).encode("utf-8", "backslashreplace")
+    except orjson.JSONEncodeError:  # a lone surrogate, an integer of more than 64 bits, deep nesting
+        return _serialized_by_parts(value)
+
+
+def _serialized_by_parts(value: Any) -> bytes:
+    """A value that holds something JSON cannot: each part of it alone, so that no other part is shortened."""
+    if isinstance(value, str):
+        return b"str" + repr(value).encode("utf-8", "backslashreplace")
+    if isinstance(value, int):
+        return b"int" + hex(value).encode()
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        pairs = ((_serialized(key), _serialized(held)) for key, held in value.items())
+        parts = [part for pair in sorted(pairs) for part in pair]
+    elif isinstance(value, list | tuple):
+        parts = [_serialized(held) for held in value]
+    else:
+        return _serialized(_plain(value))
+    hashed = hashlib.blake2b(type(value).__name__.encode(), digest_size=16)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.digest()
 
 
 def _plain(value: Any) -> Any:
@@ -147,30 +168,41 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Image.Image):
         # A file that was only opened is named: decoding every image would cost hours.
         named = getattr(value, "filename", "")
-        held: Any = str(named) if named else _bytes_digest(value.tobytes())
-        return ["image", value.mode, value.size, held]
+        return ["image", value.mode, value.size, str(named) if named else _pixels_digest(value)]
     if isinstance(value, bytes | bytearray | memoryview):
         return ["bytes", _bytes_digest(value)]
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
-        value = value.detach().cpu().contiguous()
+        value = value.detach().cpu()
+        value = (value.to_dense() if str(value.layout) != "torch.strided" else value).contiguous()
         held = value.flatten().view(sys.modules["torch"].uint8).numpy()
         return ["tensor", str(value.dtype), list(value.shape), _bytes_digest(held)]
     if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:  # its bytes are memory addresses
+            return ["array", str(value.dtype), value.shape, _bytes_digest(_serialized(value.tolist()))]
         return ["array", str(value.dtype), value.shape, _bytes_digest(np.ascontiguousarray(value))]
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # longdouble stays one
         return value.item()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):
-        return ["set", *sorted(map(repr, value))]
+        return ["set", *sorted(_serialized(held).hex() for held in value)]
     if isinstance(value, Iterable) and hasattr(value, "__len__"):
         return list(value)
     return [type(value).__qualname__, _ADDRESS.sub("", repr(value))]
 
 
+def _pixels_digest(image: Image.Image) -> str:
+    try:
+        return _bytes_digest(image.tobytes())
+    except DATA_ERRORS as error:
+        if not is_data_error(error):
+            raise
+        return "unreadable"  # counting records it
+
+
 def _bytes_digest(data: Any) -> str:
     if isinstance(data, np.ndarray):
-        data = data.tobytes() if data.dtype.hasobject else data.reshape(-1).view(np.uint8).data
+        data = data.reshape(-1).view(np.uint8).data
     return hashlib.blake2b(data, digest_size=16).hexdigest()

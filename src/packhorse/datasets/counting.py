@@ -9,6 +9,8 @@ are there, whole and under its own name; its bytes are the same whatever was tak
 from __future__ import annotations
 
 import contextlib
+import filecmp
+import itertools
 import os
 import time
 from collections import Counter
@@ -297,7 +299,7 @@ class _Job:
                 if self._retries_unreachable and self._seen is not None:
                     # A run that was planned from these counts can go on with them only.
                     with contextlib.suppress(OSError):
-                        os.replace(self._seen[0], f"{self._seen[0]}{BEFORE}")
+                        _keep_aside(self._seen[0])
                 write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
                 be_newest(target, [*self.place.all_targets(), *self._files])
             self._done = Sidecar(target)
@@ -407,3 +409,14 @@ class _Job:
                         f"part {number} of {self.file.name} has {batch.num_rows} rows; count fresh"
                     )
                 writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+
+
+def _keep_aside(counts: Path) -> None:
+    """Rename a count file so that it stays; beside those of earlier runs, which may still need theirs."""
+    for number in itertools.count(1):
+        kept = Path(f"{counts}{BEFORE}{number if number > 1 else ''}")
+        if not kept.exists():
+            os.replace(counts, kept)
+            return
+        if filecmp.cmp(counts, kept, shallow=False):
+            return

@@ -13,6 +13,7 @@ Opening one looks through all of it once, as a damaged one must never be believe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -270,13 +271,17 @@ class Place:
         return [_with(name, ending) for name in self.names]
 
     def find(self) -> Sidecar | None:
-        """The sidecar, if it is there and whole.
+        """The sidecar, if it is there and whole; the newest, if there are several."""
+        opened = map(open_sidecar, self._newest_first())
+        return next((one for one in opened if one is not None and self.holds(one)), None)
 
-        The newest, if there are several: the data's folder may have become read-only before a fresh count.
-        """
-        opened = [open_sidecar(target) for target in self.all_targets()]
-        valid = [one for one in opened if one is not None and self.holds(one)]
-        return max(valid, key=lambda one: one.mtime_ns, default=None)
+    def _newest_first(self) -> list[Path]:
+        """Count files that are there: the data's folder may have become read-only before a fresh count."""
+        times: dict[Path, int] = {}
+        for target in self.all_targets():
+            with contextlib.suppress(OSError):
+                times[target] = target.stat().st_mtime_ns
+        return sorted(times, key=times.__getitem__, reverse=True)
 
     def holds(self, sidecar: Sidecar) -> bool:
         """Whether a sidecar was counted with these settings."""
@@ -286,11 +291,11 @@ class Place:
         return key == self.settings.key or (self.anywhere is not None and self.anywhere._is_of_settings(key))
 
     def recorded_parts(self) -> tuple[int, list[str]] | None:
-        """Rows of a part, and the digest of each part's rows, as the count file of this state has them.
+        """Rows of a part, and the digest of each part's rows, as the count file that :meth:`find` takes has them.
 
         Reads what the count file says about itself, not its counts. None where there is no such file.
         """
-        for target in self.all_targets():
+        for target in self._newest_first():
             try:
                 about = _read_about(open_batches(str(target)), target)
             except FileNotFoundError:

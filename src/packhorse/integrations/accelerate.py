@@ -7,8 +7,8 @@ Save when an optimizer step is complete: Accelerate does not save the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from packhorse.errors import ConfigError
@@ -29,15 +29,25 @@ def attach(accelerator: Any, loader: Any) -> Any:
     Raises:
         ConfigError: the loader deals to other ranks, or accumulates another number of micro-steps; or packed
             rows are wrong for a model that was prepared. Later ``save_state`` raises it in the middle of an
-            optimizer step, before anything is saved.
+            optimizer step, before anything is saved or an old checkpoint is removed.
     """
     check_world(
         loader, accelerator.process_index, accelerator.num_processes, accelerator.gradient_accumulation_steps
     )
     _check_models(accelerator, loader)
     accelerator.register_for_checkpointing(loader)
-    accelerator.register_save_state_pre_hook(partial(_refuse_unfinished_step, accelerator, loader))
+    accelerator.save_state = _checked(accelerator.save_state, accelerator, loader)
     return loader
+
+
+def _checked(save_state: Callable[..., Any], accelerator: Any, loader: Any) -> Callable[..., Any]:
+    # Not a pre-hook: Accelerate runs these after it has removed the checkpoints beyond `total_limit`.
+    @wraps(save_state)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _refuse_unfinished_step(accelerator, loader)
+        return save_state(*args, **kwargs)
+
+    return checked
 
 
 def _check_models(accelerator: Any, loader: Any) -> None:
@@ -46,7 +56,7 @@ def _check_models(accelerator: Any, loader: Any) -> None:
         check_model(loader, model)
 
 
-def _refuse_unfinished_step(accelerator: Any, loader: Any, *_: Any) -> None:
+def _refuse_unfinished_step(accelerator: Any, loader: Any) -> None:
     """Raise while gradients are accumulated: the state would count micro-batches that are lost with them."""
     accumulation = loader.config.accumulation
     if not accelerator.sync_gradients or loader.cursor % accumulation:

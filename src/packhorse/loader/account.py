@@ -25,6 +25,7 @@ logger = getLogger("packhorse.loader")
 _GOOD = frozenset((*DROP_REASONS[:BAD_ROW], "not_sampled"))
 
 _NO_COUNTS = "part of the epoch was before a restart: set ledger_dir to have it"
+_NO_STEPS = "part of the epoch was before a restart, and not all of its step files are in {}: see the warning"
 _STEPS = ".steps"
 _NO_GROUP = "this rank's part alone: ranks without a process group cannot add up"
 
@@ -186,7 +187,7 @@ def close_epoch(
         total.lost,
         reasons,
         remarks,
-        "" if known else _NO_COUNTS if everybody else _NO_GROUP,
+        "" if known else _why_unknown(ledger) if everybody else _NO_GROUP,
     )
     if account.delivered is not None and account.delivered + account.lost != account.planned:
         raise PackhorseError(
@@ -196,6 +197,10 @@ def close_epoch(
     if ranks.world.rank == 0:
         logger.info("%s", account)
     return account
+
+
+def _why_unknown(ledger: Ledger) -> str:
+    return _NO_COUNTS if ledger.path is None else _NO_STEPS.format(ledger.path.parent)
 
 
 class StepFile:
@@ -225,8 +230,11 @@ class StepFile:
             if not self._appended:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 line = b"\n" + line  # a crash, or a full disk, may have cut off the last line of the file
+            self._appended = False
             with open(self.path, "ab", buffering=0) as file:
-                self._appended = file.write(line) == len(line)
+                while line:  # a disk that is almost full takes a part of it, and refuses the rest
+                    line = line[file.write(line) :]
+            self._appended = True
         except OSError as error:
             why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
             raise SystemFault(
@@ -270,6 +278,10 @@ def counted_before(ledger: Ledger, ranks: Ranks, progress: Progress) -> Tally | 
         for rank in range(segment.world):
             steps = by_rank[rank][number] if rank in by_rank else {}
             if len(steps) != segment.steps:
+                if not ranks.world.rank:
+                    file = rank_file(own.path.parent, rank).with_suffix(_STEPS)
+                    told = f"{file} has {len(steps):,} of {segment.steps:,} micro-steps before the restart"
+                    logger.warning("%s: how many samples they delivered is not known", told)
                 return None
             for tally in steps.values():
                 total = total.plus(tally)
@@ -316,8 +328,9 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
     if not world.rank:
         files += [path for rank, path in _rank_files(ledger.path.parent).items() if rank >= world.size]
     for path in files:
-        if path.exists() and _read(path).last_epoch() >= epoch:
-            own = ledger if path == ledger.path else Ledger(path)
+        own = ledger if path == ledger.path else Ledger(path)
+        last = max(own.last_epoch(), _read(path).last_epoch() if path.exists() else -1)
+        if last >= epoch:
             number = own.take_back(epoch, unused())
             if number:
                 logger.info("%s: %s entries behind the state are taken back", path, number)

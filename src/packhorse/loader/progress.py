@@ -18,7 +18,7 @@ VERSION = 2
 _TOLD = {
     "counts": "the tokens of the samples (other data, processor or template; or rows that were bad when that "
     "run began were recounted and are good now. Then put the count files of that run back (those named "
-    "*.phcount.before, if there are any) and resume with PACKHORSE_KEEP_COUNTS=1 in the environment)",
+    "*.phcount.before*, if there are any) and resume with PACKHORSE_KEEP_COUNTS=1 in the environment)",
     "samples": "the number of samples",
     "capacity": "the tokens that a pack has room for",
     "rows": "the rows of the data set",

@@ -20,7 +20,7 @@ from packhorse.datasets.count_disk import keep_part
 from packhorse.datasets.count_jsonl import write_counted_jsonl
 from packhorse.datasets.count_part import PartCounter
 from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar, counts_of, open_sidecar
+from packhorse.datasets.sidecar import Sidecar, counts_of, open_sidecar, places_of
 from packhorse.errors import SystemFault
 
 
@@ -145,13 +145,17 @@ def test_a_fresh_count_in_the_cache_counts_more_than_an_old_one_beside_the_data(
     Image.new("RGB", (400, 300)).save(tmp_path / "one" / "i.png")
     may_write = counting.may_write
     monkeypatch.setattr(counting, "may_write", lambda folder: folder.parent != tmp_path and may_write(folder))
-    new = count_meta(pictures, qwen, fresh=True).datasets[0].tokens["image"]
+    new = count_meta(pictures, qwen, fresh=True, part_rows=7).datasets[0].tokens["image"]
     assert new > old
     beside.write_bytes(kept)  # in a read-only folder it could not be removed
     os.utime(beside, ns=(0, 10**18))
     counts = counts_of(open_meta_dataset(pictures), qwen)
     assert counts is not None
     assert counts.image.tolist() == [new]
+    (place,) = places_of(open_meta_dataset(pictures), qwen)
+    recorded = place.recorded_parts()
+    assert recorded is not None
+    assert recorded[0] == 7
 
 
 def test_the_counts_of_a_file_whose_name_goes_on_are_left_alone(tmp_path: Path, qwen: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 
 import packhorse
 from contract.processors import processor
@@ -28,8 +29,8 @@ ROWS = 8
 class Run:
     """A model, its optimizer and a loader of eight packs, two of them to an optimizer step."""
 
-    def __init__(self) -> None:
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    def __init__(self, project: ProjectConfiguration | None = None) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_config=project)
         self.accelerator.step = 0
         model = copy.deepcopy(tiny_model("qwen2_vl"))
         prepare(model)
@@ -63,10 +64,24 @@ def test_saving_within_an_optimizer_step_is_refused_before_anything_is_written(t
             if place == 0:
                 with pytest.raises(ConfigError, match="an optimizer step of 2 micro-batches"):
                     run.accelerator.save_state(str(tmp_path / f"within-{number}"))
-                assert list((tmp_path / f"within-{number}").iterdir()) == []
+                assert not (tmp_path / f"within-{number}").exists()
                 refused += 1
         run.accelerator.save_state(str(tmp_path / f"after-{number}"))
     assert refused == ROWS // 2
+
+
+def test_a_save_that_is_refused_leaves_the_last_checkpoint_where_it_is(tmp_path: Path) -> None:
+    run = Run(ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1))
+    run.accelerator.save_state()
+    saved = sorted((tmp_path / "checkpoints" / "checkpoint_0").iterdir())
+    (first, second), tokens = next(iter(steps(run.accelerator, run.loader)))
+    run.train(first, tokens)
+    with pytest.raises(ConfigError, match="in the middle of an optimizer step"):
+        run.accelerator.save_state()
+    assert sorted((tmp_path / "checkpoints" / "checkpoint_0").iterdir()) == saved
+    run.train(second, tokens)
+    run.accelerator.save_state()
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
 
 
 def test_saving_with_a_micro_batch_that_was_fetched_and_not_trained_is_refused(tmp_path: Path) -> None:

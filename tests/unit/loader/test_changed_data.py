@@ -1,6 +1,7 @@
 """A run goes on only with the rows it began with: any change of any row is refused, and the file is named."""
 
 import gzip
+import io
 import json
 import os
 import shutil
@@ -242,6 +243,9 @@ def image(value: int) -> Image.Image:
         (2**70, 2**71),
         ((1, 2), (2, 1)),
         ({"a", "b"}, {"a", "c"}),
+        (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
+        (torch.tensor([0.0, 1.0]).to_sparse(), torch.tensor([0.0, 2.0]).to_sparse()),
+        (np.longdouble(1), np.longdouble(2)),
     ],
 )
 def test_any_change_of_a_value_in_memory_changes_the_digest(one: Any, other: Any) -> None:
@@ -256,6 +260,34 @@ def test_equal_examples_have_one_digest_whatever_the_order_of_their_keys_and_whe
     first = [{"a": 1, "b": image(1), "c": Decoder()}]
     assert digest_of_examples(first) == digest_of_examples([{"c": Decoder(), "b": image(1), "a": 1}])
     assert digest_of_examples([["ab"], ["c"]]) != digest_of_examples([["a"], ["bc"]])
+
+
+def broken_image() -> Image.Image:
+    file = io.BytesIO()
+    Image.effect_noise((64, 64), 90).save(file, "PNG")
+    return Image.open(io.BytesIO(file.getvalue()[:900]))
+
+
+def strings() -> Any:
+    """Equal strings that lie at another address each time."""
+    return np.array(["".join(["long ", "text"]), None], dtype=object)
+
+
+@pytest.mark.parametrize("make", [broken_image, strings])
+def test_what_is_made_twice_has_one_digest(make: Any) -> None:
+    one, other = make(), make()
+    assert digest_of_examples([{"x": one}]) == digest_of_examples([{"x": other}])
+
+
+@pytest.mark.parametrize("odd", [2**70, "\ud800", {(1, 2): 3}, [[[2**70]]]])
+def test_a_value_that_json_cannot_hold_hides_no_change_beside_it(odd: Any) -> None:
+    def row(sample: int) -> dict[str, Any]:
+        sound = np.zeros(5000)
+        sound[2500] = sample
+        return {"id": odd, "turns": [{"audio": sound, "text": "a"}]}
+
+    assert digest_of_examples([row(0)]) == digest_of_examples([row(0)])
+    assert digest_of_examples([row(0)]) != digest_of_examples([row(1)])
 
 
 def test_a_hugging_face_dataset_is_hashed_without_decoding_it() -> None:

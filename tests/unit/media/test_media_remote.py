@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -436,6 +437,22 @@ def test_a_run_goes_on_with_its_own_counts_though_media_answer_now(
     before.replace(before.with_suffix(""))
     monkeypatch.setenv("PACKHORSE_KEEP_COUNTS", "1")
     load(meta, qwen).load_state_dict(state)
+
+
+def test_further_starts_keep_the_counts_of_the_first_run(tmp_path: Path, qwen: Any, server: Server) -> None:
+    late = tmp_path / "late.png"
+    meta = write_data(tmp_path, ["good.png", f"{server.url}/403/a.png", f"{server.url}/503/b.png", late.name])
+    first = count_meta(meta, qwen).datasets[0].sidecar
+    kept = Path(first).read_bytes()
+    for _ in range(3):
+        count_meta(meta, qwen)
+    assert [path.read_bytes() for path in tmp_path.glob("*.phcount.before*")] == [kept], "nothing changed"
+    shutil.copy(tmp_path / "good.png", late)
+    count_meta(meta, qwen, retry_bad=True)
+    second = Path(first).read_bytes()
+    assert second != kept
+    count_meta(meta, qwen)
+    assert [path.read_bytes() for path in sorted(tmp_path.glob("*.phcount.before*"))] == [kept, second]
 
 
 def test_a_cleaned_copy_keeps_rows_whose_media_could_not_be_reached(
