@@ -56,6 +56,13 @@ def test_packed_training_with_a_router_loss_is_refused_by_name(experts: Any, tmp
     assert next(iter(load(experts))).info.samples
 
 
+def test_model_inputs_find_the_router_loss_inside_several_wrappers(experts: Any) -> None:
+    (batch,) = load(experts, mode="pad", batch_size=6)
+    wrapped = torch.nn.DataParallel(torch.nn.DataParallel(experts))
+    with pytest.raises(ConfigError, match=NAMED):
+        model_inputs(batch, wrapped)
+
+
 def test_padding_is_not_in_the_router_loss_of_a_padded_batch(experts: Any) -> None:
     (plain,) = load(experts, mode="pad", batch_size=6)
     (wide,) = load(experts, mode="pad", batch_size=6, pad_to_size=True)
