@@ -156,7 +156,7 @@ def check_parity(
             most half the digits of the model's type.
         gradient_tolerance: allowed relative difference of gradients, likewise.
         keys: names the samples in the report; their numbers without it.
-        unchecked: compare also with a model that :func:`packhorse.models.packing_problems` has objections to.
+        unchecked: compare also with a model that :func:`packhorse.models.known_problems` has objections to.
 
     Raises:
         ConfigError: the model cannot be trained on packed rows, there are too few samples, none of their
@@ -164,7 +164,7 @@ def check_parity(
         BadSample: one cannot be encoded.
     """
     if not unchecked:
-        check_packable(model)
+        check_packable(model, measured=True)
     if not 1 <= rows < len(samples):
         raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more, to have some together")
     names = [str(number) for number in range(len(samples))] if keys is None else list(keys)

@@ -10,7 +10,7 @@ import torch
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
-from packhorse.models import packing_problems
+from packhorse.models import known_problems
 from packhorse.positions import RopeIndex, mrope_position_ids
 
 _ONE_ROW = 2  # axes: [B, S]
@@ -74,7 +74,7 @@ def likely_causes(
         *_of_labels(packed, labels),
         *_of_positions(packed, samples, own_rope),
         *_of_attention(packed, tolerance),
-        *packing_problems(packed.model),
+        *known_problems(packed.model),
     ]
     unknown = (
         "none of the usual ones (labels and positions are right, documents do not see each other): compare "

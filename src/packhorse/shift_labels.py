@@ -12,8 +12,10 @@ import inspect
 import textwrap
 from typing import Any
 
+import torch
+
 from packhorse.errors import ConfigError, require
-from packhorse.models import unwrap
+from packhorse.models import model_classes, resolve_model, text_config, unwrap
 
 _MADE_TO = "_packhorse_shift_labels"
 
@@ -34,7 +36,7 @@ def make_honour_shift_labels(model: Any) -> None:
     """Let a model whose own loss drops ``shift_labels`` compute it from them; any other stays as it is.
 
     Two hooks of the forward pass do it: ``labels`` are not handed to the model, and the loss of its logits is
-    added to the output, as transformers computes it.
+    added to the output, as transformers computes it, with the auxiliary loss of a router if there is one.
     """
     inner = unwrap(model)
     if honours_shift_labels(inner):
@@ -47,20 +49,28 @@ def make_honour_shift_labels(model: Any) -> None:
 def check_shift_labels(model: Any) -> None:
     """Raise if ``model(**batch).loss`` would shift the labels of a batch a second time.
 
+    Args:
+        model: a model of transformers, also inside a wrapper; or the config of one, for which the class that
+            transformers has for it is looked at.
+
     Raises:
         ConfigError: naming the class, and what to do.
     """
-    inner = unwrap(model)
-    kind = type(inner)
+    inner, config = resolve_model(model)
+    kind = type(inner) if inner is not None else next(iter(model_classes(config)), None)
     # Encoder-decoder models do not shift labels at all, and other classes may compute any loss they like.
-    theirs = kind.__module__.startswith("transformers.")
-    learns = theirs and "labels" in inspect.signature(kind.forward).parameters
-    if learns and not inner.config.is_encoder_decoder and not honours_shift_labels(inner):
+    if kind is None or config.is_encoder_decoder or not kind.__module__.startswith("transformers."):
+        return
+    learns = "labels" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+    if learns and not honours_shift_labels(kind if inner is None else inner):
         version = require("transformers", "train").__version__
+        # prepare is for packed batches, which the router's loss cannot be computed for.
+        routed = getattr(text_config(config), "output_router_logits", False)
+        call = "shift_labels.make_honour_shift_labels" if routed else "integrations.transformers.prepare"
+        passed = "" if inner is not None else " and pass the model itself"
         raise ConfigError(
             f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
-            "shift labels twice: call packhorse.integrations.transformers.prepare(model) first, or install a "
-            "newer transformers"
+            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer transformers"
         )
 
 
@@ -97,7 +107,12 @@ def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any
     if labels is None:
         return None
     whole = not isinstance(output, tuple)
-    logits = output.logits if whole else output[0]
+    if whole:
+        logits, auxiliary = output.logits, output.get("aux_loss")
+    else:  # where an auxiliary loss is depends on the class, but it is one number
+        tensors = [part for part in output if isinstance(part, torch.Tensor)]
+        logits = next(part for part in tensors if part.dim())
+        auxiliary = next((part for part in tensors if not part.dim()), None)
     loss = require("transformers.loss.loss_utils", "train").ForCausalLMLoss(
         logits,
         None,
@@ -105,4 +120,6 @@ def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any
         num_items_in_batch=options.get("num_items_in_batch"),
         shift_labels=labels,
     )
+    if auxiliary is not None:
+        loss = loss + text_config(module.config).router_aux_loss_coef * auxiliary
     return type(output)(**{**output, "loss": loss}) if whole else (loss, *output)

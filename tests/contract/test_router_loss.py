@@ -14,9 +14,11 @@ import packhorse
 from contract.processors import processor
 from contract.text_models import text_model
 from loader_samples import texts
+from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.integrations.transformers import TrainFromLoader, prepare
+from packhorse.shift_labels import make_honour_shift_labels
 
 NAMED = "output_router_logits=True: .*auxiliary loss.*output_router_logits = False"
 
@@ -54,6 +56,13 @@ def test_packed_training_with_a_router_loss_is_refused_by_name(experts: Any, tmp
     assert next(iter(load(experts))).info.samples
 
 
+def test_model_inputs_find_the_router_loss_inside_several_wrappers(experts: Any) -> None:
+    (batch,) = load(experts, mode="pad", batch_size=6)
+    wrapped = torch.nn.DataParallel(torch.nn.DataParallel(experts))
+    with pytest.raises(ConfigError, match=NAMED):
+        model_inputs(batch, wrapped)
+
+
 def test_padding_is_not_in_the_router_loss_of_a_padded_batch(experts: Any) -> None:
     (plain,) = load(experts, mode="pad", batch_size=6)
     (wide,) = load(experts, mode="pad", batch_size=6, pad_to_size=True)
@@ -69,3 +78,36 @@ def test_padding_is_not_in_the_router_loss_of_a_padded_batch(experts: Any) -> No
     with torch.no_grad():
         unmasked = experts(**{key: value for key, value in wide.items() if key != "attention_mask"}).aux_loss
     assert abs(float(unmasked - short.aux_loss)) > 20 * abs(float(long.aux_loss - short.aux_loss))
+
+
+def test_a_class_that_drops_shift_labels_has_the_router_loss_in_padded_training(
+    experts: Any, parity: Any
+) -> None:
+    from transformers import Qwen3VLMoeForConditionalGeneration
+
+    class Dropping(Qwen3VLMoeForConditionalGeneration):
+        """Its loss gets no shift_labels, as that of older versions of transformers."""
+
+        __module__ = "transformers.models.dropping"
+
+        def forward(self, labels: Any = None, shift_labels: Any = None, **options: Any) -> Any:
+            made = super().forward(**options)
+            if labels is not None:
+                size = made.logits.shape[-1]
+                made.loss = self.loss_function(logits=made.logits, labels=labels, vocab_size=size)
+            return made
+
+    dropping = Dropping(copy.deepcopy(experts.config)).eval()
+    dropping.load_state_dict(experts.state_dict())
+    with pytest.raises(ConfigError, match=r"drops shift_labels.*make_honour_shift_labels\(model\) first"):
+        load(dropping, mode="pad")
+    make_honour_shift_labels(dropping)
+    (batch,) = load(dropping, mode="pad", batch_size=6)
+    with torch.no_grad():
+        right, found = experts(**batch), dropping(**batch).loss
+        as_tuple = dropping(**batch, return_dict=False)[0]
+    entropy = F.cross_entropy(right.logits.flatten(0, 1), batch["labels"].flatten())
+    floor = noise_floor(right.loss)
+    for loss in (found, as_tuple):
+        control = largest_difference(entropy, right.loss)
+        parity.check("loss with a router's", largest_difference(loss, right.loss), floor, control)

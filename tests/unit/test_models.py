@@ -227,6 +227,24 @@ def test_prepare_and_parity_refuse_a_hybrid_model() -> None:
     assert any("layer 0 (conv)" in cause for cause in report.causes)
 
 
+def test_a_model_type_without_a_test_is_refused_by_the_loader_and_measured_by_parity() -> None:
+    from transformers import DogeConfig, DogeForCausalLM
+
+    from packhorse.parity import check_parity
+
+    words = tokenizer_with_template()
+    reports = {}
+    for window in (8, 2048):  # keys that each token keeps, of the whole row
+        torch.manual_seed(0)
+        sizes = {**SMALL, "vocab_size": len(words), "keep_window_size": window}
+        model = DogeForCausalLM(DogeConfig(**sizes)).eval()
+        with pytest.raises(ConfigError, match=r"model type 'doge'.*packhorse parity --model measures it"):
+            load(texts(8), model, pack_size=256)
+        reports[window] = check_parity(model, words, texts(4), gradients=False)
+    assert not reports[8].ok
+    assert reports[2048].ok
+
+
 def test_the_trainer_refuses_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

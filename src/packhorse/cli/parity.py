@@ -241,7 +241,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     kind = check_place(dtype, device)
     config = open_config(model, trust_remote_code)
     if model_classes(config):  # one of remote code is checked when it is loaded
-        check_packable(config)
+        check_packable(config, measured=True)
     if not bars_are_wanted():
         transformers.utils.logging.disable_progress_bar()
     auto = transformers.AutoModelForImageTextToText

@@ -177,7 +177,7 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
     inputs = loss_inputs(batch)
     if model is not None:
         _check_attention(batch, model)
-        check_router_loss(getattr(model, "module", model).config)
+        check_router_loss(unwrap(model).config)
     return {key: value for key, value in inputs.items() if key not in _LABELS}
 
 

@@ -44,7 +44,7 @@ class ModelFacts:
     name: str = UNCHECKED
 
 
-def facts_of(model: Any, *, packed: bool = False) -> ModelFacts:
+def facts_of(model: Any, *, packed: bool = False, trains: bool = True) -> ModelFacts:
     """What a loader wants to know of a model.
 
     Args:
@@ -52,9 +52,10 @@ def facts_of(model: Any, *, packed: bool = False) -> ModelFacts:
             folder or hub name of one; ``"unchecked"``; or None.
         packed: whether it is fed packed rows. Then None is not accepted, and neither is a model that packed
             rows are wrong for.
+        trains: whether it is trained on the batches. Then its own loss must not shift labels a second time.
 
     Raises:
-        ConfigError: it is no model, or cannot be fed packed rows.
+        ConfigError: it is no model, cannot be fed packed rows, or would shift labels twice.
     """
     if is_unchecked(model):
         return ModelFacts()
@@ -69,8 +70,8 @@ def facts_of(model: Any, *, packed: bool = False) -> ModelFacts:
     inner, config = resolve_model(model)
     if packed:
         check_packable(model if inner is not None else config)
-    if inner is not None:
-        check_shift_labels(inner)
+    if trains:
+        check_shift_labels(config if inner is None else inner)
     text = text_config(config)
     return ModelFacts(
         rope_index(config if inner is None else inner),

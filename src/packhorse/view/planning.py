@@ -191,7 +191,7 @@ def model_facts(request: Request) -> ModelFacts:
     ):
         return ModelFacts()
     try:
-        return facts_of(open_config(path, request.trust_remote_code))
+        return facts_of(open_config(path, request.trust_remote_code), trains=False)
     except ConfigError:
         if request.model is None:
             return ModelFacts()

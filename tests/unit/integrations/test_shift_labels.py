@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,21 @@ def test_a_loader_refuses_a_model_that_would_shift_twice(dropping: Any) -> None:
     prepare(dropping)
     loader = packhorse.load(rows, processor("qwen2_vl"), model=dropping, pack_size=128)
     assert len(list(loader)) == 1
+
+
+def test_a_loader_refuses_the_config_of_a_class_that_would_shift_twice(
+    dropping: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("transformers.Dropping", Dropping, raising=False)
+    dropping.config.architectures = ["Dropping"]
+    dropping.config.save_pretrained(tmp_path)
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    for given in (dropping.config, tmp_path):
+        for mode in ("pack", "pad"):
+            with pytest.raises(
+                ConfigError, match=r"Dropping .*prepare\(model\) first and pass the model itself"
+            ):
+                packhorse.load([{"conversation": turns}] * 2, processor("qwen2_vl"), model=given, mode=mode)
 
 
 def test_models_inside_wrappers_are_looked_at() -> None:

@@ -5,7 +5,9 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from contract.tiny_tokenizers import tokenizer
 from contract.torchvision_ops import make_torchvision_importable
 from loader_samples import chat, load, mixed, texts
 from packhorse.errors import ConfigError
+from packhorse.models import check_name
 from packhorse.types import World
 
 make_torchvision_importable()
@@ -93,7 +96,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     "a model's name that is none": (
         "model",
         lambda folder: "uncheked",
-        ("model uncheked: no such folder", "folder or hub name"),
+        ("model uncheked: no such folder", "Pass the folder of a model", "hf download uncheked"),
     ),
     "a model's name, offline": (
         "model",
@@ -190,10 +193,32 @@ def test_a_name_that_the_hub_cannot_be_asked_for_is_refused_at_once(monkeypatch:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     started = time.monotonic()
-    for arguments in ({"model": "nobody/nothing"}, {"processor": "nobody/nothing"}):
+    for arguments in ({"model": "nobody/nothing"}, {"processor": "nobody/nothing"}, {"model": "gpt2"}):
         with pytest.raises(ConfigError, match="the hub cannot be reached"):
             packhorse.load(**{"data": texts(4), "processor": processor("qwen2_vl"), **arguments})
     assert time.monotonic() - started < 20, "the hub's client alone retries for longer"
+
+
+def test_the_hub_is_asked_for_a_name_without_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        check_name("model", "gpt2")
+        server.shutdown()
+    assert asked == ["/gpt2"]
 
 
 def test_without_a_model_packs_are_refused_and_padded_batches_are_not() -> None:
