@@ -17,6 +17,7 @@ from contract.processors import processor
 from distributed.loader_work import JOBS, PROCESSOR, chats, main
 from packhorse.datasets import counting, make_meta_dataset
 from packhorse.datasets.count_part import PartCounter, PartResult, PartTask
+from packhorse.loader.talk import Ranks
 
 BAD_RANK = 1
 
@@ -141,7 +142,34 @@ def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
-JOBS |= {"open_badly": open_badly, "count_slowly": count_slowly, "on_a_mesh": on_a_mesh}
+def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What a rank gets whose place in the world is not its place in the process group."""
+    world = packhorse.World([1, 3, 0, 2][rank], 4)
+    ranks = Ranks(world)
+    rows = [row for words in range(1, 41) for row in chats(1, words)]
+    loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", pack_size=256, world=world)
+    samples = [index for _ in loader if loader.last for index in loader.last.samples]
+    assert loader.account is not None
+    found = {
+        "gathered": ranks.gather(world.rank),
+        "from_first": ranks.from_first("name the rank", lambda: world.rank),
+        "counts": loader.counts.total.tolist(),
+        "samples": samples,
+        "delivered": loader.account.delivered,
+    }
+    try:
+        Ranks(packhorse.World(rank // 2, 4)).gather(None)
+    except packhorse.errors.ConfigError as error:
+        found["duplicates"] = str(error)
+    return found
+
+
+JOBS |= {
+    "open_badly": open_badly,
+    "count_slowly": count_slowly,
+    "on_a_mesh": on_a_mesh,
+    "in_another_order": in_another_order,
+}
 
 if __name__ == "__main__":
     main()

@@ -261,4 +261,5 @@ def rendezvous_of(group: Any, world: World) -> Rendezvous | None:
         if store is None:
             return None
         _known[group] = Rendezvous(store, world)
+    _known[group].world = world  # of the loader that is being built: another one may have had another rank
     return _known[group]
