@@ -223,3 +223,8 @@ def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ran
         assert rank["delivered"] == 40
         assert "world ranks [0, 0, 1, 1]: expected each of 0 to 3 once" in rank["duplicates"]
     assert sorted(index for rank in ranks for index in rank["samples"]) == list(range(40))
+
+
+def test_a_process_group_does_not_read_what_an_earlier_one_left_in_the_store(tmp_path: Path) -> None:
+    ranks = run_job(tmp_path, "two_groups_in_turn", 3)
+    assert ranks == [[[False, False, False, 1]] * 2] * 3
