@@ -19,6 +19,7 @@ from contract.processors import processor
 from distributed.loader_work import JOBS, PROCESSOR, chats, main
 from packhorse.datasets import counting, make_meta_dataset
 from packhorse.datasets.count_part import PartCounter, PartResult, PartTask
+from packhorse.loader import data as loader_data
 from packhorse.loader.rendezvous import Rendezvous, agree_on_token
 from packhorse.loader.talk import Ranks
 
@@ -103,6 +104,7 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
 
     PartCounter.__call__ = slow  # type: ignore[method-assign]
     counting.PART_ROWS = run["part_rows"]
+    loader_data._IN_THIS_PROCESS = run.get("in_this_process", loader_data._IN_THIS_PROCESS)
     meta = run["meta"]
     if run.get("own_folders"):  # machines without a shared file system
         meta = meta.replace("node0", f"node{rank}")

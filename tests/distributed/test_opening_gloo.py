@@ -228,3 +228,22 @@ def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ran
 def test_a_process_group_does_not_read_what_an_earlier_one_left_in_the_store(tmp_path: Path) -> None:
     ranks = run_job(tmp_path, "two_groups_in_turn", 3)
     assert ranks == [[[False, False, False, 1]] * 2] * 3
+
+
+def test_shards_of_different_length_are_counted_where_only_the_longer_ones_start_processes(
+    tmp_path: Path,
+) -> None:
+    meta = str(write_chats(tmp_path / "data", 13))
+    ranks = run_job(
+        tmp_path,
+        "count_slowly",
+        2,
+        meta=meta,
+        slow=[],
+        part_rows=4,
+        timeout=10,
+        in_this_process=6,  # the shards have 7 and 6 rows
+        settings={"shard_data": True, "count_workers": 1},
+    )
+    assert [rank["class"] for rank in ranks] == [None] * 2
+    assert [len(rank["total"]) for rank in ranks] == [7, 6]
