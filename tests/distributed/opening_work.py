@@ -7,9 +7,11 @@ import signal
 import time
 from collections.abc import Sequence
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import packhorse
@@ -17,6 +19,9 @@ from contract.processors import processor
 from distributed.loader_work import JOBS, PROCESSOR, chats, main
 from packhorse.datasets import counting, make_meta_dataset
 from packhorse.datasets.count_part import PartCounter, PartResult, PartTask
+from packhorse.loader import data as loader_data
+from packhorse.loader.rendezvous import Rendezvous, agree_on_token
+from packhorse.loader.talk import Ranks
 
 BAD_RANK = 1
 
@@ -99,6 +104,7 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
 
     PartCounter.__call__ = slow  # type: ignore[method-assign]
     counting.PART_ROWS = run["part_rows"]
+    loader_data._IN_THIS_PROCESS = run.get("in_this_process", loader_data._IN_THIS_PROCESS)
     meta = run["meta"]
     if run.get("own_folders"):  # machines without a shared file system
         meta = meta.replace("node0", f"node{rank}")
@@ -141,7 +147,57 @@ def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
-JOBS |= {"open_badly": open_badly, "count_slowly": count_slowly, "on_a_mesh": on_a_mesh}
+def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What a rank gets whose place in the world is not its place in the process group."""
+    world = packhorse.World([1, 3, 0, 2][rank], 4)
+    ranks = Ranks(world)
+    rows = [row for words in range(1, 41) for row in chats(1, words)]
+    loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", pack_size=256, world=world)
+    samples = [index for _ in loader if loader.last for index in loader.last.samples]
+    assert loader.account is not None
+    found = {
+        "gathered": ranks.gather(world.rank),
+        "from_first": ranks.from_first("name the rank", lambda: world.rank),
+        "counts": loader.counts.total.tolist(),
+        "samples": samples,
+        "delivered": loader.account.delivered,
+    }
+    try:
+        Ranks(packhorse.World(rank // 2, 4)).gather(None)
+    except packhorse.errors.ConfigError as error:
+        found["duplicates"] = str(error)
+    return found
+
+
+def two_groups_in_turn(run: dict[str, Any], rank: int) -> list[Any]:
+    """What a rank finds in a store, which outlives both process groups that meet there in turn."""
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{run['folder']}/store", run["world"])
+    store.set_timeout(timedelta(seconds=10))
+    world = packhorse.World(rank, run["world"])
+    found = []
+    for number in range(2):
+        backend = dist.PrefixStore(str(number), store)  # gloo finds its own keys of an earlier group, too
+        dist.init_process_group("gloo", store=backend, rank=rank, world_size=world.size)
+        rendezvous = Rendezvous(store, world, agree_on_token(dist.group.WORLD))
+        before = [rendezvous.has_message("task"), rendezvous.has_moved_on(0), rendezvous.has_moved_on(1)]
+        dist.barrier()  # so that the others have looked, too
+        rendezvous.send("task", b"")
+        rendezvous.meet()
+        found.append([*before, rendezvous.meetings])
+        dist.barrier()
+        if not number:
+            dist.destroy_process_group()
+    return found
+
+
+JOBS |= {
+    "two_groups_in_turn": two_groups_in_turn,
+    "open_badly": open_badly,
+    "count_slowly": count_slowly,
+    "on_a_mesh": on_a_mesh,
+    "in_another_order": in_another_order,
+}
 
 if __name__ == "__main__":
     main()

@@ -8,10 +8,12 @@ import pytest
 
 from contract.processors import processor
 from count_samples import sidecars, write_chats
+from distributed.loader_work import chats
 from distributed.test_loader_gloo import codes, found, run_all
 from packhorse.datasets import open_meta_dataset
 from packhorse.datasets.counting import count_meta
 from packhorse.datasets.sidecar import counts_of
+from packhorse.loader.data import count_examples
 
 WORK = Path(__file__).with_name("opening_work.py")
 ROWS, PART_ROWS = 72, 6
@@ -198,3 +200,50 @@ def test_tensor_parallel_ranks_get_the_same_batches_and_together_all_rows(
     seen = [key for one in told[::2] for step in one["steps"] for key in step]
     assert sorted(seen) == sorted(f"chats/{number}" for number in range(ROWS))
     assert {one["delivered"] for one in told} == {ROWS}
+
+
+def run_job(folder: Path, job: str, world: int, **settings: Any) -> list[Any]:
+    """What each rank of a job of ``opening_work.py`` finds."""
+    run = {"job": job, "world": world, "folder": str(folder / "run"), **settings}
+    written = run_all(folder, [run], work=WORK)
+    assert codes(run) == [0] * world, written[-12_000:]
+    return found(run)
+
+
+def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ranks_differently(
+    tmp_path: Path,
+) -> None:
+    ranks = run_job(tmp_path, "in_another_order", 4)
+    rows = [row for words in range(1, 41) for row in chats(1, words)]
+    counts = count_examples(rows, processor("qwen2_vl")).total.tolist()
+    for rank in ranks:
+        assert rank["counts"] == counts
+        assert rank["gathered"] == [0, 1, 2, 3]
+        assert rank["from_first"] == 0
+        assert rank["delivered"] == 40
+        assert "world ranks [0, 0, 1, 1]: expected each of 0 to 3 once" in rank["duplicates"]
+    assert sorted(index for rank in ranks for index in rank["samples"]) == list(range(40))
+
+
+def test_a_process_group_does_not_read_what_an_earlier_one_left_in_the_store(tmp_path: Path) -> None:
+    ranks = run_job(tmp_path, "two_groups_in_turn", 3)
+    assert ranks == [[[False, False, False, 1]] * 2] * 3
+
+
+def test_shards_of_different_length_are_counted_where_only_the_longer_ones_start_processes(
+    tmp_path: Path,
+) -> None:
+    meta = str(write_chats(tmp_path / "data", 13))
+    ranks = run_job(
+        tmp_path,
+        "count_slowly",
+        2,
+        meta=meta,
+        slow=[],
+        part_rows=4,
+        timeout=10,
+        in_this_process=6,  # the shards have 7 and 6 rows
+        settings={"shard_data": True, "count_workers": 1},
+    )
+    assert [rank["class"] for rank in ranks] == [None] * 2
+    assert [len(rank["total"]) for rank in ranks] == [7, 6]

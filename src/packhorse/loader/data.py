@@ -191,7 +191,8 @@ def counts_for(
     if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count
         return _count_slices(dataset, processor, ranks)
     meta = dict(meta) if isinstance(meta, Mapping) else str(meta)
-    local = LocalEngine(share_cores(ranks, workers) if len(dataset) > _IN_THIS_PROCESS else 1)
+    processes = share_cores(ranks, workers)  # on every rank: their shards may differ in length
+    local = LocalEngine(processes if len(dataset) > _IN_THIS_PROCESS else 1)
     ranks.run_on_all_ranks(_COUNT, partial(_count_meta, meta, names, processor, ranks, local, len(dataset)))
     found = ranks.run_on_all_ranks("read the count files", partial(counts_of, dataset, processor))
     if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone

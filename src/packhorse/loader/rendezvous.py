@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from packhorse.errors import SystemFault
 from packhorse.types import World
@@ -65,17 +67,18 @@ class Rendezvous:
     Args:
         store: the group's key-value store.
         world: this rank's place in the group.
+        token: names the group in the store, the same on all its ranks.
 
     Attributes:
         timeout: seconds without a heartbeat after which a rank counts as dead: the process group's timeout.
         meetings: how many meetings this rank has come to. All ranks come to all of them.
     """
 
-    def __init__(self, store: Any, world: World) -> None:
+    def __init__(self, store: Any, world: World, token: str) -> None:
         self.store, self.world = store, world
         self.timeout: float = store.timeout.total_seconds()
-        # torchrun may keep the store when it restarts the ranks: what they wrote before must not count.
-        self._prefix = f"packhorse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # torchrun's store outlives process groups and restarts: what earlier ones wrote must not count.
+        self._prefix = f"packhorse/{token}"
         self._interval = min(_BEAT_EVERY, self.timeout / 4)
         self.meetings = 0
         self._task = ""
@@ -157,8 +160,8 @@ class Rendezvous:
             parts = [f"{name}/{number}" for number in range(int(self.store.get(name)))]
             data: bytes = b"".join(self.store.get(part) for part in parts)
             if remove:
-                for part in parts:
-                    self.store.delete_key(part)
+                for stored in (name, *parts):
+                    self.store.delete_key(stored)
         return data
 
     def count_up(self, key: str) -> int:
@@ -255,10 +258,31 @@ _known: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
 
 
 def rendezvous_of(group: Any, world: World) -> Rendezvous | None:
-    """The meeting place of a process group; None if it has no store (MPI)."""
+    """The meeting place of a process group; None if it has no store (MPI).
+
+    All ranks of the group have to call it: for a new group they agree on a token.
+    """
     if group not in _known:
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         if store is None:
             return None
-        _known[group] = Rendezvous(store, world)
+        _known[group] = Rendezvous(store, world, agree_on_token(group))
+    _known[group].world = world  # of the loader that is being built: another one may have had another rank
     return _known[group]
+
+
+def agree_on_token(group: Any) -> str:
+    """A random name for a process group, the same on all its ranks and new for every group.
+
+    Raises:
+        SystemFault: a rank does not come within the group's timeout.
+    """
+    token: list[Any] = [uuid4().hex]
+    try:
+        dist.broadcast_object_list(token, group=group, group_src=0)
+    except RuntimeError as error:  # the base of torch.distributed.DistError
+        raise SystemFault(
+            "the ranks of the process group did not all start to build a loader within the group's timeout: "
+            f"see the logs of the other ranks ({' '.join(str(error).split())[:200]})"
+        ) from error
+    return str(token[0])

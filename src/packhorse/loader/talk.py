@@ -67,9 +67,10 @@ class Ranks:
         if self.can_talk:
             self.rendezvous = rendezvous_of(dist.group.WORLD if group is None else group, world)
         self._reported: Exception | None = None  # the error that all ranks know of
+        self._source = 0  # rank in the process group of the process with world.rank 0; set by every exchange
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in order, or only this rank's if they cannot talk.
+        """Return the values of all ranks by their ``world.rank``, or only this one's if they cannot talk.
 
         Waits for busy ranks without a limit, see :class:`~packhorse.loader.rendezvous.Rendezvous`.
 
@@ -89,7 +90,7 @@ class Ranks:
             return do()
         result = self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)
         shared: list[Any] = [result]
-        dist.broadcast_object_list(shared, group=self.group, group_src=0)
+        dist.broadcast_object_list(shared, group=self.group, group_src=self._source)
         first: Result = shared[0]
         return first
 
@@ -151,11 +152,20 @@ class Ranks:
         if self.rendezvous is not None:
             self.rendezvous.meet()  # so that the collective takes no longer than moving the data
         found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, (value, failure), group=self.group)
-        failures = [(rank, told) for rank, (_, told) in enumerate(found) if told is not None]
+        dist.all_gather_object(found, (self.world.rank, value, failure), group=self.group)
+        # In the order of the process group, which is another one for a mesh of turned dimensions.
+        order = [rank for rank, _, _ in found]
+        if sorted(order) != list(range(self.world.size)):
+            raise ConfigError(
+                f"the processes of the group have world ranks {order}: expected each of 0 to "
+                f"{self.world.size - 1} once. Pass the process group whose ranks share the data as group="
+            )
+        self._source = order.index(0)
+        found.sort(key=lambda entry: entry[0])
+        failures = [(rank, report) for rank, _, report in found if report is not None]
         if failures and failure is None:
             named = [f"rank {rank} could not {one.task}: {one.text}" for rank, one in failures]
             more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
             self._reported = failures[0][1].kind("; ".join(named[:_NAMED_FAILURES]) + more)
             raise self._reported
-        return [value for value, _ in found]
+        return [value for _, value, _ in found]

@@ -14,8 +14,8 @@ from packhorse.types import World
 RANKS = 3
 
 
-def places(store: dist.Store) -> list[Rendezvous]:
-    return [Rendezvous(store, World(rank, RANKS)) for rank in range(RANKS)]
+def places(store: dist.Store, token: str = "first") -> list[Rendezvous]:
+    return [Rendezvous(store, World(rank, RANKS), token) for rank in range(RANKS)]
 
 
 def new_store(seconds: float = 30) -> dist.Store:
@@ -35,13 +35,12 @@ def test_nobody_leaves_a_meeting_before_all_have_come() -> None:
             one.result(timeout=10)
 
 
-def test_what_ranks_wrote_before_a_restart_does_not_count_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_wrote_in_an_earlier_process_group_does_not_count() -> None:
     store = new_store(seconds=0.5)
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(Rendezvous.meet, places(store)))
-        # torchrun keeps its store when it restarts the ranks.
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        ranks = places(store)
+        # torchrun keeps its store when a process group ends.
+        ranks = places(store, "second")
         assert not ranks[0].has_moved_on(1)
         with pytest.raises(SystemFault, match=r"rank 1 has not built its loader within 0\.5 s"):
             ranks[0].meet()
@@ -55,6 +54,7 @@ def test_a_message_of_any_size_arrives_whole(monkeypatch: pytest.MonkeyPatch) ->
         first.send(f"of {size}", data)
         assert second.wait_for(f"of {size}", rank=0)
         assert second.receive(f"of {size}", remove=True) == data
+        assert not second.has_message(f"of {size}")
 
 
 def test_a_message_that_will_not_come_is_not_waited_for() -> None:
