@@ -63,13 +63,20 @@ _PIECE = 1 << 20
 _MOST_IN_MEMORY = 1 << 30
 
 
-def ask(url: str, call: Callable[[], T], wrong_address: tuple[type[Exception], ...] = ()) -> T:
+def ask(
+    url: str,
+    call: Callable[[], T],
+    wrong_address: tuple[type[Exception], ...] = (),
+    *,
+    reaches_host: bool = True,
+) -> T:
     """Call a driver for ``url``, again where a failure may pass.
 
     Args:
         url: an address of fsspec.
         call: what to do.
         wrong_address: errors which say that the address makes no sense, so that nothing is there.
+        reaches_host: whether a success shows that the host answers.
 
     Raises:
         RemoteError: (an ``OSError``) the address cannot be reached, or nothing is there.
@@ -92,7 +99,8 @@ def ask(url: str, call: Callable[[], T], wrong_address: tuple[type[Exception], .
                 raise failure from None
             time.sleep(wait)
         else:
-            _failures.pop(host, None)
+            if reaches_host:
+                _failures.pop(host, None)
             return result
     raise AssertionError  # the last try returns or raises
 
@@ -136,7 +144,7 @@ def find_store(url: str) -> tuple[Any, str]:
     """The driver of an address and the address as the driver wants it; raises as :func:`ask`."""
     import fsspec
 
-    system, path = ask(url, lambda: fsspec.core.url_to_fs(url), _NO_STORE)
+    system, path = ask(url, lambda: fsspec.core.url_to_fs(url), _NO_STORE, reaches_host=False)
     return system, path
 
 
