@@ -16,7 +16,8 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, fields
+from contextvars import ContextVar
+from dataclasses import asdict, fields, replace
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = getLogger(__name__)
 
 _DROP_FIELDS = tuple(f.name for f in fields(Drop))
+_row_read: ContextVar[tuple[Ledger, str] | None] = ContextVar("packhorse row", default=None)
 GONE: tuple[Action, ...] = ("left_out", "replaced")
 
 
@@ -405,6 +407,28 @@ class Ledger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock(), _unwritten=[])
         _ledgers.add(self)
+
+
+@contextlib.contextmanager
+def reading_row(ledger: Ledger, key: str) -> Iterator[None]:
+    """Read one row inside: what is remarked about it (:func:`remark`) goes to this ledger, under this key."""
+    token = _row_read.set((ledger, key))
+    try:
+        yield
+    finally:
+        _row_read.reset(token)
+
+
+def remark(drop: Drop) -> None:
+    """Record what happens to a row while it is read, where its key is not known (in a transform).
+
+    Outside of :func:`reading_row` the same remark is recorded once, without a key, in the default ledger.
+    """
+    row = _row_read.get()
+    if row is not None:
+        row[0].record(replace(drop, key=row[1]))
+    elif drop not in _default._drops:
+        _default.record(drop)
 
 
 def default_ledger() -> Ledger:

@@ -175,7 +175,10 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
 def test_a_step_that_is_written_in_part_only_is_reported_and_can_be_written_again(tmp_path: Path) -> None:
     file = StepFile(tmp_path / "rank-00000.steps")
     file.append("branch", 0, Tally(1, 0))
-    with no_file_larger_than(file.path.stat().st_size + 5), pytest.raises(SystemFault, match="cannot be written"):
+    with (
+        no_file_larger_than(file.path.stat().st_size + 5),
+        pytest.raises(SystemFault, match="cannot be written"),
+    ):
         file.append("branch", 1, Tally(1, 0))
     file.append("branch", 1, Tally(2, 0))
     lines = [line for line in file.path.read_text().splitlines() if line.endswith("]")]

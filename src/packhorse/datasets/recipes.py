@@ -11,6 +11,10 @@ others are ignored, and named once in the log: recipes pass settings of other pa
 A row that cannot be used raises :class:`~packhorse.errors.BadSample` when it is asked for: ``missing_media``
 (no image or sound), ``broken_media``, ``media_too_large``, or ``wrong_format`` (no text, or not the JSON that
 is expected).
+
+Turns of an unknown role and images without a place in the text are left out. The ledger of the loader (or of
+another dataset of packhorse that reads the row) names each such row. Where rows are read by hand, the default
+ledger has one entry for all rows with the same remark.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from packhorse.errors import BadSample, ConfigError, require
-from packhorse.ledger import Ledger, default_ledger
+from packhorse.ledger import Ledger, default_ledger, remark
 from packhorse.media import load_audio, load_image
 from packhorse.types import Drop, Reason
 
@@ -483,8 +487,8 @@ def _record_skipped_turn(dataset: str, role: str) -> None:
 
 
 def _record_unnamed(dataset: str, reason: Reason, detail: str) -> None:
-    """Record what happened to a row; transforms do not get its number."""
-    default_ledger().record(Drop("", "convert", reason, detail, "cut", dataset))
+    """Record what happened to a row; transforms do not get its number, but whoever reads it may know it."""
+    remark(Drop("", "convert", reason, detail, "cut", dataset))
     _warn_once(f"{dataset}: {detail} (further rows like this are only recorded in the ledger)")
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from packhorse.conversation import parse_conversation
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
-from packhorse.ledger import Ledger, default_ledger
+from packhorse.ledger import Ledger, default_ledger, reading_row
 from packhorse.media import VideoSampling, inject_fake_image, preload_media
 from packhorse.types import Drop, Reason, Stage, mask_secrets
 
@@ -130,6 +130,11 @@ class ReplacingDataset(Dataset[Any]):
         own = getattr(self.dataset, "key", None)
         return str(own(idx)) if callable(own) else str(idx)
 
+    def read(self, idx: int) -> Any:
+        """The dataset's own sample; what it remarks about the row is recorded under the sample's name."""
+        with reading_row(self.ledger, self.key(idx)):
+            return self.dataset[idx]
+
     def robust_collate(self, collate_fn: Collate) -> Collate:
         """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew and recorded."""
         return make_robust_collate(self, collate_fn, self.max_retries)
@@ -206,7 +211,7 @@ class RobustDatasetWrapper(ReplacingDataset):
 
     def load(self, idx: int) -> Any:
         """The dataset's sample, with its media loaded if that is asked for."""
-        sample = self.dataset[idx]
+        sample = self.read(idx)
         if not self.preload_media:
             return sample
         return inject_fake_image(preload_media(sample, sampling=self._sampling(sample)))

@@ -291,7 +291,7 @@ class Place:
         return key == self.settings.key or (self.anywhere is not None and self.anywhere._is_of_settings(key))
 
     def recorded_parts(self) -> tuple[int, list[str]] | None:
-        """Rows of a part, and the digest of each part's rows, as the count file that :meth:`find` takes has them.
+        """Rows of a part, and the digest of each part's rows, from the count file that :meth:`find` takes.
 
         Reads what the count file says about itself, not its counts. None where there is no such file.
         """

@@ -90,7 +90,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = self.dataset[idx]
+        example = self.read(idx)
         if example is None:
             raise ConfigError(
                 f"the data set gives None for sample {idx}: PreTokenizedDatasetWrapper takes the data set "

@@ -76,8 +76,8 @@ class Tickets(Sampler[Ticket]):
 class StagedBuilder(Dataset[Built]):
     """Builds batches whose ledger entries come with them; nothing is written before a batch is handed out.
 
-    Batches are built ahead, and rebuilt after a worker died, the loader was closed or iterated anew. Written
-    at once, the entries of the first attempt would stay although the second one may succeed.
+    Batches are built ahead, and rebuilt after a worker died, or the loader was closed or iterated again.
+    Written at once, the entries of the first attempt would stay although the second one may succeed.
     """
 
     def __init__(self, builder: BatchBuilder) -> None:

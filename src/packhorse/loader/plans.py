@@ -88,7 +88,7 @@ class Planner:
         settings: see there.
         strata: a number for each example that says which data set it is from; None if there is one.
         cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
-        contents: what the rows hold; tells one dataset from another with the same counts.
+        contents: digests of the rows; two datasets with the same counts differ in them.
 
     Attributes:
         facts: what dealing has to know of the samples.

@@ -15,6 +15,8 @@ import pytest
 import soundfile
 from PIL import Image
 
+import packhorse
+from contract.processors import processor
 from packhorse.datasets import (
     json2token,
     make_cord_v2_dataset,
@@ -29,6 +31,7 @@ from packhorse.datasets import (
 )
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger, default_ledger
+from packhorse.types import World
 
 
 def picture(shade: int) -> Image.Image:
@@ -169,10 +172,27 @@ def test_unimm_skips_a_turn_of_another_role_and_records_it(
     assert roles == [["user", "assistant"]] * 3
     assert caplog.text.count("turn of role 'judge' skipped") == 1
     entries = [drop for drop in default_ledger() if drop.dataset == path]
-    assert {(drop.reason, drop.action) for drop in entries} == {("unknown_role", "cut")}
+    assert [(drop.reason, drop.action) for drop in entries] == [("unknown_role", "cut")]
     with pytest.raises(BadSample, match="no usable turn") as caught:
         dataset[1]
     assert caught.value.reason == "empty_conversation"
+
+
+def test_the_ledger_of_a_loader_names_each_row_with_a_skipped_turn_once(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "tool", "content": "look up"},
+        {"role": "assistant", "content": "A mule."},
+    ]
+    path = write(tmp_path, {"messages": [turns, turns[::2], turns, turns]})
+    rows = make_tulu3_dataset(path)
+    loader = packhorse.load(rows, processor("qwen2_vl"), model="unchecked", world=World(), pack_size=256)
+    for _ in range(3):
+        list(loader)
+    assert sorted((drop.key, drop.reason, drop.action) for drop in loader.ledger) == [
+        (key, "unknown_role", "cut") for key in "023"
+    ]
+    assert len([drop for drop in default_ledger() if drop.dataset == path]) <= 1
 
 
 def test_llava_puts_images_where_the_questions_have_their_tags(tmp_path: Path) -> None:
