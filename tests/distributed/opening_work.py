@@ -191,7 +191,33 @@ def two_groups_in_turn(run: dict[str, Any], rank: int) -> list[Any]:
     return found
 
 
+def unreadable_at_the_end(run: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What a rank raises at the end of an epoch if rank 0 cannot read a ledger file, and what comes after."""
+    rows, ledgers = chats(24, 20), Path(run["folder"], "ledger")
+    settings = {"model": "unchecked", "pack_size": 128, "ledger_dir": ledgers}
+    loader = packhorse.load(rows, processor(PROCESSOR), **settings)
+    blocked = ledgers / "rank-00007.jsonl"
+    if rank == 0:
+        blocked.mkdir(parents=True)
+    dist.barrier()
+    started, found = time.monotonic(), {}
+    try:
+        for _ in loader:
+            pass
+    except OSError as error:
+        found = {"class": type(error).__name__, "message": str(error), "remaining": loader.remaining}
+        found["seconds"] = time.monotonic() - started
+    dist.barrier()
+    if rank == 0:
+        blocked.rmdir()
+    dist.barrier()
+    found["steps"] = sum(1 for _ in loader)
+    assert loader.account is not None
+    return {**found, "delivered": loader.account.delivered}
+
+
 JOBS |= {
+    "unreadable_at_the_end": unreadable_at_the_end,
     "two_groups_in_turn": two_groups_in_turn,
     "open_badly": open_badly,
     "count_slowly": count_slowly,

@@ -247,3 +247,11 @@ def test_shards_of_different_length_are_counted_where_only_the_longer_ones_start
     )
     assert [rank["class"] for rank in ranks] == [None] * 2
     assert [len(rank["total"]) for rank in ranks] == [7, 6]
+
+
+def test_a_file_that_one_rank_cannot_read_at_the_end_of_an_epoch_is_raised_on_all(tmp_path: Path) -> None:
+    ranks = run_job(tmp_path, "unreadable_at_the_end", 2)
+    assert [rank["class"] for rank in ranks] == ["IsADirectoryError"] * 2
+    assert ranks[1]["message"].startswith("rank 0 could not reconcile the epoch: ")
+    assert all(rank["seconds"] < 30 for rank in ranks)  # half of the process group's timeout
+    assert [(rank["remaining"], rank["steps"], rank["delivered"]) for rank in ranks] == [(1, 1, 24)] * 2

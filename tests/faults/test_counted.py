@@ -117,6 +117,34 @@ def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> Non
     assert len(loader.ledger) == 0
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_a_batch_that_files_prevented_is_handed_out_later_and_its_failures_count_once(
+    tmp_path: Path, last: bool
+) -> None:
+    """Two samples fail in a row; with the second of them a file of the run cannot be used."""
+    rows = Faulty(texts(ROWS), {}, only_workers=False)
+    loader = built(rows, max_bad_in_a_row=2, ledger_dir=tmp_path)
+    order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(ROWS)]
+    stop = ROWS - 1 if last else 6
+    rows.faults = dict.fromkeys(order[stop - 1 : stop + 1], raising(OSError("gone")))
+    handed_out(loader, stop)
+    steps, kept = tmp_path / "rank-00000.steps", tmp_path / "kept"
+    blocked = tmp_path / "rank-00007.jsonl" if last else steps  # read at the end of the epoch, or written
+    if not last:
+        steps.rename(kept)
+    blocked.mkdir()
+    with pytest.raises(OSError if last else SystemFault):
+        handed_out(loader)
+    assert (loader.cursor, loader.remaining) == (stop, ROWS - stop)
+    blocked.rmdir()
+    if not last:
+        kept.rename(steps)
+    assert handed_out(loader) == order[stop + 1 :]
+    assert loader.account is not None
+    assert (loader.account.delivered, loader.account.lost) == (ROWS - 2, 2)
+    assert sorted(int(drop.key) for drop in loader.ledger) == sorted(order[stop - 1 : stop + 1])
+
+
 @pytest.mark.parametrize("worlds", [(3, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1)])
 def test_what_was_delivered_is_counted_over_restarts_with_other_ranks(
     tmp_path: Path, worlds: tuple[int, ...]

@@ -46,6 +46,9 @@ class Guard:
         ledger: has the reasons.
         lost: so many have failed on this rank already, before a restart.
 
+    Attributes:
+        counted: how many samples have failed on this rank in this epoch, and how many of them in a row, last.
+
     Raises:
         TooManyBad: too many were bad when they were counted.
     """
@@ -61,7 +64,7 @@ class Guard:
         lost: int = 0,
     ) -> None:
         self.samples, self.bad, self.share, self.in_a_row, self.ledger = samples, bad, share, in_a_row, ledger
-        self.ranks, self.lost, self._row = ranks, lost, 0
+        self.ranks, self.counted = ranks, (lost, 0)
         self.check(0)
 
     def saw(self, report: BatchReport) -> None:
@@ -70,7 +73,8 @@ class Guard:
         Raises:
             TooManyBad: that is enough.
         """
-        lost, row = self.lost + len(report.lost), self._row
+        lost, row = self.counted
+        lost += len(report.lost)
         for inside in report.in_a_row:
             row = 0 if inside else row + 1
             if self.in_a_row is not None and row > self.in_a_row:
@@ -83,7 +87,7 @@ class Guard:
             mine = self.share * self.samples / self.ranks
             if lost > mine + 5 * math.sqrt(mine) + 5:
                 raise TooManyBad(self._told(f"{lost:,} samples failed on this rank in this epoch"))
-        self.lost, self._row = lost, row
+        self.counted = lost, row
 
     def check(self, lost: int) -> None:
         """Take into account what all ranks have lost together.

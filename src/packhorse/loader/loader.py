@@ -16,7 +16,7 @@ from typing import Any
 
 from packhorse.datasets.count_columns import CountColumns
 from packhorse.datasets.count_part import as_whole_processor
-from packhorse.errors import ConfigError, PackhorseError
+from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.loader.account import (
     EpochAccount,
@@ -219,9 +219,7 @@ class Loader:
         for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
             if epoch is not self._now:
                 return  # set_epoch or load_state_dict in the middle: this iterator is of the past
-            self._note(built, time.perf_counter() - asked)
-            if not self.remaining:  # now: many trainers never ask for the end
-                self._close(built)
+            self._hand_out(built, time.perf_counter() - asked)
             yield built.batch
             asked = time.perf_counter()
 
@@ -236,15 +234,30 @@ class Loader:
             kinds = self._present if self.config.shard_data else None
         return partial(ticket_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
-    def _note(self, built: Built, waited: float) -> None:
-        """Count a batch as handed out, with its ledger entries.
+    def _hand_out(self, built: Built, waited: float) -> None:
+        """Count a batch as handed out, and reconcile the epoch after its last one.
 
         Raises:
             PackhorseError: the run stops here, and the batch does not count; its entries say why until they
                 are rolled back by iterating again, or by resuming.
         """
+        now, before = self._now, (self._progress, self.last)
+        counted, handed_out = now.guard.counted, len(now.tallies)
+        try:
+            self._note(built, waited)
+            if not self.remaining:  # now: many trainers never ask for the end
+                self._ranks.run_on_all_ranks("reconcile the epoch", self._add_up)
+                now.over = True
+        except BaseException:
+            self._progress, self.last = before
+            now.guard.counted = counted
+            del now.tallies[handed_out:]
+            self._not_handed_out = built.drops
+            raise
+
+    def _note(self, built: Built, waited: float) -> None:
+        """Count a batch as handed out, with its ledger entries."""
         report, now = built.report, self._now
-        self._not_handed_out = built.drops
         self.ledger.record_all(built.drops)
         now.guard.saw(report)
         tally = Tally(len(report.samples), len(report.lost))
@@ -255,21 +268,8 @@ class Loader:
         mean = float(costs.mean())
         self._progress = self._progress.at(report.step + 1)
         now.tallies.append(now.tallies[-1].plus(tally))
-        self._not_handed_out = ()
         self.last = report
         self.metrics.handed_out(report, float(costs.max()) / mean if mean else 1.0, waited)
-
-    def _close(self, built: Built) -> None:
-        """Add up the epoch; where that stops the run, its last batch was not handed out."""
-        try:
-            self._add_up()
-        except PackhorseError:
-            self._progress = self._progress.at(built.report.step)
-            self._now.tallies.pop()
-            self._now.guard.lost -= len(built.report.lost)
-            self._not_handed_out = built.drops
-            raise
-        self._now.over = True
 
     def _roll_back_stopped(self) -> None:
         """Forget the entries of a batch that was not handed out: it is built again."""
