@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "lost samples do not count",
         "loader/account.py",
-        "lost, row = self.lost + len(report.lost), self._row",
-        "lost, row = self.lost, self._row",
+        "lost += len(report.lost)",
+        "lost += 0",
         ("tests/unit/loader/test_loader.py",),
     ),
     Mutant(
@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         "segments begin inside what fills a document up",
         "collate_fns/masks.py",
-        "of_row * length + place + -place % alignment",
+        "of_row * length + place + -place % multiple",
         "of_row * length + place",
         ("tests/unit/collate_fns/test_packed_collate.py",),
     ),
