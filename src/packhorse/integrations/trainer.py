@@ -206,9 +206,9 @@ _CROSS_ENTROPY = frozenset({("transformers", "Trainer"), ("trl", "SFTTrainer")})
 
 
 def _check_loss(trainer: type) -> None:
-    """Raise if the class behind the mix-in computes another loss, which the mix-in's would replace."""
-    behind = trainer.__mro__[trainer.__mro__.index(TrainFromLoader) + 1 :]
-    owner = next((base for base in behind if "compute_loss" in vars(base)), None)
+    """Raise if a base class after the mix-in computes another loss, which the mix-in's would replace."""
+    bases = trainer.__mro__[trainer.__mro__.index(TrainFromLoader) + 1 :]
+    owner = next((base for base in bases if "compute_loss" in vars(base)), None)
     if owner is None or (owner.__module__.partition(".")[0], owner.__name__) in _CROSS_ENTROPY:
         return
     raise ConfigError(

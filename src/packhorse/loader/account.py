@@ -259,7 +259,7 @@ def counted_before(ledger: Ledger, ranks: Ranks, progress: Progress) -> Tally | 
     if own is None or (ranks.world.size > 1 and not ranks.can_talk):
         return None
     by_rank = {ranks.world.rank: own.read(progress)}
-    if not ranks.world.rank:  # what ranks of an earlier, larger run have left behind
+    if not ranks.world.rank:  # files of ranks that only an earlier, larger run had
         for rank, path in _rank_files(own.path.parent, _STEPS).items():
             if rank >= ranks.world.size:
                 by_rank[rank] = StepFile(path).read(progress)
@@ -375,7 +375,7 @@ def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Reasons:
     of_files: _Reasons | None = ranks.gather(None if merged is None else _reasons(merged))[0]
     if of_files is not None:
         return of_files
-    # In addition to those of this run, what ranks of an earlier, larger one have left behind.
+    # In addition to those of this run, those of ranks that only an earlier, larger run had.
     found = [one for one, _ in parts]
     found += [_reasons(file) for rank, file in seen.items() if rank >= ranks.world.size]
     gone, kept = Counter[str](), Counter[str]()

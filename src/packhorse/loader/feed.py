@@ -76,7 +76,7 @@ class Tickets(Sampler[Ticket]):
 class StagedBuilder(Dataset[Built]):
     """Builds batches whose ledger entries come with them; nothing is written before a batch is handed out.
 
-    Batches are built ahead, and rebuilt after a worker died, the loader was closed or iterated anew. Written
+    Batches are built ahead, and rebuilt after a worker died, the loader was closed or iterated again. Written
     at once, the entries of the first attempt would stay although the second one may succeed.
     """
 

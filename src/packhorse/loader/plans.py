@@ -47,7 +47,7 @@ class PlanSettings:
     Attributes:
         mode: packs, or single samples that are padded.
         size: the most tokens of a pack (or of a sample), after the shift.
-        reserve: so many of them stay free for a placeholder (see :mod:`packhorse.loader.blank`), unless every
+        reserve: how many of them stay free for a placeholder (:mod:`packhorse.loader.blank`), unless every
             pack of an epoch has media of all ``reserved_kinds``.
         reserved_kinds: the media of that placeholder, one bit for each kind.
         alignment: each sample takes up a multiple of so many tokens.
@@ -88,7 +88,7 @@ class Planner:
         settings: see there.
         strata: a number for each example that says which data set it is from; None if there is one.
         cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
-        contents: what the rows hold; tells one dataset from another with the same counts.
+        contents: what the rows hold; distinguishes datasets with the same counts.
 
     Attributes:
         facts: what dealing has to know of the samples.

@@ -152,7 +152,7 @@ class Ranks:
             self.rendezvous.meet()  # so that the collective takes no longer than moving the data
         found: list[Any] = [None] * self.world.size
         dist.all_gather_object(found, (value, failure), group=self.group)
-        failures = [(rank, told) for rank, (_, told) in enumerate(found) if told is not None]
+        failures = [(rank, other) for rank, (_, other) in enumerate(found) if other is not None]
         if failures and failure is None:
             named = [f"rank {rank} could not {one.task}: {one.text}" for rank, one in failures]
             more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
