@@ -84,7 +84,7 @@ class ParityRecorder:
         if exact:
             assert control >= CONTROL * allowed, (
                 f"{what}: the control is {control:.1e} away, expected at least {CONTROL * allowed:.1e}: "
-                "a mistake would not be told from noise"
+                "a mistake could pass for noise"
             )
 
 

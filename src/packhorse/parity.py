@@ -160,7 +160,7 @@ def check_parity(
 
     Raises:
         ConfigError: the model cannot be trained on packed rows, there are too few samples, none of their
-            tokens is learned, or the backend is not possible here.
+            tokens is supervised, or the backend is not possible here.
         BadSample: one cannot be encoded.
     """
     if not unchecked:
@@ -327,7 +327,7 @@ def _unpacked(
         batches.append(to_device(batch, model.device))
     learned = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
     if not learned:
-        raise ConfigError("no token of the samples is learned: there is no loss to compare")
+        raise ConfigError("no token of the samples is supervised: there is no loss to compare")
     alone = []
     with torch.set_grad_enabled(gradients):
         for batch in batches:
@@ -341,7 +341,7 @@ def _unpacked(
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of each token; 0 where nothing is learned. Labels are shifted already."""
+    """The loss of each token; 0 for unsupervised tokens. Labels are shifted already."""
     flat = F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )

@@ -102,7 +102,7 @@ def _attention_as_before() -> Iterator[None]:
     yield
     for name, attention in before.items():
         use_attention(tiny_model(name), attention)
-    # Flex attention that was compiled for one number of rows is made anew for any number, which torch 2.13
+    # Flex attention that was compiled for one number of rows is recompiled for any number, which torch 2.13
     # writes wrong C++ for on a CPU. So every test begins with nothing compiled.
     torch.compiler.reset()
 

@@ -32,9 +32,9 @@ SETTINGS = ({}, {"fps": 2}, {"fps": 0.7}, {"num_frames": 6}, {"num_frames": 5})
 
 
 @pytest.fixture(scope="session")
-def films(tmp_path_factory):
+def video_files(tmp_path_factory):
     """Video files, short and long, slow and fast, in two containers."""
-    folder = tmp_path_factory.mktemp("films")
+    folder = tmp_path_factory.mktemp("video_files")
     shapes = [(40, 10), (47, Fraction(30000, 1001)), (53, 12)]
     paths = []
     for frames, fps in shapes:
@@ -46,11 +46,11 @@ def films(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("wishes", SETTINGS, ids=str)
-def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, wishes, films):
+def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, wishes, video_files):
     configured, default = with_video_settings(name, wishes), processor(name)
     family = family_of(configured)
     text = rendered(family, configured, "video")
-    for path in films:
+    for path in video_files:
         expected, ids = own_call(family, configured, path)
         # On the processor, and in the row.
         for made, options in ((configured, {}), (default, wishes)):
@@ -63,10 +63,10 @@ def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, 
 
 
 @pytest.mark.parametrize("name", SEEING)
-def test_encoded_ids_of_a_file_are_those_of_the_processors_own_call(name, films):
+def test_encoded_ids_of_a_file_are_those_of_the_processors_own_call(name, video_files):
     made = processor(name)
     family = family_of(made)
-    for path in films[:3]:
+    for path in video_files[:3]:
         question = (MediaRef("video", str(path)), TextPart("\n5: the"))
         conversation = Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
         assert (

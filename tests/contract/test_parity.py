@@ -44,7 +44,7 @@ def leaking(packs: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def leak(examples: list[dict[str, Any]]) -> ParityReport:
-    """The control: far enough from the samples alone to be told from noise."""
+    """The control: far enough from the samples alone to be no noise."""
     return check(examples, collate=leaking)
 
 

@@ -39,7 +39,7 @@ def built(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.
 
 
 def until_built_ahead(folder: Path, number: int) -> None:
-    """Wait until workers have tried so many rows."""
+    """Wait until workers have tried this number of rows."""
     while sum(1 for _ in folder.glob("*/happened0")) < number:
         pass
 

@@ -205,7 +205,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, WORLD - 1))
     def fail_to_open(self, rank: int) -> None:
-        """One rank does not see the file: both raise, and the run goes on from its last state."""
+        """One rank does not see the file: both raise, and the run resumes from its last state."""
         self.save()
         files = [{"file": "away.jsonl" if number == rank else "rows.jsonl"} for number in range(WORLD)]
         found = self.ranks.all_do("build", *files, folder=str(self.path), workers=0)

@@ -54,7 +54,7 @@ def _loose(rules: ShareGptFormat) -> ShareGptFormat:
 
 
 def malformed(error: BadSample, location: str) -> Found:
-    """The finding for a row that cannot be read or parsed; ``location`` is told apart from it."""
+    """The finding for a row that cannot be read or parsed; ``location`` is not part of it."""
     return found(error.reason, error.detail.removeprefix(f"{location}: "))
 
 

@@ -1,7 +1,7 @@
 """Collate functions: a list of examples or of encoded samples goes in, a batch for the model comes out.
 
 Labels of a batch are already shifted: ``labels[:, t]`` is the token after ``input_ids[:, t]``. The same
-tensor is in the batch as ``shift_labels``, which tells models of transformers not to shift them again
+tensor is in the batch as ``shift_labels``, so that models of transformers do not shift them again
 (``docs/collate.md``).
 """
 

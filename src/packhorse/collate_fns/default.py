@@ -67,7 +67,7 @@ def default_collate_fn(
         but for Qwen models those with a fake image come last. An empty batch gives ``{}``.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded, text and media do not agree, or
+        BadSample: (a ``ValueError``) a media item cannot be loaded, text and media do not agree, or
             ``drop_overlong`` leaves no sample.
         ConfigError: (a ``ValueError``) the processor has no chat template.
     """

@@ -54,7 +54,7 @@ def kimi_vl_collate_fn(
         processor makes them.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded, or ``drop_overlong`` leaves no sample.
+        BadSample: (a ``ValueError``) a media item cannot be loaded, or ``drop_overlong`` leaves no sample.
     """
     if not examples:
         return {}

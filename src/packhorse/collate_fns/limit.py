@@ -95,7 +95,7 @@ def _hidden(
 ) -> tuple[Batch, list[int]]:
     """The batch with fake images hidden and changed by the hook, and how long each row is then."""
     batch = hide_fakes(made, ready, processor, family)
-    # Hidden at an end of a row they could not be told from padding.
+    # Hidden at an end of a row they would look like padding.
     pairs = zip(_lengths(made), _lengths(batch), strict=True)
     at_the_ends = [whole - seen for whole, seen in pairs]
     if hook is not None:

@@ -161,7 +161,7 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
     """What of a batch a model of transformers is called with for its logits.
 
-    Labels stay out, so that the model computes no loss beside
+    Labels stay out, so that the model computes no loss in addition to
     :func:`~packhorse.integrations.loss.token_loss`; so does everything that is no input of a model (see
     :func:`loss_inputs`).
 

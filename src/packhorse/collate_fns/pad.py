@@ -53,8 +53,8 @@ def pad_collate_fn(
         ``shift_labels``, so that the model does not shift them again; media tensors joined along axis 0,
         shorter ones filled up where the layout says that they may differ, and one row per sample where the
         sample owns the axis; ``n_images_per_sample``, ``n_videos_per_sample`` and ``n_audios_per_sample``
-        [B] where there is such a medium: what the samples' own ``n_images`` and its like say, or else the
-        entries of their tensors (which are rows where no tensor tells one medium from the next, as
+        [B] where there are such media: what the samples' own ``n_images`` and its like say, or else the
+        entries of their tensors (which are rows where no tensor separates media items, as
         InternVL's tiles). Rows come in the order of the samples, but for Qwen models samples with a fake
         image come last (see :func:`~packhorse.collate_fns.finish.row_order`). An empty batch gives ``{}``.
 

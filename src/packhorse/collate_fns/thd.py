@@ -36,8 +36,8 @@ def packed_sequence_thd_vlm_collater(
     Returns:
         Tensors per token [B, S] without a mask, the labels (already shifted) also as ``shift_labels``;
         ``position_ids`` [B, S] or [3, B, S]; ``seq_lens`` [B, documents], the tokens of each document that
-        count, and ``seq_lens_padded``, what each takes up: alignment, the tokens of a fake image (which stand
-        behind their document) and, for the last one, the end of the row; ``qkv_format="thd"``; media tensors
+        count, and ``seq_lens_padded``, what each takes up: alignment, the tokens of a fake image (which
+        follow their document) and, for the last one, the end of the row; ``qkv_format="thd"``; media tensors
         and counts. An empty batch gives ``{}``.
 
     Raises:

@@ -105,8 +105,8 @@ class Family(Counting):
         """Refuse what the family cannot take, before anything is loaded.
 
         Raises:
-            BadSample: it holds a medium that the family does not take, or nothing.
-            ConfigError: it holds a medium for which the installed transformers is too old.
+            BadSample: it has a media item of a kind that the family does not take, or is empty.
+            ConfigError: it has a media item for which the installed transformers is too old.
         """
         if not conversation.messages:
             raise self.bad("a conversation without turns", conversation, "empty_conversation")

@@ -36,7 +36,7 @@ class Gemma4(Family):
     }
     caveats: ClassVar[tuple[str, ...]] = ("the processor cuts sound at 30 seconds and does not say so",)
     least_samples: ClassVar[int] = 161
-    # Before that the frames of two videos cannot be told apart (num_frames_per_video).
+    # Before that the frames of two videos cannot be separated (num_frames_per_video).
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = {"video": "5.19"}
     both_ways: ClassVar[str | None] = "mm_token_type_ids"
 

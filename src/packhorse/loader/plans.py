@@ -47,7 +47,7 @@ class PlanSettings:
     Attributes:
         mode: packs, or single samples that are padded.
         size: the most tokens of a pack (or of a sample), after the shift.
-        reserve: so many of them stay free for a placeholder (see :mod:`packhorse.loader.blank`), unless every
+        reserve: how many of them stay free for a placeholder (:mod:`packhorse.loader.blank`), unless every
             pack of an epoch has media of all ``reserved_kinds``.
         reserved_kinds: the media of that placeholder, one bit for each kind.
         alignment: each sample takes up a multiple of so many tokens.

@@ -243,7 +243,7 @@ class VideoFile:
         return int(self.stream.frames)
 
     def _rate(self, total: int) -> tuple[float | None, float | None]:
-        """Frames per second and seconds, as torchcodec tells transformers' processors.
+        """Frames per second and seconds, as torchcodec reports them to transformers' processors.
 
         Seconds are those from the start of the first frame to the end of the last one; frames per second are
         the frames divided by them, whatever rate the header states.

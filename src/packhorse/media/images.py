@@ -255,7 +255,7 @@ def _may_have_exif(image: PngImagePlugin.PngImageFile, file: BinaryIO | None, so
     except OSError as error:
         raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from error
     finally:
-        file.seek(before)  # the file may be the one that PIL goes on reading
+        file.seek(before)  # the file may be the one that PIL continues to read
 
 
 def _checked_array(array: np.ndarray) -> np.ndarray:

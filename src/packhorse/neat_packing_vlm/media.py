@@ -54,7 +54,7 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
         values: what samples hold under the key, where that need not be tensors.
 
     Raises:
-        ConfigError: nobody declares it, or it is no tensor.
+        ConfigError: no family declares it, or it is no tensor.
     """
     table = layouts_of(family)
     if key in table:
@@ -84,7 +84,7 @@ def _named_layout(key: str) -> TensorLayout:
 
 
 def holds_media(key: str, value: Any) -> bool:
-    """Whether a value of an encoded sample is media, and no note beside them (a name, a source)."""
+    """Whether a value of an encoded sample is media, not metadata about them (a name, a source)."""
     if value is None:
         return False
     items = value if isinstance(value, list | tuple) else [value]
@@ -103,8 +103,8 @@ def media_parts(key: str, value: Any, sample: Mapping[str, Any], family: Family 
             this key alike.
 
     Raises:
-        ConfigError: nobody declares the key, it is no tensor, the list has not one entry for each media item,
-            or an unknown family leaves open what its entries are.
+        ConfigError: no family declares the key, it is no tensor, the list has not one entry for each media
+            item, or an unknown family leaves open what its entries are.
     """
     layout = layout_of(key, family, [value])
     if not isinstance(value, list | tuple) or not any(hasattr(item, "shape") for item in value):

@@ -84,7 +84,7 @@ def _build_packed_vlm_sample(
         pack_size: the most tokens the pack may have, alignment included.
         padding_idx: fills documents up to ``sequence_alignment``; the end of the pack is not padded.
         has_mrope: positions are the samples' own; otherwise they restart at 0 with each document.
-        sequence_alignment: each document takes up a multiple of so many tokens.
+        sequence_alignment: each document is padded to a multiple of this many tokens.
         family: whose layout says how media are joined; None joins every known media tensor along axis 0.
         keep_parts: leave large media tensors as a list of the samples' own, for the collater to copy once.
 
@@ -92,7 +92,7 @@ def _build_packed_vlm_sample(
         ``input_ids`` and ``labels`` [S]; ``attention_mask`` [S]: the document's number 1, 2, …, and 0 where
         a token is hidden (a fake image's) or fills up; ``position_ids`` [S] or [3, S]; further tensors per
         token; media tensors; ``seq_lens`` (tokens of each document, without what fills up) and
-        ``seq_lens_padded``; ``n_images`` and ``n_videos``. Beside them, for the collater: ``_family``,
+        ``seq_lens_padded``; ``n_images`` and ``n_videos``. In addition, for the collater: ``_family``,
         ``_alignment`` and ``_media_per_document`` (how many images and videos each document has).
 
     Raises:

@@ -90,15 +90,15 @@ def chunk_step3_media(
         patch_newline_mask: [crops], whether a line of crops ends.
 
     Returns:
-        For each tensor that was given, ``n_microbatches`` views. Without ``num_patches`` nobody knows whose
-        the crops are: they are not in the result, which is logged.
+        For each tensor that was given, ``n_microbatches`` views. Without ``num_patches`` it is
+        unknown to which row a crop belongs: crops are dropped, with a warning.
 
     Raises:
         ValueError: the numbers do not add up.
     """
     rows, number = check_sizes({}, batch_size, n_microbatches)
     if num_patches is None and patch_pixel_values is not None:
-        logger.warning("chunk_step3_media: crops without num_patches are left out")
+        logger.warning("chunk_step3_media: crops without num_patches are dropped")
     if num_patches is None:
         patch_pixel_values = patch_newline_mask = None
     crops = TensorLayout(("image",), "rows", "num_patches")

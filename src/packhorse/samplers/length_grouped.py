@@ -322,7 +322,7 @@ class LengthGroupedSampler(Sampler[int]):
             self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
 
     def _warn_of_accelerate(self) -> None:
-        """Warn that Accelerate deals the batches of a prepared DataLoader to the ranks, dealt rows or not.
+        """Warn that Accelerate splits batches of a prepared DataLoader across ranks, even if rows are split.
 
         Whether the DataLoader will be prepared cannot be known here.
         """

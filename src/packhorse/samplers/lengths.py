@@ -116,7 +116,7 @@ def raw_samples(dataset: Any) -> Any:
 
 
 def ranks_sharing(dataset: Any) -> int:
-    """How many ranks the rows of a meta file were dealt to; 1 if each rank has all of them, or if unknown."""
+    """How many ranks the rows of a meta file were split across; 1 if each rank has all, or if unknown."""
     raw = raw_samples(dataset)
     mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
     sources = mixture.sources if isinstance(mixture, MetaDataset) else ()

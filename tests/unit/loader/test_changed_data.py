@@ -1,4 +1,4 @@
-"""A run goes on only with the rows it began with: any change of any row is refused, and the file is named."""
+"""A run resumes only with the rows it began with: any change of any row is refused, and the file is named."""
 
 import gzip
 import io
@@ -34,7 +34,7 @@ FORMATS = ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.json.gz", "rows.par
 
 
 def row(number: int, word: str = "mule") -> dict[str, Any]:
-    """Rows of one length: only their content tells one from another."""
+    """Rows of one length: they differ only in content."""
     turns = [{"role": "user", "content": f"Say {number:04}."}, {"role": "assistant", "content": f"A {word}."}]
     return {"messages": turns}
 

@@ -75,9 +75,9 @@ def test_a_busy_rank_is_waited_for_longer_than_the_timeout() -> None:
     busy, waiting, _ = places(new_store(seconds=0.4))
     watch = Watch()
     with busy.busy("count the tokens"), ThreadPoolExecutor(1) as pool:
-        told = pool.submit(waiting.wait_for, "result", 0)
+        answer = pool.submit(waiting.wait_for, "result", 0)
         with pytest.raises(TimeoutError):
-            told.result(timeout=2)
+            answer.result(timeout=2)
         assert not waiting.look([0], watch)
         busy.send("result", b"")
-        assert told.result(timeout=10)
+        assert answer.result(timeout=10)
