@@ -175,6 +175,7 @@ def test_a_rank_with_other_settings_is_refused_on_every_rank(ranks: dict[str, An
             assert "the ranks have different plans" in one[case][0]
             assert all(plan in one[case][0] for plan in plans)
             assert f"on ranks [{world - 1}]" in one[case][0]
+            assert "the same rows in the same order" in one[case][0]
     for case, words in ((2, "batch_size=2"), (3, "accumulation=2")):  # the same packs, dealt differently
         assert all("the ranks have different settings" in one[case][0] for one in told)
         assert all(words in one[case][0] for one in told)
