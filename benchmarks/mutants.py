@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "lost samples do not count",
         "loader/account.py",
-        "lost += len(report.lost)",
-        "lost += 0",
+        "        lost += len(report.lost)\n",
+        "        lost += 0\n",
         ("tests/unit/loader/test_loader.py",),
     ),
     Mutant(
@@ -275,9 +275,9 @@ MUTANTS = (
     ),
     Mutant(
         "ranks may load different states",
-        "loader/loader.py",
-        "        if len(by_state) > 1:\n",
-        "        if len(by_state) > len(found):\n",
+        "loader/talk.py",
+        "        if len(by_value) > 1:\n",
+        "        if len(by_value) > self.world.size:\n",
         ("tests/property/test_ranks_machine.py",),
     ),
     Mutant(

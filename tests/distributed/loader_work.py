@@ -66,7 +66,9 @@ def refused(run: dict[str, Any], rank: int) -> list[list[str]]:
     """What each rank is told where the last one has other settings, and its plan when it is alone."""
     last = dist.get_world_size() - 1
     told = []
-    for changes in ({"pack_size": 200}, {"seed": 3}, {"batch_size": 2}, {"accumulation": 2}):
+    cases: list[dict[str, Any]] = [{"pack_size": 200}, {"seed": 3}]
+    cases += [{"batch_size": 2}, {"accumulation": 2}, {"ledger_dir": None}]
+    for changes in cases:
         own = changes if rank == last else {}
         plan = built(run, **own, world=packhorse.World()).plan_key
         try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,17 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
         Ranks(packhorse.World(rank // 2, 4)).gather(None)
     except packhorse.errors.ConfigError as error:
         found["duplicates"] = str(error)
+    try:
+        ranks.run_on_all_ranks("read a row", partial(read_badly, world.rank))
+    except packhorse.errors.BadSample as error:
+        found["bad"] = [error.reason, error.key, error.stage, error.detail]
+        found["message"] = str(error)
     return found
+
+
+def read_badly(rank: int) -> None:
+    if rank == 1:
+        raise packhorse.errors.BadSample("9,000 tokens", reason="too_long", key="coco/3", stage="encode")
 
 
 def two_groups_in_turn(run: dict[str, Any], rank: int) -> list[Any]:

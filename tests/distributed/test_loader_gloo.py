@@ -167,7 +167,7 @@ def test_the_ledgers_of_all_ranks_name_what_was_left_out(ranks: dict[str, Any]) 
 def test_a_rank_with_other_settings_is_refused_on_every_rank(ranks: dict[str, Any]) -> None:
     world = ranks["world"]
     told = [one["refused"] for one in ranks["found"]]
-    assert [len(one) for one in told] == [4] * world
+    assert [len(one) for one in told] == [5] * world
     for case in (0, 1):  # the packs would differ
         plans = {one[case][1] for one in told}
         assert len(plans) == 2
@@ -175,9 +175,11 @@ def test_a_rank_with_other_settings_is_refused_on_every_rank(ranks: dict[str, An
             assert "the ranks have different plans" in one[case][0]
             assert all(plan in one[case][0] for plan in plans)
             assert f"on ranks [{world - 1}]" in one[case][0]
+            assert "the same rows in the same order" in one[case][0]
     for case, words in ((2, "batch_size=2"), (3, "accumulation=2")):  # the same packs, dealt differently
         assert all("the ranks have different settings" in one[case][0] for one in told)
         assert all(words in one[case][0] for one in told)
+    assert all("ledger_dir=None on ranks [" in one[4][0] for one in told)  # others would wait for its steps
 
 
 def test_a_rank_without_rows_of_its_own_stops_all_of_them_at_once(ranks: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ TIMEOUT = 3.0
 
 # How one rank fails: what it raises, and a part of its message.
 FAILURES = {
-    "file": ("ConfigError", "data/meta.json"),
+    "file": ("ConfigError", "data/meta.json: no such file"),
     "model": ("ConfigError", "without a config"),
     "processor": ("ConfigError", "differs from that of rank 0"),
     "counting": ("NameError", "name 'columns' is not defined"),
@@ -148,6 +148,11 @@ def test_ranks_without_a_shared_folder_get_the_counts_of_rank_0(name: str, count
         assert one["total"] == (alone[rank::3] if name == "sharded" else alone)
 
 
+def test_ranks_without_a_shared_folder_do_not_announce_another_count(counting: dict[str, Any]) -> None:
+    runs = ("slow", "own", "sharded", "killed", "resumed")  # rank 0 of each announces its count once
+    assert counting["written"].count("no count files are used") == len(runs)
+
+
 def test_a_rank_that_is_killed_while_counting_loses_no_finished_part(counting: dict[str, Any]) -> None:
     assert counting["killed"][0]["class"] == "SystemFault"
     assert "rank 1 has died or hangs" in counting["killed"][0]["message"]
@@ -210,19 +215,36 @@ def run_job(folder: Path, job: str, world: int, **settings: Any) -> list[Any]:
     return found(run)
 
 
+@pytest.fixture(scope="module")
+def in_another_order(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What four processes find whose world orders them in another way than their process group."""
+    return run_job(tmp_path_factory.mktemp("order"), "in_another_order", 4)
+
+
 def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ranks_differently(
-    tmp_path: Path,
+    in_another_order: list[Any],
 ) -> None:
-    ranks = run_job(tmp_path, "in_another_order", 4)
     rows = [row for words in range(1, 41) for row in chats(1, words)]
     counts = count_examples(rows, processor("qwen2_vl")).total.tolist()
-    for rank in ranks:
+    for rank in in_another_order:
         assert rank["counts"] == counts
         assert rank["gathered"] == [0, 1, 2, 3]
         assert rank["from_first"] == 0
         assert rank["delivered"] == 40
+    assert sorted(index for rank in in_another_order for index in rank["samples"]) == list(range(40))
+
+
+def test_processes_with_the_same_rank_are_refused(in_another_order: list[Any]) -> None:
+    for rank in in_another_order:
         assert "world ranks [0, 0, 1, 1]: expected each of 0 to 3 once" in rank["duplicates"]
-    assert sorted(index for rank in ranks for index in rank["samples"]) == list(range(40))
+
+
+def test_an_error_has_its_fields_on_every_rank(in_another_order: list[Any]) -> None:
+    assert [rank["bad"] for rank in in_another_order] == [
+        ["too_long", "coco/3", "encode", "9,000 tokens"]
+    ] * 4
+    failed = "rank 1 could not read a row: BadSample: coco/3: 9,000 tokens"
+    assert [rank["message"] for rank in in_another_order[1:]] == [failed] * 3  # world.rank 1 is the first
 
 
 def test_a_process_group_does_not_read_what_an_earlier_one_left_in_the_store(tmp_path: Path) -> None:

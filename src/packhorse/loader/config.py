@@ -196,7 +196,9 @@ class LoaderConfig:
     def of_all_ranks(self) -> str:
         """What has to be the same on all ranks, beside what the plan depends on."""
         names = ("mode", "batch_size", "accumulation", "placeholder", "shard_data")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        values = [f"{name}={getattr(self, name)}" for name in names]
+        # Each rank may have a folder of its own. With and without one they read different step files.
+        return ", ".join([*values, f"ledger_dir={'None' if self.ledger_dir is None else 'given'}"])
 
     def with_changes(self, **changes: Any) -> LoaderConfig:
         """The same settings but for these."""

@@ -194,7 +194,8 @@ def counts_for(
     processes = share_cores(ranks, workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _IN_THIS_PROCESS else 1)
     ranks.run_on_all_ranks(_COUNT, partial(_count_meta, meta, names, processor, ranks, local, len(dataset)))
-    found = ranks.run_on_all_ranks("read the count files", partial(counts_of, dataset, processor))
+    look = partial(counts_of, dataset, processor, tell=False)  # only rank 0 may see the files
+    found = ranks.run_on_all_ranks("read the count files", look)
     if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone
         whole = ranks.from_first("read the count files", partial(_whole_counts, dataset, processor))
         found = None if whole is None else _own_counts(dataset, whole)

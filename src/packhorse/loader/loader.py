@@ -101,7 +101,8 @@ class Loader:
 
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
         config, run = self.config, self._ranks.run_on_all_ranks
-        self._ranks.same("settings", config.of_all_ranks())
+        advice = "Give all of them the same settings"
+        self._ranks.same("have different settings", config.of_all_ranks(), advice)
         self.processor = run("open the processor", partial(as_whole_processor, processor))
         facts = run("inspect the model", partial(facts_of, model, packed=config.mode == "pack"))
         self.model_name = facts.name
@@ -124,7 +125,11 @@ class Loader:
         self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
         self._planner, self._present = make_planner(config, self._samples, counts, facts, self._ranks)
         if not config.shard_data:
-            self._ranks.same("plans", self._planner.name)
+            advice = (
+                "Give all of them the same settings and the same rows in the same order: copies of the data "
+                "may differ between machines"
+            )
+            self._ranks.same("have different plans", self._planner.name, advice)
         # What is dealt: everything to all ranks, or this rank's own rows to itself.
         self._dealing = World() if config.shard_data else self.world
         self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
@@ -363,16 +368,12 @@ class Loader:
 
     def _check_same_state(self, state: Any) -> None:
         """Raise on every rank if they load different states: they would go on with different batches."""
-        by_state: dict[str, list[int]] = {}
-        found = self._ranks.gather(describe_state(state, own_rows=self.config.shard_data))
-        for rank, one in enumerate(found):
-            by_state.setdefault(one, []).append(rank)
-        if len(by_state) > 1:
-            named = "; ".join(f"{one} on ranks {ranks}" for one, ranks in by_state.items())
-            raise ConfigError(
-                f"the ranks load different states: {named}. A run that is killed while its ranks write their "
-                "checkpoints leaves such states: load the last checkpoint that all ranks have finished"
-            )
+        self._ranks.same(
+            "load different states",
+            describe_state(state, own_rows=self.config.shard_data),
+            "A run that is killed while its ranks write their checkpoints leaves such states: load the last "
+            "checkpoint that all ranks have finished",
+        )
 
     def _read_state(self, state: Mapping[str, Any]) -> Progress:
         if self.config.shard_data and state.get("shard") != self._shard():
@@ -436,7 +437,8 @@ class Loader:
         if packs is None:
             packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
         if not self.config.shard_data:
-            self._ranks.same("packs", packs.digest)
+            advice = "Install the same version of scipy on all of them, or set effort=0"
+            self._ranks.same("have different packs", packs.digest, advice)
         guard = self._guard(packs.plan)
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
 

@@ -17,20 +17,34 @@ from packhorse.types import World
 Result = TypeVar("Result")
 
 _NAMED_FAILURES = 3
+_PLAIN = (str, int, float, bool, type(None))  # what other ranks can surely read
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What a rank reports to the others: what it could not do, and its error, without the traceback."""
+    """What a rank reports to the others: what it could not do, and its error, without the traceback.
+
+    ``fields`` are the attributes of the error (the reason and key of a bad sample) that are plain values.
+    """
 
     task: str
     text: str
     kind: type[Exception]
+    fields: dict[str, Any]
 
     @classmethod
     def of(cls, error: Exception, task: str) -> _Failure:
         text = f"{type(error).__name__}: {error}"
-        return cls(task, text, next(kind for kind in type(error).__mro__ if _can_be_raised_elsewhere(kind)))
+        kind = next(kind for kind in type(error).__mro__ if _can_be_raised_elsewhere(kind))
+        fields = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
+        return cls(task, text, kind, fields)
+
+    def as_error(self, message: str) -> Exception:
+        """An error of the same class, with the same fields and another message."""
+        error = self.kind(message)
+        for name, value in self.fields.items():
+            setattr(error, name, value)
+        return error
 
 
 def _can_be_raised_elsewhere(kind: type) -> bool:
@@ -98,19 +112,23 @@ class Ranks:
         """Whether every rank says yes."""
         return all(self.gather(bool(yes)))
 
-    def same(self, what: str, value: str) -> None:
-        """Refuse to start where a value differs between ranks, which would then go different ways.
+    def same(self, what: str, value: str, advice: str) -> None:
+        """Raise if a value differs between ranks, which would then go different ways.
+
+        Args:
+            what: what the ranks do with the value, for the message: "have different settings".
+            value: this rank's.
+            advice: what to do about it.
 
         Raises:
             ConfigError: on every rank, naming what each has.
         """
-        found = self.gather(value)
-        if len(set(found)) > 1:
-            by_value: dict[str, list[int]] = {}
-            for rank, one in enumerate(found):
-                by_value.setdefault(one, []).append(rank)
-            told = "; ".join(f"{one} on ranks {ranks}" for one, ranks in by_value.items())
-            raise ConfigError(f"the ranks have different {what}: {told}. Give all of them the same settings")
+        by_value: dict[str, list[int]] = {}
+        for rank, gathered in enumerate(self.gather(value)):
+            by_value.setdefault(gathered, []).append(rank)
+        if len(by_value) > 1:
+            named = "; ".join(f"{gathered} on ranks {ranks}" for gathered, ranks in by_value.items())
+            raise ConfigError(f"the ranks {what}: {named}. {advice}")
 
     def run_on_all_ranks(self, task: str, do: Callable[[], Result]) -> Result:
         """Run ``do`` on every rank; if any rank fails, raise on all of them instead of hanging.
@@ -166,6 +184,6 @@ class Ranks:
         if failures and failure is None:
             named = [f"rank {rank} could not {one.task}: {one.text}" for rank, one in failures]
             more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
-            self._reported = failures[0][1].kind("; ".join(named[:_NAMED_FAILURES]) + more)
+            self._reported = failures[0][1].as_error("; ".join(named[:_NAMED_FAILURES]) + more)
             raise self._reported
         return [value for _, value, _ in found]
