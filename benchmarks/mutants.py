@@ -159,7 +159,7 @@ MUTANTS = (
         "media/sampling.py",
         "chosen = _spread_evenly(info, sampling) if taken is None else taken",
         "chosen = _spread_evenly(info, sampling)",
-        ("tests/contract/test_frames.py",),
+        ("tests/contract/test_video_frames.py",),
     ),
     Mutant(
         "the rate of a video is the header's and not that of its frames",
