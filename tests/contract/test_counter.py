@@ -57,6 +57,7 @@ def counter_of(name: str) -> TokenCounter:
 def cutting_by_pattern(name: str) -> Any:
     """The family's processor with a tokenizer that cuts as the real one does."""
     made = build(name)
+    made.tokenizer = copy.deepcopy(made.tokenizer)  # processors of one family share theirs
     engine = made.tokenizer._tokenizer
     cut = Split(Regex(QWEN2_PATTERN), "isolated")
     engine.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=False)])
