@@ -328,8 +328,7 @@ def test_a_full_disk_under_the_ledger_stops_the_run_and_no_healthy_sample_is_cal
         with pytest.raises(SystemFault, match="the disk is full") as caught:
             handed_out(loader)
         file = tmp_path / "disk" / "ledger" / "rank-00000.jsonl"
-        assert str(file) in str(caught.value)
-        assert "in memory" in str(caught.value)
+        assert str(file.with_suffix("")) in str(caught.value)  # or the step file, next to it
         assert 0 < len(Ledger.load(file)) < 200
         assert {drop.reason for drop in loader.ledger} == {"truncated"}
 
@@ -340,7 +339,9 @@ def test_a_ledger_that_may_not_grow_stops_the_run_with_the_reason(workers: int, 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
-        with pytest.raises(SystemFault, match=r"rank-00000.jsonl cannot be written: a file may not grow"):
+        with pytest.raises(
+            SystemFault, match=r"rank-00000.(jsonl|steps) cannot be written: a file may not grow"
+        ):
             handed_out(loader)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -348,11 +349,11 @@ def test_a_ledger_that_may_not_grow_stops_the_run_with_the_reason(workers: int, 
 
 
 def test_a_ledger_with_room_again_gets_what_could_not_be_written(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "16k") as mounted:
+    with small_disk(tmp_path / "disk", "64k") as mounted:
         if not mounted:
             pytest.skip("mounting a file system is not allowed here")
         ballast = tmp_path / "disk" / "ballast"
-        ballast.write_bytes(bytes(8 * 1024))
+        ballast.write_bytes(bytes(56 * 1024))
         loader = cutting(60, tmp_path / "disk", workers=0)
         seen: list[int] = []
         with pytest.raises(SystemFault):

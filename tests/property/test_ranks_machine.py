@@ -130,6 +130,9 @@ class RanksMachine(RuleBasedStateMachine):
     def take(self, steps: int) -> None:
         if self.over:
             self.used, self.lost, self.epoch = Counter(), Counter(), self.epoch + 1
+        # A step that is run again may lose other samples; then states from after its first run tell of these.
+        now = (self.epoch, sum((self.used + self.lost).values()))
+        self.saved = [one for one in self.saved if (one[0]["epoch"], sum((one[1] + one[2]).values())) <= now]
         reports = self.ranks.all_do("take", steps=steps)
         assert len({len(of_rank) for of_rank in reports}) == 1
         for samples, lost in (one for of_rank in reports for one in of_rank):

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from packhorse.loader.build import BatchReport
 from packhorse.loader.progress import Progress, Tally
 from packhorse.loader.talk import Ranks
 from packhorse.neat_packing_vlm.pack_plan import BAD_ROW, DROP_REASONS
-from packhorse.types import World
+from packhorse.types import Drop, World
 
 logger = getLogger("packhorse.loader")
 
@@ -211,8 +211,9 @@ class StepFile:
     """What each micro-step gave a rank, in a file next to the rank's ledger: one JSON line per micro-step.
 
     The resume state is the same on every rank, so it cannot hold what a single rank was given. A line holds
-    the branch (see :meth:`Progress.branch`), the micro-step, and how many samples were delivered and lost. A
-    run that goes back to an earlier state writes the steps again: the last line of a step counts.
+    the branch (see :meth:`Progress.branch`), the micro-step, how many samples were delivered and lost, and
+    the step's ledger entries. A run that goes back to an earlier state writes the steps again: the last line
+    of a step counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -223,13 +224,13 @@ class StepFile:
         """The file of a rank, if its ledger has one."""
         return None if ledger.path is None else cls(ledger.path.with_suffix(_STEPS))
 
-    def append(self, branch: str, step: int, tally: Tally) -> None:
+    def append(self, branch: str, step: int, tally: Tally, drops: Iterable[Drop] = ()) -> None:
         """Write one micro-step.
 
         Raises:
             SystemFault: that cannot be done.
         """
-        line = json.dumps([branch, step, *tally]).encode() + b"\n"
+        line = json.dumps([branch, step, *tally, *map(asdict, drops)]).encode() + b"\n"
         try:
             if not self._appended:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,16 +249,24 @@ class StepFile:
 
     def read(self, progress: Progress) -> list[dict[int, Tally]]:
         """For each segment of a progress: its used micro-steps that this file has."""
-        found: list[dict[int, Tally]] = [{} for _ in progress.segments]
+        return [{step: tally for step, (tally, _) in steps.items()} for steps in self._read(progress)]
+
+    def drops(self, progress: Progress) -> list[Drop]:
+        """The ledger entries of the used micro-steps."""
+        return [drop for steps in self._read(progress) for _, drops in steps.values() for drop in drops]
+
+    def _read(self, progress: Progress) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+        found: list[dict[int, tuple[Tally, list[Drop]]]] = [{} for _ in progress.segments]
         branches = {progress.branch(number): number for number in range(len(progress.segments))}
         if not self.path.exists():
             return found
         for line in self.path.read_bytes().splitlines():
             with contextlib.suppress(ValueError, TypeError):  # a line that a crash cut off
-                branch, step, delivered, lost = json.loads(line)
+                branch, step, delivered, lost, *drops = json.loads(line)
                 number = branches.get(branch)
                 if number is not None and step < progress.segments[number].steps:
-                    found[number][step] = Tally(int(delivered), int(lost))
+                    entry = Tally(int(delivered), int(lost)), [Drop(**drop) for drop in drops]
+                    found[number][step] = entry
         return found
 
 
@@ -328,10 +337,7 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
         if ledger.last_epoch() >= epoch:
             ledger.take_back(epoch, unused())
         return
-    files = [rank_file(ledger.path.parent, world.rank)]
-    if not world.rank:
-        files += [path for rank, path in _rank_files(ledger.path.parent).items() if rank >= world.size]
-    for path in files:
+    for path in _own_files(ledger.path.parent, world):
         own = ledger if path == ledger.path else Ledger(path)
         last = max(own.last_epoch(), _read(path).last_epoch() if path.exists() else -1)
         if last >= epoch:
@@ -340,22 +346,29 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
                 logger.info("%s: %s entries behind the state are taken back", path, number)
 
 
-def warn_of_lost_entries(ledger: Ledger, progress: Progress) -> None:
-    """Log a warning if the ledger file of this rank names fewer lost samples than the rank has lost."""
-    steps = StepFile.of(ledger)
-    if steps is None:
+def restore_entries(ledger: Ledger, world: World, progress: Progress) -> None:
+    """Write entries of the used steps of a state that the ledger files lack, from the step files.
+
+    They are missing if the run went back to an earlier state, which took them back, and now goes on from a
+    later one; or if the ledger file is damaged.
+    """
+    if ledger.path is None:
         return
-    lost = sum(tally.lost for segment in steps.read(progress) for tally in segment.values())
-    there = lost_before(ledger, progress.epoch)
-    if there < lost:
-        logger.warning(
-            "%s names %s lost samples of epoch %s, but %s were lost before the state was saved: entries were "
-            "lost",
-            ledger.path,
-            there,
-            progress.epoch,
-            lost,
-        )
+    for steps in _own_files(ledger.path.parent, world, _STEPS):
+        drops, file = StepFile(steps).drops(progress), steps.with_suffix(".jsonl")
+        there = set(_read(file)) if drops and file.exists() else set()
+        missing = [drop for drop in drops if drop not in there]
+        if missing:
+            Ledger(file).record_all(missing)
+            logger.info("%s: %s entries from before the state are restored", file, len(missing))
+
+
+def _own_files(folder: Path, world: World, suffix: str = ".jsonl") -> list[Path]:
+    """The file of a rank, and for the first one also those of ranks that are no more."""
+    files = [rank_file(folder, world.rank).with_suffix(suffix)]
+    if not world.rank:
+        files += [path for rank, path in _rank_files(folder, suffix).items() if rank >= world.size]
+    return files
 
 
 def _read(path: Path, epoch: int | None = None) -> Ledger:

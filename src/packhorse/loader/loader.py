@@ -28,8 +28,8 @@ from packhorse.loader.account import (
     lost_before,
     rank_file,
     recall,
+    restore_entries,
     take_back,
-    warn_of_lost_entries,
 )
 from packhorse.loader.assemble import (
     batch_builder,
@@ -218,7 +218,9 @@ class Loader:
         return self._batches(self._now)
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
-        self.ledger.release()
+        if self.ledger.held:  # the run begins here, perhaps in the folder of an earlier one
+            take_back(self.ledger, self.world, self.epoch, self._unused)
+            self.ledger.release()
         self._roll_back_stopped()
         asked = time.perf_counter()
         for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
@@ -268,7 +270,7 @@ class Loader:
         tally = Tally(len(report.samples), len(report.lost))
         if self._steps is not None:
             branch = self._progress.branch(len(self._progress.segments) - 1)
-            self._steps.append(branch, report.step, tally)
+            self._steps.append(branch, report.step, tally, built.drops)
         costs = now.dealt.costs(report.step)
         mean = float(costs.mean())
         self._progress = self._progress.at(report.step + 1)
@@ -300,7 +302,8 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; in the middle of that epoch nothing changes.
 
-        What the ledger has on an earlier pass over that epoch, and on later ones, is rolled back.
+        What the ledger has on an earlier pass over that epoch, and on later ones, is rolled back; in a loader
+        that has handed out no batch yet, with its first one.
         """
         if epoch < 0:
             raise ConfigError(f"epoch {epoch}: expected 0 or more")
@@ -401,9 +404,9 @@ class Loader:
         return counted_before(self.ledger, self._ranks, progress)
 
     def _roll_back(self, progress: Progress) -> None:
-        """Forget what was recorded after a state, and take in what the files have from before it."""
+        """Roll the ledger back, or forward, to a state."""
         take_back(self.ledger, self.world, progress.epoch, self._unused)
-        warn_of_lost_entries(self.ledger, progress)
+        restore_entries(self.ledger, self.world, progress)
         if self.remaining:
             recall(self.ledger, progress.epoch)
 

@@ -42,6 +42,10 @@ class Tally(NamedTuple):
         return Tally(self.delivered + other.delivered, self.lost + other.lost)
 
 
+def _read_tally(delivered: Any, lost: Any) -> Tally:
+    return Tally(int(delivered), int(lost))
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a run stands.
@@ -116,7 +120,7 @@ class Progress:
             segments = tuple(Segment(*(int(number) for number in segment)) for segment in state["segments"])
             if version == VERSION:
                 data = [(str(name), str(digest)) for name, digest in state["data"]]
-                used = None if state["used"] is None else Tally(*(int(number) for number in state["used"]))
+                used = None if state["used"] is None else _read_tally(*state["used"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not the state of a loader ({type(error).__name__}: {error})") from error
         if version != VERSION:

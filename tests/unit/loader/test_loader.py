@@ -15,7 +15,7 @@ from PIL import Image
 import packhorse
 from contract.processors import processor
 from loader_samples import chat, handed_out, load, mixed, picture, texts
-from packhorse import ConfigError, LoaderConfig, World
+from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
 from packhorse.loader.data import count_examples
@@ -312,18 +312,20 @@ def test_documents_can_be_aligned():
     assert loader.cursor == len(loader)
 
 
-def test_the_files_of_a_larger_run_are_counted_at_the_end_of_an_epoch(tmp_path):
+def test_an_epoch_that_begins_again_in_the_same_folder_does_not_count_what_the_earlier_run_lost(tmp_path):
     rows = Breaking(texts(30), {3, 17})
     for rank in range(3):
         loader = load(rows, rank, 3, max_bad_share=None, ledger_dir=tmp_path)
         rows.counted = True
         handed_out(loader)
         rows.counted = False
-    assert sorted(path.name for path in tmp_path.iterdir())[0].startswith("rank-0000")
+    assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 2
     rows.bad = set()
     loader = load(rows, ledger_dir=tmp_path)
+    assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 2  # nothing begun yet
     handed_out(loader)
-    assert loader.account.reasons == {"sample_failed": 2}
+    assert (loader.account.delivered, loader.account.reasons) == (30, {})
+    assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 0
 
 
 # Settings.
@@ -589,20 +591,27 @@ def test_losses_before_a_restart_count(tmp_path):
         handed_out(again)
 
 
-def test_a_ledger_that_has_lost_entries_since_the_state_was_saved_is_told(tmp_path, caplog):
+@pytest.mark.parametrize("how", ["earlier state", "damage"])
+def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(tmp_path, how):
     rows = Breaking(texts(30), set())
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
     rows.counted, rows.bad = True, {loader._now.dealt.samples(0, 0)[0][0]}
+    beginning = loader.state_dict()
     handed_out(loader, 2)
-    state = loader.state_dict()
-    (tmp_path / "rank-00000.jsonl").write_text("")
+    state, file = loader.state_dict(), tmp_path / "rank-00000.jsonl"
+    entries = set(Ledger.load(file))
+    assert len(entries) == 1
     rows.counted = False
+    if how == "damage":
+        file.write_text("")
+    else:
+        load(rows, max_bad_share=0.1, ledger_dir=tmp_path).load_state_dict(beginning)
+        assert not len(Ledger.load(file))
     load(rows, max_bad_share=0.1, ledger_dir=tmp_path).load_state_dict(state)
-    assert "entries were lost" in caplog.text
+    assert set(Ledger.load(file)) == entries
 
 
 def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
-    from packhorse.ledger import Ledger
     from packhorse.loader.account import Guard
     from packhorse.loader.build import BatchReport
 
