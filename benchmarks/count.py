@@ -124,8 +124,8 @@ def run_baseline(data: str, processor: str, workers: int) -> None:
 
 def run_ours(data: str, processor: str, workers: int) -> None:
     """Count every sample exactly, into a sidecar."""
-    from packhorse.datasets.counting import count_meta
-    from packhorse.engines import engine_named
+    from packhorse.count.counting import count_meta
+    from packhorse.count.engines import engine_named
 
     engine = engine_named("local", workers)  # as the command `packhorse count` has it
     result = count_meta({"rows": {"file_name": data}}, processor, engine=engine, fresh=True)

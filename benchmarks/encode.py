@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import packhorse.families.base as families_base
-from packhorse.chat.runs import RunTokenizer
+from packhorse.chat.repeated_tokens import RunTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
 from promises import fact, parse, promise, recorded
 from words import Text, qwen2_vl

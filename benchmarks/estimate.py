@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from packhorse.tokens.columns import LengthColumns, columns_of, estimate_lengths
-from packhorse.tokens.estimate import estimate_sample_length
+from packhorse.formats.estimate import LengthColumns, columns_of, estimate_lengths, estimate_sample_length
 from promises import fact, parse, promise, recorded
 
 T = TypeVar("T")

@@ -34,11 +34,11 @@ from contract.exact import conversations, film, image_sizes, own_call, with_vide
 from contract.media_files import write_film, write_media
 from contract.processors import FAMILIES, processor
 from contract.samples import tone
+from packhorse.count.token_counter import TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families import family_of
+from packhorse.formats.estimate import estimate_sample_length, image_config, video_config
 from packhorse.media import media_size
-from packhorse.tokens.count import TokenCounter
-from packhorse.tokens.estimate import estimate_sample_length, image_config, video_config
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 from promises import fact, parse, promise, recorded
 

@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader, Dataset
 import packhorse
 from encode import released_qwen2_vl, write_chats
 from packhorse import LoaderConfig, World
+from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.count_columns import COUNTS, OK, CountColumns
 from packhorse.loader import Loader
-from packhorse.loader.heap import keep_freed_memory
+from packhorse.loader.worker_pool import keep_freed_memory
 from promises import fact, parse, promise, recorded
 
 WORKERS = (0, 1, 2)

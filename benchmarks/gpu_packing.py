@@ -27,8 +27,8 @@ import transformers
 from packhorse.cli.torchvision_help import help_torchvision
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
 from packhorse.integrations.attention import attention_of, use_attention
-from packhorse.integrations.loss import to_device
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
+from packhorse.types import to_device
 from promises import fact, parse, promise, recorded
 
 Batch = dict[str, Any]

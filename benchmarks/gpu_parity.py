@@ -14,7 +14,7 @@ from gpu_data import Batch, Setup, encoded, make_loader, padded, set_attention
 from gpu_packing import FIRST_TOKENS, token_losses
 from packhorse.chat import IGNORE_INDEX
 from packhorse.integrations.attention import use_attention
-from packhorse.integrations.loss import to_device
+from packhorse.types import to_device
 
 PACKS = 4
 

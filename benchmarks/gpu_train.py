@@ -75,8 +75,9 @@ from packhorse import open_meta_dataset
 from packhorse.cli.torchvision_help import help_torchvision
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.attention import attention_of
-from packhorse.integrations.loss import supervised, to_device, token_loss
+from packhorse.integrations.loss import supervised, token_loss
 from packhorse.loader.data import count_examples
+from packhorse.types import to_device
 from promises import fact, parse, promise, recorded
 
 VARLEN_OVER_PADDED = 2.5

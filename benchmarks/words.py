@@ -59,7 +59,7 @@ def trained_tokenizer() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from packhorse.tokens.lengths import QWEN2_PATTERN
+    from packhorse.count.token_counter import QWEN2_PATTERN
 
     model = Tokenizer(models.BPE())
     model.normalizer = normalizers.NFC()

@@ -32,7 +32,7 @@ def demo_meta(folder: Path) -> Path:
     """The meta file of the demo's data; written by the first process of the machine, the others wait."""
     from filelock import FileLock
 
-    from packhorse.cli.demo_data import write_demo_data
+    from packhorse.cli.demo.data import write_demo_data
 
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
@@ -61,7 +61,7 @@ def example_processor(options: argparse.Namespace) -> Any:
     """The processor that the options ask for; plans and counts made with the same one are taken over."""
     if options.processor is None:
         return tiny_processor()
-    from packhorse.datasets.count_part import open_processor
+    from packhorse.families.processors import open_processor
 
     return open_processor(options.processor)
 

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from packhorse.collate_fns import model_inputs
-from packhorse.integrations.loss import count_supervised, grouped, to_device, token_loss
+from packhorse.integrations.loss import count_supervised, grouped, token_loss
 from packhorse.integrations.transformers import prepare
+from packhorse.types import to_device
 
 
 def wrapped(model: Any, strategy: str, device: torch.device) -> Any:

@@ -12,7 +12,8 @@ import torch
 from tiny import arguments, demo_loader, example_processor, tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from packhorse.integrations.transformers import TrainFromLoader, prepare
+from packhorse.integrations.trainer import TrainFromLoader
+from packhorse.integrations.transformers import prepare
 
 
 class PackedTrainer(TrainFromLoader, Trainer):

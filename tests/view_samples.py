@@ -11,14 +11,14 @@ from PIL import Image, ImageDraw
 
 from contract.media_files import write_film
 from count_samples import write_meta, write_rows
-from packhorse.datasets.count_columns import COUNTS, CountColumns
+from packhorse.count.columns import COUNTS, CountColumns
 from packhorse.loader import LoaderConfig
 from packhorse.loader.assemble import plan_settings
-from packhorse.loader.deal import Packs
-from packhorse.loader.plans import Planner
-from packhorse.view.plan_book import save_book
-from packhorse.view.planning import Planned, Request, open_request
-from packhorse.view.report import plan_report
+from packhorse.loader.planner import Planner
+from packhorse.plan.schedule import Packs
+from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Planned, Request, open_request
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
 """Width and height of the pictures, by row of ``charts`` (two more rows are broken)."""

@@ -6,21 +6,19 @@ Importing this package imports none of torch, transformers, pyarrow or datasets:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
-    from packhorse.datasets import (
-        PreTokenizedDatasetWrapper,
-        RobustDatasetWrapper,
-        make_meta_dataset,
-        open_meta_dataset,
-    )
-    from packhorse.datasets.counting import count_meta
-    from packhorse.datasets.sidecar import counts_of
+    from packhorse.count.counting import count_meta
+    from packhorse.count.sidecar import counts_of
+    from packhorse.encode.robust import RobustDatasetWrapper
+    from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.errors import BadSample, ConfigError, PackhorseError
+    from packhorse.formats.meta import make_meta_dataset, open_meta_dataset
     from packhorse.ledger import Ledger, default_ledger
     from packhorse.loader import Loader, LoaderConfig, load
     from packhorse.types import Batch, BatchInfo, Drop, World
+
+
+__version__ = "0.1.0"
 
 __all__ = [
     "BadSample",
@@ -51,18 +49,18 @@ _HOME = {
     "ConfigError": "errors",
     "Drop": "types",
     "Ledger": "ledger",
-    "Loader": "loader",
-    "LoaderConfig": "loader",
+    "Loader": "loader.loader",
+    "LoaderConfig": "loader.config",
     "PackhorseError": "errors",
-    "PreTokenizedDatasetWrapper": "datasets",
-    "RobustDatasetWrapper": "datasets",
+    "PreTokenizedDatasetWrapper": "encode.tokenized",
+    "RobustDatasetWrapper": "encode.robust",
     "World": "types",
-    "count_meta": "datasets.counting",
-    "counts_of": "datasets.sidecar",
+    "count_meta": "count.counting",
+    "counts_of": "count.sidecar",
     "default_ledger": "ledger",
-    "load": "loader",
-    "make_meta_dataset": "datasets",
-    "open_meta_dataset": "datasets",
+    "load": "loader.config",
+    "make_meta_dataset": "formats.meta",
+    "open_meta_dataset": "formats.meta",
 }
 
 

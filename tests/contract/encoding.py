@@ -12,8 +12,8 @@ from contract.calls import Raw
 from contract.cases import conversation
 from contract.processors import processor
 from packhorse.chat import IGNORE_INDEX
-from packhorse.conversation import parse_conversation
 from packhorse.families import Encoded, family_of
+from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation
 
 

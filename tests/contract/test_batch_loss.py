@@ -28,15 +28,15 @@ from contract.tiny_models import MODELS, tiny_model
 from noise_floor import ParityRecorder, noise_floor
 from packhorse import Batch
 from packhorse.chat import IGNORE_INDEX
+from packhorse.collate.padded import pad_samples
 from packhorse.collate_fns import neat_packed_vlm_collater
-from packhorse.collate_fns.pad import pad_samples
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
+from packhorse.families.positions import rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
-from packhorse.positions import rope_index
 
 CASES = ("text", "one image", "many turns", "two images", "video")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")

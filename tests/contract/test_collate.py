@@ -20,9 +20,9 @@ from packhorse.collate_fns import COLLATE_FNS, default_collate_fn, pad_collate_f
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
+from packhorse.formats.example_media import inject_fake_image
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
-from packhorse.media import inject_fake_image
 
 BATCHES: dict[str, tuple[str, ...]] = {
     "words alone": ("text",),
@@ -58,7 +58,7 @@ OURS = {"video_second_per_grid", "batch_num_images"}
 def fresh_ledger(monkeypatch):
     """An empty ledger in place of the process's own."""
     ledger = Ledger()
-    monkeypatch.setattr("packhorse.collate_fns.records.default_ledger", lambda: ledger)
+    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: ledger)
     return ledger
 
 

@@ -17,11 +17,10 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from contract.cases import CASES, conversation, takes
 from contract.processors import FAMILIES, build, processor
 from packhorse.chat import IGNORE_INDEX
-from packhorse.conversation import parse_conversation
+from packhorse.count.token_counter import QWEN2_PATTERN, Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families import family_of
-from packhorse.tokens.count import Counted, TokenCounter
-from packhorse.tokens.lengths import QWEN2_PATTERN
+from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation, Message, TextPart
 
 EVERY = tuple(FAMILIES)

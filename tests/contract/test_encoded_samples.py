@@ -24,8 +24,8 @@ from packhorse.collate_fns import (
 from packhorse.datasets import PreTokenizedDatasetWrapper, RobustDatasetWrapper, open_meta_dataset
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
+from packhorse.formats.example_media import inject_fake_image
 from packhorse.ledger import Ledger
-from packhorse.media import inject_fake_image
 
 HEARING = [name for name, fixture in FAMILIES.items() if "audio" in fixture.modalities]
 

@@ -12,8 +12,8 @@ from contract.processors import FAMILIES, build, processor
 from packhorse.errors import BadSample
 from packhorse.families import FAMILIES as KNOWN
 from packhorse.families import Generic, LoadedMedia, family_of
+from packhorse.families.expansion import put_in, shortened, written_out
 from packhorse.media import VideoInfo
-from packhorse.tokens.expand import put_in, shortened, written_out
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
 EVERY = tuple(FAMILIES)

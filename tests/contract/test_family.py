@@ -12,10 +12,11 @@ from contract.encoding import make
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, turns
 from packhorse.chat import IGNORE_INDEX
-from packhorse.conversation import parse_conversation
+from packhorse.chat.labels import TOKEN_KEYS
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES as DECLARED
-from packhorse.families import TOKEN_KEYS, family_of
+from packhorse.families import family_of
+from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MediaRef
 
 EVERY = tuple(FAMILIES)
@@ -93,7 +94,7 @@ def test_media_tokens_are_not_learned_and_labels_are_ids(name, case, made):
 def test_media_tokens_are_counted_without_decoding(name, case, made, files, monkeypatch):
     sample = made(name, case)
     family, its = family_of(processor(name)), processor(name)
-    monkeypatch.setattr("packhorse.families.base.load_media", None)
+    monkeypatch.setattr("packhorse.media.loading.load_media", None)
     refs = sample.conversation.media
     sizes = [(ref.kind, family.size_of(ref, its)) for ref in refs]
     images = sum(kind == "image" for kind, _ in sizes)

@@ -11,11 +11,11 @@ from contract.processors import build, processor
 from contract.samples import picture, turns
 from contract.tiny_tokenizers import tokenizer
 from packhorse.chat import IGNORE_INDEX
-from packhorse.conversation import parse_conversation
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Generic, family_of
 from packhorse.families.generic import generic_for
 from packhorse.families.kimi_k25 import KimiK25Remote
+from packhorse.formats.conversation import parse_conversation
 from packhorse.types import TensorLayout
 
 TEXTS_ONLY = (

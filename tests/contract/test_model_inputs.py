@@ -13,14 +13,14 @@ from contract.cases import conversation
 from contract.processors import processor
 from contract.tiny_models import tiny_model
 from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
+from packhorse.collate.packed import ATTENTION
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
-from packhorse.collate_fns.packed import ATTENTION
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
+from packhorse.families.positions import rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
-from packhorse.positions import rope_index
 
 INSTALLED = ("sdpa", "eager", "flex_attention", "varlen")
 # A batch is right for the attention it was made for; and numbers to add are right for sdpa, too.

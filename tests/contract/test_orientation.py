@@ -15,14 +15,14 @@ from contract.processors import FAMILIES, processor
 from contract.tiny_models import tiny_model
 from count_samples import save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World
-from packhorse.check import check_meta
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.plan_book import save_book
-from packhorse.view.planning import Request, make_plan
-from packhorse.view.report import plan_report
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import Sidecar
+from packhorse.tools.check import check_meta
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Request, make_plan
+from packhorse.tools.view.server import make_app
 from view_samples import ask
 
 FORMS = ("JPEG", "PNG", "WEBP", "TIFF")

@@ -16,7 +16,7 @@ from contract.tiny_models import MODELS, tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
 from packhorse.errors import ConfigError
-from packhorse.models import PACKABLE, check_packable, known_problems, packing_problems
+from packhorse.families.models import PACKABLE, check_packable, known_problems, packing_problems
 
 make_torchvision_importable()
 

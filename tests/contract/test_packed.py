@@ -28,12 +28,12 @@ from packhorse.collate_fns import (
     neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
 )
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
+from packhorse.families.positions import mrope_position_ids, rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
-from packhorse.positions import mrope_position_ids, rope_index
 
 ROWS = (
     ("text", "one image", "two images", "video", "many turns", "one image"),

@@ -15,12 +15,12 @@ from contract.cases import conversation
 from contract.processors import build, processor
 from contract.tiny_models import tiny_model
 from packhorse.cli.app import app
-from packhorse.cli.demo_data import write_demo_data
+from packhorse.cli.demo.data import write_demo_data
 from packhorse.collate_fns import neat_packed_vlm_collater
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import attention_of
-from packhorse.parity import ParityReport, check_parity
+from packhorse.tools.parity import ParityReport, check_parity
 
 CASES = ("text", "one image", "two images", "many turns")
 

@@ -17,12 +17,12 @@ from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse import World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
-from packhorse.loader.blank import Blanks
 from packhorse.loader.build import Ticket
+from packhorse.loader.placeholder import Blanks
 from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS
 

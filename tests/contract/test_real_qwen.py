@@ -15,8 +15,8 @@ import pytest
 from contract.processors import build
 from contract.samples import picture
 from packhorse.chat import IGNORE_INDEX, turn_markers
-from packhorse.conversation import parse_conversation
 from packhorse.families import family_of
+from packhorse.formats.conversation import parse_conversation
 
 ASSETS = Path(os.environ.get("PACKHORSE_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 PAIRS = {"qwen2_vl": "qwen2_5", "qwen3_vl": "qwen3"}

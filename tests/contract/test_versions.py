@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from packhorse.errors import ConfigError
-from packhorse.families import FAMILIES, Family, family_of, versions
-from packhorse.families.versions import check_transformers, is_at_least
+from packhorse.families import FAMILIES, Family, family_of
+from packhorse.families import base as versions
+from packhorse.families.base import check_transformers, is_at_least
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
 

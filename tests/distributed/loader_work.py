@@ -24,7 +24,7 @@ import torch.distributed as dist
 import packhorse
 from contract.processors import processor
 from packhorse.errors import PackhorseError
-from packhorse.loader.progress import describe_state
+from packhorse.loader.state import describe_state
 
 PROCESSOR = "qwen2_vl"
 

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import packhorse
 from contract.processors import processor
 from distributed.loader_work import JOBS, PROCESSOR, chats, main
-from packhorse.datasets import counting, make_meta_dataset
-from packhorse.datasets.count_part import PartCounter, PartResult, PartTask
+from packhorse.count import counting
+from packhorse.count.parts import PartCounter, PartResult, PartTask
+from packhorse.datasets import make_meta_dataset
+from packhorse.distributed import Ranks, Rendezvous, agree_on_token
 from packhorse.loader import data as loader_data
-from packhorse.loader.rendezvous import Rendezvous, agree_on_token
-from packhorse.loader.talk import Ranks
 
 BAD_RANK = 1
 

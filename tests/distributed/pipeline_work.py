@@ -33,14 +33,14 @@ from contract.processors import processor
 from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
+from packhorse.families.positions import rope_index
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.loss import token_loss
 from packhorse.integrations.pipelining import VlmPipeline, pipeline_inputs, split_vlm
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper
-from packhorse.positions import rope_index
 from packhorse.pp_media import prepare_vlm_media_for_pp, stage_vlm_media_for_pp, wrap_vlm_collate_for_pp
 
 MICROBATCHES, RATE = 3, 0.05

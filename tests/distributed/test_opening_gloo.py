@@ -10,9 +10,9 @@ from contract.processors import processor
 from count_samples import sidecars, write_chats
 from distributed.loader_work import chats
 from distributed.test_loader_gloo import codes, found, run_all
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import counts_of
 from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import counts_of
 from packhorse.loader.data import count_examples
 
 WORK = Path(__file__).with_name("opening_work.py")

@@ -16,10 +16,10 @@ import ray
 from ray_work import DieAgain, Marked, Slowly, Unlucky, environment, fail_on_three, sleep
 
 from count_samples import python_path, save_processor, sidecars
-from packhorse.cli.demo_data import write_demo_data
-from packhorse.datasets.counting import count_meta
-from packhorse.engines import EngineError, LocalEngine, engine_named
-from packhorse.engines.ray_engine import RayEngine
+from packhorse.cli.demo.data import write_demo_data
+from packhorse.count.counting import count_meta
+from packhorse.count.engines import RayEngine, engine_named
+from packhorse.utils.pool import EngineError, LocalEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}

@@ -22,10 +22,10 @@ from contract.processors import processor
 from contract.samples import picture
 from count_samples import sidecars, write_chats, write_meta, write_rows
 from faults.failing_store import PROTOCOL, RETRIED, bad_line, happened
+from packhorse.count.counting import count_meta
 from packhorse.datasets import open_rows
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.index import KEEP_FROM_BYTES
-from packhorse.loader import plans
+from packhorse.loader import planner as plans
+from packhorse.rows.index import KEEP_FROM_BYTES
 
 SPOILT = ("truncated", "empty", "html", "sound", "renamed")
 """What media are made: cut off behind the header, no byte, a page that says 404, a sound file, and a picture

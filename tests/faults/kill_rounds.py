@@ -26,7 +26,7 @@ from contract.samples import picture
 from count_samples import sidecars, write_meta, write_rows
 from faults.kill_desk import Desk, Ended, Moments, Tally, until_hit
 from faults.kill_work import operation, taken_back
-from packhorse.datasets.sidecar import Sidecar
+from packhorse.count.sidecar import Sidecar
 from packhorse.errors import PackhorseError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan

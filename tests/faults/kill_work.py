@@ -219,8 +219,8 @@ def preload(processor: str) -> None:
     import starlette.applications  # noqa: F401
     import uvicorn  # noqa: F401
 
-    from packhorse.datasets.count_part import as_processor
-    from packhorse.loader import plans
+    from packhorse.families.processors import as_processor
+    from packhorse.loader import planner as plans
 
     as_processor(processor)
     plans._CACHED_FROM = 1  # small plans are kept too: a kill may hit their writing

@@ -10,8 +10,8 @@ import packhorse
 from contract.processors import processor
 from faults.failing_store import PROTOCOL, bad_line, happened
 from faults.fault_cases import SPOILT, bad_store, epoch, spoil, spoilt_media, write_pictures
+from packhorse.count.counting import count_meta
 from packhorse.datasets import open_rows
-from packhorse.datasets.counting import count_meta
 from packhorse.errors import SystemFault
 from packhorse.loader import TooManyBad
 

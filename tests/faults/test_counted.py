@@ -15,8 +15,8 @@ from loader_samples import handed_out, load, texts
 from packhorse.errors import SystemFault
 from packhorse.ledger import Ledger
 from packhorse.loader import TooManyBad
-from packhorse.loader.account import StepFile
-from packhorse.loader.progress import Tally
+from packhorse.loader.epoch_stats import StepFile
+from packhorse.loader.state import Tally
 
 ROWS = 60
 SETTINGS: dict[str, Any] = {"model": "unchecked", "mode": "pad", "max_bad_share": None}

@@ -37,13 +37,14 @@ from faults.fault_cases import (
 )
 from faults.faulty_data import may_mount, small_disk
 from packhorse.cli.app import app
+from packhorse.count.counting import count_meta
 from packhorse.datasets import open_rows
-from packhorse.datasets.cache import local_file, write_whole
-from packhorse.datasets.counting import count_meta
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
+from packhorse.rows.fetch import local_file
 from packhorse.types import Drop
+from packhorse.utils.files import write_whole
 
 # Full disks.
 
@@ -142,7 +143,7 @@ def test_a_copy_that_does_not_fit_is_an_error_that_names_it_and_is_made_later(
 def test_a_plan_that_cannot_be_kept_is_planned_and_trained_all_the_same(
     full: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packhorse.loader.plans._CACHED_FROM", 1)
+    monkeypatch.setattr("packhorse.loader.planner._CACHED_FROM", 1)
     write_chats(tmp_path / "small", 1500)
     expected = plan_all(tmp_path / "small")
     (kept,) = (tmp_path / "small" / "plans").iterdir()

@@ -17,7 +17,7 @@ from faults.faulty_data import Faulty, Once
 from faults.kill_desk import Desk, open_desk
 from faults.kill_rounds import ROUNDS, kept_rows
 from loader_samples import handed_out, load, texts
-from packhorse.datasets.counting import count_meta
+from packhorse.count.counting import count_meta
 from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
 
@@ -80,7 +80,7 @@ def is_running(pid: int) -> bool:
 
 RUN = """
 import multiprocessing, os, signal, sys, time
-from packhorse.loader.feed import _begin_worker
+from packhorse.loader.worker_pool import _begin_worker
 
 def work(told):
     _begin_worker(0)
@@ -131,7 +131,7 @@ def test_a_count_killed_when_its_file_was_done_leaves_no_parts_behind_the_next_o
     meta = write_chats(tmp_path, 20)
     pid = os.fork()
     if not pid:
-        monkeypatch.setattr("packhorse.datasets.counting.remove_files", lambda paths: os._exit(9))
+        monkeypatch.setattr("packhorse.count.part_files.remove_files", lambda paths: os._exit(9))
         count_meta(str(meta), processor("qwen2_vl"), part_rows=5)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9

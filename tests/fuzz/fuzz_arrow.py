@@ -26,7 +26,7 @@ def _counted(folder: Path, part_rows: int) -> tuple[bytes, list[bytes]]:
 
     from contract.processors import processor
     from count_samples import chat, write_meta, write_rows
-    from packhorse.datasets.counting import count_meta
+    from packhorse.count.counting import count_meta
 
     home = folder / f"counted-{part_rows}"
     home.mkdir()
@@ -55,7 +55,7 @@ class _Copying:
 
 
 def read_count_file(data: bytes, path: Path) -> None:
-    from packhorse.datasets.sidecar import Sidecar
+    from packhorse.count.sidecar import Sidecar
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
@@ -67,8 +67,8 @@ def read_count_file(data: bytes, path: Path) -> None:
 
 
 def read_part(data: bytes, path: Path) -> None:
-    from packhorse.datasets.count_columns import CountColumns, MediaColumns
-    from packhorse.datasets.count_disk import Part, is_bad, needs_no_media
+    from packhorse.count.columns import CountColumns, MediaColumns
+    from packhorse.count.part_files import Part, is_bad, needs_no_media
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
@@ -86,7 +86,7 @@ def _copied(folder: Path) -> Path:
     import pyarrow as pa
     import pyarrow.parquet
 
-    from packhorse.datasets.arrow import ParquetRows
+    from packhorse.rows.parquet import ParquetRows
 
     file = folder / "rows.parquet"
     if not file.exists():
@@ -106,8 +106,8 @@ def _copied(folder: Path) -> Path:
 
 def read_copy(data: bytes, path: Path) -> None:
     """Read all rows of a Parquet file whose copy was damaged; one that is made anew counts as refused."""
-    from packhorse.datasets.arrow import ParquetRows
     from packhorse.errors import BadSample, ConfigError
+    from packhorse.rows.parquet import ParquetRows
 
     copy, file = _copied(path.parent), str(path.parent / "rows.parquet")
     copy.unlink()
@@ -134,7 +134,7 @@ def plan_seeds(folder: Path) -> list[bytes]:
 
 def read_plan(data: bytes, path: Path) -> None:
     from packhorse.neat_packing_vlm import PackPlan
-    from packhorse.neat_packing_vlm.plan_file import load_key
+    from packhorse.plan.plan_file import load_key
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
@@ -169,7 +169,7 @@ def mutate_plan(data: bytes, rng: random.Random) -> bytes | None:
     import numpy as np
     import pyarrow as pa
 
-    from packhorse.neat_packing_vlm import plan_file
+    from packhorse.plan import plan_file
 
     try:
         about, arrays = _opened_plan(data)

@@ -94,8 +94,8 @@ def array_seeds(folder: Path) -> list[bytes]:
 
 def read_rows(data: bytes, path: Path) -> None:
     """All rows in both ways, and where each one is."""
-    from packhorse.datasets.rows import open_rows
     from packhorse.errors import BadSample
+    from packhorse.rows.row_files import open_rows
 
     path.write_bytes(data)
     file = open_rows(str(path))
@@ -113,9 +113,9 @@ def read_rows(data: bytes, path: Path) -> None:
 
 def read_sharegpt(data: bytes, path: Path) -> None:
     """A row as any parser of JSON gives it, in four ways of reading it, and what comes out as types."""
-    from packhorse.conversation import parse_conversation
-    from packhorse.datasets.sharegpt import convert_sharegpt_to_conversation
     from packhorse.errors import BadSample
+    from packhorse.formats.conversation import parse_conversation
+    from packhorse.formats.sharegpt import convert_sharegpt_to_conversation
     from packhorse.ledger import Ledger
 
     try:
@@ -140,10 +140,10 @@ def read_sharegpt(data: bytes, path: Path) -> None:
 
 def read_index(data: bytes, path: Path) -> None:
     """A mangled index is not believed: the rows are those of the file. One that somebody made up is safe."""
-    from packhorse.datasets import index
-    from packhorse.datasets.cache import Fingerprint
-    from packhorse.datasets.rows import open_rows
     from packhorse.errors import ConfigError
+    from packhorse.rows import index
+    from packhorse.rows.row_files import open_rows
+    from packhorse.utils.files import Fingerprint
 
     index.KEEP_FROM_BYTES = 0  # so that a small file has one
     source = index_source(path.parent)
@@ -167,7 +167,7 @@ def index_source(folder: Path) -> Path:
 
 
 def index_seeds(folder: Path) -> list[bytes]:
-    from packhorse.datasets import index
+    from packhorse.rows import index
 
     source = index_source(folder)
     with mock.patch.object(index, "KEEP_FROM_BYTES", 0):  # this is the process of the tests

@@ -41,7 +41,7 @@ class Target:
 
 _DATASETS = (
     "packhorse.datasets",
-    "packhorse.conversation",
+    "packhorse.formats.conversation",
     "packhorse.media.confine",
     "packhorse.media.source",
 )

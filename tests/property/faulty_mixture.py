@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import packhorse
-from packhorse.datasets.meta import MetaDataset
+from packhorse.formats.meta import MetaDataset
 
 ROWS = 24
 BROKEN = frozenset({2, 5, 7, 13, 19})  # these rows cannot be read after they were counted

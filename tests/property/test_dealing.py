@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import ConfigError
-from packhorse.loader.deal import NOTHING, Dealt, Packs, SampleFacts, Segment, Shape
-from packhorse.loader.progress import Progress
+from packhorse.loader.state import Progress
 from packhorse.neat_packing_vlm import plan_packs
+from packhorse.plan.schedule import NOTHING, Dealt, Packs, SampleFacts, Segment, Shape
 
 CAPACITY = 64
 

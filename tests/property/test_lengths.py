@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from packhorse.tokens.lengths import _KNOWN_PATTERNS, QWEN2_PATTERN, TokenLengths
+from packhorse.count.token_counter import _KNOWN_PATTERNS, QWEN2_PATTERN, TokenLengths
 
 
 class Made:

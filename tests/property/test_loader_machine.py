@@ -25,7 +25,7 @@ from contract.processors import processor
 from loader_samples import texts
 from packhorse import Ledger, World
 from packhorse.errors import ConfigError
-from packhorse.loader.account import StepFile, rank_file
+from packhorse.loader.epoch_stats import StepFile, rank_file
 from property.faulty_mixture import BROKEN, LONG, ROWS, TRANSIENT, open_mixture, row, rows, write
 
 RUNS = int(os.environ.get("PACKHORSE_MACHINE_RUNS", "12"))

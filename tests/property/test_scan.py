@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.datasets import _load_jsonl_for_rank, index
-from packhorse.datasets import scan as scan_module
-from packhorse.datasets.scan import scan_array, scan_lines
+from packhorse.datasets import _load_jsonl_for_rank
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.rows import index
+from packhorse.rows import index as scan_module
+from packhorse.rows.index import scan_array, scan_lines
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-1000, 1000) | st.text(max_size=12),

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packhorse.datasets import _load_jsonl_for_rank, make_meta_dataset, open_meta_dataset
-from packhorse.datasets.select import RowSelection, row_key
 from packhorse.ledger import Ledger
+from packhorse.rows.selection import RowSelection, row_key
 from packhorse.types import World
 from row_files import WRITERS
 

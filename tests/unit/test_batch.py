@@ -14,8 +14,8 @@ from contract.tiny_models import tiny_model
 from loader_samples import load, mixed, texts
 from packhorse import Batch, BatchInfo
 from packhorse.chat import IGNORE_INDEX
-from packhorse.integrations.loss import to_device
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, prepare_vlm_media_for_pp
+from packhorse.types import to_device
 
 # Tensors that are no tensors of this device: moving makes others of them.
 ELSEWHERE = torch.device("meta")

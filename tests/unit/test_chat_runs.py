@@ -19,10 +19,10 @@ from contract.processors import processor
 from contract.samples import picture
 from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
 from packhorse.chat import special_tokens, with_runs
-from packhorse.chat.runs import RunTokenizer, media_runs
-from packhorse.conversation import parse_conversation
+from packhorse.chat.repeated_tokens import RunTokenizer, media_runs
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
+from packhorse.formats.conversation import parse_conversation
 
 PAD = "<|image_pad|>"
 

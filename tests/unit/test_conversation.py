@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from packhorse.conversation import (
+from packhorse.errors import BadSample
+from packhorse.formats.conversation import (
     parse_conversation,
     prepend_part,
     replace_media,
     sound_in_place,
     sounds_beside,
 )
-from packhorse.errors import BadSample
 from packhorse.types import MediaRef, TextPart
 
 EXAMPLE: dict[str, Any] = {

@@ -19,8 +19,8 @@ from loader_samples import mixed, texts
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.models import check_packable, packing_problems, unwrap
-from packhorse.positions import mrope_position_ids, rope_index
+from packhorse.families.models import check_packable, packing_problems, unwrap
+from packhorse.families.positions import mrope_position_ids, rope_index
 from packhorse.types import World
 
 make_torchvision_importable()
@@ -215,7 +215,7 @@ def test_model_inputs_refuse_packs_for_a_hybrid_model_and_take_padded_batches() 
 
 def test_prepare_and_parity_refuse_a_hybrid_model() -> None:
     from packhorse.integrations.transformers import prepare
-    from packhorse.parity import check_parity
+    from packhorse.tools.parity import check_parity
 
     model = hybrid()
     with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
@@ -230,7 +230,7 @@ def test_prepare_and_parity_refuse_a_hybrid_model() -> None:
 def test_a_model_type_without_a_test_is_refused_by_the_loader_and_measured_by_parity() -> None:
     from transformers import DogeConfig, DogeForCausalLM
 
-    from packhorse.parity import check_parity
+    from packhorse.tools.parity import check_parity
 
     words = tokenizer_with_template()
     reports = {}
@@ -248,7 +248,7 @@ def test_a_model_type_without_a_test_is_refused_by_the_loader_and_measured_by_pa
 def test_the_trainer_refuses_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
-    from packhorse.integrations.transformers import TrainFromLoader
+    from packhorse.integrations.trainer import TrainFromLoader
 
     class PackedTrainer(TrainFromLoader, Trainer):
         pass

@@ -16,9 +16,9 @@ import pytest
 
 from contract.processors import processor
 from count_samples import chat, sidecars, write_chats, write_meta, write_rows
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import Sidecar, counts_of
 from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar, counts_of
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, plan_key, plan_packs
 

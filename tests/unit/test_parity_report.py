@@ -13,7 +13,7 @@ from count_samples import chat, write_meta, write_rows
 from packhorse.cli import parity as command
 from packhorse.cli.app import app
 from packhorse.errors import ConfigError
-from packhorse.parity import DocumentParity, ParityReport
+from packhorse.tools.parity import DocumentParity, ParityReport
 
 
 def report(*largest: float, gradients: float | None = None, attention: str = "sdpa") -> ParityReport:
@@ -95,8 +95,8 @@ def run(monkeypatch):
             raise ConfigError(f"no {backend} here")
         return report(1e-6, attention=backend)
 
-    monkeypatch.setattr("packhorse.parity.check_parity", check)
-    monkeypatch.setattr("packhorse.datasets.count_part.open_processor", lambda *_: SimpleNamespace())
+    monkeypatch.setattr("packhorse.tools.parity.check_parity", check)
+    monkeypatch.setattr("packhorse.families.processors.open_processor", lambda *_: SimpleNamespace())
     monkeypatch.setattr(command, "choose_samples", lambda *_: command.Chosen([{}] * 4, list("abcd")))
     monkeypatch.setattr(command, "load_model", lambda model, *_: model)
     app = typer.Typer()

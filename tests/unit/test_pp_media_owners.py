@@ -19,7 +19,7 @@ from packhorse.collate_fns import (
     packed_sequence_thd_vlm_collater,
     pad_collate_fn,
 )
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import FAMILIES as DECLARED
 from packhorse.families import family_of
 from packhorse.ledger import Ledger

@@ -17,19 +17,19 @@ from PIL import EpsImagePlugin, Image
 from contract.processors import processor
 from count_samples import chat, python_path, save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World, load
-from packhorse.check import check_meta
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import Sidecar
 from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.count_part import open_processor
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar
 from packhorse.errors import BadSample, ConfigError
+from packhorse.families.processors import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.plan_book import save_book
-from packhorse.view.planning import Request, make_plan
-from packhorse.view.report import plan_report
+from packhorse.tools.check import check_meta
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Request, make_plan
+from packhorse.tools.view.server import make_app
 from view_samples import ask
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))

@@ -6,9 +6,8 @@ rendering of the text per sample, and one more tokenisation where the processor'
 """
 
 from packhorse.chat.answers import Span, answer_spans
-from packhorse.chat.labels import IGNORE_INDEX, label_tokens, supervised_tokens
-from packhorse.chat.runs import Tokenised, with_runs
-from packhorse.chat.shift import TOKEN_KEYS, shift_tokens
+from packhorse.chat.labels import IGNORE_INDEX, TOKEN_KEYS, label_tokens, shift_tokens, supervised_tokens
+from packhorse.chat.repeated_tokens import Tokenised, with_runs
 from packhorse.chat.template import (
     CannotAlign,
     Render,

@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from packhorse.cli import bench, check, count, ledger, parity, plan, stats, view
-from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import CANNOT, OneLineGroup, PlainCommand
+from packhorse.cli.terminal import AS_JSON, CANNOT, OneLineGroup, PlainCommand
 
 EXIT_CODES = """
 Exit codes of all commands: 0 done, 1 the answer is no, 2 it could not be done, 130 Ctrl-C.

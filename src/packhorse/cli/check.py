@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS, processor_option
-from packhorse.cli.screen import new_table, one_line_errors, out_console, progress_bar
+from packhorse.cli.terminal import (
+    AS_JSON,
+    DATASETS,
+    META,
+    TRUST,
+    WORKERS,
+    new_table,
+    one_line_errors,
+    out_console,
+    processor_option,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from packhorse.check import CheckReport, Finding, Fixed
+    from packhorse.tools.check import CheckReport, Finding, Fixed
+
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _WIDTH = 140  # of a table that goes to a file
@@ -82,9 +93,9 @@ def check(
     Every medium is opened and decoded. Nothing is changed; a cleaned copy is written only with --fix.
     """
     with one_line_errors("check", "nothing was written"):
-        from packhorse.check import check_meta, check_target, write_fixed
-        from packhorse.engines import engine_named
+        from packhorse.count.engines import engine_named
         from packhorse.errors import ConfigError
+        from packhorse.tools.check import check_meta, check_target, write_fixed
 
         if drop_duplicates and fix is None:
             raise ConfigError("--drop-duplicates goes with --fix DIR")
@@ -121,7 +132,7 @@ def check(
 
 def _advice(meta: str, report: CheckReport) -> list[str]:
     """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
-    from packhorse.check.beside import media_dir_advice
+    from packhorse.tools.media_dir_hint import media_dir_advice
 
     told = [
         media_dir_advice(meta, one.config, one.file)
@@ -177,7 +188,7 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str
 def _table(report: CheckReport) -> Table:
     from rich.markup import escape
 
-    from packhorse.check.report import rule_counts
+    from packhorse.tools.check.check_report import rule_counts
 
     table = new_table("Findings by rule and data set")
     for name in ("severity", "rule"):
@@ -191,8 +202,8 @@ def _table(report: CheckReport) -> Table:
 
 def _print_rows(report: CheckReport, console: Console, show: int) -> None:
     """The first rows of each rule and data set."""
-    from packhorse.check import RULES
-    from packhorse.check.report import rule_counts
+    from packhorse.tools.check import RULES
+    from packhorse.tools.check.check_report import rule_counts
 
     if not show:
         return

@@ -9,15 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
-from packhorse.cli.screen import new_table, one_line_errors, out_console, progress_bar
+from packhorse.cli.terminal import (
+    AS_JSON,
+    DATASETS,
+    META,
+    PROCESSOR,
+    TRUST,
+    WORKERS,
+    new_table,
+    one_line_errors,
+    out_console,
+    progress_bar,
+)
 from packhorse.types import MEDIA_KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from packhorse.datasets.count_report import CountReport, DatasetReport
+    from packhorse.count.count_report import CountReport, DatasetReport
+
 
 _WIDTH = 140  # of a table that goes to a file
 _SHOWN_FAILURES = 20
@@ -93,9 +104,9 @@ def count(
     A second run takes over what has not changed; an interrupted one continues where it stopped.
     """
     with one_line_errors("count", "the next run continues with what is finished"):
-        from packhorse.datasets.count_jsonl import write_counted_jsonl
-        from packhorse.datasets.counting import count_meta
-        from packhorse.engines import engine_named
+        from packhorse.count.count_jsonl import write_counted_jsonl
+        from packhorse.count.counting import count_meta
+        from packhorse.count.engines import engine_named
         from packhorse.errors import ConfigError
 
         with progress_bar("counting") as progress:
@@ -136,8 +147,8 @@ def count(
 
 def _advice(meta: str, report: CountReport) -> list[str]:
     """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
-    from packhorse.check.beside import media_dir_advice
-    from packhorse.datasets.meta_file import read_meta
+    from packhorse.formats.meta_file import read_meta
+    from packhorse.tools.media_dir_hint import media_dir_advice
 
     none = {
         one.name: counted.file

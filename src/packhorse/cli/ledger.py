@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import new_table, one_line_errors, out_console
+from packhorse.cli.terminal import AS_JSON, new_table, one_line_errors, out_console
 
 if TYPE_CHECKING:
     from packhorse.ledger import Ledger
     from packhorse.types import Drop
+
 
 _WIDTH = 140  # of a table that goes to a file
 
@@ -68,7 +68,7 @@ def ledger(
 ) -> None:
     """Show what became of the rows that were not delivered as their files hold them."""
     with one_line_errors("ledger", "nothing was changed"):
-        from packhorse.check import read_ledgers, selected
+        from packhorse.tools.ledgers import read_ledgers, selected
 
         whole, files = read_ledgers(path)
         counts: Counter[tuple[str, str]] = Counter()
@@ -135,7 +135,7 @@ def _print(
 ) -> None:
     from rich.markup import escape
 
-    from packhorse.check.rules import on_one_line
+    from packhorse.tools.check.rules import on_one_line
 
     console = out_console(_WIDTH)
     actions = list(_sums(counts, 1))

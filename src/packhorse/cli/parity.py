@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, TRUST
-from packhorse.cli.screen import one_line_errors, progress_bar
+from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, one_line_errors, progress_bar
 
 if TYPE_CHECKING:
-    from packhorse.datasets.counting import OnProgress
+    from packhorse.count.counting import OnProgress
     from packhorse.errors import ConfigError
-    from packhorse.parity import ParityReport
+    from packhorse.tools.parity import ParityReport
+
 
 _BACKENDS = ("sdpa", "eager", "varlen")
 _MOST_BAD = 100  # rows in a row: then not they but the set-up is broken
@@ -72,8 +72,8 @@ def parity(
     was asked for.
     """
     with one_line_errors("parity", "nothing was written"):
-        from packhorse.datasets.count_part import open_processor
         from packhorse.errors import ConfigError
+        from packhorse.families.processors import open_processor
         from packhorse.integrations.attention import check_attention
 
         for backend in attention or ():
@@ -116,7 +116,7 @@ def _compared(
         ConfigError: one that was asked for is not possible, or none is.
     """
     from packhorse.errors import ConfigError
-    from packhorse.parity import check_parity
+    from packhorse.tools.parity import check_parity
 
     reports: list[ParityReport] = []
     impossible: list[tuple[str, ConfigError]] = []
@@ -170,8 +170,9 @@ def choose_samples(
     Raises:
         ConfigError: fewer than two rows can be encoded.
     """
-    from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
+    from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+    from packhorse.formats.meta import open_meta_dataset
     from packhorse.ledger import Ledger
 
     dataset = open_meta_dataset(meta, names or None, ledger=Ledger())
@@ -233,9 +234,9 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     """
     import torch
 
-    from packhorse.datasets.progress import bars_are_wanted
     from packhorse.errors import ConfigError, require
-    from packhorse.models import check_packable, model_classes, open_config
+    from packhorse.families.models import check_packable, model_classes, open_config
+    from packhorse.utils.progress import bars_are_wanted
 
     transformers: Any = require("transformers", "train")
     kind = check_place(dtype, device)

@@ -11,12 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, META, PROCESSOR, TRUST, WORKERS
-from packhorse.cli.screen import new_table, one_line_errors, out_console, own_command, progress_bar
+from packhorse.cli.terminal import (
+    AS_JSON,
+    DATASETS,
+    META,
+    PROCESSOR,
+    TRUST,
+    WORKERS,
+    new_table,
+    one_line_errors,
+    out_console,
+    own_command,
+    progress_bar,
+)
 from packhorse.types import MEDIA_KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 _WIDTH = 100  # of what goes to a file
 
@@ -149,9 +161,9 @@ def plan(
     with one_line_errors("plan", "no plan was written (what was counted is kept)"):
         from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
-        from packhorse.view.plan_book import save_book
-        from packhorse.view.planning import Request, make_plan
-        from packhorse.view.report import plan_report, sizes_report
+        from packhorse.tools.view.plan_book import save_book
+        from packhorse.tools.view.plan_report import plan_report, sizes_report
+        from packhorse.tools.view.plan_request import Request, make_plan
 
         sizes = numbers_in("--pack-size", [pack_size])
         one_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}
@@ -314,7 +326,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 def _print_stragglers(report: Mapping[str, Any], asked: Sequence[int], console: Console) -> None:
-    from packhorse.view.report import WORLD_SIZES
+    from packhorse.tools.view.plan_report import WORLD_SIZES
 
     rows = [
         (
@@ -357,7 +369,7 @@ def print_costs(report: Mapping[str, Any], console: Console) -> None:
 
 def print_left_out(report: Mapping[str, Any], console: Console) -> None:
     """Which rows are in no pack and why, and what else there is to say of rows."""
-    from packhorse.view.report import too_many_bad
+    from packhorse.tools.view.plan_report import too_many_bad
 
     console.print()
     for reason, number in report["not_drawn"].items():

@@ -9,15 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, DATASETS, META, TRUST, WORKERS, processor_option
-from packhorse.cli.screen import new_table, one_line_errors, out_console, progress_bar
+from packhorse.cli.terminal import (
+    AS_JSON,
+    DATASETS,
+    META,
+    TRUST,
+    WORKERS,
+    new_table,
+    one_line_errors,
+    out_console,
+    processor_option,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from packhorse.check import DatasetStats, StatsReport
-    from packhorse.check.distribution import Distribution
+    from packhorse.tools.stats import DatasetStats, Distribution, StatsReport
+
 
 _WIDTH = 80  # of what goes to a file
 _MOST_BARS = 18
@@ -56,8 +66,8 @@ def stats(
     With --processor everything is exact, and kept beside the data for the next time.
     """
     with one_line_errors("stats", "the next run continues with what is finished"):
-        from packhorse.check import stats_of
-        from packhorse.engines import engine_named
+        from packhorse.count.engines import engine_named
+        from packhorse.tools.stats import stats_of
 
         with progress_bar("estimating" if processor is None else "counting") as progress:
             report = stats_of(
@@ -158,7 +168,7 @@ def _image_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
 
 def _marks(one: DatasetStats, name: str) -> list[str]:
     """Percentiles and the largest; a dash where there is nothing."""
-    from packhorse.check.distribution import PERCENTILES
+    from packhorse.tools.stats import PERCENTILES
 
     spread = one.spreads[name]
     marks = [*(spread.percentile(percent) for percent in PERCENTILES), spread.max]

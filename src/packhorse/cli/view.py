@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli.options import AS_JSON, TRUST, processor_option
-from packhorse.cli.screen import one_line_errors
+from packhorse.cli.terminal import AS_JSON, TRUST, one_line_errors, processor_option
 
 EXAMPLES = """
 Exit code 0: ended with Ctrl-C, 2: cannot be shown.
@@ -57,8 +56,8 @@ def view(
     Only this machine can reach them, unless --host says otherwise; nothing is loaded from elsewhere.
     """
     with one_line_errors("view", "nothing was shown"):
-        from packhorse.view.book import Book
-        from packhorse.view.serve import listen, serve
+        from packhorse.tools.view.book import Book
+        from packhorse.tools.view.server import listen, serve
 
         socket = listen(host, port)  # before the long work
         book = Book.open(

@@ -7,7 +7,7 @@ Importing this imports neither torch nor transformers.
 from typing import Any
 
 from packhorse.chat import is_tokenizer
-from packhorse.families.base import TOKEN_KEYS, Encoded, Family, LoadedMedia, MediaSize
+from packhorse.families.base import Encoded, Family, check_transformers
 from packhorse.families.gemma3 import Gemma3
 from packhorse.families.gemma4 import Gemma4
 from packhorse.families.generic import Generic, generic_for
@@ -15,17 +15,16 @@ from packhorse.families.internvl import InternVL
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote
 from packhorse.families.kimi_vl import KimiVL
 from packhorse.families.llava_onevision import LlavaOnevision
+from packhorse.families.media_sizes import LoadedMedia, MediaSize
 from packhorse.families.nemotron_omni import NemotronOmni
 from packhorse.families.nemotron_parse import NemotronParse
 from packhorse.families.phi4_mm import Phi4MM
 from packhorse.families.qwen3_omni import Qwen3Omni
 from packhorse.families.qwen_vl import Qwen2VL, Qwen3VL
 from packhorse.families.smolvlm import SmolVLM
-from packhorse.families.versions import check_transformers
 
 __all__ = [
     "FAMILIES",
-    "TOKEN_KEYS",
     "Encoded",
     "Family",
     "Generic",

@@ -10,9 +10,13 @@ Encoding costs what the processor's call costs; counting media tokens is arithme
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,17 +34,111 @@ from packhorse.chat import (
     with_runs,
 )
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
-from packhorse.families.blank import blanked
-from packhorse.families.counting import REFUSALS, Counting, Sizes
-from packhorse.families.encoded import Encoded, check_layout, check_media_tensors, check_media_tokens
-from packhorse.families.media import LoadedMedia, MediaSize, size_of
-from packhorse.families.versions import check_transformers
+from packhorse.families.expansion import REFUSALS, Counting, Pieces, Sizes
+from packhorse.families.media_sizes import LoadedMedia, MediaSize, size_of
+from packhorse.families.probe import blanked
 from packhorse.media import VideoSampling, describe, load_media
-from packhorse.tokens.expand import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, MediaRef, Reason, TextPart
 
 if TYPE_CHECKING:
     import torch
+
+
+def is_at_least(least: str) -> bool:
+    """Whether the installed transformers is of this version or a newer one; True if it is not installed."""
+    installed = installed_transformers()
+    return installed is None or _numbers(installed) >= _numbers(least)
+
+
+def check_transformers(what: str, least: str) -> None:
+    """Raise if the installed transformers is older than something needs.
+
+    Args:
+        what: needs it, for the message: ``"kimi_k25"``.
+        least: the oldest version that it works with.
+
+    Raises:
+        ConfigError: naming both versions and the line that installs the newer one.
+    """
+    if not is_at_least(least):
+        raise ConfigError(
+            f"{what} needs transformers {least} or newer, and {installed_transformers()} is installed: "
+            f"pip install 'transformers>={least}'"
+        )
+
+
+def installed_transformers() -> str | None:
+    """The version of transformers; None if there is none."""
+    imported = sys.modules.get("transformers")
+    return getattr(imported, "__version__", None) or _installed()
+
+
+@cache
+def _installed() -> str | None:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sample as the processor made it, not yet labelled.
+
+    Attributes:
+        text: the rendered conversation, placeholders not expanded.
+        turns: the messages it was rendered from.
+        tokens: tensors of shape [S] by key, ``input_ids`` and ``attention_mask`` at least.
+        media: media tensors by key, as the family's layout declares them.
+        sizes: kind and size of each medium, in the order of the text.
+        read: how the text was tokenised, a medium's token once; None where nobody looked.
+    """
+
+    text: str
+    turns: Sequence[Mapping[str, Any]]
+    tokens: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+    sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
+    read: Tokenised | None = None
+
+
+def check_layout(family: Family, processor: Any, encoded: Encoded) -> None:
+    """Refuse a media tensor whose axis 0 is not as long as the family's layout says for these media."""
+    for key, value in encoded.media.items():
+        layout = family.layout[key]
+        expected = 1 if layout.owner == "sample" else sum(family.rows(processor, encoded, key))
+        if value.shape[0] != expected:
+            kinds = Counter(kind for kind, _ in encoded.sizes)
+            raise ConfigError(
+                f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(kinds)} family "
+                f"'{family.name}' ({layout.owner}) expects {expected} along axis 0"
+            )
+
+
+def check_media_tensors(family: Family, encoded: Encoded, conversation: Conversation) -> None:
+    """Refuse a sample with a media item that the processor returned no tensor for."""
+    made = {kind for key in encoded.media for kind in family.layout[key].kinds}
+    for kind, number in Counter(kind for kind, _ in encoded.sizes).items():
+        if kind not in made:
+            raise family.bad(f"the processor returned no tensor for its {number} {kind}(s)", conversation)
+
+
+def check_media_tokens(family: Family, processor: Any, encoded: Encoded, conversation: Conversation) -> None:
+    """Refuse a sample with more or fewer media tokens than its media need, where the family can tell."""
+    if not family.exact:
+        return
+    ids = encoded.tokens["input_ids"]
+    found = sum(int((ids == token).sum()) for token in family.media_token_ids(processor))
+    images = sum(kind == "image" for kind, _ in encoded.sizes)
+    expected = sum(family.media_tokens(processor, kind, size, images) for kind, size in encoded.sizes)
+    if found != expected:
+        raise family.bad(f"{found} media tokens where its media need {expected}", conversation)
+
 
 __all__ = ["TOKEN_KEYS", "Encoded", "Family", "LoadedMedia", "MediaSize", "Pieces", "Sizes", "token_named"]
 

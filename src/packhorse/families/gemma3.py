@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family, Pieces, token_named
+from packhorse.families.base import Family, token_named
+from packhorse.families.expansion import Pieces
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _PATCH = 14  # of SigLIP, the vision encoder; the processor does not know it

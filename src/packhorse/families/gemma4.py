@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family, Pieces
-from packhorse.families.media import frame_times
+from packhorse.families.base import Family
+from packhorse.families.expansion import Pieces
+from packhorse.families.media_sizes import frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # The feature extractor's call cuts longer clips.

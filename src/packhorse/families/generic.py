@@ -20,9 +20,12 @@ from packhorse.chat import (
     template_errors,
     tokenizer_of,
 )
+from packhorse.chat.labels import TOKEN_KEYS
 from packhorse.errors import ConfigError
-from packhorse.families.base import TOKEN_KEYS, Encoded, Family, LoadedMedia, Pieces
-from packhorse.families.blank import blank
+from packhorse.families.base import Encoded, Family
+from packhorse.families.expansion import Pieces
+from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.probe import blank
 from packhorse.types import MEDIA_KINDS, Conversation, MediaKind, TensorLayout
 
 logger = logging.getLogger(__name__)

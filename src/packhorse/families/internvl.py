@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family, Pieces, Sizes
-from packhorse.tokens.expand import same_number_of_frames
+from packhorse.families.base import Family
+from packhorse.families.expansion import Pieces, Sizes, same_number_of_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _PATCHES_PER_TOKEN = 4  # pixel shuffle halves both sides; the processor does not know it

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
 from packhorse.errors import ConfigError
-from packhorse.families.base import Family, LoadedMedia, Pieces
-from packhorse.families.blank import blank
+from packhorse.families.base import Family
+from packhorse.families.expansion import Pieces
 from packhorse.families.kimi_vl import merged
-from packhorse.families.media import frame_times
+from packhorse.families.media_sizes import LoadedMedia, frame_times
+from packhorse.families.probe import blank
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family, LoadedMedia
+from packhorse.families.base import Family
+from packhorse.families.media_sizes import LoadedMedia
 from packhorse.types import MediaLayout, TensorLayout
 
 

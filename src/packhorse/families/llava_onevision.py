@@ -6,8 +6,8 @@ import math
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family, Pieces, Sizes
-from packhorse.tokens.expand import same_number_of_frames
+from packhorse.families.base import Family
+from packhorse.families.expansion import Pieces, Sizes, same_number_of_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 

@@ -6,8 +6,9 @@ import math
 from typing import Any, ClassVar
 
 from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family, LoadedMedia, Pieces
-from packhorse.families.media import frame_numbers
+from packhorse.families.base import Family
+from packhorse.families.expansion import Pieces
+from packhorse.families.media_sizes import LoadedMedia, frame_numbers
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from packhorse.families.base import Encoded, Family, LoadedMedia, Pieces
+from packhorse.families.base import Encoded, Family
+from packhorse.families.expansion import Pieces
+from packhorse.families.media_sizes import LoadedMedia
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 TASK_PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family, LoadedMedia
+from packhorse.families.base import Family
+from packhorse.families.media_sizes import LoadedMedia
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _GLOBAL_TOKENS = 256 + 16 + 1  # the whole picture with its row ends, and one between it and the crops

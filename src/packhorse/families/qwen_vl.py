@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from packhorse.families.base import TOKEN_KEYS, Family, Pieces, token_named
-from packhorse.families.media import LoadedMedia, frame_times
+from packhorse.chat.labels import TOKEN_KEYS
+from packhorse.families.base import Family, token_named
+from packhorse.families.expansion import Pieces
+from packhorse.families.media_sizes import LoadedMedia, frame_times
 from packhorse.media import VideoInfo
-from packhorse.tokens.resize import resize_image, resize_video
+from packhorse.media.resize import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 VISION: MediaLayout = {

@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from packhorse.chat import chat_template, tokenizer_of
-from packhorse.families.base import Family, LoadedMedia, Pieces, Sizes
-from packhorse.families.media import frame_times
+from packhorse.families.base import Family
+from packhorse.families.expansion import Pieces, Sizes
+from packhorse.families.media_sizes import LoadedMedia, frame_times
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 

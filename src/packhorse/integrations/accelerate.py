@@ -12,8 +12,9 @@ from functools import wraps
 from typing import Any
 
 from packhorse.errors import ConfigError
-from packhorse.integrations.feed import check_model, check_world
-from packhorse.integrations.loss import Batch, count_supervised, grouped, to_device
+from packhorse.integrations.loss import Batch, count_supervised, grouped
+from packhorse.integrations.trainer_feed import check_model, check_world
+from packhorse.types import to_device
 
 
 def attach(accelerator: Any, loader: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from packhorse.errors import require
-from packhorse.integrations.feed import StepFeed, check_model, check_world
 from packhorse.integrations.loss import Batch, token_loss
+from packhorse.integrations.trainer_feed import StepFeed, check_model, check_world
 
 _lightning: Any = require("lightning.pytorch", "lightning")
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
+from packhorse.distributed import has_process_group, reachable_device
 from packhorse.errors import ConfigError
-from packhorse.samplers.agree import has_process_group, reachable_device
-from packhorse.types import to_device as to_device
 
 Batch = Mapping[str, Any]
 Item = TypeVar("Item")

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packhorse.collate_fns import model_inputs
-from packhorse.collate_fns.packed import check_router_loss
+from packhorse.collate.packed import check_router_loss, model_inputs
 from packhorse.errors import ConfigError, require
-from packhorse.integrations.feed import Feed, check_model, check_world
-from packhorse.integrations.loss import count_supervised, supervised, to_device, token_loss
-from packhorse.types import Batch
+from packhorse.integrations.loss import count_supervised, supervised, token_loss
+from packhorse.integrations.trainer_feed import Feed, check_model, check_world
+from packhorse.types import Batch, to_device
 
 LOADER_STATE = "packhorse_loader.json"
 """The loader's state in a checkpoint folder."""

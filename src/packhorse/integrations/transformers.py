@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from packhorse.collate_fns.packed import check_router_loss
-from packhorse.integrations.attention import use_attention
-from packhorse.integrations.choose_attention import choose, facts_of
+from packhorse.collate.packed import check_router_loss
+from packhorse.families.shift_labels import honours_shift_labels, make_honour_shift_labels
+from packhorse.integrations.attention import choose, facts_of, use_attention
 from packhorse.integrations.trainer import LOADER_STATE, TrainFromLoader
-from packhorse.shift_labels import honours_shift_labels, make_honour_shift_labels
 
 __all__ = ["LOADER_STATE", "TrainFromLoader", "honours_shift_labels", "prepare"]
 

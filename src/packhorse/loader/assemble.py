@@ -6,21 +6,21 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 
-from packhorse.collate_fns.contract import pad_token_id
-from packhorse.collate_fns.packed import check_router_loss
-from packhorse.datasets.contents import contents_of
-from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.collate.packed import check_router_loss
+from packhorse.collate.packed_dataset import PackedDatasetWrapper
+from packhorse.collate.processor_call import pad_token_id
+from packhorse.count.columns import CountColumns
+from packhorse.count.contents import contents_of
+from packhorse.distributed import Ranks
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.blank import Blanks
 from packhorse.loader.build import BatchBuilder, Finish, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.feed import WorkerSettings
-from packhorse.loader.model_facts import ModelFacts, as_dtype
-from packhorse.loader.plans import Planner, PlanSettings, strata_of
-from packhorse.loader.talk import Ranks
-from packhorse.neat_packing_vlm import PackedDatasetWrapper
+from packhorse.loader.model_info import ModelFacts, as_dtype
+from packhorse.loader.placeholder import Blanks
+from packhorse.loader.planner import Planner, PlanSettings, strata_of
+from packhorse.loader.worker_pool import WorkerSettings
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS
 

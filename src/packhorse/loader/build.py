@@ -6,9 +6,13 @@ have in that step. So workers never see the plan, and live on from epoch to epoc
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -16,20 +20,62 @@ import torch
 from torch.utils.data import Dataset
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate_fns import neat_packed_vlm_collater, pad_collate_fn
-from packhorse.collate_fns.packed import loss_inputs
-from packhorse.collate_fns.pad import ordered
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.collate.packed import loss_inputs, neat_packed_vlm_collater
+from packhorse.collate.packed_dataset import PackedDatasetWrapper
+from packhorse.collate.padded import ordered, pad_collate_fn
+from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
-from packhorse.loader.blank import Blanks
-from packhorse.loader.time_limit import SampleTimeout, time_limit
-from packhorse.neat_packing_vlm import PackedDatasetWrapper
-from packhorse.neat_packing_vlm.claims import load
-from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool
+from packhorse.loader.placeholder import Blanks
+from packhorse.plan.eligibility import load
 from packhorse.pp_media import COUNT_KEYS
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
 
 logger = getLogger("packhorse.loader")
+
+
+class SampleTimeout(BaseException):
+    """Raised in the middle of loading a sample; no ordinary handler may take it for something else."""
+
+
+@cache
+def _warn_of_no_limit(why: str) -> None:
+    logger.warning("sample_timeout has no effect: %s", why)
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise :class:`SampleTimeout` in this thread if the block takes longer.
+
+    Goes by an alarm of the operating system, which only a main thread can have (a worker of a DataLoader does
+    its work there); elsewhere, and where somebody else uses the alarm, nothing is limited.
+    """
+    if seconds is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        _warn_of_no_limit("samples are built outside the main thread")
+        yield
+        return
+    previous = signal.getsignal(signal.SIGALRM)
+    if previous not in (signal.SIG_DFL, signal.SIG_IGN):
+        _warn_of_no_limit("the program has a handler of its own for SIGALRM")
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise SampleTimeout(f"not ready after {seconds:g} s (sample_timeout)")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # even where the alarm goes off this very moment
+            signal.signal(signal.SIGALRM, previous)
+
 
 _NO_SAMPLE = -1
 

@@ -12,8 +12,9 @@ from packhorse.errors import ConfigError, require
 from packhorse.types import World
 
 if TYPE_CHECKING:
-    from packhorse.datasets.count_columns import CountColumns
+    from packhorse.count.columns import CountColumns
     from packhorse.loader.loader import Loader
+
 
 Mode = Literal["pack", "pad"]
 OnBad = Literal["skip", "raise"]

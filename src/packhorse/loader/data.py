@@ -18,23 +18,22 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.conversation import parse_conversation
-from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.count_columns import COUNTS, OK, CountColumns
-from packhorse.datasets.count_part import PartCounter, make_counter
-from packhorse.datasets.counting import OnProgress, Runner, count_meta
-from packhorse.datasets.meta import MetaDataset
-from packhorse.datasets.prepare import with_sound_in_place
-from packhorse.datasets.progress import Progress, bars_are_wanted
-from packhorse.datasets.sidecar import counts_of
-from packhorse.engines import LocalEngine
+from packhorse.count.columns import COUNTS, OK, CountColumns
+from packhorse.count.counting import OnProgress, Runner, count_meta
+from packhorse.count.engines import RankEngine, share_cores
+from packhorse.count.parts import PartCounter, make_counter
+from packhorse.count.sidecar import counts_of
+from packhorse.count.token_counter import Counted, TokenCounter
+from packhorse.distributed import Ranks
+from packhorse.encode.preparation import with_sound_in_place
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
-from packhorse.loader.rank_engine import RankEngine, share_cores
-from packhorse.loader.talk import Ranks
 from packhorse.media.source import is_address
-from packhorse.tokens.count import Counted, TokenCounter
 from packhorse.types import World
+from packhorse.utils.pool import LocalEngine
+from packhorse.utils.progress import Progress, bars_are_wanted
 
 logger = getLogger("packhorse.loader")
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.count_part import as_whole_processor
+from packhorse.count.columns import CountColumns
+from packhorse.distributed import Ranks
 from packhorse.errors import ConfigError
+from packhorse.families.processors import as_whole_processor
 from packhorse.ledger import Ledger
-from packhorse.loader.account import (
+from packhorse.loader.assemble import batch_builder, encoding_dataset, make_planner, worker_settings
+from packhorse.loader.budget import Guard, TooManyBad
+from packhorse.loader.build import BatchReport, Built, Ticket
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.data import counts_for, open_data
+from packhorse.loader.epoch_stats import (
     EpochAccount,
-    Guard,
     StepFile,
-    TooManyBad,
     close_epoch,
     counted_before,
     lost_before,
@@ -31,31 +35,50 @@ from packhorse.loader.account import (
     restore_entries,
     take_back,
 )
-from packhorse.loader.assemble import (
-    batch_builder,
-    encoding_dataset,
-    make_planner,
-    worker_settings,
-)
-from packhorse.loader.build import BatchReport, Built, Ticket
-from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import counts_for, open_data
-from packhorse.loader.deal import Dealt, Packs, Shape
-from packhorse.loader.epoch import Epoch, ticket_of
-from packhorse.loader.feed import Feed
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.model_facts import facts_of, refuse_tokenizer
-from packhorse.loader.plans import (
+from packhorse.loader.model_info import facts_of, refuse_tokenizer
+from packhorse.loader.planner import (
     plan_lines,
     record_left_out,
     refuse_bad,
     refuse_overlong,
     warn_of_too_long,
 )
-from packhorse.loader.progress import Progress, Tally, describe_state
-from packhorse.loader.talk import Ranks
-from packhorse.neat_packing_vlm import PackPlan
+from packhorse.loader.state import Progress, Tally, describe_state
+from packhorse.loader.worker_pool import Feed
+from packhorse.plan.pack_plan import PackPlan
+from packhorse.plan.schedule import Dealt, Packs, Shape
 from packhorse.types import Batch, Drop, World
+
+
+@dataclass
+class Epoch:
+    """The epoch that is being handed out.
+
+    Attributes:
+        packs: of its plan.
+        dealt: who gets them when.
+        guard: stops it when too much fails.
+        first: the micro-step at which this process began with it.
+        before: what was delivered and lost before ``first``, over all ranks; None if unknown.
+        tallies: what this rank was given since ``first``, up to each micro-step.
+        over: whether all of it was handed out.
+    """
+
+    packs: Packs
+    dealt: Dealt
+    guard: Guard
+    first: int
+    before: Tally | None
+    tallies: list[Tally] = field(default_factory=lambda: [Tally()])
+    over: bool = False
+
+
+def ticket_of(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> Ticket:
+    """What a rank is to build in a step; ``kinds`` of None are those that any rank has in it."""
+    packs = tuple(map(tuple, dealt.samples(step, rank)))
+    return Ticket(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)
+
 
 logger = getLogger("packhorse.loader")
 

@@ -8,10 +8,9 @@ Importing this imports none of torch, av, pyarrow, fsspec, lmdb or soundfile.
 
 from packhorse.media.audio import audio_info, load_audio
 from packhorse.media.confine import confine, resolve
+from packhorse.media.failure import DEFAULT_MAX_BYTES
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
-from packhorse.media.limits import DEFAULT_MAX_BYTES
-from packhorse.media.load import load_media, media_size, preload_media, sampling_of
-from packhorse.media.placeholder import FAKE_IMAGE_SIZE, fake_image, inject_fake_image
+from packhorse.media.loading import load_media, media_size, sampling_of
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames, sample_frame_indices
 from packhorse.media.source import describe, local_path, open_source, read_bytes
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
@@ -19,7 +18,6 @@ from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_MAX_PIXELS",
-    "FAKE_IMAGE_SIZE",
     "VideoFrames",
     "VideoInfo",
     "VideoMetadata",
@@ -28,9 +26,7 @@ __all__ = [
     "confine",
     "count_sampled_frames",
     "describe",
-    "fake_image",
     "image_size",
-    "inject_fake_image",
     "load_audio",
     "load_image",
     "load_media",
@@ -38,7 +34,6 @@ __all__ = [
     "local_path",
     "media_size",
     "open_source",
-    "preload_media",
     "probe_video",
     "read_bytes",
     "resolve",

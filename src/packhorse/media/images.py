@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from packhorse.media.failure import bad, outside_fault, unreadable
-from packhorse.media.headers import header_size, path_header_size
+from packhorse.media.image_headers import header_size, path_header_size
 from packhorse.media.source import describe, open_source
 
 DEFAULT_MAX_PIXELS = 2 * 89_478_485

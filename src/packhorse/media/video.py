@@ -11,21 +11,200 @@ Needs ``pip install 'packhorse[video]'`` for files; frames as pictures need noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import importlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from packhorse.errors import BadSample, ConfigError
-from packhorse.media.container import open_video
-from packhorse.media.failure import bad
-from packhorse.media.frames import as_frames, frames_info, read_frames
-from packhorse.media.images import DEFAULT_MAX_PIXELS
-from packhorse.media.limits import DEFAULT_MAX_BYTES, check_bytes
+from packhorse.errors import BadSample, ConfigError, MissingDependency
+from packhorse.media.container import VideoFile, open_video
+from packhorse.media.failure import DEFAULT_MAX_BYTES, bad, check_bytes, unreadable
+from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.sampling import VideoInfo, VideoSampling, sample_frame_indices
-from packhorse.media.source import Address, describe, locate, read_bytes
-from packhorse.media.video_backends import backend as find_backend
+from packhorse.media.source import Address, describe, local_path, locate, read_bytes
+
+_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+def as_frames(source: Any) -> list[Any] | None:
+    """The frames of a folder or list, or None where ``source`` is a video file.
+
+    Args:
+        source: a list or tuple of image sources, an array of frames x height x width x 3 bytes, or a folder.
+    """
+    if isinstance(source, list | tuple) or (isinstance(source, np.ndarray) and source.ndim == 4):
+        frames = list(source)
+    else:
+        folder = local_path(source)
+        if folder is None or not _is_folder(folder):
+            return None
+        frames = _pictures(folder)
+    if not frames:
+        wanted = (
+            "" if isinstance(source, list | tuple | np.ndarray) else f" (files named {', '.join(_PICTURES)})"
+        )
+        raise bad(f"{describe(source)}: the video has no frames{wanted}", "broken_media")
+    return frames
+
+
+def frames_info(
+    frames: Sequence[Any], fps: float | None, max_pixels: int | None = DEFAULT_MAX_PIXELS
+) -> VideoInfo:
+    """What can be told without decoding: the number of frames and the size of the first."""
+    height, width = image_size(frames[0], max_pixels=max_pixels)
+    return VideoInfo(len(frames), height, width, fps, len(frames) / fps if fps else None, is_file=False)
+
+
+def read_frames(
+    frames: Sequence[Any],
+    wanted: Sequence[int],
+    info: VideoInfo,
+    max_pixels: int | None = DEFAULT_MAX_PIXELS,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (frame number, RGB pixels); a frame of another size than the first one is ``broken_media``."""
+    for number in wanted:
+        pixels = np.asarray(load_image(frames[number], max_pixels=max_pixels))
+        if pixels.shape != (info.height, info.width, 3):
+            raise bad(
+                f"frame {number} ({describe(frames[number])}) is {pixels.shape[1]} x {pixels.shape[0]}, "
+                f"expected {info.width} x {info.height} like the first frame",
+                "broken_media",
+            )
+        yield number, pixels
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return os.path.isdir(path)
+    except ValueError:  # not a possible file name; opening it will say so
+        return False
+
+
+def _pictures(folder: str) -> list[str]:
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise unreadable(
+            error, f"{describe(folder)} cannot be listed ({error.strerror})", "missing_media"
+        ) from error
+    shown = (name for name in names if name.lower().endswith(_PICTURES) and not name.startswith("."))
+    return [os.path.join(folder, name) for name in sorted(shown, key=_natural)]
+
+
+def _natural(name: str) -> tuple[list[tuple[bool, int, str]], str]:
+    # The name itself decides between frame1 and frame01.
+    pieces = re.findall(r"\d+|\D+", name)
+    return [(not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in pieces], name
+
+
+_DECORD_CONTAINERS = {"mp4", "matroska", "avi"}
+_SAME_TIME = 1e-4  # seconds; far below the time of a frame
+
+Frames = Iterator[tuple[int, np.ndarray]]
+Backend = Callable[[VideoFile, Any, Sequence[int]], Frames]
+
+
+def find_backend(name: str) -> tuple[str, Backend]:
+    """The real name and the decoder for ``name``; ``"auto"`` is PyAV."""
+    real = "pyav" if name == "auto" else name
+    if real not in _BACKENDS:
+        raise ConfigError(f"backend={name!r}: expected auto, {', '.join(_BACKENDS)}")
+    return real, _BACKENDS[real]
+
+
+def _with_pyav(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames:
+    return video.decode(wanted)
+
+
+def _with_decord(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames:
+    decord = _import("decord", "decord")
+    # What decord 0.6 gets wrong without a word, found by comparing every frame.
+    if video.turns % 2:
+        raise _refused(video, "decord garbles videos that are turned by 90 degrees")
+    if not set(video.container.format.name.split(",")) & _DECORD_CONTAINERS:
+        found = video.container.format.name
+        raise _refused(
+            video, f"decord finds the right frames in MP4, MKV and AVI files only, this is {found}"
+        )
+    path = local_path(source)
+    try:
+        reader = decord.VideoReader(
+            io.BytesIO(read_bytes(source)) if path is None else path, ctx=decord.cpu(0)
+        )
+        if len(reader) != len(video.packets):
+            raise _other_count(video, "decord", len(reader))
+        if video.has_open_groups:
+            # Its seeking lands two frames off; reading through does not.
+            chosen = set(wanted)
+            for number in range(wanted[-1] + 1):
+                pixels = reader.next().asnumpy()
+                if number in chosen:
+                    yield number, pixels
+        else:
+            yield from zip(wanted, reader.get_batch(list(wanted)).asnumpy(), strict=True)
+    except (decord.DECORDError, RuntimeError) as error:
+        raise _failed(video, "decord", error) from error
+
+
+def _with_torchcodec(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames:
+    decoders = _import("torchcodec.decoders", "torchcodec")
+    path = local_path(source)
+    try:
+        decoder = decoders.VideoDecoder(read_bytes(source) if path is None else path, dimension_order="NHWC")
+        if len(decoder) != len(video.packets):
+            raise _other_count(video, "torchcodec", len(decoder))
+        batch = decoder.get_frames_at(indices=list(wanted))
+    except BadSample:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise _failed(video, "torchcodec", error) from error
+    if video.timed:
+        # Where an edit list cuts the start, torchcodec 0.13 hands out other frames than were asked for.
+        for number, seconds in zip(wanted, batch.pts_seconds.tolist(), strict=True):
+            if abs(seconds - video.seconds(number)) > _SAME_TIME:
+                raise _refused(
+                    video,
+                    f"torchcodec gives the frame of {seconds:.3f} s for frame {number}, "
+                    f"which is shown at {video.seconds(number):.3f} s",
+                )
+    yield from zip(wanted, batch.data.numpy(), strict=True)
+
+
+_BACKENDS: dict[str, Backend] = {
+    "pyav": _with_pyav,
+    "decord": _with_decord,
+    "torchcodec": _with_torchcodec,
+}
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ModuleNotFoundError, RuntimeError, OSError) as error:
+        # torchcodec raises RuntimeError where it does not find the system's FFmpeg libraries.
+        first_line = (str(error).splitlines() or [""])[0]
+        raise MissingDependency(
+            f"backend={package!r} cannot be loaded ({first_line}): "
+            f"pip install {package}, or use backend='pyav'"
+        ) from error
+
+
+def _failed(video: VideoFile, name: str, error: Exception) -> BadSample:
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return bad(f"{video.name}: {name} could not decode it ({first_line})", "broken_media")
+
+
+def _other_count(video: VideoFile, name: str, found: int) -> BadSample:
+    return _refused(video, f"{name} finds {found:,} frames where the file shows {len(video.packets):,}")
+
+
+def _refused(video: VideoFile, why: str) -> BadSample:
+    return bad(f"{video.name}: {why}; use backend='pyav'", "broken_media")
 
 
 @dataclass(frozen=True, slots=True)

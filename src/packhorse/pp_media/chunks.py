@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from packhorse.pp_media.documented import (
-    _VLM_MEDIA_KEYS,
-    documented_layout,
-    pixels_layout,
-    with_image_grid,
-)
+from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, documented_layout, pixels_layout, with_image_grid
 from packhorse.pp_media.rows import (
     COUNT_KEYS,
     MEDIA_LAYOUT_KEY,

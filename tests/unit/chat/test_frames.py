@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from packhorse.chat.frames import find_frame, stand_in
+from packhorse.chat.template_cache import find_frame, stand_in
 
 TURNS = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": stand_in(0)}]},

@@ -16,9 +16,9 @@ from planted import DEFECTS, MAX_LENGTH, Planted, picture, picture_row, text_row
 
 from contract.processors import processor
 from count_samples import write_meta, write_rows
-from packhorse.check import Fixed, check_meta, write_fixed
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.tools.check import Fixed, check_meta, write_fixed
 from packhorse.types import Reason
 
 

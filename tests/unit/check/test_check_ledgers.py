@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from count_samples import write_chats
-from packhorse.check import read_ledgers, selected
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
+from packhorse.tools.ledgers import read_ledgers, selected
 from packhorse.types import Drop
 
 

@@ -12,9 +12,9 @@ from planted import MAX_LENGTH, picture, picture_row, text_row, turns, write_cle
 
 from contract.processors import build, processor
 from count_samples import write_meta, write_rows
-from packhorse.check import RULES, CheckReport, check_meta
-from packhorse.engines import LocalEngine
 from packhorse.errors import ConfigError
+from packhorse.tools.check import RULES, CheckReport, check_meta
+from packhorse.utils.pool import LocalEngine
 
 
 def by_row(report: CheckReport) -> dict[int | None, set[str]]:
@@ -240,7 +240,7 @@ def test_pictures_in_a_parquet_file_are_decoded(tmp_path: Path) -> None:
 
 
 def test_a_cut_off_video_is_found_and_a_whole_one_is_not(tmp_path: Path) -> None:
-    from packhorse.cli.demo_data import write_demo_data
+    from packhorse.cli.demo.data import write_demo_data
 
     meta = write_demo_data(tmp_path)
     clip = tmp_path / "media" / "clip1.mp4"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from count_samples import python_path, save_processor, write_chats, write_meta, write_rows
 from packhorse.cli.app import app
-from packhorse.cli.demo_data import write_demo_data
+from packhorse.cli.demo.data import write_demo_data
 from packhorse.ledger import Ledger
 from unit.check.planted import MAX_LENGTH, write_clean, write_planted
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from count_samples import chat, leavings, save_processor, sidecars, write_chats
 from packhorse.cli.app import app
-from packhorse.cli.demo_data import write_demo_data
-from packhorse.tokens.count import TokenCounter
+from packhorse.cli.demo.data import write_demo_data
+from packhorse.count.token_counter import TokenCounter
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from count_samples import (
     write_chats,
 )
 from packhorse.cli.app import app
-from packhorse.datasets.counting import count_meta
+from packhorse.count.counting import count_meta
 
 PART = 50
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import packhorse.collate_fns as collate_fns
-from packhorse.datasets.robust import make_robust_collate
+from packhorse.encode.robust import make_robust_collate
 
 NEEDED = inspect.Parameter.empty
 DOCUMENTED = {

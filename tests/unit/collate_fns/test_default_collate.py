@@ -12,12 +12,12 @@ from transformers.processing_utils import ProcessingKwargs
 from contract.processors import processor
 from contract.samples import picture, turns
 from packhorse.chat import IGNORE_INDEX
+from packhorse.collate.processor_call import padding_side
 from packhorse.collate_fns import default_collate_fn, make_robust_collate
-from packhorse.collate_fns.contract import padding_side
 from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.example_media import inject_fake_image
 from packhorse.ledger import Ledger
-from packhorse.media import inject_fake_image
 
 HELLO = {"conversation": GREETING}
 SEEN = {
@@ -197,7 +197,7 @@ def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, 
     from contract.samples import clip
 
     ledger = Ledger()
-    monkeypatch.setattr("packhorse.collate_fns.records.default_ledger", lambda: ledger)
+    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: ledger)
     frames, metadata = clip(6)
     video = {"type": "video", "video": frames, "video_metadata": metadata}
     film = {"conversation": said(("user", [video]), ("assistant", "A cat."))}

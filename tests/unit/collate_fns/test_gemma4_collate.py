@@ -15,7 +15,7 @@ from packhorse.collate_fns import (
     gemma4_prefix_collate_fn,
 )
 from packhorse.datasets import PreTokenizedDatasetWrapper
-from packhorse.media import inject_fake_image
+from packhorse.formats.example_media import inject_fake_image
 
 
 @pytest.fixture(scope="module")

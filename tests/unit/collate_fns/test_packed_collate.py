@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from noise_floor import largest_difference, noise_floor
+from packhorse.collate.masks import block_causal_mask, document_block_mask, positions_tell, segments
 from packhorse.collate_fns import (
     loss_inputs,
     model_inputs,
     neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
 )
-from packhorse.collate_fns.flex import document_block_mask
-from packhorse.collate_fns.masks import block_causal_mask, positions_tell, segments
 from packhorse.errors import ConfigError
 from packhorse.families.gemma3 import Gemma3
 from packhorse.integrations.attention import varlen_attention

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from packhorse.datasets.count_columns import COUNTS, OK, CountColumns, count_schema
+from packhorse.count.columns import COUNTS, OK, CountColumns, count_schema
 
 _ROWS = 20_000
 

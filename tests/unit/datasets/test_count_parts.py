@@ -9,11 +9,10 @@ import pytest
 
 from contract.processors import processor
 from count_samples import chat, sidecars, write_chats
-from packhorse.datasets.count_check import batch_digest
-from packhorse.datasets.count_part import open_processor
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import Sidecar, batch_digest
 from packhorse.errors import ConfigError
+from packhorse.families.processors import open_processor
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,14 @@ from count_samples import (
     write_meta,
     write_rows,
 )
-from packhorse.cli.demo_data import write_demo_data
+from packhorse.cli.demo.data import write_demo_data
+from packhorse.count.count_jsonl import write_counted_jsonl
+from packhorse.count.counting import count_meta
+from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.datasets import make_meta_dataset
-from packhorse.datasets.count_jsonl import write_counted_jsonl
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.rows import open_rows
-from packhorse.engines import LocalEngine
 from packhorse.errors import ConfigError
-from packhorse.tokens.count import Counted, TokenCounter
+from packhorse.rows.row_files import open_rows
+from packhorse.utils.pool import LocalEngine
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packhorse.datasets.select import RowSelection
+from packhorse.rows.selection import RowSelection
 
 TOTAL = 250_000
 

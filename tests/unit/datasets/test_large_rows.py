@@ -10,16 +10,16 @@ import packhorse
 from contract.processors import processor
 from count_samples import chat, save_processor, write_meta
 from packhorse import LoaderConfig, World
-from packhorse.check import check_meta
-from packhorse.conversation import parse_conversation
+from packhorse.count.counting import count_meta
 from packhorse.datasets import convert_sharegpt_to_conversation, open_rows
-from packhorse.datasets.counting import count_meta
 from packhorse.errors import BadSample, ConfigError
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.plan_book import save_book
-from packhorse.view.planning import Request, make_plan
-from packhorse.view.report import plan_report
+from packhorse.formats.conversation import parse_conversation
+from packhorse.tools.check import check_meta
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Request, make_plan
+from packhorse.tools.view.server import make_app
 from view_samples import ask
 
 

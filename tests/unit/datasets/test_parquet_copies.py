@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packhorse.datasets import arrow
-from packhorse.datasets.arrow import ParquetRows, _check, _validate
-from packhorse.datasets.count_part import part_digest
-from packhorse.datasets.rows import open_rows
+from packhorse.count.parts import part_digest
 from packhorse.errors import BadSample, ConfigError
+from packhorse.rows import parquet as arrow
+from packhorse.rows.parquet import ParquetRows, _check, _validate
+from packhorse.rows.row_files import open_rows
 
 ROWS: list[dict[str, Any]] = [
     {

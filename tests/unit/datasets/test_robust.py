@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from packhorse.datasets import RobustDatasetWrapper, open_meta_dataset
-from packhorse.datasets.robust import make_robust_collate
+from packhorse.encode.robust import make_robust_collate
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger, default_ledger
 

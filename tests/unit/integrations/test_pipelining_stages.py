@@ -15,8 +15,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_
 
 from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor, relative_difference
-from packhorse.collate_fns.flex import document_block_mask
-from packhorse.collate_fns.masks import segments
+from packhorse.collate.masks import document_block_mask, segments
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.pipelining import VlmPipeline, pipeline_inputs, split_vlm

@@ -8,13 +8,13 @@ import torch
 
 from contract.tiny_models import MODELS, tiny_model
 from contract.torchvision_ops import make_torchvision_importable
-from packhorse.collate_fns.packed import ATTENTION
+from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError
-from packhorse.integrations.attention import attention_of
-from packhorse.integrations.choose_attention import (
+from packhorse.integrations.attention import (
     BEST_ELSEWHERE,
     BEST_ON_CUDA,
     Facts,
+    attention_of,
     choose,
     facts_of,
     objections,

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.errors import ConfigError
 from packhorse.integrations import loss as module
-from packhorse.integrations.loss import count_supervised, grouped, to_device, token_loss
+from packhorse.integrations.loss import count_supervised, grouped, token_loss
+from packhorse.types import to_device
 
 
 def logits_and_labels(rows: int, length: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

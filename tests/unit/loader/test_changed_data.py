@@ -26,7 +26,7 @@ from count_samples import write_meta
 from loader_samples import chat as example
 from loader_samples import handed_out, texts
 from loader_samples import load as load_examples
-from packhorse.datasets.contents import digest_of_examples
+from packhorse.count.contents import digest_of_examples
 from packhorse.errors import ConfigError
 
 ROWS = 30

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 
-from packhorse.loader.feed import Feed, WorkerSettings, _begin_worker
-from packhorse.loader.heap import keep_freed_memory
+from packhorse.loader.worker_pool import Feed, WorkerSettings, _begin_worker, keep_freed_memory
 
 FAULTS = """
 import ctypes, resource
-from packhorse.loader.feed import _begin_worker
+from packhorse.loader.worker_pool import _begin_worker
 
 PIECES, SIZE = 12, 16 << 20
 c = ctypes.CDLL(None)
@@ -60,5 +59,5 @@ def test_what_the_user_has_said_on_it_holds(said: tuple[str, str], monkeypatch: 
 def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("packhorse.loader.heap.ctypes.CDLL", lambda name: object())
+    monkeypatch.setattr("packhorse.loader.worker_pool.ctypes.CDLL", lambda name: object())
     assert not keep_freed_memory()

@@ -431,7 +431,7 @@ def test_feeding_draws_nothing_from_the_programs_random_numbers():
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava_onevision", "smolvlm", "internvl"])
 def test_media_can_be_cut_for_a_pipeline(mode, family):
     """Each chunk is what the samples of its rows have alone; which ones they are is read from the text."""
-    from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+    from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.families import family_of
     from packhorse.pp_media import VLM_PP_MEDIA_KEY
     from packhorse.pp_media.documented import by_own_names
@@ -546,7 +546,7 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_behind_its_state(tmp_p
     account = again.account
     assert (account.delivered, account.lost, account.left_out) == (38, 2, 0)
     assert account.reasons == {"sample_failed": 2}
-    from packhorse.check import read_ledgers
+    from packhorse.tools.ledgers import read_ledgers
 
     names = {drop.key for drop in read_ledgers(tmp_path)[0]}
     assert names == {str(early), str(late)}
@@ -612,7 +612,7 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
 
 
 def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
-    from packhorse.loader.account import Guard
+    from packhorse.loader.budget import Guard
     from packhorse.loader.build import BatchReport
 
     guard = Guard(1_000_000, 0, 1024, 0.01, None, Ledger())
@@ -644,7 +644,7 @@ def test_a_dataset_with_splits_is_refused_with_advice():
 
 
 def test_plans_of_large_sets_are_kept_and_a_damaged_one_is_made_anew(tmp_path, monkeypatch):
-    from packhorse.loader import plans
+    from packhorse.loader import planner as plans
 
     monkeypatch.setattr(plans, "_CACHED_FROM", 10)
     rows = texts(30)

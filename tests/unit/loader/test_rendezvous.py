@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from packhorse import distributed as rendezvous
+from packhorse.distributed import Rendezvous, Watch
 from packhorse.errors import SystemFault
-from packhorse.loader import rendezvous
-from packhorse.loader.rendezvous import Rendezvous, Watch
 from packhorse.types import World
 
 RANKS = 3

@@ -20,7 +20,7 @@ from contract.tiny_tokenizers import tokenizer
 from contract.torchvision_ops import make_torchvision_importable
 from loader_samples import chat, load, mixed, texts
 from packhorse.errors import ConfigError
-from packhorse.models import check_name
+from packhorse.families.models import check_name
 from packhorse.types import World
 
 make_torchvision_importable()

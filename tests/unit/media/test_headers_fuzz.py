@@ -16,7 +16,7 @@ from test_media_headers import OTHERS, OWN, encoded
 
 from packhorse.errors import BadSample
 from packhorse.media import image_size
-from packhorse.media.headers import header_size, path_header_size
+from packhorse.media.image_headers import header_size, path_header_size
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

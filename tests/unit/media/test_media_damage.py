@@ -16,8 +16,8 @@ import soundfile
 from media_samples import write_video
 
 from packhorse.errors import BadSample, MissingDependency
+from packhorse.media import audio as sound_module
 from packhorse.media import audio_info, load_audio, load_video, probe_video
-from packhorse.media import sound as sound_module
 
 RATE = 44_100
 

@@ -11,7 +11,7 @@ from media_samples import noise
 from PIL import Image
 
 from packhorse.media import image_size
-from packhorse.media.headers import header_size
+from packhorse.media.image_headers import header_size
 
 # (PIL format, mode, save options); TIFF and PPM are PIL's to read, the rest is read here.
 OWN = [

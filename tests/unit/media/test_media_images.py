@@ -16,7 +16,7 @@ from transformers.image_utils import load_image as transformers_load_image
 
 from packhorse.errors import BadSample
 from packhorse.media import DEFAULT_MAX_PIXELS, image_size, load_image
-from packhorse.media.headers import header_size
+from packhorse.media.image_headers import header_size
 
 
 def encoded(image: Image.Image, form: str, **options: object) -> bytes:

@@ -11,14 +11,8 @@ import soundfile
 from PIL import Image
 
 from packhorse.errors import BadSample
-from packhorse.media import (
-    DEFAULT_MAX_BYTES,
-    VideoSampling,
-    load_audio,
-    load_media,
-    load_video,
-    preload_media,
-)
+from packhorse.formats.example_media import preload_media
+from packhorse.media import DEFAULT_MAX_BYTES, VideoSampling, load_audio, load_media, load_video
 from packhorse.types import MediaRef
 
 

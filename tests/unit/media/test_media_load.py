@@ -12,6 +12,7 @@ from media_samples import decode_all, picture
 from PIL import Image
 
 from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.example_media import preload_media
 from packhorse.media import (
     VideoFrames,
     VideoInfo,
@@ -19,7 +20,6 @@ from packhorse.media import (
     count_sampled_frames,
     load_media,
     media_size,
-    preload_media,
     sampling_of,
 )
 from packhorse.types import MediaRef

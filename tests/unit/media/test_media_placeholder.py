@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from packhorse.errors import BadSample
-from packhorse.media import FAKE_IMAGE_SIZE, fake_image, inject_fake_image
+from packhorse.formats.example_media import FAKE_IMAGE_SIZE, fake_image, inject_fake_image
 
 
 def roles(example: dict) -> list[str]:

@@ -25,19 +25,19 @@ import packhorse
 from contract.processors import processor
 from count_samples import python_path, save_processor, write_meta, write_rows
 from packhorse import LoaderConfig, World
-from packhorse.check import check_meta
-from packhorse.conversation import parse_conversation
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import Sidecar, counts_of
 from packhorse.datasets import open_meta_dataset, open_rows
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import Sidecar, counts_of
 from packhorse.errors import BadSample, ConfigError, MissingDependency, SystemFault
 from packhorse.families import family_of
+from packhorse.formats.conversation import parse_conversation
 from packhorse.media import image_size, load_audio, load_image, load_video, read_bytes, remote
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.plan_book import save_book
-from packhorse.view.planning import Request, make_plan
-from packhorse.view.report import plan_report
+from packhorse.tools.check import check_meta
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Request, make_plan
+from packhorse.tools.view.server import make_app
 from view_samples import ask
 
 
@@ -458,7 +458,7 @@ def test_further_starts_keep_the_counts_of_the_first_run(tmp_path: Path, qwen: A
 def test_a_cleaned_copy_keeps_rows_whose_media_could_not_be_reached(
     tmp_path: Path, qwen: Any, server: Server
 ) -> None:
-    from packhorse.check import write_fixed
+    from packhorse.tools.check import write_fixed
 
     meta = write_data(tmp_path, ["good.png", f"{server.url}/403/a.png", f"{server.url}/404/a.png"])
     report = check_meta(meta, repair=True)

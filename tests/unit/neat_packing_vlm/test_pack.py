@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from packhorse.collate.packer import Parts, join
 from packhorse.errors import ConfigError
 from packhorse.families import FAMILIES, Family
 from packhorse.families.llava_onevision import LlavaOnevision
+from packhorse.families.positions import mrope_position_ids
 from packhorse.neat_packing_vlm import (
     MEDIA_KEYS,
     _build_packed_vlm_sample,
     _compute_mrope_position_ids,
     _shift_sample,
 )
-from packhorse.neat_packing_vlm.media import Parts, join
-from packhorse.positions import mrope_position_ids
 
 
 def sample(*ids, **more):

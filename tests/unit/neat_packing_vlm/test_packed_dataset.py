@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from packhorse.collate.packed_dataset import EmptyPack
 from packhorse.collate_fns import neat_packed_vlm_collater
-from packhorse.datasets.count_columns import CountColumns
+from packhorse.count.columns import CountColumns
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm
-from packhorse.neat_packing_vlm.dataset import EmptyPack
 
 
 class Encoded(Dataset):

@@ -8,11 +8,11 @@ import pytest
 
 from contract.processors import processor
 from count_samples import save_processor
+from packhorse.count.counting import count_meta
 from packhorse.datasets import PreTokenizedDatasetWrapper, make_meta_dataset, open_meta_dataset
-from packhorse.datasets.counting import count_meta
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import neat_pack_dataset_vlm
-from packhorse.neat_packing_vlm.lengths import lengths_of
+from packhorse.plan.eligibility import lengths_of
 
 WORDS = {"a": [3, 40, 0, 7, 90, 12, 5], "b": [60, 1, 33, 8]}
 BROKEN = '{"messages": [\n'

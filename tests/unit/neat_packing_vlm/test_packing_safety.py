@@ -7,15 +7,15 @@ from torch.utils.data import Dataset, Subset
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from noise_floor import largest_difference, noise_floor
-from packhorse.datasets.count_columns import CountColumns
-from packhorse.datasets.robust import RobustDatasetWrapper
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
+from packhorse.count.columns import CountColumns
+from packhorse.encode.robust import RobustDatasetWrapper
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
+from packhorse.families.positions import mrope_position_ids
 from packhorse.integrations.attention import varlen_attention, varlen_mask
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
-from packhorse.neat_packing_vlm.lengths import lengths_of
-from packhorse.positions import mrope_position_ids
+from packhorse.plan.eligibility import lengths_of
 
 
 class Encoded(Dataset):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from loader_samples import load, mixed
+from packhorse.collate.packer import join
+from packhorse.collate.pixel_buffer import PixelRoom, RoomPool, Settled, already_joined
 from packhorse.loader import build
-from packhorse.neat_packing_vlm.media import join
-from packhorse.neat_packing_vlm.pixels import PixelRoom, RoomPool, Settled, already_joined
 
 WIDE = 1 << 18  # numbers in a row of pixels: large enough that their place matters
 
@@ -147,11 +147,11 @@ def test_batches_are_the_same_with_and_without_room_for_their_pixels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = mixed(24)
-    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)
+    monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)
     seen: list[torch.Tensor | None] = []
     found = already_joined
     monkeypatch.setattr(
-        "packhorse.neat_packing_vlm.media.already_joined",
+        "packhorse.collate.pixel_buffer.already_joined",
         lambda parts, dtype: seen.append(found(parts, dtype)) or seen[-1],
     )
     with_room = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
@@ -169,7 +169,7 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = mixed(20, seed=3)
-    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)
+    monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)
 
     def batches(settle: bool) -> list[dict[str, torch.Tensor]]:
         loader = load(rows, 0, 2, pack_size=512, workers=0, pixel_dtype="bfloat16", max_bad_share=None)
@@ -225,7 +225,7 @@ def test_memory_is_used_again_once_nobody_holds_the_batch_and_not_before() -> No
 
 
 def test_batches_that_are_all_kept_are_all_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)
+    monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)
     rows = mixed(40, seed=5)
     kept = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
     for one, other in zip(kept, load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"), strict=True):
@@ -235,7 +235,7 @@ def test_batches_that_are_all_kept_are_all_different(monkeypatch: pytest.MonkeyP
 
 
 def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packhorse.neat_packing_vlm.pixels._LARGE", 1)  # workers are forked, and have it too
+    monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)  # workers are forked, and have it too
     rows = mixed(30, seed=7)
     own, theirs = (
         [dict(batch) for batch in load(rows, pack_size=512, workers=workers, pixel_dtype="bfloat16")]

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from packhorse.check.distribution import Distribution
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, plan_key, plan_packs
-from packhorse.neat_packing_vlm.describe import QUARTILES, percentiles
-from packhorse.neat_packing_vlm.plan_file import load_key
+from packhorse.plan.pack_plan import QUARTILES, percentiles
+from packhorse.plan.plan_file import load_key
+from packhorse.tools.stats import Distribution
 
 LENGTHS = [5, 3, 4, 20, 0, 7, 2]
 

@@ -6,8 +6,8 @@ import torch
 
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, greedy_knapsack, greedy_knapsack_vt_balanced, plan_packs
-from packhorse.neat_packing_vlm.deal import Shuffle, deal, gather, longest_first
-from packhorse.neat_packing_vlm.fill import Fill, Histogram, best_fit, lower_bound
+from packhorse.plan.assign import Shuffle, deal, gather, longest_first
+from packhorse.plan.best_fit import Fill, Histogram, best_fit, lower_bound
 
 
 def mixed_lengths(n: int, seed: int = 0) -> np.ndarray:
@@ -144,8 +144,8 @@ def test_dealing_in_runs_and_by_a_sort_give_the_same_packs(monkeypatch):
     histogram = Histogram.of(lengths, 8192)
     fill = best_fit(histogram, 8192)
     order = longest_first(lengths, 8192)
-    monkeypatch.setattr("packhorse.neat_packing_vlm.deal._MANY", 0)
-    monkeypatch.setattr("packhorse.neat_packing_vlm.deal._LONG_RUN", 0)
+    monkeypatch.setattr("packhorse.plan.assign._MANY", 0)
+    monkeypatch.setattr("packhorse.plan.assign._LONG_RUN", 0)
     by_runs, by_sort = deal(fill, order), gather(fill.pack_of(), fill.packs, order)
     assert np.array_equal(by_runs[0], by_sort[0])
     assert sorted(by_runs[1].tolist()) == list(range(len(lengths)))

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from contract.processors import processor
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import counts_of
 from packhorse.datasets import PreTokenizedDatasetWrapper, RobustDatasetWrapper, open_meta_dataset
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import counts_of
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, pack_lengths, plan_key, plan_packs

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, Sampler
 import packhorse.samplers as samplers
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.samplers import LengthGroupedSampler, agree, length_grouped
+from packhorse.plan import length_grouped
+from packhorse.plan import length_grouped as agree
+from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
 
 

@@ -11,17 +11,17 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from contract.processors import processor
 from count_samples import save_processor
+from packhorse.count.counting import count_meta
+from packhorse.count.sidecar import counts_of
 from packhorse.datasets import (
     PreTokenizedDatasetWrapper,
     RobustDatasetWrapper,
     make_meta_dataset,
     open_meta_dataset,
 )
-from packhorse.datasets.counting import count_meta
-from packhorse.datasets.sidecar import counts_of
 from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.estimate import columns_of
 from packhorse.samplers import LengthGroupedSampler
-from packhorse.tokens.columns import columns_of
 from packhorse.types import World
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from contract.processors import processor
 from count_samples import write_chats
+from packhorse.count.counting import count_meta
 from packhorse.datasets import open_meta_dataset
-from packhorse.datasets.counting import count_meta
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.samplers import LengthGroupedSampler, length_grouped
+from packhorse.plan import length_grouped
+from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
 
 

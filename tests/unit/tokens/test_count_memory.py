@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from contract.processors import processor
-from packhorse.conversation import parse_conversation
+from packhorse.count import token_counter as count
+from packhorse.count.token_counter import TokenCounter
 from packhorse.families import family_of
-from packhorse.tokens import count
-from packhorse.tokens.count import TokenCounter
+from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation
 
 

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from contract.processors import processor
 from packhorse.errors import ConfigError
-from packhorse.tokens.columns import LengthColumns, MediaSizes, columns_of, estimate_lengths
-from packhorse.tokens.estimate import (
+from packhorse.formats.estimate import (
+    LengthColumns,
+    MediaSizes,
+    columns_of,
     estimate,
     estimate_image_tokens,
+    estimate_lengths,
     estimate_sample_length,
     estimate_video_tokens,
     image_config,
     video_config,
 )
-from packhorse.tokens.resize import resize_video
+from packhorse.media.resize import resize_video
 
 IMAGES = {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 56 * 56, "max_pixels": 1003520}
 VIDEOS = {

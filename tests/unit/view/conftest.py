@@ -7,11 +7,11 @@ import pytest
 
 from count_samples import save_processor
 from packhorse.loader import LoaderConfig
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.plan_book import save_book
-from packhorse.view.planning import Planned, Request, make_plan
-from packhorse.view.report import plan_report
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Planned, Request, make_plan
+from packhorse.tools.view.server import make_app
 from view_samples import write_samples
 
 

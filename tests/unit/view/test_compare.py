@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from packhorse.neat_packing_vlm import plan_packs
-from packhorse.view.compare import estimated, overflowing, padded_slots, padding
-from packhorse.view.planning import Planned, make_plan
-from packhorse.view.report import plan_report
+from packhorse.tools.view.plan_report import estimated, overflowing, padded_slots, padding, plan_report
+from packhorse.tools.view.plan_request import Planned, make_plan
 
 
 @pytest.mark.parametrize(

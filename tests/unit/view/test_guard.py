@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.view.guard import Guard
+from packhorse.tools.view.server import Guard
 from view_samples import ask
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packhorse.datasets.rows import JsonRows
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
+from packhorse.rows.row_files import JsonRows
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.server import make_app
 from view_samples import ask, write_many
 
 PACKS = 3_000

@@ -17,12 +17,12 @@ from count_samples import save_processor
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import plan_packs
+from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_book import book_of, save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Planned, Request, make_plan
+from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.plan_book import book_of, save_book
-from packhorse.view.planning import Planned, Request, make_plan
-from packhorse.view.report import plan_report
 from view_samples import BROKEN, CUT, MALFORMED, SCRIPT, SIZES, SPOKEN, ask
 
 CHATS = len(SIZES) + 2  # the first row of chats, behind those of charts
@@ -256,7 +256,7 @@ def test_a_number_of_thousands_of_digits_is_no_row(app: Any, book: Book) -> None
 
 
 def test_a_search_stops_in_time_and_goes_on_where_it_stopped(book: Book) -> None:
-    from packhorse.view.search import find_text
+    from packhorse.tools.view.row_search import find_text
 
     first = find_text(book, "bar", seconds=-1)
     assert first.next is not None

@@ -8,9 +8,9 @@ from PIL import Image
 
 from contract.processors import FAMILIES, processor
 from packhorse.chat import IGNORE_INDEX
-from packhorse.conversation import parse_conversation
-from packhorse.datasets.tokenized import PreTokenizedDatasetWrapper
-from packhorse.view.tokens import roles_of, runs_of
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
+from packhorse.formats.conversation import parse_conversation
+from packhorse.tools.view.row_encoder import roles_of, runs_of
 
 CHATS = [name for name, one in FAMILIES.items() if one.chats]
 ROW = {

@@ -15,15 +15,14 @@ from count_samples import save_processor, write_chats, write_meta, write_rows
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import ConfigError
 from packhorse.loader import LoaderConfig
+from packhorse.tools.view import plots
+from packhorse.tools.view.book import Book, RowFinder
+from packhorse.tools.view.media_shelf import picture, sound
+from packhorse.tools.view.plan_book import book_of, save_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Request, make_plan
+from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
-from packhorse.view import plots
-from packhorse.view.app import make_app
-from packhorse.view.book import Book
-from packhorse.view.keys import RowFinder
-from packhorse.view.media import picture, sound
-from packhorse.view.plan_book import book_of, save_book
-from packhorse.view.planning import Request, make_plan
-from packhorse.view.report import plan_report
 from view_samples import ask, chat
 
 

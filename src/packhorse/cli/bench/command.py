@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.options import AS_JSON
-from packhorse.cli.screen import PlainCommand, new_table, one_line_errors, out_console
+from packhorse.cli.terminal import AS_JSON, PlainCommand, new_table, one_line_errors, out_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from packhorse.cli.bench.run import Result
+
 
 _WIDTH = 120  # of a table that goes to a file
 

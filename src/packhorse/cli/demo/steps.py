@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packhorse.cli.demo.story import Story
-from packhorse.cli.screen import out_console
+from packhorse.cli.demo.page import Story
+from packhorse.cli.terminal import out_console
 from packhorse.errors import ConfigError, PackhorseError, plain_error
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 _MARKER = ".packhorse-demo"
 _OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl")
@@ -56,7 +57,7 @@ def run_demo(out: Path) -> bool:
     Raises:
         ConfigError: ``out`` has files that are not the demo's.
     """
-    from packhorse.cli.demo.report import write_report
+    from packhorse.cli.demo.page import write_report
 
     started = time.monotonic()
     take_folder(out)
@@ -105,8 +106,8 @@ def take_folder(out: Path) -> None:
 
 
 def _write(story: Story, console: Console) -> None:
+    from packhorse.cli.demo.data import write_demo_mix
     from packhorse.cli.demo.tiny import tiny_model, tiny_processor
-    from packhorse.cli.demo_data import write_demo_mix
 
     _title(console, 1, "A small mixed data set, with a few broken rows")
     meta = write_demo_mix(story.out / "data")
@@ -123,7 +124,7 @@ def _write(story: Story, console: Console) -> None:
 
 
 def _check(story: Story, console: Console) -> None:
-    from packhorse.check import check_meta
+    from packhorse.tools.check import check_meta
 
     told = story.command("check", "--processor", story.model, "--max-length", _pack_size())
     _title(console, 2, f"What is wrong with them?  {told}")
@@ -136,7 +137,7 @@ def _check(story: Story, console: Console) -> None:
 
 
 def _count(story: Story, console: Console) -> None:
-    from packhorse.datasets.counting import count_meta
+    from packhorse.count.counting import count_meta
 
     _title(console, 3, f"How long is each row?  {story.command('count', '--processor', story.model)}")
     report = count_meta(str(story.meta), str(story.model), verify=20)
@@ -155,9 +156,9 @@ def _count(story: Story, console: Console) -> None:
 def _plan(story: Story, console: Console) -> None:
     from packhorse.cli.demo.train import demo_config
     from packhorse.cli.plan import print_costs, print_left_out, summary_lines
-    from packhorse.view.plan_book import save_book
-    from packhorse.view.planning import Request, make_plan
-    from packhorse.view.report import plan_report
+    from packhorse.tools.view.plan_book import save_book
+    from packhorse.tools.view.plan_report import plan_report
+    from packhorse.tools.view.plan_request import Request, make_plan
 
     told = story.command("plan", "--processor", story.model, "--pack-size", _pack_size())
     _title(console, 4, f"Which rows share a pack?  {told}")
@@ -219,7 +220,7 @@ def _relayed(process: subprocess.Popen[str], console: Console) -> int:
 
 
 def _compare(story: Story, console: Console) -> None:
-    from packhorse.check import read_ledgers
+    from packhorse.tools.ledgers import read_ledgers
 
     _title(console, 7, "Did the kill change anything? Is every row accounted for?")
     kept = [one for one in story.killed if one.step <= story.saved_at]
@@ -258,8 +259,8 @@ def _mean(steps: Sequence[Any]) -> float:
 
 def _parity(story: Story, console: Console) -> None:
     from packhorse.cli.parity import choose_samples, load_model
-    from packhorse.datasets.count_part import open_processor
-    from packhorse.parity import check_parity
+    from packhorse.families.processors import open_processor
+    from packhorse.tools.parity import check_parity
 
     told = story.command("parity", "--model", story.model)
     _title(console, 8, f"Is packed training the same as unpacked training?  {told}")

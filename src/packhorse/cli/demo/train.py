@@ -70,7 +70,7 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
     import torch
 
     from packhorse.cli.demo.tiny import tiny_model
-    from packhorse.datasets.count_part import open_processor
+    from packhorse.families.processors import open_processor
     from packhorse.integrations.transformers import prepare
 
     torch.set_num_threads(1)  # as quick for so small a model, and two runs share the machine
@@ -106,7 +106,7 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
 
 
 def _backward(model: Any, batch: Any) -> float:
-    from packhorse.collate_fns import model_inputs
+    from packhorse.collate.packed import model_inputs
     from packhorse.integrations.loss import count_supervised, token_loss
 
     logits = model(**model_inputs(batch, model)).logits

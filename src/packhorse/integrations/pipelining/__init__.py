@@ -7,7 +7,7 @@ model on the whole batch.
 """
 
 from packhorse.integrations.pipelining.microbatches import PipelineInputs, pipeline_inputs
-from packhorse.integrations.pipelining.run import VlmPipeline
+from packhorse.integrations.pipelining.pipeline import VlmPipeline
 from packhorse.integrations.pipelining.stages import SPLITTABLE, VlmStage, split_vlm
 
 __all__ = [

@@ -18,8 +18,8 @@ import torch
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
+from packhorse.families.positions import RopeIndex
 from packhorse.integrations.loss import supervised
-from packhorse.positions import RopeIndex
 from packhorse.pp_media import VLM_PP_MEDIA_KEY
 
 _USED = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "mm_token_type_ids"})

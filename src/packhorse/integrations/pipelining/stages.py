@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from packhorse.errors import ConfigError
+from packhorse.families.positions import rope_index
 from packhorse.integrations.pipelining.microbatches import varlen_arguments
-from packhorse.positions import rope_index
 
 SPLITTABLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types that :func:`split_vlm` knows how to cut, and that are tested."""

@@ -1,0 +1,152 @@
+"""The collate function for Nemotron-Parse, an encoder and decoder for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens
+from packhorse.collate.finish import Counts, cast_pixels, counted, shifted
+from packhorse.collate.processor_call import call, plain_turns, tolerated
+from packhorse.collate.raw_default import default_collate_fn
+from packhorse.collate.raw_labels import report_unsupervised, search_answers
+from packhorse.collate.raw_limit import Batch
+from packhorse.collate.raw_prepare import make_ready
+from packhorse.encode.robust import Batch as Samples
+from packhorse.families import Encoded
+from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
+from packhorse.formats.conversation import sounds_beside
+
+_SAMPLING_RATE = 16_000  # where the processor does not say it
+_CHOSEN_FRAMES = ("frame_indices", "video_metadata")  # a part with one of these names its frames itself
+
+
+def nemotron_omni_collate_fn(
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    max_length: int | None = None,
+    max_video_frames: int | None = 8,
+    *,
+    drop_overlong: bool = False,
+) -> Batch:
+    """:func:`~packhorse.collate_fns.default_collate_fn` with few frames of a video, and sound as arrays.
+
+    Args:
+        examples: in the documented format; they are not changed. ``audio`` next to the conversation may be an
+            array at the processor's rate, an (array, rate) pair, which is resampled to it, a file, or a list
+            of them. A conversation has at most one video.
+        processor: a Nemotron-Omni processor.
+        max_length: see :func:`~packhorse.collate_fns.default_collate_fn`, like ``drop_overlong``.
+        max_video_frames: take at most this many frames of a video, spread evenly; None leaves that to the
+            processor. A part that asks for fewer (``num_frames``, ``max_frames``, ``fps``) gets fewer.
+        drop_overlong: see there.
+    """
+    rate = int(getattr(processor, "audio_sampling_rate", None) or _SAMPLING_RATE)
+    prepared = [_with_rate(_with_few_frames(example, max_video_frames), rate) for example in examples]
+    if isinstance(examples, Samples):  # the names of the samples and their ledger
+        prepared = Samples(prepared, examples.indices, examples.keys, examples.ledger, examples.epoch)
+    return default_collate_fn(prepared, processor, max_length, drop_overlong=drop_overlong)
+
+
+def _with_rate(example: Mapping[str, Any], rate: int) -> Mapping[str, Any]:
+    """The example with a sampling rate for sound that is a bare array."""
+    if not isinstance(example, Mapping) or example.get("audio") is None:
+        return example
+    sounds = [(sound, rate) if hasattr(sound, "shape") else sound for sound in sounds_beside(example)]
+    return {**example, "audio": sounds}
+
+
+def _with_few_frames(example: Mapping[str, Any], most: int | None) -> Mapping[str, Any]:
+    """The example with the most frames written into its video parts."""
+    if most is None or not isinstance(example, Mapping) or "conversation" not in example:
+        return example
+    turns = [
+        {**turn, "content": [_limited(part, most) for part in turn["content"]]}
+        if isinstance(turn, Mapping) and isinstance(turn.get("content"), list | tuple)
+        else turn
+        for turn in example["conversation"]
+    ]
+    return {**example, "conversation": turns}
+
+
+def _limited(part: Any, most: int) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") != "video":
+        return part
+    if any(part.get(name) is not None for name in _CHOSEN_FRAMES):
+        return part
+    by_rate = part.get("fps") is not None or part.get("max_frames") is not None
+    name = "max_frames" if by_rate else "num_frames"
+    return {**part, name: min(part.get(name) or most, most)}
+
+
+def nemotron_parse_collate_fn(
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    task_prompt: str = TASK_PROMPT,
+    *,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
+) -> Batch:
+    """Write ``task_prompt`` and the answer of each sample, and call the processor with them and the pages.
+
+    Args:
+        examples: in the documented format, each with one image; they are not changed. Of the turns only the
+            assistant's are used. The model learns where to stop only if answers end in ``</s>``.
+        processor: ``processor(images=…, text=…, padding=True, add_special_tokens=False,
+            return_tensors="pt")``; it needs no chat template.
+        task_prompt: what the decoder is told before each answer; not learned.
+        pixel_dtype: what pixels are cast to; None leaves them as the processor makes them.
+
+    Returns:
+        ``pixel_values``; ``input_ids``, ``attention_mask`` and ``labels`` [B, S - 1], shifted by one;
+        ``decoder_input_ids`` and ``decoder_attention_mask`` [B, S - 1], the same: each label is the token
+        after its decoder input, and the decoder begins with the start token of the task prompt
+        (``</s>``, as generation begins). ``n_images_per_sample`` [B].
+
+    Raises:
+        BadSample: (a ``ValueError``) an image is missing or cannot be loaded, or there are two.
+    """
+    if not examples:
+        return {}
+    family = NemotronParse(task_prompt)
+    ready = make_ready(examples, processor, family, check=False)
+    for place, one in enumerate(ready):
+        if not one.media.images:
+            raise family.bad(f"sample {place} of the batch has no image", one.conversation)
+    turns = [plain_turns(one.turns, family) for one in ready]
+    texts = [family.render(processor, each) for each in turns]
+    images = [one.media.images[0] for one in ready]
+    options = {"padding": True, "add_special_tokens": False, "return_tensors": "pt"}
+    batch = cast_pixels(dict(call(processor, images=images, text=texts, **options)), pixel_dtype)
+    ids = batch["input_ids"]
+    mask = batch.setdefault("attention_mask", torch.ones_like(ids))
+    labels = _labels(ids, mask, turns, texts, processor, family)
+    report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
+    batch["labels"] = labels
+    made = shifted(counted(batch, Counts([1] * len(ready))), family)
+    del made["shift_labels"]  # the model has a decoder of its own, and never shifts labels
+    # The task prompt begins with the decoder's start token, so nothing is put in front.
+    return {**made, "decoder_input_ids": made["input_ids"], "decoder_attention_mask": made["attention_mask"]}
+
+
+def _labels(
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    turns: Sequence[list[dict[str, Any]]],
+    texts: Sequence[str],
+    processor: Any,
+    family: NemotronParse,
+) -> torch.Tensor:
+    try:
+        rows = [
+            label_tokens(
+                processor, text, family.answer_spans(processor, Encoded(text, each, {}, {})), row, frozenset()
+            )
+            for row, text, each in zip(ids.tolist(), texts, turns, strict=True)
+        ]
+    except tolerated(processor, CannotAlign):
+        pairs = zip(ids.tolist(), turns, strict=True)
+        rows = [search_answers(row, each, processor, frozenset()) for row, each in pairs]
+    labels = torch.tensor(rows, dtype=ids.dtype)
+    return labels.masked_fill(mask == 0, IGNORE_INDEX)

@@ -1,0 +1,81 @@
+"""Packs become a batch for Transformer Engine, which tells documents apart by their lengths ("thd")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from packhorse.collate.finish import counted, with_shift_labels
+from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater
+from packhorse.collate.packed_dataset import NeatPackConfig
+
+
+def packed_sequence_thd_vlm_collater(
+    batch: Sequence[Pack],
+    padding_idx: int = 0,
+    max_length: int | None = None,
+    seq_lens_padding_value: int = -1000,
+    *,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
+    media_layout: bool = False,
+) -> dict[str, Any]:
+    """Make a batch of packs for attention in Transformer Engine's "thd" format.
+
+    Args:
+        batch: packs of :class:`packhorse.neat_packing_vlm.PackedDatasetWrapper`.
+        padding_idx: the id that fills up short packs.
+        max_length: pad every batch to so many tokens; None pads to the longest pack.
+        seq_lens_padding_value: fills up the lengths of rows with fewer documents.
+        pixel_dtype: what pixels are converted to while they are copied; None leaves them.
+        media_layout: also say whose the entries of each media tensor are, for a pipeline
+            (:mod:`packhorse.pp_media`).
+
+    Returns:
+        Tensors per token [B, S] without a mask, the labels (already shifted) also as ``shift_labels``;
+        ``position_ids`` [B, S] or [3, B, S]; ``seq_lens`` [B, documents], the tokens of each document that
+        count, and ``seq_lens_padded``, what each takes up: alignment, the tokens of a fake image (which
+        follow their document) and, for the last one, the end of the row; ``qkv_format="thd"``; media tensors
+        and counts. An empty batch gives ``{}``.
+
+    Raises:
+        ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` for a kernel of this kind, also
+            if ``max_length`` is no multiple of the alignment of the packs.
+    """
+    if not batch:
+        return {}
+    rows = PackedRows(batch, padding_idx, max_length)
+    made = rows.tokens()
+    made, found = rows.contiguous(made, rows.both_ways(made) is not None, "Transformer Engine")
+    del made["attention_mask"]
+    made["seq_lens"] = _rectangular(found.lengths, seq_lens_padding_value)
+    made["seq_lens_padded"] = _rectangular(found.padded, seq_lens_padding_value)
+    made["qkv_format"] = "thd"
+    made |= rows.media(pixel_dtype)
+    if media_layout:
+        made |= rows.whose_media()
+    return counted(with_shift_labels(made), rows.counts())
+
+
+def packed_collater(
+    config: NeatPackConfig, padding_idx: int = 0, **options: Any
+) -> Callable[[Sequence[Pack]], dict[str, Any]]:
+    """The collate function for the packs of a configuration.
+
+    Args:
+        config: its ``packing_format`` chooses the function, ``collate_max_length`` and
+            ``attn_implementation`` are passed to it.
+        padding_idx: the id that fills up short packs.
+        **options: keyword arguments of the function.
+    """
+    options |= {"padding_idx": padding_idx, "max_length": config.collate_max_length}
+    if config.packing_format == "thd":
+        return partial(packed_sequence_thd_vlm_collater, **options)
+    return partial(neat_packed_vlm_collater, attn_implementation=config.attn_implementation, **options)
+
+
+def _rectangular(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    most = max(len(row) for row in lengths)
+    return torch.tensor([[*row, *[fill] * (most - len(row))] for row in lengths])

@@ -1,0 +1,497 @@
+"""Small-object collectives used at start-up and at epoch end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from packhorse.errors import ConfigError, SystemFault
+from packhorse.types import World
+
+logger = getLogger("packhorse.loader")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two looks at the store
+_BEAT_EVERY = 1.0  # seconds between two heartbeats, if the timeout allows
+_REPORT_EVERY = 5.0  # seconds between two lines in the log
+_NAMED_RANKS = 4  # how many missing ranks a line names
+_CHUNK = 4 << 20  # bytes of one value: a TCPStore accepts at most 8 MiB
+
+
+@dataclass(slots=True)
+class _Status:
+    """What a rank has last written: the number of the write, the last meeting it came to, what it does."""
+
+    beat: int = 0
+    meeting: int = 0
+    task: str = ""
+    left: str = ""  # why it will not come to the next meeting
+
+
+@dataclass
+class Watch:
+    """What a waiting rank remembers: when each other rank's heartbeat changed, when to look and to report."""
+
+    next_report: float = field(default_factory=lambda: time.monotonic() + _REPORT_EVERY)
+    next_look: float = 0.0
+    seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def is_time(self) -> bool:
+        """Whether to look at the other ranks again."""
+        return time.monotonic() >= self.next_look
+
+    def silent_for(self, rank: int, beat: int) -> float:
+        """Seconds since the heartbeat of a rank changed."""
+        now = time.monotonic()
+        if rank not in self.seen or self.seen[rank][0] != beat:
+            self.seen[rank] = beat, now
+        return now - self.seen[rank][1]
+
+
+class Rendezvous:
+    """Where the ranks of a process group meet.
+
+    Args:
+        store: the group's key-value store.
+        world: this rank's place in the group.
+        token: names the group in the store, the same on all its ranks.
+
+    Attributes:
+        timeout: seconds without a heartbeat after which a rank counts as dead: the process group's timeout.
+        meetings: how many meetings this rank has come to. All ranks come to all of them.
+    """
+
+    def __init__(self, store: Any, world: World, token: str) -> None:
+        self.store, self.world = store, world
+        self.timeout: float = store.timeout.total_seconds()
+        # torchrun's store outlives process groups and restarts: what earlier ones wrote must not count.
+        self._prefix = f"packhorse/{token}"
+        self._interval = min(_BEAT_EVERY, self.timeout / 4)
+        self.meetings = 0
+        self._task = ""
+        self._beats = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def busy(self, task: str) -> Iterator[None]:
+        """Write heartbeats while this rank is at work, so that the others wait for it."""
+        done = threading.Event()
+        before, self._task = self._task, task
+        self._write_status()
+        if not before:  # else there is a thread for it
+            threading.Thread(target=self._beat, args=(done,), daemon=True).start()
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:  # the process is to end: it comes to no other meeting
+            with contextlib.suppress(SystemFault):
+                self._write_status(left=type(error).__name__)
+            raise
+        finally:
+            done.set()
+            self._task = before
+
+    def _beat(self, done: threading.Event) -> None:
+        with contextlib.suppress(SystemFault):  # the main thread notices it too
+            while not done.wait(self._interval):
+                self._write_status()
+
+    def meet(self) -> None:
+        """Wait until all ranks have come to this meeting.
+
+        Raises:
+            SystemFault: a rank has died or was interrupted, or the store is gone.
+        """
+        self.meetings += 1
+        self._write_status()
+        complete = f"{self._prefix}/{self.meetings}/complete"
+        with self._store_errors():
+            if self.store.add(f"{self._prefix}/{self.meetings}/arrived", 1) == self.world.size:
+                self.store.set(complete, "")
+        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        self._poll(lambda: bool(self.store.check([complete])), others, self.meetings)
+
+    def has_moved_on(self, rank: int) -> bool:
+        """Whether a rank waits at the next meeting already."""
+        return self._status(rank).meeting > self.meetings
+
+    def wait_for(self, key: str, rank: int) -> bool:
+        """Wait until a message is there; False if the rank that should send it waits at the next meeting."""
+        self._poll(lambda: self.has_message(key) or self.has_moved_on(rank), [rank], self.meetings + 1)
+        return self.has_message(key)  # a rank that has moved on may have sent it before
+
+    def has_message(self, key: str) -> bool:
+        """Whether a message is there."""
+        with self._store_errors():
+            return bool(self.store.check([self._message_key(key)]))
+
+    def send(self, key: str, data: bytes) -> None:
+        """Leave a message for other ranks, which holds until the next meeting."""
+        chunks = [data[first : first + _CHUNK] for first in range(0, len(data), _CHUNK)] or [b""]
+        name = self._message_key(key)
+        with self._store_errors():
+            for number, chunk in enumerate(chunks):
+                self.store.set(f"{name}/{number}", chunk)
+            self.store.set(name, str(len(chunks)))  # last: the message is complete when this is there
+
+    def receive(self, key: str, *, remove: bool = False) -> bytes:
+        """Read a message that is there.
+
+        Args:
+            key: its name.
+            remove: remove it from the store, as the only rank that reads it.
+        """
+        name = self._message_key(key)
+        with self._store_errors():
+            parts = [f"{name}/{number}" for number in range(int(self.store.get(name)))]
+            data: bytes = b"".join(self.store.get(part) for part in parts)
+            if remove:
+                for stored in (name, *parts):
+                    self.store.delete_key(stored)
+        return data
+
+    def count_up(self, key: str) -> int:
+        """The next number of a counter that all ranks share, from 0."""
+        with self._store_errors():
+            return int(self.store.add(self._message_key(key), 1)) - 1
+
+    def look(self, ranks: Iterable[int], watch: Watch) -> set[int]:
+        """Check that ranks are alive that work until the next meeting; return those that wait there already.
+
+        Looks at most once a second; returns nothing in between.
+
+        Raises:
+            SystemFault: a rank has died or was interrupted.
+        """
+        if not watch.is_time():
+            return set()
+        busy = self._busy(ranks, self.meetings + 1, watch)
+        return set(ranks) - set(busy)
+
+    def _busy(self, ranks: Iterable[int], meeting: int, watch: Watch) -> dict[int, _Status]:
+        """The ranks that are alive and have not come to a meeting."""
+        busy = {rank: status for rank in ranks if (status := self._status(rank)).meeting < meeting}
+        for rank, status in busy.items():
+            if status.left:
+                raise SystemFault(f"rank {rank} was stopped ({status.left}) while other ranks waited for it")
+            if watch.silent_for(rank, status.beat) > self.timeout:
+                raise SystemFault(self._silence(rank, status))
+        watch.next_look = time.monotonic() + self._interval
+        return busy
+
+    def _report(self, busy: dict[int, _Status], watch: Watch) -> None:
+        """Log once in a while for whom this rank waits; of several waiting ranks, only on the lowest."""
+        now = time.monotonic()
+        if now < watch.next_report or not busy or any(rank not in busy for rank in range(self.world.rank)):
+            return
+        watch.next_report = now + _REPORT_EVERY
+        named = [f"rank {rank}{_doing(status)}" for rank, status in list(busy.items())[:_NAMED_RANKS]]
+        more = f" and {len(busy) - len(named)} more" if len(busy) > len(named) else ""
+        logger.info("rank %s waits for %s%s", self.world.rank, ", ".join(named), more)
+
+    def _silence(self, rank: int, status: _Status) -> str:
+        limit = f"{self.timeout:g} s, the timeout of the process group"
+        if not status.beat:
+            return f"rank {rank} has not built its loader within {limit}: see its log"
+        at = f" during '{status.task}'" if status.task else ""
+        return f"rank {rank} has died or hangs{at}: no sign of life for {limit}. See its log, or the system's"
+
+    def _poll(self, is_done: Callable[[], bool], ranks: list[int], meeting: int) -> None:
+        """Wait for ranks that come to ``meeting`` later."""
+        pause, watch = _FIRST_PAUSE, Watch()
+        while True:
+            with self._store_errors():
+                if is_done():
+                    return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            if pause == _LONGEST_PAUSE and watch.is_time():
+                self._report(self._busy(ranks, meeting, watch), watch)
+
+    def _write_status(self, left: str = "") -> None:
+        with self._lock:  # the heartbeat must not overwrite a later status
+            self._beats += 1
+            status = [self._beats, self.meetings, self._task, left]
+            with self._store_errors():
+                self.store.set(f"{self._prefix}/status/{self.world.rank}", json.dumps(status))
+
+    def _status(self, rank: int) -> _Status:
+        key = f"{self._prefix}/status/{rank}"
+        with self._store_errors():
+            return _Status(*json.loads(self.store.get(key))) if self.store.check([key]) else _Status()
+
+    def _message_key(self, key: str) -> str:
+        return f"{self._prefix}/{self.meetings}/{key}"
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Turn the errors of a store that is gone into one that says so."""
+        try:
+            yield
+        except RuntimeError as error:  # the base of torch.distributed.DistError
+            raise SystemFault(
+                "the key-value store of the process group does not answer: the process that holds it (mostly "
+                f"rank 0, or torchrun's agent) has ended; see its log ({' '.join(str(error).split())[:200]})"
+            ) from error
+
+
+def _doing(status: _Status) -> str:
+    return f" ({status.task})" if status.task else ""
+
+
+# By process group: meetings are counted from its beginning, over all loaders that use it.
+_known: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
+
+
+def rendezvous_of(group: Any, world: World) -> Rendezvous | None:
+    """The meeting place of a process group; None if it has no store (MPI).
+
+    All ranks of the group have to call it: for a new group they agree on a token.
+    """
+    if group not in _known:
+        store = group.get_group_store() if hasattr(group, "get_group_store") else None
+        if store is None:
+            return None
+        _known[group] = Rendezvous(store, world, agree_on_token(group))
+    _known[group].world = world  # of the loader that is being built: another one may have had another rank
+    return _known[group]
+
+
+def agree_on_token(group: Any) -> str:
+    """A random name for a process group, the same on all its ranks and new for every group.
+
+    Raises:
+        SystemFault: a rank does not come within the group's timeout.
+    """
+    token: list[Any] = [uuid4().hex]
+    try:
+        dist.broadcast_object_list(token, group=group, group_src=0)
+    except RuntimeError as error:  # the base of torch.distributed.DistError
+        raise SystemFault(
+            "the ranks of the process group did not all start to build a loader within the group's timeout: "
+            f"see the logs of the other ranks ({' '.join(str(error).split())[:200]})"
+        ) from error
+    return str(token[0])
+
+
+Result = TypeVar("Result")
+
+_NAMED_FAILURES = 3
+_PLAIN = (str, int, float, bool, type(None))  # what other ranks can surely read
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a rank reports to the others: what it could not do, and its error, without the traceback.
+
+    ``fields`` are the attributes of the error (the reason and key of a bad sample) that are plain values.
+    """
+
+    task: str
+    text: str
+    kind: type[Exception]
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception, task: str) -> _Failure:
+        text = f"{type(error).__name__}: {error}"
+        kind = next(kind for kind in type(error).__mro__ if _can_be_raised_elsewhere(kind))
+        fields = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
+        return cls(task, text, kind, fields)
+
+    def as_error(self, message: str) -> Exception:
+        """An error of the same class, with the same fields and another message."""
+        error = self.kind(message)
+        for name, value in self.fields.items():
+            setattr(error, name, value)
+        return error
+
+
+def _can_be_raised_elsewhere(kind: type) -> bool:
+    """Whether a class of errors is known to every rank and takes a message alone."""
+    if kind.__module__.partition(".")[0] not in ("builtins", "packhorse"):
+        return False
+    try:
+        kind("")
+    except TypeError:
+        return False
+    return True
+
+
+class Ranks:
+    """The ranks that share the data, and whether they can talk.
+
+    Args:
+        world: this rank's place among them.
+        group: their process group. Without it the default one, if it has as many ranks as the world; a world
+            of another size (some ranks hold parts of one model) needs a group of its own to talk in.
+
+    Attributes:
+        rendezvous: where ranks wait for each other; None if they cannot talk, or their group has no store.
+    """
+
+    def __init__(self, world: World, group: Any = None) -> None:
+        self.world, self.group = world, group
+        if group is not None and dist.get_world_size(group) != world.size:
+            raise ConfigError(
+                f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
+            )
+        self.can_talk = world.size > 1 and has_process_group() and dist.get_world_size(group) == world.size
+        self.rendezvous: Rendezvous | None = None
+        if self.can_talk:
+            self.rendezvous = rendezvous_of(dist.group.WORLD if group is None else group, world)
+        self._reported: Exception | None = None  # the error that all ranks know of
+        self._source = 0  # rank in the process group of the process with world.rank 0; set by every exchange
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks by their ``world.rank``, or only this one's if they cannot talk.
+
+        Waits for busy ranks without a limit, see :class:`~packhorse.distributed.Rendezvous`.
+
+        Raises:
+            SystemFault: another rank has died.
+            Exception: another rank has failed in :meth:`run_on_all_ranks`: its error.
+        """
+        return self._exchange(value, None) if self.can_talk else [value]
+
+    def from_first(self, task: str, do: Callable[[], Result]) -> Result:
+        """Run ``do`` on rank 0 and return its result on every rank; on each rank if they cannot talk.
+
+        Raises:
+            Exception: rank 0 failed, see :meth:`run_on_all_ranks`.
+        """
+        if not self.can_talk:
+            return do()
+        result = self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)
+        shared: list[Any] = [result]
+        dist.broadcast_object_list(shared, group=self.group, group_src=self._source)
+        first: Result = shared[0]
+        return first
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes."""
+        return all(self.gather(bool(yes)))
+
+    def same(self, what: str, value: str, advice: str) -> None:
+        """Raise if a value differs between ranks, which would then go different ways.
+
+        Args:
+            what: what the ranks do with the value, for the message: "have different settings".
+            value: this rank's.
+            advice: what to do about it.
+
+        Raises:
+            ConfigError: on every rank, naming what each has.
+        """
+        by_value: dict[str, list[int]] = {}
+        for rank, gathered in enumerate(self.gather(value)):
+            by_value.setdefault(gathered, []).append(rank)
+        if len(by_value) > 1:
+            named = "; ".join(f"{gathered} on ranks {ranks}" for gathered, ranks in by_value.items())
+            raise ConfigError(f"the ranks {what}: {named}. {advice}")
+
+    def run_on_all_ranks(self, task: str, do: Callable[[], Result]) -> Result:
+        """Run ``do`` on every rank; if any rank fails, raise on all of them instead of hanging.
+
+        A rank that failed raises its own error; the others raise one of the same class that names the rank
+        and its reason.
+
+        Args:
+            task: what ``do`` does, for messages: "open the data".
+            do: may use the other methods, this one included; every rank then has to.
+
+        Raises:
+            SystemFault: another rank has died.
+        """
+        if not self.can_talk:
+            return do()
+        if self.rendezvous is None:
+            return self._run(task, do)
+        with self.rendezvous.busy(task):
+            return self._run(task, do)
+
+    def _run(self, task: str, do: Callable[[], Result]) -> Result:
+        try:
+            result = do()
+        except Exception as error:
+            if error is not self._reported:
+                self._reported = error
+                with suppress(SystemFault):  # this rank's own error says more
+                    self._exchange(None, _Failure.of(error, task))
+            raise
+        self._exchange(None, None)
+        return result
+
+    def _exchange(self, value: Any, failure: _Failure | None) -> list[Any]:
+        """Give each rank's value to all; raise if another rank has failed and this one has not.
+
+        Failures travel with every exchange: a rank that fails early meets the others wherever they are.
+        """
+        if self.rendezvous is not None:
+            self.rendezvous.meet()  # so that the collective takes no longer than moving the data
+        found: list[Any] = [None] * self.world.size
+        dist.all_gather_object(found, (self.world.rank, value, failure), group=self.group)
+        # In the order of the process group, which is another one for a mesh of turned dimensions.
+        order = [rank for rank, _, _ in found]
+        if sorted(order) != list(range(self.world.size)):
+            raise ConfigError(
+                f"the processes of the group have world ranks {order}: expected each of 0 to "
+                f"{self.world.size - 1} once. Pass the process group whose ranks share the data as group="
+            )
+        self._source = order.index(0)
+        found.sort(key=lambda entry: entry[0])
+        failures = [(rank, report) for rank, _, report in found if report is not None]
+        if failures and failure is None:
+            named = [f"rank {rank} could not {one.task}: {one.text}" for rank, one in failures]
+            more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
+            self._reported = failures[0][1].as_error("; ".join(named[:_NAMED_FAILURES]) + more)
+            raise self._reported
+        return [value for _, value, _ in found]
+
+
+def has_process_group() -> bool:
+    """Whether ranks can talk to each other."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def smallest_by_talking(count: int, **settings: int) -> int:
+    """The smallest ``count`` over all ranks of the process group; every rank must call this.
+
+    Works with any backend: the numbers are put where the backend can reach them.
+
+    Args:
+        count: this rank's.
+        **settings: must be the same everywhere, or the ranks would go different ways.
+
+    Raises:
+        ConfigError: a setting differs between ranks (raised on all of them).
+    """
+    values = list(settings.values())
+    # The smallest of -x is the negative of the largest x: one call tells both ends.
+    numbers = torch.tensor(
+        [count, *values, *(-value for value in values)], dtype=torch.int64, device=reachable_device()
+    )
+    dist.all_reduce(numbers, dist.ReduceOp.MIN)
+    smallest, *ends = numbers.tolist()
+    for name, low, high in zip(settings, ends, ends[len(values) :], strict=False):
+        if low != -high:
+            raise ConfigError(f"{name} is {low} on one rank and {-high} on another: expected the same on all")
+    return int(smallest)
+
+
+def reachable_device(group: Any = None) -> str:
+    """The kind of device that the backend moves data on: ``cuda`` for NCCL, ``cpu`` for gloo and MPI."""
+    devices = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
+    return "cpu" if "cpu" in devices else devices[0]

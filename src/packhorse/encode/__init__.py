@@ -1,0 +1,1 @@
+"""Conversations to samples: encoding datasets, and what happens to samples that fail."""

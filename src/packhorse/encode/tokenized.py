@@ -1,0 +1,236 @@
+"""Samples as the model takes them: rows go in, ids, labels and media tensors of one sample come out.
+
+Everything happens when a sample is asked for, so DataLoader workers share the work: media are loaded, the
+template rendered, the processor run, answers labelled, the length checked. Our own part is small beside the
+processor's; a sample with a fake image costs one more rendering and tokenisation, one that is truncated is
+encoded again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from packhorse.chat import IGNORE_INDEX, CannotAlign, tokenizer_of
+from packhorse.chat.labels import TOKEN_KEYS
+from packhorse.encode.preparation import fake_tokens, run_hook, with_sound_in_place
+from packhorse.encode.robust import OnBad, ReplacingDataset
+from packhorse.errors import BadSample, ConfigError
+from packhorse.families import family_of
+from packhorse.families.base import Encoded
+from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.example_media import inject_fake_image, shows_a_picture
+from packhorse.ledger import Ledger
+from packhorse.types import Action, Conversation, Drop, Reason
+
+if TYPE_CHECKING:
+    import torch
+
+
+Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
+
+
+class PreTokenizedDatasetWrapper(ReplacingDataset):
+    """A torch dataset of encoded samples.
+
+    Each sample is a dict with ``input_ids``, ``attention_mask`` and ``labels`` of shape [S], further tensors
+    per token if the processor makes them (``mm_token_type_ids``), the media tensors of its family
+    (``pixel_values``, ``image_grid_thw``, …) and, where there are media, how many: ``n_images`` and
+    ``n_videos``. Labels are not shifted; collate functions do that.
+
+    Args:
+        dataset: examples in the documented format; the data set itself, not a :class:`RobustDatasetWrapper`
+            around it.
+        processor: of any family; see :func:`packhorse.families.family_of`.
+        max_length: the most tokens a sample may have; None for no limit.
+        max_retries: as for :class:`ReplacingDataset`, like ``on_bad``, ``max_in_a_row``, ``seed`` and
+            ``ledger``.
+        truncate: shorten a sample that is too long instead of treating it as bad. Whole turns are cut from
+            its end; only where even the first answer does not fit, that answer's text is cut. A medium is
+            never cut in two: it is there with all its tokens, or not at all.
+        inject_fake_images: give samples without image or video the fake image, whose tokens get
+            ``attention_mask`` 0, so that the vision tower runs on every rank. A sample that has lost its
+            pictures to truncation gets it too.
+        post_tokenize_hook: called as ``hook(result, processor) -> result`` before labels are made, with the
+            processor's tensors (those per token of shape [1, S]). It may raise :class:`BadSample` to refuse
+            a sample; anything else that it raises stops the run.
+
+    Raises:
+        ConfigError: the processor has no chat template, or ``truncate`` has no ``max_length`` to cut to.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        processor: Any,
+        max_length: int | None = None,
+        max_retries: int = 10,
+        *,
+        truncate: bool = False,
+        inject_fake_images: bool = True,
+        post_tokenize_hook: Hook | None = None,
+        on_bad: OnBad = "replace",
+        max_in_a_row: int = 100,
+        seed: int = 0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__(
+            dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
+        )
+        if truncate and max_length is None:
+            raise ConfigError("truncate=True without max_length: say how many tokens a sample may have")
+        self.processor, self.max_length, self.truncate = processor, max_length, truncate
+        self.inject_fake_images, self.post_tokenize_hook = inject_fake_images, post_tokenize_hook
+        self.family = family_of(processor)
+        self.family.check_template(processor)
+
+    def load(self, idx: int) -> dict[str, torch.Tensor]:
+        """Encode one sample.
+
+        Raises:
+            BadSample: it cannot be encoded, or is too long.
+        """
+        example = self.read(idx)
+        if example is None:
+            raise ConfigError(
+                f"the data set gives None for sample {idx}: PreTokenizedDatasetWrapper takes the data set "
+                "itself, not a RobustDatasetWrapper around it; it has an on_bad of its own"
+            )
+        return self.encode(example, self.key(idx))
+
+    def encode(self, example: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
+        """Encode an example that need not be in the dataset; ``key`` names it where something is wrong.
+
+        Raises:
+            BadSample: it cannot be encoded, or is too long.
+        """
+        example = with_sound_in_place(example, self.family, self.processor, key)
+        # Before a fake image hides that there is nothing.
+        conversation = parse_conversation(example, key)
+        self.family.check(conversation)
+        sample, cut = self._labelled(*self._shown(example, conversation)), ""
+        length = len(sample["input_ids"])
+        if self.max_length is not None and length > self.max_length:
+            sample, cut = self._shortened(example, key, length, self.max_length)
+        self._check_end(sample, key)
+        if cut:
+            self._remark(key, "truncated", cut, "cut")
+        if not (sample["labels"] != IGNORE_INDEX).any():
+            self._remark(key, "nothing_supervised", "no token of it is learned", "kept")
+        return sample
+
+    def _shown(self, example: Mapping[str, Any], conversation: Conversation) -> tuple[Conversation, bool]:
+        """An example's conversation with a fake image where it needs one, and whether it has one."""
+        wanted = self.inject_fake_images and "image" in self.family.kinds
+        if wanted and not shows_a_picture(conversation):
+            example = inject_fake_image(example)
+            conversation = parse_conversation(example, conversation.key)
+        images = any(ref.kind == "image" for ref in conversation.media)
+        return conversation, images and bool(example.get("_injected_fake"))
+
+    def _first_turns(self, example: Mapping[str, Any], number: int, key: str) -> tuple[Conversation, bool]:
+        """:meth:`_shown` of the first so many turns."""
+        shorter = {**example, "conversation": example["conversation"][:number]}
+        return self._shown(shorter, parse_conversation(shorter, key))
+
+    def _labelled(self, conversation: Conversation, fake: bool) -> dict[str, torch.Tensor]:
+        import torch
+
+        encoded = self.family.encode(conversation, self.processor)
+        if fake:  # before the hook, which may move tokens and their mask
+            ids = encoded.tokens["input_ids"].tolist()
+            first, behind = fake_tokens(self.family, self.processor, ids, conversation, encoded.sizes)
+            encoded.tokens["attention_mask"][first:behind] = 0
+        if self.post_tokenize_hook is not None:
+            encoded = self._hooked(encoded, conversation)
+        try:
+            labels = self.family.labels(self.processor, encoded)
+        except CannotAlign as error:
+            raise BadSample(str(error), key=conversation.key, stage="encode") from error
+        kinds = Counter(kind for kind, _ in encoded.sizes)
+        counts = {f"n_{kind}s": torch.tensor(kinds[kind]) for kind in ("image", "video") if kinds}
+        return {**encoded.tokens, "labels": labels, **encoded.media, **counts}
+
+    def _hooked(self, encoded: Encoded, conversation: Conversation) -> Encoded:
+        assert self.post_tokenize_hook is not None
+        batch = {name: tensor.unsqueeze(0) for name, tensor in encoded.tokens.items()}
+        result = run_hook(self.post_tokenize_hook, {**batch, **encoded.media}, self.processor)
+        tokens = {name: result[name][0] for name in TOKEN_KEYS if name in result}
+        length = len(tokens["input_ids"])
+        media = {}
+        for name, value in result.items():
+            if name not in tokens:
+                per_token = self.is_per_token(name, value, length) and value.shape[-2:-1] == (1,)
+                media[name] = value.squeeze(-2) if per_token else value
+        before, after = (self._media_tokens(found["input_ids"]) for found in (encoded.tokens, tokens))
+        if before != after:
+            raise self.family.bad(
+                f"{before.total()} media tokens before the post_tokenize_hook, {after.total()} after it",
+                conversation,
+            )
+        return replace(encoded, tokens=tokens, media=media)
+
+    def _media_tokens(self, ids: torch.Tensor) -> Counter[int]:
+        media_ids = self.family.media_token_ids(self.processor)
+        return Counter(token for token in ids.tolist() if token in media_ids)
+
+    def is_per_token(self, name: str, value: Any, length: int) -> bool:
+        """Whether a tensor has one entry per token, along its last axis."""
+        return name not in self.family.layout and getattr(value, "shape", ())[-1:] == (length,)
+
+    def _check_end(self, sample: Mapping[str, torch.Tensor], key: str) -> None:
+        """Refuse a sample that ends in a medium: shifting labels by one cuts the last token."""
+        if int(sample["input_ids"][-1]) in self.family.media_token_ids(self.processor):
+            what = "its last token is a medium's, and is cut when labels are shifted"
+            raise BadSample(what, reason="media_mismatch", key=key, stage="encode")
+
+    def _shortened(
+        self, example: Mapping[str, Any], key: str, length: int, limit: int
+    ) -> tuple[dict[str, torch.Tensor], str]:
+        """The sample without what does not fit, and the words that say so."""
+        too_long = f"{length} tokens are more than max_length={limit}"
+        if not self.truncate:
+            what = f"{too_long}; truncate=True cuts it"
+            raise BadSample(what, reason="too_long", key=key, stage="encode")
+        turns = example["conversation"]
+        answers = [number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"]
+        for number in reversed(answers):
+            if number == len(turns):
+                continue
+            shown, fake = self._first_turns(example, number, key)
+            if not self._may_fit(shown, limit):
+                continue
+            sample = self._labelled(shown, fake)
+            if len(sample["input_ids"]) <= limit:
+                return sample, f"{too_long}: turns {number} to {len(turns) - 1} were cut"
+        first = answers[0] if answers else len(turns)
+        shown, fake = self._first_turns(example, first, key)
+        return self._with_cut_answer(shown, fake, limit, too_long), f"{too_long}: the first answer was cut"
+
+    def _may_fit(self, conversation: Conversation, limit: int) -> bool:
+        """Whether it could fit, judged by its text alone, which costs no media."""
+        text = self.family.rendered(self.processor, conversation)
+        return len(tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"]) <= limit
+
+    def _with_cut_answer(
+        self, conversation: Conversation, fake: bool, limit: int, too_long: str
+    ) -> dict[str, torch.Tensor]:
+        sample = self._labelled(conversation, fake)
+        # The shift of labels cuts one token more, so a medium has to end before the last one.
+        cuts_media = self._media_tokens(sample["input_ids"][limit - 1 :])
+        learns = bool((sample["labels"][:limit] != IGNORE_INDEX).any())
+        if cuts_media or not learns:
+            left = "a medium would be cut in two" if learns else "nothing to learn would be left"
+            what = f"{too_long}, and {left}"
+            raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
+        length = len(sample["input_ids"])
+        return {
+            name: value[..., :limit] if self.is_per_token(name, value, length) else value
+            for name, value in sample.items()
+        }
+
+    def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
+        dataset = key.rpartition("/")[0]
+        self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))

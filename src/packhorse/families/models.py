@@ -1,0 +1,363 @@
+"""Models of transformers: found inside wrappers, by config or by name, and judged for packing.
+
+:func:`packing_problems` is the one place that decides whether a model gives packed rows the results that it
+gives their samples alone: the model types of :data:`PACKABLE` do, with layers of proven kinds, and no other.
+Nothing is computed and no weight is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from logging import getLogger
+from typing import Any
+
+from packhorse.errors import ConfigError, require
+
+logger = getLogger("packhorse.families.models")
+
+UNCHECKED = "unchecked"
+"""``model="unchecked"``: pack without a model, at the user's own risk."""
+
+_FAMILIES = """
+gemma3 gemma3_text gemma4 gemma4_text internvl kimi_k25 llava_onevision phi4_multimodal qwen2_5_vl
+qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_omni_moe_text qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+qwen3_vl_moe_text qwen3_vl_text smolvlm
+"""
+_DECODERS = """
+apertus arcee bitnet cohere cohere2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 glm glm4
+glm4_moe gpt2 gpt_neox gpt_oss granite granitemoe granitemoeshared helium llama minimax_m2 ministral
+ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
+seed_oss smollm3 stablelm starcoder2
+"""
+PACKABLE = frozenset((_FAMILIES + _DECODERS).split())
+"""Model types whose packed rows are tested to give what their samples give alone.
+
+A model is accepted if its own type and that of its decoder are both among them. A type is added with its
+test; one that selects keys over the row (sparse attention) looks right in a short test, and is not added.
+"""
+
+# Kinds of layers in which a token sees no more than its mask or its document's bounds let it see.
+_PROVEN_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+)
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")  # where configs list kinds of layers
+_MEDIA_PARTS = ("vision", "audio", "vq_", "image", "speech")  # in names of parts of a config
+_WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")  # torch.compile, DDP and DeepSpeed, FSDP
+_HUB_SECONDS = 10.0
+EXPECTED = "a model of transformers, its config, or the folder or hub name of one"
+
+
+def is_unchecked(model: Any) -> bool:
+    """Whether the user opted out of checking the model."""
+    return isinstance(model, str) and model == UNCHECKED
+
+
+def unwrap(model: Any) -> Any:
+    """The model of transformers inside PEFT, DDP, FSDP, DeepSpeed and ``torch.compile``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    inner = model
+    while not _is_model(inner):
+        if callable(getattr(inner, "get_base_model", None)):  # PEFT
+            inner = inner.get_base_model()
+            continue
+        inner = next((part for name in _WRAPPED if (part := getattr(inner, name, None)) is not None), None)
+        if inner is None:
+            raise ConfigError(f"model is a {type(model).__name__} without a config: expected {EXPECTED}")
+    # Qwen-Omni's whole model has no forward pass: what is trained is its thinker.
+    return getattr(inner, "thinker", inner)
+
+
+def _is_model(value: Any) -> bool:
+    wrapper = any(name in _contents(value) for name in _WRAPPED) or hasattr(type(value), "get_base_model")
+    return not wrapper and hasattr(getattr(value, "config", None), "get_text_config")
+
+
+def _contents(value: Any) -> set[str]:
+    """Names of the attributes and submodules of an object itself; a wrapper shows those of its content."""
+    return {*vars(value), *vars(value).get("_modules", ())} if hasattr(value, "__dict__") else set()
+
+
+def models_in(module: Any) -> Iterator[Any]:
+    """The outermost models of transformers in a module, which may be one itself."""
+    if _is_model(module) or hasattr(module, "peft_config"):
+        yield module
+        return
+    for child in module.children():
+        yield from models_in(child)
+
+
+def resolve_model(model: Any) -> tuple[Any | None, Any]:
+    """A model (None if only a config is known) and its config, from any form in which one can be given.
+
+    Args:
+        model: a model, its config, or the folder or hub name of one.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(model, str | os.PathLike):
+        return None, _trained_part(open_config(os.fspath(model)))
+    if model is None or isinstance(model, type):
+        given = "None" if model is None else f"the class {model.__name__}, not an object of it"
+        raise ConfigError(
+            f"model is {given}: expected {EXPECTED}. Write model=model, as of "
+            "AutoModelForImageTextToText.from_pretrained(…)"
+        )
+    if callable(getattr(model, "get_text_config", None)):
+        return None, _trained_part(model)
+    inner = unwrap(model)
+    return inner, inner.config
+
+
+def _trained_part(config: Any) -> Any:
+    return getattr(config, "thinker_config", config)  # as in unwrap
+
+
+def open_config(name: str, trust_remote_code: bool = False) -> Any:
+    """The config of a model in a folder or on the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    transformers: Any = require("transformers", "train")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ConfigError(f"model {name}: no config there (config.json is missing). Expected {EXPECTED}")
+    check_name("model", name)
+    wrong_values = require("huggingface_hub.errors", "train").StrictDataclassError
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, wrong_values) as error:
+        why = " ".join(str(error).split())[:300]
+        hint = "; load the model and pass it: model=model" if "trust_remote_code" in why else ""
+        raise ConfigError(f"model {name}: no config there can be read ({why}){hint}") from error
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise at once if a folder or hub name cannot be found.
+
+    Without a network the hub's client retries for half a minute per file, so the hub is tried once before it.
+
+    Args:
+        what: ``"model"`` or ``"processor"``, for the message.
+        name: a folder, or a name on the hub.
+
+    Raises:
+        ConfigError: there is no such folder, and the text is no name or the hub cannot be reached.
+    """
+    if os.path.isdir(name):
+        return
+    if os.path.exists(name):
+        raise ConfigError(f"{what} {name} is a file: expected the folder or hub name of a {what}")
+    if name.split() != [name] or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{what} {name or repr(name)}: no such folder. Expected a folder or hub name")
+    hub: Any = require("huggingface_hub", "train")
+    if _is_cached(hub, name):
+        return
+    if hub.constants.HF_HUB_OFFLINE or not _hub_answers(f"{hub.constants.ENDPOINT}/{name}"):
+        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise ConfigError(
+            f"{what} {name}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Pass the "
+            f"folder of a {what}, or download it where there is a network: hf download {name}"
+        )
+    logger.info("%s %s: no such folder in %s, so it is read from the hub", what, name, os.getcwd())
+
+
+def _is_cached(hub: Any, name: str) -> bool:
+    folder = f"models--{name.replace('/', '--')}"
+    return os.path.isdir(os.path.join(hub.constants.HF_HUB_CACHE, folder, "snapshots"))
+
+
+def _hub_answers(address: str) -> bool:
+    """Whether anything answers there: any status will do, and so will a certificate that is refused."""
+    try:
+        request = urllib.request.Request(address, method="HEAD")
+        with urllib.request.urlopen(request, timeout=_HUB_SECONDS):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (ConnectionError, TimeoutError, socket.gaierror):
+        return False
+    except urllib.error.URLError as error:
+        return not isinstance(error.reason, ConnectionError | TimeoutError | socket.gaierror)
+
+
+def model_classes(config: Any) -> tuple[type, ...]:
+    """Classes of transformers for a config, the one that is trained first; empty for remote code."""
+    transformers: Any = require("transformers", "train")
+    names = getattr(config, "architectures", None) or ()
+    found = [getattr(transformers, name, None) for name in names]
+    for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM", ""):
+        mapping = getattr(transformers, f"MODEL_FOR_{task}_MAPPING" if task else "MODEL_MAPPING", {})
+        try:
+            some = mapping[type(config)]
+        except KeyError:
+            continue
+        found += some if isinstance(some, tuple | list) else [some]
+    return tuple(dict.fromkeys(one for one in found if isinstance(one, type)))
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the decoder.
+
+    Raises:
+        ConfigError: it has several.
+    """
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise ConfigError(f"{type(config).__name__} has no single decoder ({error})") from error
+
+
+def media_parts(config: Any) -> tuple[str, ...]:
+    """Names of the parts of a model's config that encode images, videos or audio."""
+    names = {*vars(config), *getattr(config, "sub_configs", ())}
+    parts = (name for name in names if name.endswith(("_config", "_encoder")))
+    found = (name for name in parts if any(word in name for word in _MEDIA_PARTS))
+    return tuple(sorted(name for name in found if getattr(config, name, None) is not None))
+
+
+def unproven_layers(config: Any) -> tuple[str, ...]:
+    """Layers of a decoder whose kind is not proven to keep documents apart, as ``"layer 0 (conv)"``.
+
+    Args:
+        config: of the decoder. The first layer of each kind is named.
+    """
+    first: dict[str, int] = {}
+    for name in _LAYER_LISTS:
+        for number, kind in enumerate(getattr(config, name, None) or ()):
+            if kind not in _PROVEN_LAYERS:
+                first.setdefault(str(kind), number)
+    return tuple(f"layer {number} ({kind})" for kind, number in sorted(first.items()))
+
+
+def packing_problems(model: Any) -> tuple[str, ...]:
+    """Why packed rows would not give what their samples give alone, whatever the attention backend.
+
+    Args:
+        model: a model, its config, or the folder or hub name of one.
+
+    Returns:
+        One sentence for each reason, with the layer or class named; empty if the model can be packed.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    return known_problems(model) or tuple(_unproven(resolve_model(model)[1]))
+
+
+def known_problems(model: Any) -> tuple[str, ...]:
+    """As :func:`packing_problems`, but without the objection that nothing is known about a model type."""
+    inner, config = resolve_model(model)
+    return (*_problems(inner, config), *_problems_of_adapters(model))
+
+
+def _unproven(config: Any) -> Iterator[str]:
+    types = dict.fromkeys((config.model_type, text_config(config).model_type))
+    for name in types:
+        if name not in PACKABLE:
+            yield (
+                f"no test proves that model type {name!r} keeps the documents of a row apart; packhorse "
+                f'parity --model measures it, and model="{UNCHECKED}" goes without this check'
+            )
+
+
+def check_packable(model: Any, *, measured: bool = False) -> None:
+    """Raise if a model cannot be trained on packed rows.
+
+    Args:
+        model: as for :func:`packing_problems`.
+        measured: whether the caller measures it, so that a model type without a test is no objection.
+
+    Raises:
+        ConfigError: see :func:`packing_problems`.
+    """
+    problems = known_problems(model) if measured else packing_problems(model)
+    if problems:
+        raise refusal(problems)
+
+
+def refusal(problems: Sequence[str]) -> ConfigError:
+    """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
+    return ConfigError(
+        f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
+    )
+
+
+def _problems(model: Any | None, config: Any) -> Iterator[str]:
+    text = text_config(config)
+    classes = model_classes(config) if model is None else (type(model),)
+    if model is None and not classes:
+        yield (
+            f"{type(config).__name__} is not a config of transformers, so its layers are unknown: pass the "
+            "model itself"
+        )
+    layers = unproven_layers(text)
+    if layers:
+        yield f"{', '.join(layers)} may carry state or attention from one document of a row to the next"
+    elif stateful := _stateful_class(model, config, text):
+        yield f"{stateful} carries a state from one document of a row to the next"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "its encoder and the attention to it know nothing of documents"
+    elif classes and not _takes_positions(classes[0]):
+        yield f"{classes[0].__name__} takes no position_ids, so positions run on from document to document"
+    if getattr(text, "cross_attention_layers", None):
+        yield "text attends to images in layers of cross attention, which know nothing of documents"
+    if config.model_type == "paligemma":
+        yield "PaliGemma's question sees itself both ways, which packed batches have no mask for"
+
+
+def _stateful_class(model: Any | None, config: Any, text: Any) -> str | None:
+    """The name of a class that keeps a recurrent state; transformers has no public name for this flag."""
+    if model is None:
+        classes = (*model_classes(config), *(model_classes(text) if text is not config else ()))
+    else:
+        classes = tuple({type(module): None for module in model.modules()})
+    return next((one.__name__ for one in classes if getattr(one, "_is_stateful", False)), None)
+
+
+def _takes_positions(model_class: type) -> bool:
+    """Keyword arguments that a forward pass does not name are silently lost in many classes."""
+    takes = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return "position_ids" in takes or any(one.kind is one.VAR_POSITIONAL for one in takes.values())
+
+
+def _problems_of_adapters(model: Any) -> Iterator[str]:
+    modules = model.modules() if callable(getattr(model, "modules", None)) else ()
+    adapters = [getattr(module, "peft_config", None) for module in modules]
+    kinds = {type(one): one for some in adapters if isinstance(some, dict) for one in some.values()}
+    for kind, adapter in kinds.items():
+        if getattr(adapter, "is_prompt_learning", False):
+            yield f"{kind.__name__} adds its virtual tokens once for each row, not for each document"
+
+
+def weightless_model(config: Any) -> Any | None:
+    """A model of a config without weights (on the ``meta`` device), for what its class computes from it.
+
+    Returns:
+        None where transformers has no class with mRoPE for the config.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    import torch
+
+    found = (one for one in model_classes(config) if callable(getattr(one, "get_rope_index", None)))
+    model_class: Any = next(found, None)
+    if model_class is None:
+        return None
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"{model_class.__name__} cannot be built from {type(config).__name__}, which tells positions "
+            f"({error}): pass the model"
+        ) from error

@@ -1,0 +1,418 @@
+"""Mixtures: a meta file names datasets, each with its file, format and share.
+
+``open_meta_dataset`` gives the examples lazily (a row is read and converted when asked for; memory does not
+grow with the data), ``make_meta_dataset`` gives the same examples as a list. Both deal rows to ranks the same
+way and write what they leave out into the same kind of ledger.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from logging import getLogger
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import BadSample, ConfigError, naming
+from packhorse.formats.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
+from packhorse.formats.sharegpt import convert_row
+from packhorse.formats.summary import (
+    MetaExamples,
+    add_stats,
+    collect_sample_stats,
+    log_dataset_loading_summary,
+)
+from packhorse.ledger import Ledger
+from packhorse.media.remote import require_driver
+from packhorse.media.source import is_address
+from packhorse.rows.row_files import Row, RowFile, gc_paused
+from packhorse.rows.selection import Remainder, RowSelection, row_key
+from packhorse.types import Drop, World
+from packhorse.utils.progress import Progress
+
+logger = getLogger("packhorse.datasets")
+
+OnBadRow = Literal["raise", "skip"]
+
+_THREADS = 8
+_BLOCK = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One dataset of a mixture: its open file, this rank's rows of it, and how they are written."""
+
+    config: DatasetConfig
+    file: RowFile
+    selection: RowSelection
+
+    def __len__(self) -> int:
+        return len(self.selection)
+
+    def key(self, position: int) -> str:
+        """The name of the example at a position of this rank's rows."""
+        return row_key(self.config.name, self.selection.row(position), self.selection.copy(position))
+
+    def convert(self, row: Row | BadSample, position: int, ledger: Ledger) -> dict[str, Any]:
+        """The example that a row becomes.
+
+        Raises:
+            BadSample: it cannot be read, or is no conversation.
+        """
+        key = self.key(position)
+        if isinstance(row, BadSample):
+            raise BadSample(row.detail, reason=row.reason, key=key, stage=row.stage) from row
+        return convert_row(row, self.config.rules, key=key, dataset=self.config.name, record=ledger.record)
+
+
+class MetaDataset(Sequence[dict[str, Any]]):
+    """The examples of a mixture, read and converted when asked for.
+
+    A sequence: ``len``, ``[i]`` (a :class:`BadSample` names the row that cannot be read), slices, iteration.
+    It can be forked and pickled into workers. Resident memory is a few MB whatever the size of the data.
+
+    Attributes:
+        ledger: what was left out when opening, and what conversion found since.
+    """
+
+    def __init__(self, sources: Sequence[Source], ledger: Ledger) -> None:
+        self._sources = tuple(sources)
+        self._ends = list(accumulate(map(len, self._sources)))
+        self.ledger = ledger
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The datasets of the mixture, in order: each has its ``config``, ``file`` and ``selection``."""
+        return self._sources
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        source, position = self._find(index)
+        row = next(source.file.read([source.selection.row(position)]))
+        return source.convert(row, position, self.ledger)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for source in self._sources:
+            # Read in the order of the selection, neighbours together.
+            rows = source.file.read(map(source.selection.row, range(len(source))))
+            for position, row in enumerate(rows):
+                yield source.convert(row, position, self.ledger)
+
+    def key(self, index: int) -> str:
+        """The name of an example: dataset and row, ``coco/812``."""
+        source, position = self._find(index)
+        return source.key(position)
+
+    def row(self, index: int) -> Row:
+        """The row as the file holds it."""
+        source, position = self._find(index)
+        return source.file[source.selection.row(position)]
+
+    def location(self, index: int) -> str:
+        """File and line of an example's row."""
+        source, position = self._find(index)
+        return source.file.location(source.selection.row(position))
+
+    def locations(self, indices: Sequence[int]) -> list[str]:
+        """As :meth:`location`, for many, without reading: if there are blank lines, without line numbers."""
+        places = [self._find(index) for index in indices]
+        return [source.file.quick_location(source.selection.row(position)) for source, position in places]
+
+    def lengths(self) -> dict[str, int]:
+        """Examples per dataset, in order."""
+        return {source.config.name: len(source) for source in self._sources}
+
+    def stats(self) -> dict[str, int]:
+        """Media and estimated tokens; reads every row, so it costs a pass over the data."""
+        return collect_sample_stats(self)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        which = bisect.bisect_right(self._ends, index)
+        return self._sources[which], index - (self._ends[which - 1] if which else 0)
+
+    def __repr__(self) -> str:
+        return f"MetaDataset({len(self):,} examples: {self.lengths()})"
+
+
+def open_meta_dataset(
+    path_or_dataset: Meta,
+    dataset_names: Sequence[str] | None = None,
+    split: str = "train",
+    shard_data: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    remainder: Remainder = "drop",
+    ledger: Ledger | None = None,
+    index_dir: str | None = None,
+) -> MetaDataset:
+    """Open the datasets of a meta file without loading them: the lazy form of :func:`make_meta_dataset`.
+
+    A file is indexed the first time (seconds for gigabytes) and opens in milliseconds after that.
+
+    Args:
+        path_or_dataset: the meta file, or a dict with its content.
+        dataset_names: only these datasets; all if None.
+        split: not used; for symmetry with the other loaders.
+        shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
+        rank: the data-parallel rank (see :meth:`World.from_mesh`); if None, the rank among all processes.
+        world_size: how many data-parallel ranks there are; if None, how many processes.
+        remainder: rows that do not divide by ``world_size`` are recorded and left out (``"drop"``), or go to
+            the first ranks (``"keep"``).
+        ledger: where losses are recorded; a new one if None.
+        index_dir: folder for the row indexes, instead of beside the files.
+
+    Raises:
+        ConfigError: the meta file is not in order, or a file is not what its name says.
+        FileNotFoundError: a file is not there.
+    """
+    configs = read_meta(path_or_dataset, dataset_names)
+    world = _world(shard_data, rank, world_size)
+    ledger = ledger if ledger is not None else Ledger()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = list(pool.map(lambda config: open_dataset_rows(config, index_dir), configs))
+    sources = []
+    for config, file in zip(configs, files, strict=True):
+        selection = RowSelection(len(file), config.sample_ratio, world, remainder)
+        selection.record_losses(config.name, ledger)
+        sources.append(Source(config, file, selection))
+        check_first_rows(config, file)
+    record_same_files(sources, ledger)
+    return MetaDataset(sources, ledger)
+
+
+def make_meta_dataset(
+    path_or_dataset: Meta,
+    dataset_names: Sequence[str] | None = None,
+    split: str = "train",
+    shard_data: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    on_bad: OnBadRow = "raise",
+    remainder: Remainder = "drop",
+    ledger: Ledger | None = None,
+    index_dir: str | None = None,
+    **kwargs: Any,
+) -> MetaExamples:
+    """Load the datasets of a meta file into a list of examples (about 2 KB of memory a row).
+
+    Datasets are loaded in parallel and stand in the order of their names. A summary table is logged.
+
+    Args:
+        path_or_dataset: the meta file, or a dict with its content.
+        dataset_names: only these datasets; all if None.
+        split: not used; for symmetry with the other loaders.
+        shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
+        rank: the data-parallel rank (see :meth:`World.from_mesh`); if None, the rank among all processes.
+        world_size: how many data-parallel ranks there are; if None, how many processes.
+        on_bad: a row that cannot be read or is no conversation stops the loading (``"raise"``), or is left
+            out and recorded (``"skip"``; shards may then differ in length).
+        remainder: see :func:`open_meta_dataset`.
+        ledger: see :func:`open_meta_dataset`.
+        index_dir: see :func:`open_meta_dataset`.
+        **kwargs: taken for compatibility; a warning names what is ignored.
+
+    Returns:
+        The examples, with ``.stats`` (see :func:`collect_sample_stats`) and ``.ledger``.
+    """
+    if kwargs:
+        logger.warning("make_meta_dataset ignores the argument(s) %s", ", ".join(sorted(kwargs)))
+    if on_bad not in ("raise", "skip"):
+        raise ConfigError(f"on_bad={on_bad!r}: expected 'raise' or 'skip'")
+    started = time.perf_counter()
+    lazy = open_meta_dataset(
+        path_or_dataset,
+        dataset_names,
+        split,
+        shard_data,
+        rank,
+        world_size,
+        remainder=remainder,
+        ledger=ledger,
+        index_dir=index_dir,
+    )
+    with gc_paused(), ThreadPoolExecutor(_THREADS) as pool:
+        loaded = list(pool.map(lambda source: _load(source, lazy.ledger, on_bad), lazy.sources))
+    examples = MetaExamples(example for part in loaded for example in part.examples)
+    timings = [part.timing for part in loaded]
+    examples.stats = add_stats(timings)
+    examples.ledger = lazy.ledger
+    examples.key = RowKeys(lazy, [part.skipped for part in loaded])
+    rank = _world(shard_data, rank, world_size).rank if shard_data else rank
+    log_dataset_loading_summary(timings, time.perf_counter() - started, len(examples), rank)
+    if len(lazy.ledger):
+        logger.warning("of the rows of %s:\n%s", path_or_dataset, lazy.ledger.summary())
+    return examples
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One dataset in memory: its examples, the positions that were left out, its line of the summary."""
+
+    examples: list[dict[str, Any]]
+    skipped: list[int]
+    timing: dict[str, Any]
+
+
+class RowKeys:
+    """Names of the examples of a loaded list, where rows may have been left out.
+
+    Attributes:
+        mixture: what the list was loaded from.
+    """
+
+    def __init__(self, mixture: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
+        self.mixture = mixture
+        starts = accumulate(map(len, mixture.sources), initial=0)
+        gone = [start + place for start, part in zip(starts, skipped, strict=False) for place in part]
+        # For each place left out: how many examples of the list come before it.
+        self._before = [place - number for number, place in enumerate(gone)]
+
+    def __len__(self) -> int:
+        return len(self.mixture) - len(self._before)
+
+    def __call__(self, index: int) -> str:
+        """The name of an example by its place in the list."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        index %= len(self)
+        return self.mixture.key(index + bisect.bisect_right(self._before, index))
+
+    def places(self) -> npt.NDArray[np.int64]:
+        """Where each example of the list, as it was loaded, stands in the mixture."""
+        numbers = np.arange(len(self), dtype=np.int64)
+        return numbers + np.searchsorted(np.asarray(self._before, np.int64), numbers, side="right")
+
+
+def _load(source: Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
+    """Read and convert one dataset, block by block."""
+    name, numbers = source.config.name, source.selection.rows()
+    report = Progress(f"loading {name}", len(numbers))
+    examples: list[dict[str, Any]] = []
+    skipped: list[int] = []
+    io_s = convert_s = 0.0
+    for first in range(0, len(numbers), _BLOCK):
+        started = time.perf_counter()
+        rows = list(source.file.read(numbers[first : first + _BLOCK].tolist()))
+        read = time.perf_counter()
+        examples.extend(_converted(source, rows, first, ledger, on_bad, skipped))
+        io_s, convert_s = io_s + read - started, convert_s + time.perf_counter() - read
+        report(first + len(rows))
+    started = time.perf_counter()
+    stats = collect_sample_stats(examples)
+    convert_s += time.perf_counter() - started
+    _warn_of_missing(name, stats, len(examples))
+    timing = {"name": name, "samples": len(examples), "io_s": io_s, "convert_s": convert_s, **stats}
+    return _Loaded(examples, skipped, timing)
+
+
+def _converted(
+    source: Source,
+    rows: list[Row | BadSample],
+    first: int,
+    ledger: Ledger,
+    on_bad: OnBadRow,
+    skipped: list[int],
+) -> Iterator[dict[str, Any]]:
+    for position, row in enumerate(rows, first):
+        try:
+            example = source.convert(row, position, ledger)
+        except BadSample as error:
+            if on_bad == "raise":
+                raise
+            ledger.record(error.as_drop(dataset=source.config.name))
+            skipped.append(position)
+            continue
+        yield example
+
+
+def _warn_of_missing(name: str, stats: dict[str, int], samples: int) -> None:
+    """One warning per dataset, whatever is missing and in however many rows."""
+    fields = {"_text_tokens": "n_missing_text_tokens", "mm_inputs_meta": "n_missing_mm_inputs_meta"}
+    missing = [f"{field} ({stats[stat]:,})" for field, stat in fields.items() if stats[stat]]
+    if missing:
+        logger.warning("%s: of %s rows some lack %s: estimating", name, f"{samples:,}", ", ".join(missing))
+
+
+def _world(shard_data: bool, rank: int | None, world_size: int | None) -> World:
+    if not shard_data:
+        if world_size is not None and world_size > 1:
+            logger.warning(
+                "world_size=%s has no effect without shard_data=True: loading all rows", world_size
+            )
+        return World()
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank={rank}, world_size={world_size}: give both or neither")
+    return World.detect() if rank is None or world_size is None else World(rank, world_size)
+
+
+_FIRST_ROWS = 8
+
+
+def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
+    """Refuse a dataset whose rows all come out without an answer because its roles have other names.
+
+    A single row with an unknown role is that row's affair; when each of the first rows of the file has one
+    and no assistant turn, the tags are wrong, and training would run on nothing. All ranks look at the same
+    rows, so all stop or none.
+    """
+    media_dir = config.rules.media_dir
+    if media_dir is not None and is_address(media_dir):
+        with naming(f"dataset '{config.name}'"):
+            require_driver(media_dir)
+    elif media_dir is not None and not os.path.isdir(media_dir):
+        logger.warning(
+            "%s: media_dir %s is not a folder (nor is it one beside the meta file): every medium with a "
+            "relative path will be missing, and its row left out or replaced as missing_media",
+            config.name,
+            media_dir,
+        )
+    findings = Ledger()
+    first = range(min(len(file), _FIRST_ROWS))
+    for number, row in zip(first, file.read(first), strict=True):
+        if isinstance(row, BadSample):
+            return  # told when the row is read
+        key = row_key(config.name, number)
+        try:
+            example = convert_row(row, config.rules, key=key, dataset=config.name, record=findings.record)
+        except BadSample:
+            return
+        if any(turn["role"] == "assistant" for turn in example["conversation"]):
+            return
+    unknown = [drop for drop in findings if drop.reason == "unknown_role"]
+    if len(first) > 1 and len({drop.key for drop in unknown}) == len(first):
+        raise ConfigError(
+            f"dataset '{config.name}': none of the first rows has an assistant turn; {unknown[0].key}: "
+            f"{unknown[0].detail}. Set tags={{'user_tag': …, 'assistant_tag': …}} to what the rows say"
+        )
+
+
+def record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:
+    """Say of data sets that they have the same file, in the log and in the ledger."""
+    first: dict[str, str] = {}
+    for source in sources:
+        name, path = source.config.name, os.path.realpath(source.file.path)
+        other = first.setdefault(path, name)
+        if other != name and source.selection.world.rank == 0:
+            detail = f"{source.file.name} is also the file of dataset '{other}'; its rows come twice"
+            logger.warning("%s: %s", name, detail)
+            ledger.record(Drop(name, "select", "same_file", detail, "kept", name))

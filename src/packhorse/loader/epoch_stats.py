@@ -1,0 +1,332 @@
+"""Keeping account: when too much is lost the run stops, and at the end of an epoch all of it adds up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from logging import getLogger
+from pathlib import Path
+
+from packhorse.distributed import Ranks
+from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
+from packhorse.ledger import Ledger
+from packhorse.loader.budget import _by_reason
+from packhorse.loader.state import Progress, Tally
+from packhorse.types import Drop, World
+
+logger = getLogger("packhorse.loader")
+
+_NO_COUNTS = "part of the epoch was before a restart: set ledger_dir to have it"
+_NO_STEPS = "part of the epoch was before a restart, and not all of its step files are in {}: see the warning"
+_STEPS = ".steps"
+_NO_GROUP = "this rank's part alone: ranks without a process group cannot add up"
+
+
+@dataclass(frozen=True, slots=True)
+class EpochAccount:
+    """Where the samples of an epoch went, over all ranks.
+
+    Attributes:
+        epoch: which one.
+        rows: examples of the data set.
+        planned: of them are in the plan; the others are in the ledger.
+        delivered: were handed out to a rank, counted batch by batch; None where that is not known
+            (``unknown`` says why).
+        lost: were planned and failed on the way; counted likewise.
+        reasons: how many samples were not delivered for each reason, in this epoch or in all.
+        remarks: how many were, though the ledger has a reason for them (cut, nothing to learn in them).
+        unknown: why ``delivered`` is not known, and what would tell; empty where it is.
+    """
+
+    epoch: int
+    rows: int
+    planned: int
+    delivered: int | None
+    lost: int
+    reasons: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, int] = field(default_factory=dict)
+    unknown: str = ""
+
+    @property
+    def left_out(self) -> int:
+        """Rows that are in no pack: bad already when they were counted, too long, empty."""
+        return self.rows - self.planned
+
+    def __str__(self) -> str:
+        handed = f", delivered not known ({self.unknown})" if self.unknown else ""
+        if self.delivered is not None:
+            handed = f", {self.delivered:,} delivered"
+        known = " in the part that is known" if self.delivered is None else ""
+        lost = f", {self.lost:,} failed{known}" if self.lost else ""
+        lines = [f"epoch {self.epoch}: {self.rows:,} rows, {self.planned:,} in the plan{handed}{lost}"]
+        lines += [f"  {reason}: {number:,} of {self.rows:,}" for reason, number in self.reasons.items()]
+        if self.remarks:
+            lines.append(f"  delivered with a remark: {_by_reason(self.remarks)}")
+        return "\n".join(lines)
+
+
+def close_epoch(
+    mine: EpochAccount, before: Tally | None, *, shard_data: bool, ledger: Ledger, ranks: Ranks
+) -> EpochAccount:
+    """Add up the epoch over all ranks; the first rank logs it.
+
+    Args:
+        mine: what this rank was given since this process began with the epoch; ``reasons`` are found here.
+        before: delivered and lost before that, over all ranks (``shard_data``: on this one); None if unknown.
+        shard_data: rows and plan are this rank's own, so they are added up too.
+        ledger: this rank's.
+        ranks: to add up over; those that cannot talk tell their own part only.
+    """
+    parts = ranks.gather((mine, before))
+    earlier = [one for _, one in parts] if shard_data else [before]
+    reasons, remarks = _written(ledger, ranks, mine.epoch)
+    everybody = ranks.can_talk or ranks.world.size == 1
+    known = everybody and None not in earlier
+    total = Tally(sum(one.delivered or 0 for one, _ in parts), sum(one.lost for one, _ in parts))
+    for one in earlier:
+        total = total.plus(one or Tally())
+    account = EpochAccount(
+        mine.epoch,
+        sum(one.rows for one, _ in parts) if shard_data else mine.rows,
+        sum(one.planned for one, _ in parts) if shard_data else mine.planned,
+        total.delivered if known else None,
+        total.lost,
+        reasons,
+        remarks,
+        "" if known else _why_unknown(ledger) if everybody else _NO_GROUP,
+    )
+    if account.delivered is not None and account.delivered + account.lost != account.planned:
+        raise PackhorseError(
+            f"epoch {account.epoch} does not add up: {account.planned:,} samples planned, "
+            f"{account.delivered:,} delivered and {account.lost:,} lost"
+        )
+    if ranks.world.rank == 0:
+        logger.info("%s", account)
+    return account
+
+
+def _why_unknown(ledger: Ledger) -> str:
+    return _NO_COUNTS if ledger.path is None else _NO_STEPS.format(ledger.path.parent)
+
+
+class StepFile:
+    """What each micro-step gave a rank, in a file next to the rank's ledger: one JSON line per micro-step.
+
+    The resume state is the same on every rank, so it cannot hold what a single rank was given. A line holds
+    the branch (see :meth:`Progress.branch`), the micro-step, how many samples were delivered and lost, and
+    the step's ledger entries. A run that goes back to an earlier state writes the steps again: the last line
+    of a step counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._appended = path, False
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> StepFile | None:
+        """The file of a rank, if its ledger has one."""
+        return None if ledger.path is None else cls(ledger.path.with_suffix(_STEPS))
+
+    def append(self, branch: str, step: int, tally: Tally, drops: Iterable[Drop] = ()) -> None:
+        """Write one micro-step.
+
+        Raises:
+            SystemFault: that cannot be done.
+        """
+        line = json.dumps([branch, step, *tally, *map(asdict, drops)]).encode() + b"\n"
+        try:
+            if not self._appended:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                line = b"\n" + line  # a crash, or a full disk, may have cut off the last line of the file
+            self._appended = False
+            with open(self.path, "ab", buffering=0) as file:
+                while line:  # a disk that is almost full takes a part of it, and refuses the rest
+                    line = line[file.write(line) :]
+            self._appended = True
+        except OSError as error:
+            why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
+            raise SystemFault(
+                f"{self.path} cannot be written: {why}. Make room (or give a ledger_dir that can be "
+                "written) and start from the last checkpoint"
+            ) from error
+
+    def read(self, progress: Progress) -> list[dict[int, Tally]]:
+        """For each segment of a progress: its used micro-steps that this file has."""
+        return [{step: tally for step, (tally, _) in steps.items()} for steps in self._read(progress)]
+
+    def drops(self, progress: Progress) -> list[Drop]:
+        """The ledger entries of the used micro-steps."""
+        return [drop for steps in self._read(progress) for _, drops in steps.values() for drop in drops]
+
+    def _read(self, progress: Progress) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+        found: list[dict[int, tuple[Tally, list[Drop]]]] = [{} for _ in progress.segments]
+        branches = {progress.branch(number): number for number in range(len(progress.segments))}
+        if not self.path.exists():
+            return found
+        for line in self.path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # a line that a crash cut off
+                branch, step, delivered, lost, *drops = json.loads(line)
+                number = branches.get(branch)
+                if number is not None and step < progress.segments[number].steps:
+                    entry = Tally(int(delivered), int(lost)), [Drop(**drop) for drop in drops]
+                    found[number][step] = entry
+        return found
+
+
+def counted_before(ledger: Ledger, ranks: Ranks, progress: Progress) -> Tally | None:
+    """What all ranks were given in the used steps of a state, from their step files; the same on all ranks.
+
+    Returns:
+        None if a step of a rank is in no file that can be seen.
+    """
+    own = StepFile.of(ledger)
+    if own is None or (ranks.world.size > 1 and not ranks.can_talk):
+        return None
+    by_rank = {ranks.world.rank: own.read(progress)}
+    if not ranks.world.rank:  # files of ranks that only an earlier, larger run had
+        for rank, path in _rank_files(own.path.parent, _STEPS).items():
+            if rank >= ranks.world.size:
+                by_rank[rank] = StepFile(path).read(progress)
+    for others in ranks.gather(by_rank):
+        by_rank.update(others)
+    total = Tally()
+    for number, segment in enumerate(progress.segments):
+        for rank in range(segment.world):
+            steps = by_rank[rank][number] if rank in by_rank else {}
+            if len(steps) != segment.steps:
+                if not ranks.world.rank:
+                    file = rank_file(own.path.parent, rank).with_suffix(_STEPS)
+                    told = f"{file} has {len(steps):,} of {segment.steps:,} micro-steps before the restart"
+                    logger.warning("%s: how many samples they delivered is not known", told)
+                return None
+            for tally in steps.values():
+                total = total.plus(tally)
+    return total
+
+
+def rank_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank keeps its ledger."""
+    return Path(folder) / f"rank-{rank:05d}.jsonl"
+
+
+def lost_before(ledger: Ledger, epoch: int) -> int:
+    """How many samples of an epoch the file of a ledger names as lost, from before a restart."""
+    if ledger.path is None or not ledger.path.exists():
+        return 0
+    return _lost_in(_read(ledger.path, epoch))
+
+
+def _lost_in(ledger: Ledger) -> int:
+    """Samples that failed on the way, without those that belong to no epoch: they were never planned."""
+    return ledger.lost() - ledger.of_epoch(-1).lost()
+
+
+def recall(ledger: Ledger, epoch: int) -> None:
+    """Take in what the file of a ledger has on an epoch from before a restart; it is not written again."""
+    if ledger.path is not None and ledger.path.exists():
+        ledger.take_in(_read(ledger.path).of_epoch(epoch, alone=True))
+
+
+def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Collection[str]]) -> None:
+    """Forget what was recorded behind a state: about samples that it says are to come, and later epochs.
+
+    Args:
+        ledger: this rank's.
+        world: the first rank also looks after the files of ranks that are no more.
+        epoch: of the state.
+        unused: the names of these samples; asked for only if there is anything to take back.
+    """
+    if ledger.path is None:
+        if ledger.last_epoch() >= epoch:
+            ledger.take_back(epoch, unused())
+        return
+    for path in _own_files(ledger.path.parent, world):
+        own = ledger if path == ledger.path else Ledger(path)
+        last = max(own.last_epoch(), _read(path).last_epoch() if path.exists() else -1)
+        if last >= epoch:
+            number = own.take_back(epoch, unused())
+            if number:
+                logger.info("%s: %s entries behind the state are taken back", path, number)
+
+
+def restore_entries(ledger: Ledger, world: World, progress: Progress) -> None:
+    """Write entries of the used steps of a state that the ledger files lack, from the step files.
+
+    They are missing if the run went back to an earlier state, which took them back, and now goes on from a
+    later one; or if the ledger file is damaged.
+    """
+    if ledger.path is None:
+        return
+    for steps in _own_files(ledger.path.parent, world, _STEPS):
+        drops, file = StepFile(steps).drops(progress), steps.with_suffix(".jsonl")
+        there = set(_read(file)) if drops and file.exists() else set()
+        missing = [drop for drop in drops if drop not in there]
+        if missing:
+            Ledger(file).record_all(missing)
+            logger.info("%s: %s entries from before the state are restored", file, len(missing))
+
+
+def _own_files(folder: Path, world: World, suffix: str = ".jsonl") -> list[Path]:
+    """The file of a rank, and for the first one also those of ranks that are no more."""
+    files = [rank_file(folder, world.rank).with_suffix(suffix)]
+    if not world.rank:
+        files += [path for rank, path in _rank_files(folder, suffix).items() if rank >= world.size]
+    return files
+
+
+def _read(path: Path, epoch: int | None = None) -> Ledger:
+    """The entries of a file (that belong to an epoch, or to all); a torn file has those that are whole."""
+    try:
+        whole = Ledger.load(path)
+        return whole if epoch is None else whole.of_epoch(epoch)
+    except ConfigError as error:
+        logger.warning("%s: taken as empty", error)
+        return Ledger()
+
+
+_Reasons = tuple[dict[str, int], dict[str, int]]
+
+
+def _reasons(ledger: Ledger) -> _Reasons:
+    """How many samples were not delivered for each reason, and how many were though there is an entry."""
+    return ledger.samples_by_reason(gone=True), ledger.samples_by_reason(gone=False)
+
+
+def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Reasons:
+    """The reasons that the ledgers of all ranks have for an epoch.
+
+    Files are read: they have what an earlier run, or a process that was killed, has recorded too. After a
+    restart a sample may be in the files of two ranks; where the first rank sees all files, it counts once.
+    """
+    path = ledger.path
+    own = _read(path, epoch) if path is not None and path.exists() else ledger.of_epoch(epoch)
+    parts = ranks.gather((_reasons(own), len(own)))
+    files = {} if path is None else _rank_files(path.parent)
+    seen = {rank: _read(file, epoch) for rank, file in files.items()} if not ranks.world.rank else {}
+    all_seen = all(not number or len(seen.get(rank, ())) >= number for rank, (_, number) in enumerate(parts))
+    merged = _merged(seen.values()) if all_seen and seen else None
+    of_files: _Reasons | None = ranks.gather(None if merged is None else _reasons(merged))[0]
+    if of_files is not None:
+        return of_files
+    # In addition to those of this run: ranks that only an earlier, larger run had.
+    found = [one for one, _ in parts]
+    found += [_reasons(file) for rank, file in seen.items() if rank >= ranks.world.size]
+    gone, kept = Counter[str](), Counter[str]()
+    for one in found:
+        gone.update(one[0])
+        kept.update(one[1])
+    return dict(gone.most_common()), dict(kept.most_common())
+
+
+def _merged(ledgers: Iterable[Ledger]) -> Ledger:
+    merged = Ledger()
+    for ledger in ledgers:
+        merged.merge(ledger)
+    return merged
+
+
+def _rank_files(folder: Path, suffix: str = ".jsonl") -> dict[int, Path]:
+    numbers = {path: path.stem.partition("-")[2] for path in sorted(folder.glob(f"rank-*{suffix}"))}
+    return {int(number): path for path, number in numbers.items() if number.isdigit()}

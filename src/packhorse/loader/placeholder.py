@@ -1,0 +1,168 @@
+"""A sample that teaches nothing: the placeholder that keeps ranks in step.
+
+Under FSDP or ZeRO every rank has to run the vision tower whenever one rank does, and every rank has to step
+as often as the others. Where a rank has no image in a step in which another has one, or no sample at all, it
+gets this: a blank image (or video, or audio clip) of which no token is learned. It is a document of its own,
+so no other token sees it, and its gradient is exactly zero. Every pack keeps that many tokens free, so it is
+the media item with the fewest tokens that the processor accepts.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from packhorse.chat import IGNORE_INDEX
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import BadSample, ConfigError
+from packhorse.families import Family
+from packhorse.families.expansion import REFUSALS
+from packhorse.families.media_sizes import MediaSize
+from packhorse.ledger import Ledger
+from packhorse.media import VideoInfo
+from packhorse.types import MEDIA_KINDS, MediaKind
+
+_SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
+_SIDES = (7, 14, 20, 28, 32, 40, 48, 56, 64, 80, 100, 112, 128, 160, 200, 224, 256, 320, 400, 512)
+_MOST_PIXELS = 100_000
+_FRAMES = (1, 2)
+_TENTHS = tuple(range(1, 11))  # of a second: shorter clips vanish in the convolutions of an audio encoder
+
+
+def kinds_in(bits: int) -> tuple[MediaKind, ...]:
+    """The names of media for their bits."""
+    return tuple(kind for bit, kind in enumerate(MEDIA_KINDS) if bits >> bit & 1)
+
+
+def smallest_media(family: Family, processor: Any, kind: MediaKind) -> MediaSize:
+    """The size of the media item of a kind that has the fewest tokens.
+
+    Found by the family's own count over small sizes. A family that has to run the processor to count gets
+    a fixed size.
+
+    Raises:
+        ConfigError: the processor accepts none of them.
+    """
+    rate = family.sampling_rate
+    shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MOST_PIXELS] if family.exact else []
+    shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
+    shapes = shapes or [(_SIDE, _SIDE)]
+    sizes: dict[MediaKind, list[MediaSize]] = {
+        "image": list(shapes),
+        "video": [VideoInfo(n, h, w, None, None, tuple(range(n))) for h, w in shapes for n in _FRAMES],
+        "audio": [rate * tenths // 10 for tenths in _TENTHS],
+    }
+    if not family.exact:
+        return sizes[kind][-1]
+    counted: list[tuple[int, int]] = []
+    for place, size in enumerate(sizes[kind]):
+        with suppress(*REFUSALS):
+            tokens = family.media_tokens(processor, kind, size)
+            if tokens:
+                counted.append((tokens, place))
+    if not counted:
+        raise ConfigError(f"{family.name} accepts no small {kind}: set placeholder='never'")
+    return sizes[kind][min(counted)[1]]
+
+
+def blank_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
+    """A conversation with one blank media item of a size, or with none."""
+    blank: Any = None
+    if kind == "image" and isinstance(size, tuple):
+        blank = Image.new("RGB", (size[1], size[0]), "white")
+    elif isinstance(size, VideoInfo):
+        blank = [Image.new("RGB", (size.width, size.height), "white")] * size.total_frames
+    elif isinstance(size, int):
+        blank = (np.zeros(size, np.float32), sampling_rate)
+    media = [] if kind is None else [{"type": kind, kind: blank}]
+    full_stop = {"type": "text", "text": "."}
+    turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
+    return {"conversation": [{"role": role, "content": content} for role, content in turns]}
+
+
+class Blanks:
+    """Blank samples for an encoding dataset, each encoded once.
+
+    Args:
+        dataset: whose processor and family encode them.
+    """
+
+    def __init__(self, dataset: PreTokenizedDatasetWrapper) -> None:
+        # A copy that cuts nothing off and whose remarks go nowhere: a blank is no row of the data.
+        self.dataset = copy(dataset)
+        self.dataset.ledger, self.dataset.truncate, self.dataset.max_length = Ledger(), False, None
+        self._made: dict[MediaKind | None, dict[str, Any]] = {}
+        self._smallest: dict[MediaKind, tuple[MediaKind, MediaSize]] = {}
+
+    def samples(self, kinds: int) -> list[tuple[MediaKind | None, dict[str, Any]]]:
+        """Encoded samples before the shift, without a supervised token, each with the kind of its media.
+
+        There is one for each kind; kinds that fill the same tensors (images and frames of SmolVLM and
+        InternVL) share one, so there may be fewer of them than kinds.
+
+        Args:
+            kinds: one bit for each kind; 0 gives a sample without media.
+
+        Raises:
+            ConfigError: the processor cannot encode such a thing.
+        """
+        chosen = dict(self._smallest_like(kind) for kind in kinds_in(kinds))
+        if not chosen:
+            return [(None, dict(self._encoded(None, None)))]
+        return [(kind, dict(self._encoded(kind, size))) for kind, size in chosen.items()]
+
+    def lengths(self, kinds: int) -> list[int]:
+        """How many tokens each of them takes up, after the shift."""
+        return [len(sample["input_ids"]) - 1 for _, sample in self.samples(kinds)]
+
+    def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
+        """The smallest media item that fills the tensors of a kind, and its own kind."""
+        if kind not in self._smallest:
+            family, processor = self.dataset.family, self.dataset.processor
+            keys = {other: _tensors(family, other) for other in family.kinds}
+            alike = [other for other in family.kinds if keys[other] == keys.get(kind)] or [kind]
+            sizes = {other: smallest_media(family, processor, other) for other in alike}
+            best = alike[0]
+            if len(alike) > 1:
+                best = min(alike, key=lambda other: family.media_tokens(processor, other, sizes[other]))
+            self._smallest[kind] = best, sizes[best]
+        return self._smallest[kind]
+
+    def _encoded(self, kind: MediaKind | None, size: MediaSize | None) -> dict[str, Any]:
+        import torch
+
+        if kind in self._made:
+            return self._made[kind]
+        example = blank_example(kind, size, self.dataset.family.sampling_rate)
+        try:
+            sample = self.dataset.encode(example, "blank")
+        except BadSample as error:
+            raise ConfigError(
+                f"{self.dataset.family.name} cannot encode a blank {kind or 'text'} ({error.detail}): "
+                "placeholder='never' does without"
+            ) from error
+        unlearned = {**sample, "labels": torch.full_like(sample["labels"], IGNORE_INDEX)}
+        self._made[kind] = self._without_words(unlearned)
+        return self._made[kind]
+
+    def _without_words(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The media's own tokens with one on each side: what is said around them costs room and does nothing.
+
+        The token behind them goes when labels are shifted.
+        """
+        ids = sample["input_ids"].tolist()
+        media = self.dataset.family.media_token_ids(self.dataset.processor)
+        places = [place for place, token in enumerate(ids) if token in media] or [0]
+        kept = slice(max(0, places[0] - 1), places[-1] + 3)
+        return {
+            name: value[..., kept] if self.dataset.is_per_token(name, value, len(ids)) else value
+            for name, value in sample.items()
+        }
+
+
+def _tensors(family: Family, kind: MediaKind) -> frozenset[str]:
+    return frozenset(key for key, layout in family.layout.items() if kind in layout.kinds)

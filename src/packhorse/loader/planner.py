@@ -1,0 +1,388 @@
+"""The plan of each epoch: from counts to packs, what is left out of them, and the name of all of it.
+
+The same on every rank: it depends on the counts and the settings alone. Kept in the cache, so that a second
+start (and every other process of the machine) maps it from a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.count.columns import CountColumns
+from packhorse.count.contents import Content
+from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.meta import MetaDataset
+from packhorse.ledger import Ledger
+from packhorse.loader.config import Mode, OnOverlong
+from packhorse.plan.cost_model import CostWeights, sample_costs
+from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
+from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
+from packhorse.plan.plan_file import plan_key
+from packhorse.plan.planning import plan_packs
+from packhorse.plan.schedule import SampleFacts
+from packhorse.types import MEDIA_KINDS, Drop, Reason
+from packhorse.utils.files import cache_folder, cache_lock, digest
+
+logger = getLogger("packhorse.loader")
+
+Integers = npt.NDArray[np.int64]
+# A row is mended in its file; these may be mended without changing it.
+_MAY_HAVE_ARRIVED = ("missing_media", "broken_media", "media_too_large", "row_too_large")
+_ORDER = 1  # goes up when the same plan is dealt in another order
+_CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What a plan depends on, beside the counts.
+
+    Attributes:
+        mode: packs, or single samples that are padded.
+        size: the most tokens of a pack (or of a sample), after the shift.
+        reserve: how many of them stay free for a placeholder (:mod:`packhorse.loader.placeholder`), unless
+            every pack of an epoch has media of all ``reserved_kinds``.
+        reserved_kinds: the media of that placeholder, one bit for each kind.
+        alignment: each sample takes up a multiple of so many tokens.
+        on_overlong: what becomes of samples that are longer than a pack.
+        max_patches: of a pack; None for no limit. ``max_media`` and ``max_documents`` likewise.
+        seed: deals samples of one length at random.
+        weights: what tokens and patches cost.
+        spread_datasets: deal packs so that each data set is spread evenly over the epoch.
+        effort: see :func:`~packhorse.neat_packing_vlm.plan_packs`.
+    """
+
+    mode: Mode = "pack"
+    size: int = 8192
+    reserve: int = 0
+    reserved_kinds: int = 0
+    alignment: int = 1
+    on_overlong: OnOverlong = "drop"
+    max_patches: int | None = None
+    max_media: int | None = None
+    max_documents: int | None = None
+    seed: int = 0
+    weights: CostWeights = field(default_factory=CostWeights)
+    spread_datasets: bool = True
+    effort: float | None = None
+
+
+def room_of(settings: PlanSettings) -> int:
+    """The longest sample that fits into a pack, after the shift."""
+    size = settings.size - settings.reserve
+    return size - size % settings.alignment
+
+
+class Planner:
+    """Plans the epochs of a data set.
+
+    Args:
+        counts: of every example; those that are not ``ok`` are in no plan.
+        settings: see there.
+        strata: a number for each example that says which data set it is from; None if there is one.
+        cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
+        contents: digests of the rows; two datasets with the same counts differ in them.
+
+    Attributes:
+        facts: what dealing has to know of the samples.
+        name: names the plan of every epoch: two loaders with the same name feed the same packs.
+
+    """
+
+    def __init__(
+        self,
+        counts: CountColumns,
+        settings: PlanSettings,
+        strata: Integers | None = None,
+        cache: bool | str | os.PathLike[str] = True,
+        contents: Sequence[Content] = (),
+    ) -> None:
+        self.counts, self.settings, self.strata, self.contents = counts, settings, strata, tuple(contents)
+        # Labels are shifted before samples are joined, so each takes up one token less.
+        lengths = np.maximum(counts.total - 1, 0)
+        # Where the family cannot promise the number, there is room for what it may be off.
+        lengths = lengths + np.where(counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0))
+        if settings.on_overlong == "truncate":
+            lengths = np.minimum(lengths, self.room)
+        self.lengths: Integers = np.where(counts.ok, lengths, 0)
+        self.facts = SampleFacts(self._costs(), self._kinds(), strata if settings.spread_datasets else None)
+        self.limits = self._limits()
+        self.key = self._key()
+        self.name = hashlib.blake2b(json.dumps(self.key, sort_keys=True).encode(), digest_size=12).hexdigest()
+        self.folder = cache_folder() / "plans" if cache is True else Path(cache) if cache else None
+
+    @property
+    def room(self) -> int:
+        """The longest sample that fits into a pack."""
+        return room_of(self.settings)
+
+    def plan(self, epoch: int) -> PackPlan:
+        """The packs of an epoch; positions in it are those of the examples."""
+        if self.folder is None or len(self.lengths) < _CACHED_FROM or self.settings.mode == "pad":
+            return self._planned(epoch)
+        key = {**self.key, "epoch": epoch}
+        path = self.folder / f"{self.name}-{epoch}.phplan"
+        with cache_lock(f"plan {path}"):
+            if path.exists():
+                try:
+                    return PackPlan.load(path, key)
+                except (ConfigError, OSError) as error:
+                    logger.warning("planning anew: %s", error)
+            plan = self._planned(epoch)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                plan.save(path, key)
+            except OSError as error:
+                logger.warning("the plan is not kept (%s): the next start plans again", error)
+        return plan
+
+    def _planned(self, epoch: int) -> PackPlan:
+        one = self.settings
+        if one.mode == "pad":
+            return self._with_reasons(_one_by_one(self.lengths, self.room))
+        if self._may_go_without_reserve():
+            plan = self._packed(epoch, room_of(replace(one, reserve=0)))
+            kinds = np.bitwise_or.reduceat(self.facts.kinds[plan.indices], plan.offsets[:-1])
+            # A pack that loses its only sample of a kind has the tokens of that sample free.
+            if bool((kinds & one.reserved_kinds == one.reserved_kinds).all()):
+                return self._with_reasons(plan)
+        return self._with_reasons(self._packed(epoch, self.room))
+
+    def _packed(self, epoch: int, capacity: int) -> PackPlan:
+        one = self.settings
+        return plan_packs(
+            self.lengths,
+            capacity,
+            limits=self.limits,
+            alignment=one.alignment,
+            seed=one.seed,
+            epoch=epoch,
+            strata=self.strata,
+            effort=one.effort,
+        )
+
+    def reserve_in(self, plan: PackPlan) -> int:
+        """How many tokens of each pack of a plan stay free for a placeholder."""
+        return self.settings.reserve if plan.capacity == self.room else 0
+
+    def _may_go_without_reserve(self) -> bool:
+        """Whether it is likely that every pack has media of all reserved kinds, so that it is worth a try."""
+        one = self.settings
+        fitting = (self.lengths > 0) & (self.lengths <= one.size)
+        # The same rows have to be in the plan of every epoch, with the reserve and without.
+        if not one.reserve or one.on_overlong == "truncate" or (self.lengths[fitting] > self.room).any():
+            return False
+        samples, packs = int(fitting.sum()), max(1, int(self.lengths[fitting].sum()) // one.size)
+        lacking = [
+            float((self.facts.kinds[fitting] >> bit & 1 == 0).mean())
+            for bit in range(len(MEDIA_KINDS))
+            if one.reserved_kinds >> bit & 1
+        ]
+        return bool(samples) and all(packs * share ** (samples / packs) < 1 for share in lacking)
+
+    def _with_reasons(self, plan: PackPlan) -> PackPlan:
+        """Rows that could not be counted have no token, but that is not why they are in no pack."""
+        codes = plan.drop_codes.copy()
+        codes[~self.counts.ok[plan.dropped]] = DROP_REASONS.index("sample_failed")
+        return replace(plan, drop_codes=codes)
+
+    def _costs(self) -> npt.NDArray[np.float64]:
+        counts = self.counts
+        patches = counts.patches.astype(np.float64)
+        # The sidecar's totals do not tell how the patches are shared out: evenly, as most rows' are.
+        pairs = patches**2 / np.maximum(1, counts.images + counts.videos)
+        costs = sample_costs(self.lengths, self.settings.weights, patches=patches, patch_pairs=pairs)
+        return np.maximum(costs, 1.0)
+
+    def _kinds(self) -> npt.NDArray[np.uint8]:
+        kinds = np.zeros(len(self.counts), np.uint8)
+        for bit, kind in enumerate(MEDIA_KINDS):
+            kinds |= (getattr(self.counts, f"{kind}s") > 0).astype(np.uint8) << np.uint8(bit)
+        return kinds
+
+    def _limits(self) -> dict[str, tuple[Integers, int]]:
+        counts, one = self.counts, self.settings
+        media = counts.images + counts.videos + counts.audios
+        wanted = {
+            "patches": (counts.patches, one.max_patches),
+            "media": (media, one.max_media),
+            "documents": (np.ones(len(counts), np.int64), one.max_documents),
+        }
+        return {name: (values, limit) for name, (values, limit) in wanted.items() if limit is not None}
+
+    def _key(self) -> dict[str, Any]:
+        one = self.settings
+        media = hashlib.blake2b(digest_size=16)
+        for column in (self.facts.kinds, self.counts.patches, self.counts.images, self.counts.videos):
+            media.update(np.ascontiguousarray(column).data)
+        weights = one.weights
+        source: Mapping[str, Any] = {
+            "order": _ORDER,
+            "mode": one.mode,
+            "rows": digest(*(part for one in self.contents for part in (one.digest, one.reading))),
+            "media": media.hexdigest(),
+            "reserve": [one.reserve, one.reserved_kinds] if one.reserve else 0,
+            "spread": one.spread_datasets,
+            "weights": [weights.token, weights.token_pair, weights.patch, weights.patch_pair],
+        }
+        key = plan_key(
+            self.lengths,
+            self.room,
+            limits=self.limits,
+            alignment=one.alignment,
+            seed=one.seed,
+            strata=self.strata,
+            effort=one.effort,
+            source=source,
+        )
+        return {name: value for name, value in key.items() if name != "epoch"}
+
+
+def _one_by_one(lengths: Integers, room: int) -> PackPlan:
+    """A plan in which each sample is a pack of its own."""
+    plan = plan_packs(np.where(lengths > room, 2, np.minimum(lengths, 1)), 1, effort=0.0)
+    return PackPlan(
+        plan.offsets,
+        plan.indices,
+        lengths[plan.indices],
+        plan.dropped,
+        plan.drop_codes,
+        room,
+        plan.bound,
+    )
+
+
+def record_left_out(
+    planner: Planner,
+    plan: PackPlan,
+    key_of: Callable[[int], str],
+    ledger: Ledger,
+    locations: Callable[[list[int]], list[str]] | None = None,
+) -> None:
+    """Write into the ledger which examples are in no pack, and why.
+
+    Args:
+        planner: made the plan.
+        plan: of any epoch.
+        key_of: the name of an example.
+        ledger: is written to.
+        locations: files and lines of examples (see ``MetaDataset.locations``); None where nobody knows.
+    """
+    counts = planner.counts
+    found: list[tuple[int, Reason, str]] = [
+        (index, counts.status[index], _bad_detail(counts, index))
+        for index in np.flatnonzero(~counts.ok).tolist()
+    ]
+    for reason, positions in plan.dropped_by_reason().items():
+        positions = positions[counts.ok[positions]]
+        if not len(positions):
+            continue
+        if reason == "too_long":
+            found += [
+                (index, reason, too_long_detail(int(planner.lengths[index]), planner.settings))
+                for index in positions.tolist()
+            ]
+            continue
+        detail = over_limit_detail(planner) if reason == "over_limit" else ""
+        found += [(index, reason, detail) for index in positions.tolist()]
+    places = [""] * len(found) if locations is None else locations([index for index, _, _ in found])
+    drops = []
+    for (index, reason, detail), place in zip(found, places, strict=True):
+        key = key_of(index)
+        told = "; ".join(part for part in (detail, place) if part)
+        drops.append(Drop(key, "plan", reason, told, dataset=key.rpartition("/")[0]))
+    ledger.record_all(drops)
+
+
+def _bad_detail(counts: CountColumns, index: int) -> str:
+    again = "; between runs `packhorse count --retry-bad` looks again"
+    hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
+    if counts.status[index] == "unreachable_media":
+        hint = "; the next run asks again"
+    return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
+
+
+def too_long_detail(length: int, settings: PlanSettings) -> str:
+    """Why a sample of so many tokens (after the shift) is in no pack, in words."""
+    room = room_of(settings)
+    kept = f" ({settings.size:,} less {settings.size - room:,} kept free)" if room < settings.size else ""
+    return f"{length:,} tokens, more than the {room:,} of a pack{kept}"
+
+
+def over_limit_detail(planner: Planner) -> str:
+    """Why a sample is in no pack that fits by its tokens, in words."""
+    return f"alone over a limit of a pack ({', '.join(planner.limits)})"
+
+
+def plan_lines(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> list[str]:
+    """A plan in words, with a line for each reason why examples are in no pack, and five of them."""
+    # A plan knows positions only: its own lines on them are left for those with names.
+    lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
+    left_out: dict[str, list[int]] = {}
+    for index in np.flatnonzero(~planner.counts.ok).tolist():
+        left_out.setdefault(str(planner.counts.status[index]), []).append(index)
+    for reason, positions in plan.dropped_by_reason().items():
+        if len(good := positions[planner.counts.ok[positions]]):
+            left_out.setdefault(str(reason), []).extend(good.tolist())
+    for name, indices in left_out.items():
+        some = ", ".join(map(key_of, indices[:5])) + (", …" if len(indices) > 5 else "")
+        lines.append(f"left out   {name}: {len(indices):,} of {len(planner.counts):,} ({some})")
+    return lines
+
+
+def warn_of_too_long(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
+    """Say in the log how many samples are too long for a pack, and which is the longest."""
+    positions = plan.dropped_by_reason().get("too_long")
+    if positions is not None and len(positions):
+        number = f"{len(positions):,} of {len(planner.counts):,}"
+        logger.warning("too_long: %s; %s", number, _longest(planner, positions, key_of))
+
+
+def refuse_bad(planner: Planner, key_of: Callable[[int], str]) -> None:
+    """Stop where one bad sample is to stop the run.
+
+    Raises:
+        BadSample: a row could not be counted.
+    """
+    counts = planner.counts
+    for index in np.flatnonzero(~counts.ok)[:1].tolist():
+        reason: Reason = str(counts.status[index])  # type: ignore[assignment]
+        raise BadSample(_bad_detail(counts, index), reason=reason, key=key_of(index), stage="plan")
+
+
+def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
+    """Stop where samples that are longer than a pack are to be an error.
+
+    Raises:
+        ConfigError: ``on_overlong="raise"``, and there is one.
+    """
+    positions = plan.dropped_by_reason().get("too_long")
+    if planner.settings.on_overlong == "raise" and positions is not None:
+        told = _longest(planner, positions, key_of)
+        raise ConfigError(f"{told}: raise pack_size or set on_overlong='drop' or 'truncate'")
+
+
+def _longest(planner: Planner, positions: Integers, key_of: Callable[[int], str]) -> str:
+    totals = planner.counts.total
+    longest = int(positions[totals[positions].argmax()])
+    return (
+        f"{planner.settings.size:,} tokens are below the longest sample ({totals[longest] - 1:,} after the "
+        f"shift, {key_of(longest)})"
+    )
+
+
+def strata_of(dataset: Any) -> Integers | None:
+    """A number for each example that says which data set of a mixture it is from; None if there is one."""
+    if not isinstance(dataset, MetaDataset) or len(dataset.lengths()) < 2:
+        return None
+    sizes = list(dataset.lengths().values())
+    return np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)

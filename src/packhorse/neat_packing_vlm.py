@@ -1,0 +1,61 @@
+"""Packing under its documented names; see :mod:`packhorse.plan` and :mod:`packhorse.collate`."""
+
+from packhorse.collate.packed_dataset import (
+    NeatPackConfig,
+    PackedDatasetWrapper,
+    PackedDatasetWrapperConfig,
+    logger,
+    neat_pack_dataset_vlm,
+    pack_lengths,
+)
+from packhorse.collate.packer import (
+    MEDIA_KEYS,
+    _build_packed_vlm_sample,
+    _compute_mrope_position_ids,
+    _shift_sample,
+)
+from packhorse.formats.estimate import estimate_image_tokens as _estimate_image_tokens
+from packhorse.formats.estimate import estimate_sample_length as _estimate_sample_length
+from packhorse.formats.estimate import estimate_video_tokens as _estimate_video_tokens
+from packhorse.plan.cost_model import (
+    CostWeights,
+    pack_costs,
+    pack_kinds,
+    patch_pairs_of,
+    sample_costs,
+    straggler_ratio,
+)
+from packhorse.plan.pack_plan import PackPlan
+from packhorse.plan.plan_file import plan_key
+from packhorse.plan.planning import greedy_knapsack, greedy_knapsack_vt_balanced, plan_packs
+from packhorse.plan.schedule import StepOrder, main_stratum, order_packs
+
+__all__ = [
+    "MEDIA_KEYS",
+    "CostWeights",
+    "NeatPackConfig",
+    "PackPlan",
+    "PackedDatasetWrapper",
+    "PackedDatasetWrapperConfig",
+    "StepOrder",
+    "_build_packed_vlm_sample",
+    "_compute_mrope_position_ids",
+    "_estimate_image_tokens",
+    "_estimate_sample_length",
+    "_estimate_video_tokens",
+    "_shift_sample",
+    "greedy_knapsack",
+    "greedy_knapsack_vt_balanced",
+    "logger",
+    "main_stratum",
+    "neat_pack_dataset_vlm",
+    "order_packs",
+    "pack_costs",
+    "pack_kinds",
+    "pack_lengths",
+    "patch_pairs_of",
+    "plan_key",
+    "plan_packs",
+    "sample_costs",
+    "straggler_ratio",
+]

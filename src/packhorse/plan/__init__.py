@@ -1,0 +1,1 @@
+"""Counts to packs, packs to steps and ranks: solvers, cost model, schedule, plan files, samplers."""

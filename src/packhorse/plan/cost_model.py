@@ -1,0 +1,202 @@
+"""Balance: what a pack costs to train, and how even the steps of an epoch are.
+
+The cost of a pack is counted in operations: the language model's for each token, its attention for each pair
+of tokens of one document, the vision encoder's for each patch, its attention for each pair of patches of one
+medium. Packs of equal length differ by a factor of two in it. ``order`` puts packs of equal cost together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import ConfigError
+from packhorse.plan.best_fit import Integers
+from packhorse.types import MEDIA_KINDS
+
+if TYPE_CHECKING:
+    from packhorse.plan.pack_plan import PackPlan
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CostWeights:
+    """What one of each costs, in floating-point operations of a forward pass (or any other unit).
+
+    The defaults are those of a language model of 7 B parameters with a vision encoder of 0.6 B.
+
+    Attributes:
+        token: of the language model, without attention.
+        token_pair: attention, for each of the ``n * n`` pairs of a document of ``n`` tokens.
+        patch: of the vision encoder, without attention.
+        patch_pair: attention, for each of the ``m * m`` pairs of a medium (a video: of a frame) of ``m``
+            patches.
+    """
+
+    token: float = 1.41e10
+    token_pair: float = 2.01e5
+    patch: float = 1.26e9
+    patch_pair: float = 1.64e5
+
+    def __post_init__(self) -> None:
+        if min(self.token, self.token_pair, self.patch, self.patch_pair) < 0 or self.token == 0:
+            raise ConfigError(f"{self}: expected weights of 0 or more, and a token that costs something")
+
+    @classmethod
+    def of_model(cls, config: Any) -> CostWeights:
+        """From a model's sizes: a transformers config, or a mapping with the same names.
+
+        A matrix of ``a`` by ``b`` costs ``2ab`` for each token. With hidden size ``h``, ``H`` heads and ``K``
+        key heads of size ``d``, intermediate size ``i``, vocabulary ``v`` and ``L`` layers the language
+        model's:
+
+        - token: ``L * (2h * (H + 2K) * d + 2h * H * d + 6hi) + 2hv``; of experts those that a token visits
+        - token pair: ``L * 2Hd`` (scores and values are ``4Hd``, and causal attention needs half of them)
+
+        the vision encoder's, whose attention is not causal and whose MLP has two matrices, or three if gated:
+
+        - patch: ``l * (8h² + 4hi)``, and with window attention the pairs inside the window
+        - patch pair: ``4h`` for each layer that attends over the whole medium
+        """
+        text = _part(config, ("text_config", "llm_config", "language_config")) or config
+        vision = _part(config, ("vision_config", "vision_tower_config"))
+        token, token_pair = _language(text)
+        patch, patch_pair = (0.0, 0.0) if vision is None else _vision(vision)
+        return cls(token, token_pair, patch, patch_pair)
+
+
+def _language(config: Any) -> tuple[float, float]:
+    head = 2 * _size(config, "hidden_size") * _size(config, "vocab_size")
+    each = _get(config, "per_layer_config")  # newer transformers: layers may differ from each other
+    number = _size(config, "num_hidden_layers")
+    layers = [_layer(config if each is None else each[layer]) for layer in range(number)]
+    return float(sum(token for token, _ in layers) + head), float(sum(pair for _, pair in layers))
+
+
+def _layer(config: Any) -> tuple[int, int]:
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    key_heads = _size(config, "num_key_value_heads", default=heads)
+    width = _size(config, "head_dim", default=hidden // heads)
+    experts = _size(config, "num_experts_per_tok", "num_experts_per_token", default=0)
+    inner = _size(config, "intermediate_size", default=0)
+    if experts:
+        inner = experts * _size(config, "moe_intermediate_size", "intermediate_size")
+        inner += _size(config, "shared_expert_intermediate_size", default=0)
+    attention = 2 * hidden * width * (2 * heads + 2 * key_heads)
+    return attention + 6 * hidden * inner, 2 * heads * width
+
+
+def _vision(config: Any) -> tuple[float, float]:
+    # Qwen2-VL calls the width embed_dim, and hidden_size what comes out at the end.
+    hidden = _size(config, "embed_dim", "hidden_size")
+    layers = _size(config, "depth", "num_hidden_layers")
+    ratio = _get(config, "mlp_ratio")
+    inner = round(hidden * ratio) if ratio else _size(config, "intermediate_size", default=4 * hidden)
+    gated = _get(config, "hidden_act") in ("silu", "swiglu")
+    patch = layers * (8 * hidden**2 + (6 if gated else 4) * hidden * inner)
+    whole = _get(config, "fullatt_block_indexes")
+    if whole is None:
+        return float(patch), float(layers * 4 * hidden)
+    window = (_size(config, "window_size") // _size(config, "patch_size")) ** 2
+    return float(patch + (layers - len(whole)) * 4 * hidden * window), float(len(whole) * 4 * hidden)
+
+
+def _part(config: Any, names: tuple[str, ...]) -> Any:
+    return next((part for name in names if (part := _get(config, name)) is not None), None)
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _size(config: Any, *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = _get(config, name)
+        if isinstance(value, (list, tuple)):  # one entry for each layer
+            value = max(value, default=None)
+        if value is not None:
+            return int(value)
+    if default is None:
+        raise ConfigError(f"the model config has none of {', '.join(names)}: pass CostWeights(...) instead")
+    return default
+
+
+def sample_costs(
+    lengths: npt.ArrayLike,
+    weights: CostWeights,
+    *,
+    patches: npt.ArrayLike | None = None,
+    patch_pairs: npt.ArrayLike | None = None,
+) -> Floats:
+    """What each sample costs, which is what it costs in any pack.
+
+    Args:
+        lengths: tokens of each sample.
+        weights: what one of each costs.
+        patches: vision patches of each sample; none if not given.
+        patch_pairs: of each sample the sum of ``m * m`` over its media of ``m`` patches (frames, if the
+            encoder attends within a frame); if not given, as if each sample had one medium.
+    """
+    tokens = np.asarray(lengths, np.float64)
+    costs: Floats = weights.token * tokens + weights.token_pair * tokens**2
+    if patches is not None:
+        vision = np.asarray(patches, np.float64)
+        pairs = vision**2 if patch_pairs is None else np.asarray(patch_pairs, np.float64)
+        costs += weights.patch * vision + weights.patch_pair * pairs
+    return costs
+
+
+def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames: npt.ArrayLike = 1) -> Floats:
+    """``patch_pairs`` for :func:`sample_costs` from the media of all samples, flat.
+
+    Args:
+        media_patches: patches of each medium.
+        offsets: the media of sample ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
+        frames: into how many pieces that do not attend to each other a medium falls: frames of a video.
+    """
+    patches = np.asarray(media_patches, np.float64)
+    ends = np.concatenate([[0.0], np.cumsum(patches**2 / np.maximum(1, np.asarray(frames)))])
+    bounds = np.asarray(offsets, np.int64)
+    pairs: Floats = ends[bounds[1:]] - ends[bounds[:-1]]
+    return pairs
+
+
+def pack_costs(plan: PackPlan, costs: npt.ArrayLike) -> Floats:
+    """What each pack costs, from :func:`sample_costs`."""
+    found: Floats = plan.sums(np.asarray(costs, np.float64))
+    return found
+
+
+def pack_kinds(plan: PackPlan, **media: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """Which media each pack holds, one bit for each kind.
+
+    Args:
+        plan: the packs.
+        media: how many of a kind each sample has: ``image=…, video=…, audio=…``.
+    """
+    if unknown := sorted(set(media) - set(MEDIA_KINDS)):
+        raise ConfigError(
+            f"no such kind of medium: {', '.join(unknown)} (there are {', '.join(MEDIA_KINDS)})"
+        )
+    kinds = np.zeros(len(plan), np.uint8)
+    for bit, name in enumerate(MEDIA_KINDS):
+        if name in media:
+            kinds |= (plan.sums(np.asarray(media[name], np.int64)) > 0).astype(np.uint8) << np.uint8(bit)
+    return kinds
+
+
+def straggler_ratio(costs: npt.ArrayLike, steps: Integers) -> float:
+    """How much longer a step takes than with evenly spread work: max / mean over ranks, mean over steps.
+
+    Args:
+        costs: of each pack.
+        steps: the pack of each rank, one row for each step.
+    """
+    table = np.asarray(costs, np.float64)[steps]
+    return float((table.max(axis=1) / table.mean(axis=1)).mean()) if table.size else 1.0

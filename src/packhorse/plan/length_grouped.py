@@ -1,0 +1,461 @@
+"""Batches of samples of similar length, the same length on every rank at the same step.
+
+A rank's rows go in; the order in which it takes them comes out. Sorting ten million rows takes a few seconds
+and 240 MB; an epoch starts in well under a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from logging import getLogger
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+from packhorse.count.sidecar import counts_of
+from packhorse.distributed import has_process_group, smallest_by_talking
+from packhorse.errors import ConfigError
+from packhorse.families.processors import as_processor
+from packhorse.formats.estimate import (
+    estimate,
+    estimate_image_tokens,
+    estimate_video_tokens,
+    image_config,
+    video_config,
+)
+from packhorse.formats.meta import MetaDataset, Source
+from packhorse.ledger import Ledger
+from packhorse.plan.row_lengths import (
+    MARGIN,
+    UNKNOWN,
+    Counts,
+    Flags,
+    Measure,
+    are_too_long,
+    given_lengths,
+    key_of,
+    ledger_of,
+    lengths_of,
+    processor_of,
+    ranks_sharing,
+    raw_samples,
+)
+from packhorse.types import Drop, Reason, World
+
+
+class Integers(Sequence[int]):
+    """Reads like a list of ints (``[i]``, ``len``, ``==`` with a list), is kept like a numpy array.
+
+    ``np.asarray`` of it costs nothing. Ten million numbers take 80 MB; as a list they would take 400.
+    """
+
+    __slots__ = ("_values",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, values: npt.NDArray[np.int64]) -> None:
+        self._values = values.view()
+        self._values.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        found: int | list[int] = self._values[index].tolist()
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, list | tuple | Integers | np.ndarray):
+            return NotImplemented
+        return len(self) == len(other) and bool(np.array_equal(self._values, np.asarray(other)))
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return self._values.astype(dtype or np.int64, copy=bool(copy))
+
+    def __repr__(self) -> str:
+        first = ", ".join(map(str, self[:8]))
+        return f"Integers([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
+
+
+def smallest_without_talking(
+    dataset: Any, world: World, count: int, max_length: int | None, processor: Any
+) -> int:
+    """The smallest count over the ranks of a world in which nobody can be asked.
+
+    Args:
+        dataset: this rank's rows, without wrappers.
+        world: how many ranks there are.
+        count: this rank's number of rows that are not too long.
+        max_length: rows above it are left out, see :func:`~packhorse.plan.row_lengths.are_too_long`; None
+            for no limit.
+        processor: what the rows were counted with.
+
+    Raises:
+        ConfigError: it cannot be told: rows are left out by their length, and the lengths of the other
+            ranks' rows are not in any count file.
+    """
+    if isinstance(dataset, MetaDataset):
+        found = _smallest_share(dataset, world, max_length, processor)
+        if found is not None:
+            return found
+    elif max_length is None:
+        return count  # shards of equal size are the dataset's affair
+    raise ConfigError(
+        f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
+        "torch.distributed, pass smallest=, or run `packhorse count` and sample from open_meta_dataset(…)"
+    )
+
+
+def _smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
+    """From the files alone; every rank comes to the same number."""
+    dealt = {source.selection.world.size for source in dataset.sources}
+    if dealt - {1, world.size}:
+        raise ConfigError(
+            f"the dataset is dealt to {sorted(dealt)} ranks: expected {world.size}, as in {world}"
+        )
+    kept = np.zeros(world.size, np.int64)
+    if max_length is None:
+        for source in dataset.sources:
+            kept += [len(_as_rank(source, rank).selection) for rank in range(world.size)]
+        return int(kept.min())
+    whole = [_of_everybody(source) for source in dataset.sources]
+    counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
+    if counts is None:
+        return None
+    fits = ~are_too_long(counts.total, counts.exact, max_length)
+    first = 0
+    for source, all_rows in zip(dataset.sources, whole, strict=True):
+        part = fits[first : first + len(all_rows)]
+        first += len(all_rows)
+        for rank in range(world.size):
+            mine = _as_rank(source, rank).selection
+            kept[rank] += part[mine.world.rank :: mine.world.size][: len(mine)].sum()
+    return int(kept.min())
+
+
+def _as_rank(source: Source, rank: int) -> Source:
+    """A dataset's rows as another rank has them; the same where rows are not dealt."""
+    size = source.selection.world.size
+    return (
+        source if size == 1 else replace(source, selection=replace(source.selection, world=World(rank, size)))
+    )
+
+
+def _of_everybody(source: Source) -> Source:
+    return replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
+
+
+logger = getLogger("packhorse.samplers")
+
+Ints = npt.NDArray[np.int64]
+
+_CHUNKS_AT_ONCE = 8192
+_NAMED_ONE_BY_ONE = 10_000
+_GOLDEN = 0.6180339887498949
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Gives batches of neighbours in length; step N has similar lengths on every rank.
+
+    Each rank samples from its own rows (``shard_data=True``). They are sorted by tokens, the longest first;
+    each epoch the sorted order is cut into chunks of ``batch_size``, and the chunks are taken in an order
+    drawn from ``seed + epoch``, the same on all ranks. So a ``DataLoader`` of that batch size gets batches of
+    neighbours, and ranks wait little for each other. Where the number of rows does not divide by
+    ``batch_size``, one chunk is short: a different one each epoch, and it comes last.
+
+    All ranks take as many rows as the one that has the fewest. With a process group that number is agreed on
+    when the sampler is made, so make it on all ranks. Rows of the others that are over are left out evenly
+    along the sorted order, different ones each epoch, and are recorded in the ledger.
+
+    A length comes from the count file that ``packhorse count`` has written for this processor if there is
+    one, else from the row's own fields, else it is estimated; the log says for how many rows each.
+
+    Args:
+        dataset: this rank's rows, wrapped or not.
+        seed: the same on every rank.
+        processor: its geometry (``image_processor``, ``video_processor``) tells the tokens of media of known
+            size; count files are looked for by it. A processor or the path of one; without it the one that
+            the dataset's wrapper encodes with.
+        max_length: leave out rows of more tokens, or, where the length is not exact, of more than
+            ``max_length + 512``; they are recorded in the ledger.
+        batch_size: how many samples are taken together.
+        world: this rank's place, where there is no process group, or ``World()`` to agree with nobody.
+        counts: the lengths of the rows, if the caller has them.
+        smallest: how many rows every rank has left, if that was agreed on elsewhere.
+        ledger: where rows that are left out are recorded; the dataset's own, or else the process's.
+
+    Attributes:
+        lengths: tokens of each row of the dataset, in its order.
+        sorted_indices: the rows of this epoch, the longest first.
+        length_source: how many rows have their length from which source: ``given``, ``sidecar``,
+            ``row fields``, ``estimate``, or ``unknown`` (the row cannot be read: 0 tokens).
+        epoch: see :meth:`set_epoch`.
+        batch_size: at least 1.
+
+    Raises:
+        ConfigError: ranks differ in ``seed`` or ``batch_size``, or cannot agree on the number of rows.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int = 42,
+        processor: Any = None,
+        max_length: int | None = None,
+        batch_size: int = 1,
+        *,
+        world: World | None = None,
+        counts: Counts | None = None,
+        smallest: int | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.seed, self.batch_size, self.epoch = seed, max(1, batch_size), 0
+        self.max_length = max_length
+        self.ledger = ledger if ledger is not None else ledger_of(dataset)
+        self.length_source: Counter[str] = Counter()
+        processor = processor_of(dataset) if processor is None else as_processor(processor)
+        self._dataset, self._processor, self._counts = dataset, processor, counts
+        self._image_cfg = self._extract_image_config(processor)
+        self._video_cfg = self._extract_video_config(processor)
+        self.lengths = self._compute_or_load_lengths(dataset)
+        self._order = self._longest_first()
+        self._count = self._agreed(len(self._order), world, smallest)
+        self._start = self._position = 0
+        self._thinned: tuple[int, Ints] | None = None
+        self._say()
+
+    @property
+    def sorted_indices(self) -> Integers:
+        """The rows of this epoch, the longest first (of equals, the first in the dataset first)."""
+        return Integers(self._rows_of(self.epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another epoch has another order. A position that was loaded for this very epoch stays."""
+        if epoch != self.epoch:
+            self.epoch, self._start, self._position = epoch, 0, 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        self._position = self._start  # at once: what was given before is another iteration's
+        return self._given()
+
+    def _given(self) -> Iterator[int]:
+        epoch, start = self.epoch, self._start
+        self._start, self._position = 0, start
+        rows = self._rows_of(epoch)
+        self._record_left_over(epoch, rows)
+        for block in self._blocks(rows, epoch, start):
+            for index in block.tolist():
+                self._position += 1
+                yield index
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the sampler is: how many indices of which epoch it has given.
+
+        A ``DataLoader`` asks ahead of the training; what it holds ready but has not delivered is not known
+        here. Whoever knows how many samples were used writes that under ``position``.
+        """
+        return {
+            "epoch": self.epoch,
+            "position": self._position,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "samples": self._count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken: the next iteration begins there, at once.
+
+        Raises:
+            ConfigError: it was taken from another order: seed, batch size or the number of samples differ.
+        """
+        own = self.state_dict()
+        for name in ("seed", "batch_size", "samples"):
+            if state[name] != own[name]:
+                raise ConfigError(f"the state has {name}={state[name]}, this sampler {own[name]}")
+        if not 0 <= state["position"] <= self._count:
+            raise ConfigError(f"position {state['position']} of {self._count} samples")
+        self.epoch, self._start = state["epoch"], state["position"]
+        self._position = self._start
+
+    @staticmethod
+    def _extract_image_config(processor: Any) -> dict[str, int] | None:
+        """See :func:`packhorse.formats.estimate.image_config`."""
+        return image_config(processor)
+
+    @staticmethod
+    def _extract_video_config(processor: Any) -> dict[str, Any] | None:
+        """See :func:`packhorse.formats.estimate.video_config`."""
+        return video_config(processor)
+
+    @staticmethod
+    def _get_raw_samples(dataset: Any) -> Any:
+        """What lies under the wrappers of a dataset."""
+        return raw_samples(dataset)
+
+    def _compute_or_load_lengths(self, dataset: Any) -> Integers:
+        """Tokens of each row, from the best source there is."""
+        measure = Measure(self._processor, self._image_cfg, self._video_cfg)
+        if self._counts is not None:
+            found = given_lengths(self._counts, len(dataset), measure)
+        else:
+            found = lengths_of(dataset, measure)
+        self.length_source = +found.sources  # without zeros
+        self._exact: Flags = found.exact
+        return Integers(found.tokens)
+
+    def _estimate_tokens(self, example: Mapping[str, Any]) -> tuple[int, int]:
+        """(text tokens, media tokens) of one example, by its fields or estimated."""
+        found = estimate(example, self._image_cfg, self._video_cfg)
+        return found.text, found.media
+
+    def _estimate_image_tokens(self, img_meta: Any) -> int:
+        """Tokens of one image by its ``[height, width]``."""
+        return estimate_image_tokens(img_meta, self._image_cfg)
+
+    def _estimate_video_tokens(self, vid_meta: Any) -> int:
+        """Tokens of one video by its ``[total_frames, height, width, fps, duration]``."""
+        return estimate_video_tokens(vid_meta, self._video_cfg)
+
+    def _longest_first(self) -> Ints:
+        """All rows that are not too long; those that are go to the ledger."""
+        lengths = np.asarray(self.lengths)
+        order: Ints = np.argsort(-lengths, kind="stable")
+        if self.max_length is None:
+            return order
+        too_long = are_too_long(lengths, self._exact, self.max_length)
+        above = f"more than max_length={self.max_length}"
+        for exact, detail in ((True, above), (False, f"{above} and a margin of {MARGIN}")):
+            left_out = np.flatnonzero(too_long & (self._exact == exact))
+            self._record(left_out, "too_long", detail, lengths=lengths[left_out])
+        return order[~too_long[order]]
+
+    def _agreed(self, count: int, world: World | None, smallest: int | None) -> int:
+        """How many rows every rank takes in an epoch."""
+        if smallest is not None:
+            if not 0 <= smallest <= count:
+                raise ConfigError(f"smallest={smallest}: this rank has {count} rows that are not too long")
+            return smallest
+        if world is not None and world.size == 1:
+            return count
+        if has_process_group():
+            return smallest_by_talking(count, seed=self.seed, batch_size=self.batch_size)
+        if world is None:
+            return count
+        if self._counts is not None and self.max_length is not None:
+            raise ConfigError(
+                f"counts= and max_length with {world}: how many rows the other ranks leave out by their own "
+                "counts is not known. Initialise torch.distributed, or pass smallest="
+            )
+        raw = raw_samples(self._dataset)
+        agreed = smallest_without_talking(raw, world, count, self.max_length, self._processor)
+        if agreed > count:
+            raise ConfigError(
+                f"the files tell that every rank has {agreed} rows, but this one has {count}: sample from "
+                "the rows of open_meta_dataset(…) themselves, or pass smallest="
+            )
+        return agreed
+
+    def _rows_of(self, epoch: int) -> Ints:
+        """The rows of an epoch in sorted order: all, or so many that every rank has the same number."""
+        rows, over = len(self._order), len(self._order) - self._count
+        if not over:
+            return self._order
+        if self._thinned is None or self._thinned[0] != epoch:
+            # Evenly along the order, so that equal places keep similar lengths on all ranks; shifted by the
+            # golden ratio, so that no two epochs leave out the same rows if it can be helped.
+            phase = (abs(self.seed) + epoch) * _GOLDEN % 1
+            without = ((np.arange(over) + phase) * rows / over).astype(np.int64)
+            self._thinned = epoch, np.delete(self._order, without)
+        return self._thinned[1]
+
+    def _blocks(self, rows: Ints, epoch: int, start: int) -> Iterator[Ints]:
+        """The rows of an epoch in the order in which they are taken, from place ``start`` on."""
+        size, count = self.batch_size, len(rows)
+        chunks, rest = -(-count // size), count % size
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        drawn = torch.randperm(chunks, generator=generator).numpy()
+        firsts, last = drawn * size, np.empty(0, np.int64)
+        if rest:
+            # A short chunk in the middle would shift all batches after it, so it comes last; and were it
+            # always the end of the order, drop_last would lose the same rows in every epoch.
+            short = int(torch.randint(chunks, (1,), generator=generator))
+            firsts = (drawn * size - (drawn > short) * (size - rest))[drawn != short]
+            last = rows[short * size : short * size + rest]
+        within = np.arange(size)
+        for chunk in range(start // size, len(firsts), _CHUNKS_AT_ONCE):
+            block = rows[(firsts[chunk : chunk + _CHUNKS_AT_ONCE, None] + within).ravel()]
+            yield block[max(0, start - chunk * size) :]
+        yield last[max(0, start - len(firsts) * size) :]
+
+    def _record_left_over(self, epoch: int, rows: Ints) -> None:
+        if len(rows) < len(self._order):
+            over = np.setdiff1d(self._order, rows, assume_unique=True)
+            detail = f"another rank has only {self._count} rows; this one has {len(self._order)}"
+            self._record(over, "left_over", detail, epoch=epoch)
+
+    def _record(
+        self,
+        rows: Ints,
+        reason: Reason,
+        detail: str,
+        *,
+        lengths: Ints | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Name rows in the ledger: one by one with their lengths, or as whole arrays if they are many."""
+        many: dict[str, list[int]] = defaultdict(list)
+        one_by_one = len(rows) <= _NAMED_ONE_BY_ONE
+        for place, row in enumerate(rows.tolist()):
+            key = key_of(self._dataset, row)
+            name, _, number = key.rpartition("/")
+            if number.isdigit() and not one_by_one:
+                many[name].append(int(number))
+                continue
+            tokens = "" if lengths is None else f"{lengths[place]} tokens are "
+            self.ledger.record(Drop(key, "plan", reason, tokens + detail, "left_out", name, epoch))
+        for name, numbers in many.items():
+            found = np.unique(np.array(numbers, np.int64))
+            self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
+
+    def _warn_of_accelerate(self) -> None:
+        """Warn that Accelerate splits batches of a prepared DataLoader across ranks, even if rows are split.
+
+        Whether the DataLoader will be prepared cannot be known here.
+        """
+        state = sys.modules.get("accelerate.state")
+        if state is not None and state.is_initialized() and ranks_sharing(self._dataset) > 1:
+            logger.warning(
+                "the rows are this rank's share of a dataset: do not pass their DataLoader through "
+                "accelerator.prepare, which would give each rank a part of its own batches only; or open the "
+                "rows without shard_data=True"
+            )
+
+    def _say(self) -> None:
+        self._warn_of_accelerate()
+        sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
+        logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")
+        unknown = self.length_source[UNKNOWN]
+        if unknown:
+            logger.warning(
+                "%s rows cannot be read: taken as 0 tokens, loading them will say why", f"{unknown:,}"
+            )
+        too_long = len(self.lengths) - len(self._order)
+        if too_long:
+            logger.warning("%s rows above max_length=%s are left out", f"{too_long:,}", self.max_length)
+        if self._count < len(self._order):
+            gone = f"{len(self._order) - self._count:,}"
+            logger.warning("another rank has fewer rows: %s are left out in each epoch", gone)
+        if not self._count:
+            logger.warning("no rows to sample from on at least one rank: every epoch is empty")

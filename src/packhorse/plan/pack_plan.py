@@ -1,0 +1,289 @@
+"""The plan: which samples make up each pack, as flat arrays, and which samples are in none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import ConfigError
+from packhorse.plan.best_fit import Integers
+from packhorse.plan.cost_model import straggler_ratio
+from packhorse.plan.schedule import order_packs
+from packhorse.rows.row_files import gc_paused
+from packhorse.types import Reason
+
+DROP_REASONS: tuple[Reason, ...] = ("too_long", "over_limit", "empty_sample", "left_over", "sample_failed")
+"""``plan_packs`` gives the first three. ``left_over`` is beyond ``max_packs``; ``sample_failed`` is a row
+that could not be counted, whose own reason is in the ledger."""
+
+BAD_ROW = DROP_REASONS.index("sample_failed")
+
+PlanKey = Mapping[str, Any]
+"""What a plan was made from: a digest of the counts, and every setting. See ``plan_key``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackPlan:
+    """Which samples make up each pack.
+
+    >>> plan = plan_packs([5, 3, 4, 20], capacity=8)
+    >>> plan.bins()
+    [[0, 1], [2]]
+    >>> plan.dropped_by_reason()
+    {'too_long': array([3])}
+
+    Attributes:
+        offsets: pack ``k`` holds ``indices[offsets[k]:offsets[k + 1]]``.
+        indices: positions of samples, the longest of a pack first.
+        tokens: how many tokens the samples of each pack have together, padding of alignment not counted.
+        dropped: positions of the samples that are in no pack, rising.
+        drop_codes: why: a place in ``DROP_REASONS`` for each of them.
+        capacity: what a pack may hold.
+        bound: no plan of these lengths has fewer packs.
+        costs: what each pack costs to train, if that was asked for (``with_costs``).
+        kinds: the media of each pack, one bit for each kind (image 1, video 2, audio 4), likewise.
+    """
+
+    offsets: Integers
+    indices: npt.NDArray[np.integer]
+    tokens: Integers
+    dropped: Integers
+    drop_codes: npt.NDArray[np.uint8]
+    capacity: int
+    bound: int
+    costs: npt.NDArray[np.float64] | None = None
+    kinds: npt.NDArray[np.uint8] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> npt.NDArray[np.integer]:
+        if not -len(self) <= pack < len(self):
+            raise IndexError(f"pack {pack} of {len(self)}")
+        pack %= len(self)
+        return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
+
+    @property
+    def samples(self) -> int:
+        """How many samples the plan was made from, dropped ones included."""
+        return len(self.indices) + len(self.dropped)
+
+    @property
+    def fill(self) -> float:
+        """The share of the capacity of all packs that samples take; 0 if there is no pack."""
+        return float(self.tokens.sum()) / (self.capacity * len(self)) if len(self) else 0.0
+
+    def bins(self) -> list[list[int]]:
+        """All packs as lists: a second for some ten million samples, and 40 bytes each."""
+        with gc_paused():
+            flat, ends = self.indices.tolist(), self.offsets.tolist()
+            return [flat[begin:end] for begin, end in pairwise(ends)]
+
+    def pack_of(self) -> Integers:
+        """The pack of each sample; -1 for those in none."""
+        packs = np.full(self.samples, -1, np.int64)
+        packs[self.indices] = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        return packs
+
+    def dropped_by_reason(self) -> dict[Reason, Integers]:
+        """The positions of the samples in no pack, by reason; reasons without samples are left out."""
+        found = {reason: self.dropped[self.drop_codes == code] for code, reason in enumerate(DROP_REASONS)}
+        return {reason: positions for reason, positions in found.items() if len(positions)}
+
+    def sums(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
+        """For each pack the sum of its samples' values; ``values[i]`` is that of sample ``i``."""
+        return sums_by_pack(np.asarray(values)[self.indices], self.offsets)
+
+    def with_costs(self, costs: npt.ArrayLike, kinds: npt.ArrayLike | None = None) -> PackPlan:
+        """The same plan, knowing what its packs cost and which media they hold (see ``balance``)."""
+        kinds = None if kinds is None else np.asarray(kinds, np.uint8)
+        return replace(self, costs=np.asarray(costs, np.float64), kinds=kinds)
+
+    def describe(self, world_sizes: Iterable[int] | None = None) -> str:
+        """Fill, packs, documents per pack and drops, for reading.
+
+        Where costs are known (:meth:`with_costs`) straggler ratios too: for these world sizes, or for 8, 64
+        and 512.
+        """
+        return describe(self, world_sizes)
+
+    def diff(self, other: PackPlan) -> str:
+        """What is different in another plan of the same samples, for reading."""
+        return diff(self, other)
+
+    def in_order(self, order: npt.ArrayLike) -> PackPlan:
+        """The packs of these numbers, in this order; samples of the others are dropped as ``left_over``.
+
+        Costs a copy of the plan.
+        """
+        packs = np.asarray(order, np.int64)
+        sizes = np.diff(self.offsets)[packs]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        first = np.repeat(self.offsets[packs] - offsets[:-1], sizes)
+        indices = self.indices[first + np.arange(len(first))]
+        beyond = np.ones(self.samples, bool)
+        beyond[indices] = beyond[self.dropped] = False
+        more = np.flatnonzero(beyond)
+        dropped = np.concatenate([self.dropped, more])
+        codes = np.concatenate([self.drop_codes, np.full(len(more), DROP_REASONS.index("left_over"))])
+        rising = np.argsort(dropped, kind="stable")
+        tokens = self.tokens[packs]
+        return replace(
+            self,
+            offsets=offsets,
+            indices=indices,
+            tokens=tokens,
+            bound=-(-int(tokens.sum()) // self.capacity) if len(more) else self.bound,
+            dropped=dropped[rising],
+            drop_codes=codes[rising].astype(np.uint8),
+            costs=None if self.costs is None else self.costs[packs],
+            kinds=None if self.kinds is None else self.kinds[packs],
+        )
+
+    def without(self, samples: npt.NDArray[np.bool_], lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
+        """The plan without some samples, which are dropped for a reason, whether they were in a pack or not.
+
+        Args:
+            samples: True for those that go.
+            lengths: tokens of every sample.
+            reason: one of ``DROP_REASONS``.
+        """
+        if not samples.any():
+            return self
+        code = DROP_REASONS.index(reason)
+        codes = np.full(self.samples, -1, np.int16)
+        codes[self.dropped] = self.drop_codes
+        codes[samples] = code
+        dropped = np.flatnonzero(codes >= 0)
+        why = codes[dropped].astype(np.uint8)
+        stay = ~samples[self.indices]
+        if stay.all():
+            return replace(self, dropped=dropped, drop_codes=why)
+        left = np.bincount(np.repeat(np.arange(len(self)), np.diff(self.offsets))[stay], minlength=len(self))
+        packs = np.flatnonzero(left)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(left[packs])])
+        indices = self.indices[stay]
+        tokens = sums_by_pack(np.asarray(lengths, np.int64)[indices], offsets)
+        bound = -(-int(tokens.sum()) // self.capacity)
+        return PackPlan(offsets, indices, tokens, dropped, why, self.capacity, bound)
+
+    def save(self, path: str | os.PathLike[str], key: PlanKey | None = None) -> None:
+        """Write the plan to an Arrow file; it appears when it is whole."""
+        from packhorse.plan.plan_file import save
+
+        save(self, path, key or {})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], key: PlanKey | None = None) -> PackPlan:
+        """Open a plan, memory-mapped; with a key, only if it was saved under the same one.
+
+        Raises:
+            ConfigError: the file is not a whole plan, or one made from other counts or settings.
+            OSError: it cannot be read.
+        """
+        from packhorse.plan.plan_file import load
+
+        return load(path, key)
+
+
+def sums_by_pack(values: npt.NDArray[Any], offsets: Integers) -> npt.NDArray[Any]:
+    """Sums of the stretches between offsets, none of which is empty."""
+    if len(offsets) < 2:
+        return values[:0]
+    return np.add.reduceat(values, offsets[:-1])
+
+
+QUARTILES = (0, 25, 50, 75, 100)
+"""The least, the quartiles and the most."""
+
+_WORLD_SIZES = (8, 64, 512)
+
+
+def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
+    """A few lines about a plan.
+
+    Args:
+        plan: the plan; straggler ratios need the costs of its packs (``PackPlan.with_costs``).
+        world_sizes: for which to predict the straggler ratio of ``order_packs``; None for some usual ones,
+            where costs are known.
+    """
+    samples, bad = np.diff(plan.offsets), int((plan.drop_codes == BAD_ROW).sum())
+    counted = f"{len(plan.indices):,} packed, " + (f"{bad:,} bad, " if bad else "")
+    lines = [
+        f"packs      {len(plan):,} of {plan.capacity:,} tokens (no plan has fewer than {plan.bound:,})",
+        f"fill       {100 * plan.fill:.3f} %: {plan.tokens.sum():,} tokens",
+        f"samples    {counted}{len(plan.dropped) - bad:,} dropped",
+    ]
+    if len(plan):
+        quartiles = ", ".join(f"{value:,}" for value in percentiles(samples, QUARTILES))
+        lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
+    for reason, positions in plan.dropped_by_reason().items():
+        some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
+        what = "bad        " if reason == DROP_REASONS[BAD_ROW] else f"dropped    {reason}: "
+        lines.append(f"{what}{len(positions):,} of {plan.samples:,} (samples {some})")
+    if plan.costs is not None:
+        sizes = _WORLD_SIZES if world_sizes is None else world_sizes
+        lines.extend(_straggler_line(plan, world_size) for world_size in sizes)
+    elif world_sizes is not None and list(world_sizes):
+        lines.append("straggler  not known: the plan has no costs (PackPlan.with_costs)")
+    return "\n".join(lines)
+
+
+def percentiles(values: npt.NDArray[Any], percents: Sequence[int]) -> list[int]:
+    """Of whole numbers, at least one: each is the smallest value that at least so many percent do not exceed.
+
+    Real values, none in between, as ``packhorse stats`` tells them. Costs a sort.
+    """
+    ranks = [max(1, -(-len(values) * percent // 100)) for percent in percents]
+    ordered = np.sort(values)
+    return [int(ordered[rank - 1]) for rank in ranks]
+
+
+def _straggler_line(plan: PackPlan, world_size: int) -> str:
+    assert plan.costs is not None
+    order = order_packs(plan.costs, world_size, kinds=plan.kinds)
+    if not len(order.steps):
+        return f"straggler  {world_size:>4} ranks: more ranks than packs"
+    ratio = straggler_ratio(plan.costs, order.steps)
+    mixed = f", {len(order.mixed):,} with mixed media" if plan.kinds is not None else ""
+    return f"straggler  {world_size:>4} ranks: {ratio:.4f} over {len(order.steps):,} steps{mixed}"
+
+
+def diff(before: PackPlan, after: PackPlan) -> str:
+    """What is different between two plans of the same samples.
+
+    A sample counts as moved if it has not the same companions in both plans; the number of a pack is nothing.
+    """
+    if before.samples != after.samples:
+        raise ConfigError(
+            f"plans of {before.samples:,} and {after.samples:,} samples: expected the same samples in both"
+        )
+    old, new = before.pack_of(), after.pack_of()
+    moved = (_companions(old) != _companions(new)) & (old >= 0) & (new >= 0)
+    lines = [
+        f"packs      {len(before):,} -> {len(after):,} ({len(after) - len(before):+,})",
+        f"capacity   {before.capacity:,} -> {after.capacity:,}",
+        f"fill       {100 * before.fill:.3f} % -> {100 * after.fill:.3f} %",
+        f"moved      {int(moved.sum()):,} of {before.samples:,} samples have other companions",
+        f"dropped    {len(before.dropped):,} -> {len(after.dropped):,}"
+        f" ({int(((old >= 0) & (new < 0)).sum()):,} newly, {int(((old < 0) & (new >= 0)).sum()):,} no more)",
+    ]
+    return "\n".join(lines)
+
+
+def _companions(pack_of: Integers) -> npt.NDArray[np.uint64]:
+    """For each sample a number that is the same in two plans if its pack holds the same samples in both."""
+    numbers = np.arange(1, len(pack_of) + 1, dtype=np.uint64)
+    mixed = numbers * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    totals = np.zeros(int(pack_of.max(initial=-1)) + 2, np.uint64)  # the last place is for samples in no pack
+    np.add.at(totals, pack_of, mixed)
+    found: npt.NDArray[np.uint64] = totals[pack_of]
+    return found

@@ -1,0 +1,206 @@
+"""The documented planning functions: lists in, lists of lists out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import ConfigError
+from packhorse.plan.assign import deal, gather, longest_first
+from packhorse.plan.best_fit import Fill, Histogram, Integers, best_fit, lower_bound
+from packhorse.plan.cutting_stock import Assignment, improved
+from packhorse.plan.limits import Resource, within_limits
+from packhorse.plan.pack_plan import DROP_REASONS, PackPlan, sums_by_pack
+
+Limits = Mapping[str, tuple[npt.ArrayLike, int]]
+"""Further limits by name: what each sample takes, and how much of it a pack may hold."""
+
+_LARGEST = 2**31 - 1
+
+
+def plan_packs(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    limits: Limits | None = None,
+    alignment: int = 1,
+    seed: int | None = None,
+    epoch: int = 0,
+    strata: npt.ArrayLike | None = None,
+    effort: float | None = None,
+    empty: Literal["drop", "keep"] = "drop",
+) -> PackPlan:
+    """Put samples into as few packs as can be found.
+
+    Every sample is in exactly one pack, or dropped with a reason: ``too_long`` (for the capacity),
+    ``over_limit`` (alone over a further limit), ``empty_sample`` (no tokens). No pack is over the capacity or
+    over any limit, and there are never more packs than best fit decreasing makes. The same arguments give the
+    same plan.
+
+    Args:
+        lengths: tokens of each sample: a list, an array or a tensor of integers.
+        capacity: how many tokens a pack holds.
+        limits: for example ``{"visual tokens": (visual, 6144), "documents": (np.ones(n, int), 32)}``.
+        alignment: each sample takes up its length rounded up to a multiple of this.
+        seed: deals samples of one length at random; None deals them in the order in which they come.
+        epoch: deals them anew.
+        strata: for example the number of each sample's data set: samples of one length are dealt so that each
+            data set is spread evenly over the packs.
+        effort: about how many seconds to look for something better than best fit; 0 is best fit alone; None
+            spends, where best fit is more than 0.1 % over the bound, as long as the packs that could be saved
+            take to train (a twentieth of a second each), but five seconds at most.
+        empty: what to do with samples of no tokens; ``"keep"`` puts them into the last pack, and goes with no
+            ``limits``.
+
+    Raises:
+        ConfigError: an argument is out of range, or not of the right kind or number.
+    """
+    tokens = as_integers(lengths, "lengths")
+    if not 0 < capacity <= _LARGEST or not 0 < alignment <= _LARGEST:
+        raise ConfigError(f"capacity={capacity}, alignment={alignment}: expected 1 to {_LARGEST:,}")
+    if len(tokens) > _LARGEST:
+        raise ConfigError(f"{len(tokens):,} samples: expected at most {_LARGEST:,}; plan parts of them")
+    if limits and empty == "keep":
+        raise ConfigError("empty='keep' with limits: the last pack could be over them; use empty='drop'")
+    others = _resources(limits or {}, len(tokens))
+    groups = None if strata is None else as_integers(strata, "strata", len(tokens)).astype(np.int64)
+    units = tokens if alignment == 1 else -(-tokens // alignment)
+    room = capacity // alignment
+    codes = _drop_codes(units, room, others)
+    kept = None if codes is None else np.flatnonzero(codes < 0)
+    if kept is not None:
+        units, others = units[kept], [other.take(kept) for other in others]
+        groups = None if groups is None else groups[kept]
+    order = longest_first(units, room, seed=seed, epoch=epoch, strata=groups)
+    histogram = Histogram.of(units, room)
+    bound = lower_bound(histogram, room)
+    fill = _filled(histogram, room, bound, effort, [other.take(order) for other in others])
+    if isinstance(fill, Fill):
+        offsets, indices = deal(fill, order)
+    else:
+        offsets, indices = gather(fill.pack_of, fill.packs, order)
+    if isinstance(fill, Fill) and alignment == 1:
+        packed = fill.totals(fill.each * fill.lengths(histogram))
+    else:
+        packed = sums_by_pack((tokens if kept is None else tokens[kept])[indices], offsets)
+    if kept is not None:
+        indices = kept.astype(np.int32)[indices]
+    plan = PackPlan(offsets, indices, packed, *_dropped(codes), capacity, bound)
+    return _with_empty_samples(plan) if empty == "keep" else plan
+
+
+def _filled(
+    histogram: Histogram, room: int, bound: int, effort: float | None, others: list[Resource]
+) -> Fill | Assignment:
+    """The pack of each sample, from the longest to the shortest."""
+    fit = best_fit(histogram, room)
+    fill = improved(histogram, room, fit, bound, effort)
+    if not others:
+        return fill
+    plan = Assignment(fill.packs, fill.pack_of()) if isinstance(fill, Fill) else fill
+    tokens = Resource(np.repeat(histogram.lengths, histogram.counts), room)
+    return within_limits(plan, tokens, others, bound)
+
+
+def as_integers(values: npt.ArrayLike, what: str, expected: int | None = None) -> npt.NDArray[np.integer]:
+    """An array of integers that are not negative.
+
+    Raises:
+        ConfigError: they are something else, or not ``expected`` many.
+    """
+    array = np.asarray(values)
+    if array.ndim == 1 and not len(array):
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(f"{what}: expected one row of integers, found shape {array.shape} of {array.dtype}")
+    if expected is not None and len(array) != expected:
+        raise ConfigError(f"{what}: expected one for each of the {expected:,} samples, found {len(array):,}")
+    if len(array) and (smallest := array.min()) < 0:
+        at = int(array.argmin())
+        raise ConfigError(f"{what}: expected 0 or more, found {smallest} for sample {at}")
+    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
+
+
+def _resources(limits: Limits, samples: int) -> list[Resource]:
+    found = []
+    for name, (values, limit) in limits.items():
+        if limit < 1:
+            raise ConfigError(f"limit of {name}: expected 1 or more, found {limit}")
+        found.append(Resource(as_integers(values, name, samples).astype(np.int64), limit))
+    return found
+
+
+def _drop_codes(
+    units: npt.NDArray[np.integer], room: int, others: list[Resource]
+) -> npt.NDArray[np.int8] | None:
+    """Why each sample is in no pack (-1: it is in one), or None if all of them are."""
+    if not len(units) or (units.min() > 0 and units.max() <= room and not others):
+        return None
+    codes = np.full(len(units), -1, np.int8)
+    for other in others:
+        codes[other.values > other.limit] = DROP_REASONS.index("over_limit")
+    codes[units > room] = DROP_REASONS.index("too_long")
+    codes[units == 0] = DROP_REASONS.index("empty_sample")
+    return codes if codes.max() >= 0 else None
+
+
+def _dropped(codes: npt.NDArray[np.int8] | None) -> tuple[Integers, npt.NDArray[np.uint8]]:
+    if codes is None:
+        return np.zeros(0, np.int64), np.zeros(0, np.uint8)
+    positions = np.flatnonzero(codes >= 0)
+    return positions, codes[positions].astype(np.uint8)
+
+
+def _with_empty_samples(plan: PackPlan) -> PackPlan:
+    """The plan with its samples of no tokens in the last pack, or in one of their own if there is none."""
+    are_empty = plan.drop_codes == DROP_REASONS.index("empty_sample")
+    samples = plan.dropped[are_empty]
+    if not len(samples):
+        return plan
+    offsets, tokens = plan.offsets.copy(), plan.tokens
+    if len(plan):
+        offsets[-1] += len(samples)
+    else:
+        offsets, tokens = np.array([0, len(samples)]), np.zeros(1, np.int64)
+    indices = np.concatenate([plan.indices, samples.astype(plan.indices.dtype)])
+    dropped, codes = plan.dropped[~are_empty], plan.drop_codes[~are_empty]
+    return PackPlan(offsets, indices, tokens, dropped, codes, plan.capacity, plan.bound)
+
+
+def greedy_knapsack(lengths: npt.ArrayLike, max_length: int) -> list[list[int]]:
+    """Put samples into bins by best fit decreasing.
+
+    >>> greedy_knapsack([5, 3, 4, 20], 8)
+    [[0, 1], [2]]
+
+    Args:
+        lengths: tokens of each sample.
+        max_length: what a bin holds.
+
+    Returns:
+        Lists of positions. Every sample of at most ``max_length`` tokens is in exactly one of them; longer
+        ones are in none. :func:`plan_packs` names those and needs fewer bins for hard mixes.
+    """
+    return plan_packs(lengths, max_length, effort=0, empty="keep").bins()
+
+
+def greedy_knapsack_vt_balanced(
+    lengths: npt.ArrayLike, max_length: int, visual_tokens: npt.ArrayLike
+) -> list[list[int]]:
+    """The bins of :func:`greedy_knapsack`, ordered so that neighbours carry similar visual tokens.
+
+    Ranks that take consecutive packs of a step then have a similar load on the vision encoder. The cost model
+    of ``balance`` knows more: it counts the language model and attention too, and shuffles.
+
+    Args:
+        lengths: tokens of each sample, media included.
+        max_length: what a bin holds.
+        visual_tokens: media tokens of each sample.
+    """
+    plan = plan_packs(lengths, max_length, effort=0, empty="keep")
+    visual = as_integers(visual_tokens, "visual_tokens", plan.samples).astype(np.int64)
+    bins = plan.bins()
+    return [bins[pack] for pack in np.argsort(plan.sums(visual), kind="stable").tolist()]

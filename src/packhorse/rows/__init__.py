@@ -1,0 +1,1 @@
+"""Row files by index: JSONL, JSON and Parquet; local, compressed or remote."""

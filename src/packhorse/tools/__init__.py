@@ -1,0 +1,1 @@
+"""Inspection: check, statistics, parity, and the viewer."""

@@ -1,0 +1,477 @@
+"""How long and how heavy the rows of data sets are: exact from counts, or estimated and called so.
+
+With a processor the rows are counted (what has been counted before is taken over), and everything here is
+exact. Without one, text is characters // 3, a medium is 500 tokens, and only numbers of media and sizes of
+images are exact; it costs one pass over the rows and the headers of their images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.count.columns import CountColumns, MediaColumns
+from packhorse.count.count_report import CountedFile
+from packhorse.count.counting import PART_ROWS, OnProgress, Runner, count_meta
+from packhorse.count.parts import (
+    PartTask,
+    check_media_dir,
+    no_remarks,
+    opened_rows,
+    rows_now,
+    with_absolute_paths,
+)
+from packhorse.count.sidecar import data_source
+from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.estimate import CHARS_PER_TOKEN, estimate
+from packhorse.formats.meta_file import Meta, read_meta
+from packhorse.formats.sharegpt import convert_row
+from packhorse.media import media_size
+from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
+from packhorse.rows.selection import row_key
+from packhorse.types import MEDIA_KINDS, MediaRef
+from packhorse.utils.files import Fingerprint
+
+PERCENTILES = (50, 90, 99)
+_MOST = (1 << 24) - 1  # a row may claim any number of tokens; memory grows with the largest
+Integers = npt.NDArray[np.int64]
+
+
+class Distribution:
+    """Values from 0 upwards and how often each comes.
+
+    >>> spread = Distribution.of([3, 1, 2, 2])
+    >>> spread.percentile(50), spread.max, spread.mean
+    (2, 3, 2.0)
+    """
+
+    def __init__(self, counts: npt.ArrayLike = ()) -> None:
+        self.counts: Integers = np.asarray(counts, np.int64).reshape(-1)
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike) -> Distribution:
+        """Of whole numbers; what is below 0 or above 16 million counts as that."""
+        array = np.clip(np.asarray(values, np.int64).reshape(-1), 0, _MOST)
+        return cls(np.bincount(array))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Distribution]) -> Distribution:
+        """Of all values together."""
+        total = cls()
+        for part in parts:
+            total = total + part
+        return total
+
+    def __add__(self, other: Distribution) -> Distribution:
+        longer, shorter = sorted((self.counts, other.counts), key=len, reverse=True)
+        sums = longer.copy()
+        sums[: len(shorter)] += shorter
+        return Distribution(sums)
+
+    @property
+    def n(self) -> int:
+        """How many values there are."""
+        return int(self.counts.sum())
+
+    @property
+    def sum(self) -> int:
+        """Of all values."""
+        return int((self.counts * np.arange(len(self.counts))).sum())
+
+    @property
+    def mean(self) -> float:
+        """0 where there is no value."""
+        return self.sum / self.n if self.n else 0.0
+
+    @property
+    def max(self) -> int:
+        """0 where there is no value."""
+        used = np.flatnonzero(self.counts)
+        return int(used[-1]) if len(used) else 0
+
+    @property
+    def min(self) -> int:
+        """0 where there is no value."""
+        used = np.flatnonzero(self.counts)
+        return int(used[0]) if len(used) else 0
+
+    def percentile(self, percent: float) -> int:
+        """The smallest value that at least so many percent of all do not exceed."""
+        if not self.n:
+            return 0
+        rank = max(1, math.ceil(self.n * percent / 100))
+        return int(np.searchsorted(np.cumsum(self.counts), rank))
+
+    def between(self, low: int, high: int) -> int:
+        """How many values are from ``low`` up to but not including ``high``."""
+        return int(self.counts[low:high].sum())
+
+    def doubling_edges(self) -> list[int]:
+        """Edges for a histogram in which each bin is twice as wide as the one before; all values inside.
+
+        Zeros have a bin of their own, and what lies empty between them and the next value is one bin.
+        """
+        used = np.flatnonzero(self.counts)
+        positive = used[used > 0]
+        first = 1 << (int(positive[0]).bit_length() - 1) if len(positive) else 1
+        edges = [first]
+        while edges[-1] <= self.max:
+            edges.append(edges[-1] * 2)
+        has_zeros = len(used) > 0 and used[0] == 0
+        return [0, *([1] if first > 1 else []), *edges] if has_zeros or not len(positive) else edges
+
+    def histogram(self, edges: Sequence[int]) -> list[int]:
+        """How many values each bin has: from one edge up to but not including the next."""
+        return [self.between(low, high) for low, high in pairwise(edges)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the numbers, and a histogram in bins that double."""
+        edges = self.doubling_edges()
+        return {
+            "n": self.n,
+            "sum": self.sum,
+            "mean": round(self.mean, 3),
+            "min": self.min,
+            **{f"p{percent}": self.percentile(percent) for percent in PERCENTILES},
+            "max": self.max,
+            "histogram": {"edges": edges, "counts": self.histogram(edges)},
+        }
+
+
+SPREADS = (
+    "tokens",
+    "supervised_tokens",
+    "supervised_percent",
+    "visual_tokens",
+    "media_per_row",
+    "image_side",
+    "image_tokens",
+)
+"""What is spread over what: tokens, learned tokens, their share in percent, tokens of images and videos and
+number of media for each row; the longer side in pixels and tokens for each image."""
+
+_IMAGE = MEDIA_KINDS.index("image")
+
+LONGEST = 5
+"""So many rows of each data set are named, the longest first."""
+
+
+class LongRow(NamedTuple):
+    """One of the longest rows of a data set: its tokens and its number, its name, its file and line."""
+
+    tokens: int
+    row: int
+    key: str = ""
+    location: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetStats:
+    """One data set, over all rows of its file.
+
+    Attributes:
+        rows: all; ``bad`` of them could not be counted, by reason, and are in no distribution.
+        text_only: rows without media.
+        media: by kind: ``images``, ``videos``, ``audios``.
+        spreads: the distributions that :data:`SPREADS` names.
+        longest: the rows with the most tokens, the longest first.
+    """
+
+    name: str
+    file: str
+    rows: int
+    bad: dict[str, int]
+    text_only: int
+    media: dict[str, int]
+    spreads: dict[str, Distribution] = field(repr=False)
+    longest: tuple[LongRow, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {name: getattr(self, name) for name in ("name", "file", "rows", "bad", "text_only", "media")}
+        spreads = {name: self.spreads[name].as_dict() for name in SPREADS}
+        return own | spreads | {"longest": [row._asdict() for row in self.longest]}
+
+    @property
+    def learned_share(self) -> float:
+        """Learned tokens over all tokens."""
+        tokens = self.spreads["tokens"].sum
+        return self.spreads["supervised_tokens"].sum / tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReport:
+    """A mixture.
+
+    Attributes:
+        datasets: in the order of their names.
+        estimated: whether tokens are estimates, and not counted.
+        off_by: by how many tokens a row's number may be off; 0 where all are exact, -1 if nobody can tell.
+        processor: the name of it; empty for none.
+        counted_rows: how many rows had to be counted now.
+    """
+
+    datasets: tuple[DatasetStats, ...]
+    estimated: bool
+    off_by: int
+    processor: str
+    counted_rows: int
+    seconds: float
+
+    def all(self) -> DatasetStats:
+        """All data sets together."""
+        return _together("all", "", self.datasets, max(len(one.longest) for one in self.datasets))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "version": 1,
+            "estimated": self.estimated,
+            "exact": self.off_by == 0,
+            "off_by": self.off_by,
+            "processor": self.processor or None,
+            "counted_rows": self.counted_rows,
+            "seconds": round(self.seconds, 3),
+            "datasets": [one.as_dict() for one in self.datasets],
+            "all": self.all().as_dict(),
+        }
+
+
+def stats_of(
+    meta: Meta,
+    processor: Any = None,
+    *,
+    dataset_names: Sequence[str] | None = None,
+    engine: Runner | None = None,
+    trust_remote_code: bool = False,
+    index_dir: str | None = None,
+    longest: int = LONGEST,
+    progress: OnProgress | None = None,
+) -> StatsReport:
+    """How the rows of the data sets of a meta file are spread.
+
+    Args:
+        meta: the meta file, or a dict with its content. All rows of a file are looked at, whatever share of
+            them a data set takes.
+        processor: a processor, or the path of one: rows that are not counted yet are counted first, and the
+            counts kept. None for estimates.
+        dataset_names: only these data sets.
+        engine: where to count (see :mod:`packhorse.count.engines`); None counts in this process.
+        trust_remote_code: run code that comes with the processor.
+        index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
+        longest: name so many rows of each data set, the longest first.
+        progress: told how many rows are done.
+
+    Raises:
+        ConfigError: the meta file, a data file, the processor or a media folder is not in order.
+    """
+    started = time.monotonic()
+    if not read_meta(meta, dataset_names):
+        raise ConfigError(f"{meta}: it names no data set")
+    if processor is None:
+        found = _estimated(meta, dataset_names, engine, index_dir, progress, longest)
+        return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
+    report = count_meta(
+        meta,
+        processor,
+        dataset_names=dataset_names,
+        engine=engine,
+        trust_remote_code=trust_remote_code,
+        bad_rows=0,
+        index_dir=index_dir,
+        progress=progress,
+    )
+    is_path = isinstance(processor, str | os.PathLike)
+    name = os.fspath(processor) if is_path else type(processor).__name__
+    return StatsReport(
+        tuple(_counted(one, longest) for one in report.files),
+        False,
+        int(report.totals()["off_by"]),
+        name,
+        report.counted_rows,
+        time.monotonic() - started,
+    )
+
+
+def _counted(counted: CountedFile, longest: int) -> DatasetStats:
+    """From a sidecar, a part at a time."""
+    config = counted.config
+    parts: list[DatasetStats] = []
+    first = 0
+    for batch in counted.sidecar.batches():
+        columns, media = CountColumns.of(batch), MediaColumns.of([batch])
+        ok, is_image = columns.ok, media.kind == _IMAGE
+        numbers = {name: getattr(columns, name)[ok] for name in ("images", "videos", "audios")}
+        total, supervised = columns.total[ok], columns.supervised[ok]
+        values = {
+            "tokens": total,
+            "supervised_tokens": supervised,
+            "supervised_percent": 100 * supervised // np.maximum(total, 1),
+            "visual_tokens": (columns.image + columns.video)[ok],
+            "media_per_row": sum(numbers.values()),
+            "image_side": np.maximum(media.height, media.width)[is_image],
+            "image_tokens": media.tokens[is_image],
+        }
+        rows = first + np.flatnonzero(ok)
+        parts.append(
+            _part(len(columns), Counter(columns.status[~ok].tolist()), numbers, values, rows, longest)
+        )
+        first += len(columns)
+    return _named(_together(config.name, config.file_name, parts, longest), counted.file)
+
+
+def _longest(tokens: Any, rows: Any, most: int) -> tuple[LongRow, ...]:
+    """The rows with the most tokens; of equally long ones the first."""
+    total, numbers = np.asarray(tokens, np.int64), np.asarray(rows, np.int64)
+    order = np.lexsort((numbers, -total))[:most]
+    return tuple(LongRow(int(total[place]), int(numbers[place])) for place in order)
+
+
+def _named(found: DatasetStats, file: RowFile) -> DatasetStats:
+    """With names and places of the longest rows."""
+    places = {row: file.location(row) for row in sorted(one.row for one in found.longest)}
+    named = [
+        LongRow(one.tokens, one.row, row_key(found.name, one.row), places[one.row]) for one in found.longest
+    ]
+    return replace(found, longest=tuple(named))
+
+
+def _part(
+    rows: int,
+    bad: Mapping[str, int],
+    numbers: Mapping[str, Any],
+    values: Mapping[str, Any],
+    counted: Any,
+    longest: int,
+) -> DatasetStats:
+    """Some rows; ``counted`` are the numbers of those that ``values`` are of."""
+    media = {name: int(np.sum(of_rows)) for name, of_rows in numbers.items()}
+    text_only = int((np.asarray(values["media_per_row"]) == 0).sum())
+    spreads = {name: Distribution.of(values[name]) for name in SPREADS}
+    found = _longest(values["tokens"], counted, longest)
+    return DatasetStats("", "", rows, dict(bad), text_only, media, spreads, found)
+
+
+def _together(name: str, file: str, parts: Sequence[DatasetStats], longest: int = LONGEST) -> DatasetStats:
+    bad: Counter[str] = Counter()
+    media: Counter[str] = Counter(dict.fromkeys(("images", "videos", "audios"), 0))
+    for part in parts:
+        bad.update(part.bad)
+        media.update(part.media)
+    return DatasetStats(
+        name,
+        file,
+        sum(part.rows for part in parts),
+        dict(bad.most_common()),
+        sum(part.text_only for part in parts),
+        dict(media),
+        {spread: Distribution.joined(part.spreads[spread] for part in parts) for spread in SPREADS},
+        tuple(sorted((row for part in parts for row in part.longest), key=_longest_first)[:longest]),
+    )
+
+
+def _longest_first(row: LongRow) -> tuple[int, str, int]:
+    return -row.tokens, row.key.rpartition("/")[0], row.row
+
+
+# --- estimates -------------------------------------------------------------------------------------------
+
+
+def _estimated(
+    meta: Meta,
+    dataset_names: Sequence[str] | None,
+    engine: Runner | None,
+    index_dir: str | None,
+    progress: OnProgress | None,
+    longest: int,
+) -> Iterator[DatasetStats]:
+    opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
+    named = read_meta(meta, dataset_names)
+    for config in named:
+        check_media_dir(config)
+    configs = [with_absolute_paths(config) for config in named]
+    files = [open_rows(config.file_name, index_dir) for config in configs]
+    tasks: list[PartTask] = []
+    owners: list[int] = []
+    for number, (config, file) in enumerate(zip(configs, files, strict=True)):
+        state = Fingerprint.of(data_source(file))
+        for first in range(0, len(file), PART_ROWS):
+            stop = min(first + PART_ROWS, len(file))
+            tasks.append(PartTask(config, first, stop, state.size, state.edges, index_dir))
+            owners.append(number)
+    found: list[DatasetStats] = [_together("", "", []) for _ in configs]
+    total, done = sum(task.stop - task.first for task in tasks), 0
+    work = partial(_estimated_part, longest=longest)
+    own = ((position, work(task)) for position, task in enumerate(tasks))
+    results = own if engine is None else engine.run(work, tasks)
+    with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
+        for position, part in results:
+            found[owners[position]] = _together("", "", [found[owners[position]], part], longest)
+            done += tasks[position].stop - tasks[position].first
+            if progress is not None:
+                progress(done, total)
+    for config, one, file in zip(named, found, files, strict=True):
+        yield _named(replace(one, name=config.name, file=config.file_name), file)
+
+
+def _estimated_part(task: PartTask, longest: int) -> DatasetStats:
+    """Estimates of some rows; runs in the worker processes of an engine."""
+    rows = rows_now(task)
+    bad: Counter[str] = Counter()
+    numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
+    values: dict[str, list[int]] = {name: [] for name in SPREADS}
+    good: list[int] = []
+    with gc_paused():
+        for number, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
+            try:
+                _add_estimate(row, row_key(task.config.name, number), task, numbers, values)
+                good.append(number)
+            except BadSample as error:  # noqa: PERF203 - each row is bad for itself
+                bad[error.reason] += 1
+    return _part(task.stop - task.first, bad, numbers, values, good, longest)
+
+
+def _add_estimate(
+    row: Row | BadSample,
+    key: str,
+    task: PartTask,
+    numbers: dict[str, list[int]],
+    values: dict[str, list[int]],
+) -> None:
+    if isinstance(row, BadSample):
+        raise row
+    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=no_remarks)
+    conversation = parse_conversation(example, key)
+    sides = [_side(ref) for ref in conversation.media if ref.kind == "image"]
+    guess = estimate(example)
+    answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
+    said = sum(len(turn.text) for turn in conversation.messages)
+    total = guess.text + guess.media
+    # What is told of the text may be more than its characters say: answers keep their share of it.
+    learned = guess.text * answers // said if said else answers // CHARS_PER_TOKEN
+    kinds = Counter(ref.kind for ref in conversation.media)
+    for kind in MEDIA_KINDS:
+        numbers[f"{kind}s"].append(kinds[kind])
+    values["tokens"].append(total)
+    values["supervised_tokens"].append(learned)
+    values["supervised_percent"].append(100 * learned // max(total, 1))
+    values["visual_tokens"].append(guess.media)
+    values["media_per_row"].append(len(conversation.media))
+    values["image_side"] += sides
+
+
+def _side(ref: MediaRef) -> int:
+    size: Any = media_size(ref)
+    return int(max(size))

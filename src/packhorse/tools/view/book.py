@@ -1,0 +1,323 @@
+"""What the pages know: the plan, the examples, why rows are left out, and what ledgers say.
+
+Opening maps the plan and opens the data files (milliseconds each). The processor, which takes seconds to
+import, is opened in the background, or when the first page needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.meta import MetaDataset, Source
+from packhorse.formats.meta_file import read_meta
+from packhorse.ledger import Ledger
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.data import open_data
+from packhorse.plan.pack_plan import DROP_REASONS
+from packhorse.rows.row_files import JsonRows
+from packhorse.tools.view.plan_book import PlanBook, book_of, open_book
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_request import Opened, Request, make_plan, open_request
+from packhorse.tools.view.row_encoder import Encoder
+from packhorse.types import Drop, Reason, mask_secrets
+
+Integers = npt.NDArray[np.int64]
+
+_MOST_DIGITS = 18
+
+
+class RowFinder:
+    """Finds rows of a mixture; sorts the rows of a data set when it is first asked for one of them."""
+
+    def __init__(self, dataset: MetaDataset) -> None:
+        self._sources = {source.config.name: source for source in dataset.sources}
+        lengths = [len(source) for source in dataset.sources]
+        self._first = dict(zip(self._sources, np.cumsum([0, *lengths]).tolist(), strict=False))
+        self._ends = np.cumsum(lengths)
+        self._order = lru_cache(maxsize=None)(self._sorted_rows)
+
+    def place(self, index: int) -> tuple[Source, int]:
+        """The data set of a position, and the row's number in its file."""
+        name = list(self._sources)[int(np.searchsorted(self._ends, index, side="right"))]
+        source = self._sources[name]
+        return source, source.selection.row(index - self._first[name])
+
+    def find(self, key: str) -> int | None:
+        """The position of ``name/row`` or ``name/row#copy``; None if there is none."""
+        name, _, rest = key.rpartition("/")
+        number, _, copy = rest.partition("#")
+        if name not in self._sources or not _is_number(number) or not _is_number(copy or "0"):
+            return None
+        rows, order = self._order(name)
+        first = int(np.searchsorted(rows, int(number)))
+        source, start = self._sources[name], int(self._first[name])
+        while first < len(rows) and int(rows[first]) == int(number):
+            position = int(order[first])
+            if source.selection.copy(position) == int(copy or 0):
+                return start + position
+            first += 1
+        return None
+
+    def _sorted_rows(self, name: str) -> tuple[Integers, Integers]:
+        rows = np.asarray(self._sources[name].selection.rows(), np.int64)
+        order = np.argsort(rows, kind="stable")
+        return rows[order], order
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text can be the number of a row; Python refuses to read one of thousands of digits."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
+
+
+_MOST_RAW = 100_000  # bytes of a row that are shown
+_NOT_ROWS_OF_IT = ("not_sampled", "left_over")  # rows that are no examples of this mixture
+
+
+class Book:
+    """A plan and everything around it, for looking at.
+
+    Args:
+        made: the plan and what it was made from.
+        opened: examples and encoder, where they are open already.
+        ledger: entries of a run, to be shown with the rows.
+
+    Attributes:
+        plan: which rows make up each pack.
+        report: the numbers of the overview.
+        dataset: the examples.
+        names: of the data sets, in order.
+        marks: what ledgers, and this viewer, have to say of rows, by their position.
+    """
+
+    def __init__(self, made: PlanBook, opened: Opened | None = None, ledger: Ledger | None = None) -> None:
+        self.made, self.plan, self.report = made, made.plan, made.report
+        self.dataset: MetaDataset = opened.dataset if opened is not None else _examples(made.request)
+        if len(self.dataset) != self.plan.samples:
+            raise ConfigError(
+                f"the plan is of {self.plan.samples:,} rows, {made.request.config.data} has "
+                f"{len(self.dataset):,} now: plan anew"
+            )
+        self.names = list(self.dataset.lengths())
+        self._starts = np.cumsum([0, *self.dataset.lengths().values()])
+        self._opened = opened
+        self._encoder: Encoder | None = None
+        self._opening, self._marking = threading.Lock(), threading.Lock()
+        self.finder = RowFinder(self.dataset)
+        self.marks: dict[int, list[Drop]] = defaultdict(list)
+        self.elsewhere: list[Drop] = []  # entries of rows that are not in this mixture
+        self._entries = 0
+        for drop in ledger or ():
+            self._take_in(drop)
+
+    @classmethod
+    def open(
+        cls,
+        source: str,
+        processor: str | None = None,
+        *,
+        ledger: str | os.PathLike[str] | None = None,
+        pack_size: int = 8192,
+        trust_remote_code: bool = False,
+    ) -> Book:
+        """Open a plan file, or plan a meta file first.
+
+        Raises:
+            ConfigError: it is neither, or a meta file without a processor.
+            OSError: it cannot be read.
+        """
+        entries = None if ledger is None else _entries(ledger)
+        if _is_plan(source):
+            return cls(open_book(source, processor, trust_remote_code), None, entries)
+        if processor is None:
+            read_meta(source)  # says what is wrong with what is neither
+            raise ConfigError(f"{source} is a meta file: name the --processor, and it is planned first")
+        config = LoaderConfig(data=source, pack_size=pack_size)
+        planned = make_plan(Request(config, processor, trust_remote_code=trust_remote_code))
+        return cls(book_of(planned, plan_report(planned)), planned.opened, entries)
+
+    @property
+    def encoder(self) -> Encoder:
+        """What shows rows as the model sees them; opens the processor the first time.
+
+        Raises:
+            ConfigError: the processor is not to be had.
+        """
+        with self._opening:
+            if self._encoder is None:
+                self._opened = self._opened or open_request(self.made.request)
+                if self._opened.samples.truncate:  # to what was planned, as the loader does
+                    self._opened.samples.max_length = self.plan.capacity + 1
+                self._encoder = Encoder(self._opened)
+            return self._encoder
+
+    def warm_up(self, after: float = 2.0) -> None:
+        """Open the processor in the background, so that the first pack does not wait for it.
+
+        Args:
+            after: seconds to wait before, so that the first page does not share the processor with imports.
+        """
+
+        def open_it() -> None:
+            with suppress(ConfigError, OSError):  # the page that needs it says why
+                _ = self.encoder
+
+        timer = threading.Timer(after, open_it)
+        timer.daemon = True
+        timer.start()
+
+    # Rows.
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def key(self, index: int) -> str:
+        """The name of a row: ``coco/812``."""
+        return self.dataset.key(index)
+
+    def dataset_of(self, index: int) -> int:
+        """The number of a row's data set."""
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
+
+    def datasets_of(self, indices: npt.NDArray[np.integer]) -> Integers:
+        """The same for many rows."""
+        return np.asarray(np.searchsorted(self._starts, indices, side="right") - 1, np.int64)
+
+    @cached_property
+    def pack_of(self) -> Integers:
+        """The pack of each row; -1 for those in none."""
+        return self.plan.pack_of()
+
+    def raw(self, index: int) -> str:
+        """The row as its file has it, as text, or its beginning; what is not UTF-8 is escaped."""
+        source, row = self.finder.place(index)
+        if isinstance(source.file, JsonRows):
+            raw = source.file.raw(row)
+            rest = f" … ({len(raw):,} bytes)" if len(raw) > _MOST_RAW else ""
+            return mask_secrets(raw[:_MOST_RAW].decode("utf-8", "backslashreplace")) + rest
+        try:
+            return mask_secrets(repr(source.file[row]))
+        except BadSample as error:
+            return error.detail
+
+    def left_out(self, index: int) -> Drop | None:
+        """Why a row is in no pack; None if it is in one."""
+        code = self._drop_code(index)
+        if code is None:
+            return None
+        key = self.key(index)
+        bad = self.made.bad.get(index)
+        reason: Reason = DROP_REASONS[code] if bad is None else bad[0]  # type: ignore[assignment]
+        detail = self.made.detail(index, reason) if bad is None else bad[1]
+        return Drop(key, "plan", reason, detail, dataset=self.names[self.dataset_of(index)])
+
+    def _drop_code(self, index: int) -> int | None:
+        place = int(np.searchsorted(self.plan.dropped, index))
+        found = place < len(self.plan.dropped) and int(self.plan.dropped[place]) == index
+        return int(self.plan.drop_codes[place]) if found else None
+
+    @cached_property
+    def _left_out_reasons(self) -> npt.NDArray[np.object_]:
+        """The reason of each row of ``plan.dropped``."""
+        reasons = np.array(DROP_REASONS, object)[self.plan.drop_codes]
+        if self.made.bad:
+            bad = np.fromiter(self.made.bad, np.int64)
+            reasons[np.searchsorted(self.plan.dropped, bad)] = [why for why, _ in self.made.bad.values()]
+        return reasons
+
+    # What is wrong.
+
+    def reasons(self) -> list[tuple[str, int, int]]:
+        """For each reason: its name, rows in no pack, rows in a pack that a ledger has a remark on."""
+        gone = Counter(self._left_out_reasons.tolist())
+        marked = Counter(
+            reason
+            for index, drops in list(self.marks.items())
+            if self.pack_of[index] >= 0
+            for reason in {drop.reason for drop in drops}
+        )
+        names = sorted({*gone, *marked}, key=lambda name: (-gone[name] - marked[name], name))
+        return [(name, gone[name], marked[name]) for name in names]
+
+    def problems(self, reason: str = "", dataset: int = -1) -> list[int]:
+        """The rows that are left out or marked, in order; only of a reason, or of a data set."""
+        reasons = self._left_out_reasons
+        gone = self.plan.dropped[reasons == reason] if reason else self.plan.dropped
+        marked = [
+            index
+            for index, drops in list(self.marks.items())
+            if not reason or any(drop.reason == reason for drop in drops)
+        ]
+        found = np.union1d(np.asarray(gone, np.int64), np.asarray(marked, np.int64))
+        if dataset >= 0:
+            found = found[self.datasets_of(found) == dataset]
+        rows: list[int] = found.tolist()
+        return rows
+
+    def remarks(self, index: int) -> list[Drop]:
+        """All that is to be said of a row: why it is in no pack, and what ledgers have."""
+        own = self.left_out(index)
+        drops = [] if own is None else [own]
+        said = {own.reason} if own is not None else set()
+        return drops + [drop for drop in self.marks.get(index, ()) if drop.reason not in said]
+
+    def wrong_ledger(self) -> str:
+        """A warning where entries of the ledger name rows that this data do not have; else nothing."""
+        if not self.elsewhere:
+            return ""
+        return (
+            f"{len(self.elsewhere):,} of {self._entries:,} entries of the ledger name no row of "
+            f"{self.made.request.config.data} (as {self.elsewhere[0].key}): is it another data set's?"
+        )
+
+    def mark(self, index: int, drops: Sequence[Drop]) -> None:
+        """Remember what was found when a row was looked at."""
+        with self._marking:
+            for drop in drops:
+                if not any(_says_the_same(drop, known) for known in self.marks.get(index, ())):
+                    self.marks[index].append(drop)
+
+    def _take_in(self, drop: Drop) -> None:
+        if drop.reason in _NOT_ROWS_OF_IT:
+            return
+        self._entries += 1
+        index = self.finder.find(drop.key)
+        if index is None:
+            self.elsewhere.append(drop)
+        else:
+            self.mark(index, [drop])
+
+
+def _entries(ledger: str | os.PathLike[str]) -> Ledger:
+    from packhorse.tools.ledgers import read_ledgers  # takes a while to import, and is seldom needed
+
+    return read_ledgers(ledger)[0]
+
+
+def _says_the_same(one: Drop, other: Drop) -> bool:
+    """Whether two remarks on a row are one; a run adds where it stood to what was found."""
+    same_words = one.detail.startswith(other.detail) or other.detail.startswith(one.detail)
+    return one.reason == other.reason and same_words
+
+
+def _examples(request: Request) -> MetaDataset:
+    opened: Any = open_data(request.config.data, request.config.dataset_names, Ledger(), None)
+    assert isinstance(opened, MetaDataset)
+    return opened
+
+
+def _is_plan(path: str) -> bool:
+    """Whether a file is an Arrow file, as plans are, whatever it is called."""
+    if not os.path.isfile(path):
+        return path.endswith(".phplan")
+    with open(path, "rb") as file:
+        return file.read(6) == b"ARROW1"
