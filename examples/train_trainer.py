@@ -12,8 +12,7 @@ import torch
 from tiny import arguments, demo_loader, example_processor, tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from packhorse.integrations.trainer import TrainFromLoader
-from packhorse.integrations.transformers import prepare
+from packhorse.integrations.transformers import TrainFromLoader, prepare
 
 
 class PackedTrainer(TrainFromLoader, Trainer):

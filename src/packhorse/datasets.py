@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from packhorse.encode.robust import RobustDatasetWrapper, make_robust_collate
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 
+
 __all__ = [
     "CordV2DatasetConfig",
     "LlavaOnevisionDatasetConfig",

@@ -18,8 +18,7 @@ from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.families.shift_labels import make_honour_shift_labels
-from packhorse.integrations.trainer import TrainFromLoader
-from packhorse.integrations.transformers import prepare
+from packhorse.integrations.transformers import TrainFromLoader, prepare
 
 NAMED = "output_router_logits=True: .*auxiliary loss.*output_router_logits = False"
 

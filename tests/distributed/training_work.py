@@ -17,7 +17,7 @@ from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.loss import count_supervised, token_loss
-from packhorse.integrations.trainer import LOADER_STATE
+from packhorse.integrations.transformers import LOADER_STATE
 from packhorse.types import World
 
 

@@ -248,7 +248,7 @@ def test_a_model_type_without_a_test_is_refused_by_the_loader_and_measured_by_pa
 def test_the_trainer_refuses_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
-    from packhorse.integrations.trainer import TrainFromLoader
+    from packhorse.integrations.transformers import TrainFromLoader
 
     class PackedTrainer(TrainFromLoader, Trainer):
         pass

@@ -6,15 +6,273 @@ class, and adds nothing but a loader: no second sharding, no replay on resume, n
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from collections.abc import Mapping
 from logging import getLogger
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from packhorse.collate.packed import check_router_loss
+from packhorse.collate.packed import check_router_loss, model_inputs
+from packhorse.errors import ConfigError, require
 from packhorse.families.shift_labels import honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose, facts_of, use_attention
-from packhorse.integrations.trainer import LOADER_STATE, TrainFromLoader
+from packhorse.integrations.loss import count_supervised, supervised, token_loss
+from packhorse.integrations.trainer_feed import Feed, check_model, check_world
+from packhorse.types import Batch, to_device
+
+LOADER_STATE = "packhorse_loader.json"
+"""The loader's state in a checkpoint folder."""
+
+
+class TrainFromLoader:
+    """Put in front of a Trainer class, with one more argument: ``loader``.
+
+    ::
+
+        class MyTrainer(TrainFromLoader, Trainer):
+            pass
+
+        trainer = MyTrainer(model, TrainingArguments("out", gradient_accumulation_steps=4), loader=loader)
+        trainer.train(resume_from_checkpoint=True)
+
+    - The loader deals batches to ranks itself; ``per_device_train_batch_size`` is without effect.
+    - The loss is one mean over the supervised tokens of all ranks and accumulated micro steps.
+    - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` goes on behind the last batch
+      trained, without loading any before it, on another number of ranks too.
+    - The loader's metrics are logged beside the loss.
+
+    Evaluation is the Trainer's own: its batches come from ``eval_dataset`` and the collate function, with
+    labels as the model takes them.
+
+    Args:
+        loader: a :class:`packhorse.Loader`, built with as many accumulated micro steps as the Trainer takes.
+
+    Raises:
+        ConfigError: arguments of the Trainer would undo what the loader does, packed rows are wrong for the
+            model, or the Trainer class has a loss of its own (preference and reward trainers of TRL), which
+            would not be computed.
+    """
+
+    # The Trainer's own words for: do not divide by the number of accumulated micro steps.
+    loss_is_scaled_for_ga: bool | None = True
+
+    def __init__(self, *arguments: Any, loader: Any, **options: Any) -> None:
+        _check_loss(type(self))
+        self.loader = loader
+        self._feed = Feed(loader)
+        super().__init__(*arguments, **options)
+        args: Any = self.args  # type: ignore[attr-defined]
+        _check(args, loader)
+        check_model(loader, self.model)  # type: ignore[attr-defined]
+        if self.compute_loss_func is not None:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "compute_loss_func is given, but TrainFromLoader computes the loss itself. Leave it out, or "
+                "override compute_loss in your class"
+            )
+        check_router_loss(getattr(self.model, "config", None))  # type: ignore[attr-defined]
+        args.ignore_data_skip = True  # the loader goes on by itself
+        self.model_accepts_loss_kwargs = True  # what versions without the attribute above go by
+        self._asked_steps = args.max_steps
+        self._resumed = self._finished = False
+        self._counted_step = 0  # the Trainer's global_step when micro-batches were counted last
+
+    def get_train_dataloader(self) -> Any:
+        """The loader; nothing of Accelerate around it."""
+        return self._feed
+
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        """As the Trainer's; the loader goes on where the checkpoint was made."""
+        args: Any = self.args  # type: ignore[attr-defined]
+        args.max_steps, self._resumed, self._finished = self._asked_steps, False, False
+        self._count_finished_step()
+        if resume_from_checkpoint is True:
+            last = require("transformers.trainer_utils", "trainer").get_last_checkpoint(args.output_dir)
+            if last is None:
+                raise ConfigError(
+                    f"resume_from_checkpoint=True, but there is no checkpoint in {args.output_dir}"
+                )
+            resume_from_checkpoint = last
+        if resume_from_checkpoint:
+            self._resume(Path(resume_from_checkpoint))
+        elif self._feed.trained < self._feed.handed_out:
+            self._feed.load_state_dict(self._feed.state_dict())
+        return super().train(resume_from_checkpoint or None, *arguments, **options)  # type: ignore[misc]
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Restore the loader, and tell the Trainer how many steps the rest of the epochs has.
+
+        The Trainer works its epoch out from the number of steps; on another number of ranks that is wrong.
+        """
+        args: Any = self.args  # type: ignore[attr-defined]
+        self._feed.load_state_dict(_read_state(checkpoint / _state_file(self.loader)))
+        self._resumed = True
+        done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+        if self._asked_steps <= 0:
+            accumulation = args.gradient_accumulation_steps
+            rest, whole = (math.ceil(n / accumulation) for n in (self.loader.remaining, len(self._feed)))
+            more = rest + math.ceil((args.num_train_epochs - self.loader.epoch - 1) * whole)
+            args.max_steps = max(done + more, 1)  # the Trainer takes 0 for "not given"
+        self._finished = args.max_steps <= done
+
+    def set_initial_training_values(self, *arguments: Any, **options: Any) -> Any:
+        """The Trainer's, with more epochs on resume: its first one is the rest of the loader's.
+
+        The number of steps ends training, so epochs too many do no harm. A run that is at its end has none:
+        the Trainer would see that a step too late.
+        """
+        epochs, *others = super().set_initial_training_values(*arguments, **options)  # type: ignore[misc]
+        return (0 if self._finished else epochs + 2 * self._resumed, *others)
+
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], int | None]:
+        """The micro batches of a step, and the supervised tokens of all ranks in them."""
+        batches, _ = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
+        return batches, count_supervised(batches) if batches else None
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """The Trainer's; counts what was trained."""
+        self._count_finished_step()
+        loss = super().training_step(*arguments, **options)  # type: ignore[misc]
+        self._feed.accumulated += 1
+        return loss
+
+    def _count_finished_step(self) -> None:
+        """Count micro-batches as trained when the optimizer has made their step.
+
+        A checkpoint may be saved before that: on SIGTERM (``enable_jit_checkpoint``), or by a callback.
+        """
+        step: int = self.state.global_step  # type: ignore[attr-defined]
+        if step != self._counted_step:
+            self._counted_step = step
+            self._feed.finish_step()
+
+    def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:
+        """The Trainer's, which does not move block masks of flex attention, nor keep a batch's ``info``."""
+        moved = to_device(inputs, self.args.device)  # type: ignore[attr-defined]
+        prepared = super()._prepare_inputs(moved)  # type: ignore[misc]
+        return Batch(prepared, inputs.info) if isinstance(inputs, Batch) else prepared
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """What a micro batch contributes to the mean over the step's tokens; see :mod:`.loss`."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        outputs = model(**model_inputs(inputs))
+        tokens = supervised(inputs) if num_items_in_batch is None else num_items_in_batch
+        ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
+        loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks)
+        return (loss, outputs) if return_outputs else loss
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The Trainer's, but for models whose weights have other names in a checkpoint than in memory.
+
+        Qwen2-VL is one: transformers saves it under the names of the first release, and its Trainer, which
+        looks for the present ones, would go on with the weights it began with. ``from_pretrained`` knows
+        both.
+        """
+        whole = self.model if model is None else model  # type: ignore[attr-defined]
+        saved = _saved_names(Path(resume_from_checkpoint))
+        if model is None and saved and not saved <= whole.state_dict().keys():
+            loaded = type(whole).from_pretrained(resume_from_checkpoint, dtype=whole.dtype)
+            whole.load_state_dict(loaded.state_dict())
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """The Trainer's, with the loader's metrics beside the loss, and the loader's word for the epoch."""
+        if "loss" in logs:
+            self.state.epoch = self._feed.position  # type: ignore[attr-defined]
+            numbers = self.loader.metrics.as_dict()
+            logs = {**logs, **{f"data/{name}": value for name, value in numbers.items()}}
+        super().log(logs, *arguments, **options)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Trainer's; where it is for a checkpoint, the loader's state goes in first."""
+        args: Any = self.args  # type: ignore[attr-defined]
+        own = self.loader.config.shard_data
+        self._count_finished_step()
+        if _internal_call and output_dir is not None and (args.should_save or own):
+            _write_state(Path(output_dir) / _state_file(self.loader), self._feed.state_dict())
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+
+# The losses that are replaced: a mean of cross entropies over tokens, like this one.
+_CROSS_ENTROPY = frozenset({("transformers", "Trainer"), ("trl", "SFTTrainer")})
+
+
+def _check_loss(trainer: type) -> None:
+    """Raise if the trainer class after the mix-in computes another loss, which the mix-in's would replace."""
+    after = trainer.__mro__[trainer.__mro__.index(TrainFromLoader) + 1 :]
+    owner = next((base for base in after if "compute_loss" in vars(base)), None)
+    if owner is None or (owner.__module__.partition(".")[0], owner.__name__) in _CROSS_ENTROPY:
+        return
+    raise ConfigError(
+        f"{owner.__module__}.{owner.__name__} computes a loss of its own, but TrainFromLoader would train "
+        "plain cross entropy: put it in front of transformers.Trainer or trl.SFTTrainer. Loaders have no "
+        "preference data, so train DPO, KTO, reward models and the like without TrainFromLoader"
+    )
+
+
+def _check(args: Any, loader: Any) -> None:
+    """Refuse what would undo the loader's work."""
+    steps = args.gradient_accumulation_steps
+    check_world(loader, args.process_index, args.world_size, steps, saved_by_all=True)
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process for {args.n_gpu} GPUs (DataParallel) would cut packs in two: start one process for "
+            "each, with torchrun or accelerate launch"
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size=True: the loader's batches are planned, set pack_size instead"
+        )
+    if args.label_smoothing_factor:
+        raise ConfigError("label_smoothing_factor: the loss of packed batches has none")
+    if getattr(args, "loss_type", "nll") != "nll":  # of trl's SFTConfig
+        raise ConfigError(f"loss_type={args.loss_type!r}: TrainFromLoader trains cross entropy ('nll') only")
+
+
+def _saved_names(checkpoint: Path) -> set[str]:
+    """Names of the weights of a whole model in a checkpoint; empty where there is none (adapters, shards)."""
+    index, weights = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    if not weights.exists():
+        return set()
+    with require("safetensors", "train").safe_open(weights, "pt") as file:
+        return set(file.keys())
+
+
+def _state_file(loader: Any) -> str:
+    """One state is good for all ranks, but where each has rows of its own."""
+    return f"packhorse_loader_{loader.world.rank}.json" if loader.config.shard_data else LOADER_STATE
+
+
+def _write_state(path: Path, state: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}")
+    half.write_text(json.dumps(state))
+    os.replace(half, path)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path.parent} holds no {path.name}: expected a checkpoint that was made with TrainFromLoader. "
+            "To start with its weights and the first epoch, load the model from it and call train()"
+        ) from error
+    return state
+
 
 __all__ = ["LOADER_STATE", "TrainFromLoader", "honours_shift_labels", "prepare"]
 

@@ -14,8 +14,7 @@ from contract.tiny_models import tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from noise_floor import largest_difference, noise_floor
 from packhorse.errors import ConfigError
-from packhorse.integrations.trainer import LOADER_STATE, TrainFromLoader
-from packhorse.integrations.transformers import prepare
+from packhorse.integrations.transformers import LOADER_STATE, TrainFromLoader, prepare
 from packhorse.types import World
 
 make_torchvision_importable()
