@@ -79,11 +79,11 @@ $(UV):
 	$(VENV)-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 bench: $(READY)
-	$(BIN)/packhorse bench
+	$(BIN)/python benchmarks/run.py
 
 # What CI can afford: every script runs, and no ratio is below half of its target. Writes nothing.
 bench-quick: $(READY)
-	$(BIN)/packhorse bench --quick
+	$(BIN)/python benchmarks/run.py --quick
 
 # One script by itself, say `make bench-jsonl`.
 bench-%: $(READY)

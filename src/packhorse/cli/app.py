@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli import bench, check, count, ledger, parity, plan, stats, view
+from packhorse.cli import check, count, ledger, parity, plan, stats, view
 from packhorse.cli.options import AS_JSON
 from packhorse.cli.screen import CANNOT, OneLineGroup, PlainCommand
 
@@ -110,7 +110,6 @@ app.command(cls=PlainCommand, epilog=check.EXAMPLES)(check.check)
 app.command(cls=PlainCommand, epilog=view.EXAMPLES)(view.view)
 app.command(cls=PlainCommand, epilog=parity.EXAMPLES)(parity.parity)
 app.command(cls=PlainCommand, epilog=ledger.EXAMPLES)(ledger.ledger)
-app.command(cls=bench.BenchCommand, epilog=bench.EXAMPLES)(bench.bench)
 
 
 def main() -> None:
