@@ -114,7 +114,4 @@ app.command(cls=PlainCommand, epilog=ledger.EXAMPLES)(ledger.ledger)
 
 def main() -> None:
     """Run the command line of this process."""
-    from packhorse.cli.torchvision_help import help_torchvision
-
-    help_torchvision()
     app(prog_name="packhorse")
