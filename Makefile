@@ -79,24 +79,24 @@ $(UV):
 	$(VENV)-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 bench: $(READY)
-	$(BIN)/packhorse bench
+	$(BIN)/python benchmarks/run.py
 
 # What CI can afford: every script runs, and no ratio is below half of its target. Writes nothing.
 bench-quick: $(READY)
-	$(BIN)/packhorse bench --quick
+	$(BIN)/python benchmarks/run.py --quick
 
 # One script by itself, say `make bench-jsonl`.
 bench-%: $(READY)
 	$(BIN)/python benchmarks/$*.py
 
 # Everything the demo and the tests import. Rebuilt when the declared dependencies change.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt scripts/torchvision_help.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	# Without its dependencies: there is no torchvision for the CPU build of torch. Its transforms, which the
-	# processors use, work beside it, once whatever runs in this environment helps it to import.
+	# processors use, work with that build once scripts/torchvision_help.py, run by the .pth file, lets it import.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchvision
-	cp src/packhorse/cli/torchvision_help.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	cp scripts/torchvision_help.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	echo 'import torchvision_help; torchvision_help.help_torchvision()' \
 	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision_help.pth"
 	touch $@

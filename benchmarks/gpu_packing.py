@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from packhorse.cli.torchvision_help import help_torchvision
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
@@ -52,7 +51,6 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=700.0)
     options = parse(parser, samples=16, pack=384, longest=256, mean=60.0)
     if options.quick:
-        help_torchvision()
         torch.set_num_threads(1)
         torch.compiler.set_stance("force_eager")  # compiling flex attention for a CPU takes half a minute
     device = "cpu" if options.quick else "cuda"

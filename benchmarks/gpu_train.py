@@ -72,7 +72,6 @@ from gpu_packing import judge_parity
 from gpu_parity import difference, losses_alone, own_loss
 from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
-from packhorse.cli.torchvision_help import help_torchvision
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.attention import attention_of
 from packhorse.integrations.loss import supervised, token_loss
@@ -147,7 +146,6 @@ def main() -> None:
 def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
     """Write the data, count it, and build the model."""
     if options.quick:
-        help_torchvision()
         torch.set_num_threads(1)
         torch.compiler.set_stance("force_eager")  # compiling flex attention for a CPU takes half a minute
     device = "cpu" if options.quick else "cuda"

@@ -6,9 +6,9 @@ exit code 1 where a promise is missed, and reads its command line with :func:`pa
 A quick run is judged here too, by :func:`in_force`: half of a speed is enough, twice a limit on one.
 
 Where the environment variable ``PACKHORSE_RECORD`` names a file, all of it is written there as JSON together
-with the machine, the versions, the commit, the date and the command. ``packhorse bench`` keeps these files as
-``benchmarks/results/<script>.json`` and makes docs/benchmarks.md from them. A script that runs elsewhere (on
-a machine with a GPU) makes the same file by itself:
+with the machine, the versions, the commit, the date and the command. ``benchmarks/run.py`` keeps these files
+as ``benchmarks/results/<script>.json`` and writes docs/benchmarks.md from them. A script that runs elsewhere
+(on a machine with a GPU) makes the same file by itself:
 
     PACKHORSE_RECORD=gpu_packing.json python benchmarks/gpu_packing.py
 
@@ -177,11 +177,16 @@ def blank_record(script: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a record so that nobody ever sees half of it."""
+    """Write a record."""
+    write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that no reader ever sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

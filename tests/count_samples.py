@@ -11,9 +11,10 @@ from typing import Any
 from contract.processors import build
 
 TESTS = Path(__file__).parent
+SCRIPTS = TESTS.parent / "scripts"
 
 # For the processes that tests start.
-_SITE = "from packhorse.cli.torchvision_help import help_torchvision\nhelp_torchvision()\n"
+_SITE = "from torchvision_help import help_torchvision\nhelp_torchvision()\n"
 
 
 def python_path(folder: Path) -> str:
@@ -22,7 +23,7 @@ def python_path(folder: Path) -> str:
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(_SITE)
     given = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join([str(site), str(TESTS), *([given] if given else [])])
+    return os.pathsep.join([str(site), str(TESTS), str(SCRIPTS), *([given] if given else [])])
 
 
 def save_processor(folder: Path, name: str = "qwen2_vl", change: Callable[[Any], None] | None = None) -> str:

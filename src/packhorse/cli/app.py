@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli import bench, check, count, ledger, parity, plan, stats, view
+from packhorse.cli import check, count, ledger, parity, plan, stats, view
 from packhorse.cli.terminal import AS_JSON, CANNOT, OneLineGroup, PlainCommand
 
 EXIT_CODES = """
@@ -109,12 +109,8 @@ app.command(cls=PlainCommand, epilog=check.EXAMPLES)(check.check)
 app.command(cls=PlainCommand, epilog=view.EXAMPLES)(view.view)
 app.command(cls=PlainCommand, epilog=parity.EXAMPLES)(parity.parity)
 app.command(cls=PlainCommand, epilog=ledger.EXAMPLES)(ledger.ledger)
-app.command(cls=bench.BenchCommand, epilog=bench.EXAMPLES)(bench.bench)
 
 
 def main() -> None:
     """Run the command line of this process."""
-    from packhorse.cli.torchvision_help import help_torchvision
-
-    help_torchvision()
     app(prog_name="packhorse")

@@ -20,7 +20,7 @@ from count_samples import leavings, python_path, save_processor, sidecars, write
 from packhorse.cli.app import app
 
 PACKHORSE = str(Path(sys.executable).with_name("packhorse"))
-COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger", "bench")
+COMMANDS = ("demo", "stats", "count", "plan", "check", "view", "parity", "ledger")
 ON_A_META_FILE = ("stats", "count", "plan", "check", "view", "parity")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 

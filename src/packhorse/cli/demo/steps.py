@@ -319,13 +319,10 @@ def _quiet() -> Iterator[None]:
     """
     import torch
 
-    from packhorse.cli.torchvision_help import help_torchvision
-
     wanted = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     wanted |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
-    help_torchvision()
     log, threads = logging.getLogger("packhorse"), torch.get_num_threads()
     level = log.level
     log.setLevel(logging.ERROR)  # what it says, the demo says too

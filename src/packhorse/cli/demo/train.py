@@ -141,15 +141,12 @@ def _restore(run: Path, model: Any, optimizer: Any, loader: Any) -> int:
 
 def main() -> None:
     """Run from the command line, as the demo does."""
-    from packhorse.cli.torchvision_help import help_torchvision
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
     parser.add_argument("--from", dest="go_on_from")
     parser.add_argument("--kill-at", type=int)
     options = parser.parse_args()
-    help_torchvision()
     logging.getLogger("packhorse").setLevel(logging.ERROR)  # the ledger has it all
     train(options.folder, options.name, options.go_on_from, options.kill_at)
 

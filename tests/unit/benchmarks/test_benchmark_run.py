@@ -1,6 +1,8 @@
-"""``packhorse bench`` runs scripts, judges what they promise, keeps their records and makes the page."""
+"""``benchmarks/run.py`` runs scripts, judges their promises, keeps their records and writes the page."""
 
 import ast
+import contextlib
+import io
 import json
 import os
 import re
@@ -9,26 +11,38 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
-
-from packhorse.cli.app import app
-from packhorse.cli.bench import run as bench_run
-from packhorse.cli.bench.page import load_records, page_of, render
-from packhorse.cli.bench.run import find_folder, find_scripts, load_promises
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import promises  # noqa: E402
+import run as benchmark_run  # noqa: E402
+from page import find_scripts, load_records, page_path, render  # noqa: E402
+
 KEPT = "promise('speed', 6.2, 6, baseline='the plain way')"
 MISSED = "promise('speed', 5.0, 6, baseline='the plain way')"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+@dataclass
+class Done:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: object) -> Done:
+    """Run benchmarks/run.py in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = benchmark_run.main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse, after --help or a wrong option
+            code = int(end.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -88,19 +102,20 @@ def test_every_benchmark_promises_something_and_takes_quick(path: Path) -> None:
 
 
 def test_the_benchmarks_of_the_checkout_are_found() -> None:
-    assert find_folder(None).resolve() == BENCHMARKS
     names = [path.stem for path in find_scripts(BENCHMARKS)]
     assert {"count", "jsonl", "gpu_packing"} <= set(names)
-    assert not {"promises", "mixes", "words"} & set(names)
+    assert not {"promises", "mixes", "words", "run", "page"} & set(names)
 
 
 def test_the_page_of_the_checkout_is_what_its_records_give() -> None:
-    assert page_of(BENCHMARKS).read_text("utf-8") == render(BENCHMARKS), "run `packhorse bench --render`"
+    assert page_path(BENCHMARKS).read_text("utf-8") == render(BENCHMARKS), (
+        "run `python benchmarks/run.py --render`"
+    )
 
 
 def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
     before = sorted((BENCHMARKS / "results").glob("*"))
-    page = page_of(BENCHMARKS).read_bytes()
+    page = page_path(BENCHMARKS).read_bytes()
     done = run("estimate", "--quick", "--json")
     report = json.loads(done.stdout)
     (one,) = report["benchmarks"]
@@ -113,17 +128,17 @@ def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
     assert report["kept"] == ratio["kept"]
     assert done.exit_code == (0 if ratio["kept"] else 1)
     assert sorted((BENCHMARKS / "results").glob("*")) == before
-    assert page_of(BENCHMARKS).read_bytes() == page
+    assert page_path(BENCHMARKS).read_bytes() == page
 
 
 def test_a_full_run_records_what_was_told_where_with_what_when_and_how(home: Path) -> None:
     script(home, "good", "print('some table')", KEPT, "fact('rows', 1234567)")
     done = run("--folder", home)
-    assert done.exit_code == 0, done.output
-    assert "good (1 of 1)" in done.output
-    assert "ok   speed: 6.2x (to reach: >= 6x; baseline: the plain way)" in done.output
-    assert "some table" not in done.output
-    assert "every promise is kept" in done.output
+    assert done.exit_code == 0, done.stdout
+    assert "good (1 of 1)" in done.stdout
+    assert "ok   speed: 6.2x (to reach: >= 6x; baseline: the plain way)" in done.stdout
+    assert "some table" not in done.stdout
+    assert "every promise is kept" in done.stdout
     found = record(home, "good")
     assert (found["script"], found["exit"], found["problem"]) == ("good", 0, "")
     assert found["command"] == "python benchmarks/good.py"
@@ -139,9 +154,9 @@ def test_a_full_run_records_what_was_told_where_with_what_when_and_how(home: Pat
         **{"baseline": "the plain way", "kind": "speed", "kept": True},
     }
     assert found["facts"] == [{"fact": "rows", "value": 1234567, "unit": ""}]
-    page = page_of(home).read_text()
+    page = page_path(home).read_text()
     assert page == render(home)
-    assert page.startswith("<!-- Made by `packhorse bench`")
+    assert page.startswith("<!-- Generated from benchmarks/results/.")
     date = found["date"]
     assert f"| speed | the plain way | 6.2x | ≥ 6x | yes | [good](#good) | {date} |" in page
     assert f"| [good](#good) | `python benchmarks/good.py` | {date} |" in page
@@ -170,15 +185,15 @@ def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -
     script(home, "slow", MISSED, "promise('a|b', 2, 1, baseline='none', unit='ms', at_least=False)")
     done = run("--folder", home)
     assert done.exit_code == 1
-    assert "missed: slow" in done.output
-    assert "\x1b" not in done.output
+    assert "missed: slow" in done.stdout
+    assert "\x1b" not in done.stdout
     assert record(home, "slow")["exit"] == 1
-    page = page_of(home).read_text()
+    page = page_path(home).read_text()
     assert "3 promises of 2 scripts: 1 kept, 2 missed." in page
     assert "| speed | the plain way | 5x | ≥ 6x | **missed** | [slow](#slow) |" in page
     assert "| a\\|b | none | 2 ms | ≤ 1 ms | **missed** |" in page
     assert run("good", "--folder", home).exit_code == 0
-    assert "**missed**" in page_of(home).read_text()  # the page is of all records, not of this run alone
+    assert "**missed**" in page_path(home).read_text()  # the page is of all records, not of this run alone
 
 
 @pytest.mark.parametrize(
@@ -193,7 +208,6 @@ def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -
 def test_a_quick_run_asks_for_half_of_a_speed_for_twice_a_limit_and_for_all_of_what_is_exact(
     target: float, sign: str, quick: float, told: str
 ) -> None:
-    promises = load_promises(BENCHMARKS)
     assert promises.in_force(target, sign, "speed") == quick
     assert promises.in_force(target, sign, "exact") == target
     words = {"sign": sign, "target": quick, "full_target": target, "unit": "x"}
@@ -221,12 +235,12 @@ def test_line_table_json_and_exit_codes_of_a_quick_run_judge_alike_and_name_both
     assert (alone.returncode, alone.stdout) == (code, line + "\n")
     seen = run("--quick", "--folder", home)
     assert seen.exit_code == code
-    assert line in seen.output
-    assert [row.split() for row in seen.output.splitlines() if row.startswith("  half ")] == [
+    assert line in seen.stdout
+    assert [row.split() for row in seen.stdout.splitlines() if row.startswith("  half ")] == [
         ["half", "x", f"{value}x", *told.split(), verdict.strip()]
     ]
     end = "every promise is kept" if kept else "missed: half"
-    assert re.search(rf"^1 benchmark in \d+ s; {end}$", seen.output, re.MULTILINE)
+    assert re.search(rf"^1 benchmark in \d+ s; {end}$", seen.stdout, re.MULTILINE)
     done = run("--quick", "--json", "--folder", home)
     assert done.exit_code == code
     report = json.loads(done.stdout)
@@ -243,14 +257,14 @@ def test_a_quick_run_passes_quick_on_and_writes_no_file_and_a_full_run_asks_for_
     )
     assert run("--quick", "--folder", home).exit_code == 0
     assert not (home / "results").exists()
-    assert not page_of(home).exists()
+    assert not page_path(home).exists()
     done = run("--no-docs", "--json", "--folder", home)
     assert done.exit_code == 1
     report = json.loads(done.stdout)
     (told,) = report["benchmarks"][0]["promises"]
     assert (report["kept"], told["target"], told["full_target"]) == (False, 6, 6)
     assert "full_target" not in record(home, "half")["promises"][0]
-    assert not page_of(home).exists()
+    assert not page_path(home).exists()
 
 
 def test_a_record_of_a_quick_run_is_not_taken_for_a_promised_figure(home: Path) -> None:
@@ -260,7 +274,7 @@ def test_a_record_of_a_quick_run_is_not_taken_for_a_promised_figure(home: Path) 
     subprocess.run([sys.executable, str(home / "half.py"), "--quick"], env=environment, check=True)
     done = run("--render", "--folder", home)
     assert done.exit_code == 2
-    assert "half.json is of a run with --quick" in done.stderr
+    assert "half.json is a record of a run with --quick" in done.stderr
 
 
 def test_a_quick_run_does_not_halve_what_is_exact(home: Path) -> None:
@@ -274,10 +288,10 @@ def test_a_quick_run_does_not_halve_what_is_exact(home: Path) -> None:
 
 
 def test_the_help_names_the_benchmarks_of_the_checkout() -> None:
-    told = " ".join(run("--help").output.split())
+    done = run("--help")
     names = ", ".join(path.stem for path in find_scripts(BENCHMARKS))
-    assert f"Names: {names}." in told
-    assert "packhorse bench --quick jsonl" in told
+    assert f"Names: {names}." in " ".join(done.stdout.split())
+    assert done.exit_code == 0
 
 
 def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_results(home: Path) -> None:
@@ -291,7 +305,7 @@ def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_
     script(home, "good", KEPT)
     assert run("--folder", home).exit_code == 0
     assert record(home, "good")["commit"] is None
-    assert "commit " not in page_of(home).read_text().partition("## Machines")[2]
+    assert "commit " not in page_path(home).read_text().partition("## Machines")[2]
     git("init", "--quiet")
     (home.parent / ".gitignore").write_text("__pycache__\n")
     git("add", ".")
@@ -300,7 +314,7 @@ def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_
     for _ in range(2):  # the record and the page that the first run writes are no change
         assert run("--folder", home).exit_code == 0
         assert record(home, "good")["commit"] == commit
-    assert f"commit {commit}, python " in page_of(home).read_text()
+    assert f"commit {commit}, python " in page_path(home).read_text()
     script(home, "other", KEPT)
     assert run("good", "--folder", home).exit_code == 0
     assert record(home, "good")["commit"] == f"{commit}+"
@@ -309,7 +323,7 @@ def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_
 def test_a_script_that_dies_and_leaves_a_child_with_its_output_is_not_waited_for(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_run, "_SECONDS_TO_END", 1.0)
+    monkeypatch.setattr(benchmark_run, "_SECONDS_TO_END", 1.0)
     script(
         home,
         "parent",
@@ -345,7 +359,7 @@ def test_one_script_that_fails_stops_no_other_and_is_shown_as_failed(home: Path)
     assert problems["e_silent"] == "it promised nothing"
     assert problems["f_code"].startswith("exit code 3: ")
     assert problems["g_good"] == ""
-    page = page_of(home).read_text()
+    page = page_path(home).read_text()
     assert "**Failed: a_crash, b_said, c_dead, d_import, e_silent, f_code.**" in page
     for name, problem in problems.items():
         told = " ".join(problem.split())
@@ -362,9 +376,9 @@ def test_without_a_gpu_a_recorded_result_stays_with_its_machine(
     assert run("--quick", "--folder", home).exit_code == 0  # there it runs on a CPU
     done = run("--folder", home)
     assert done.exit_code == 0
-    assert "not run: there is no GPU; its record stays" in done.output
+    assert "not run: there is no GPU; its record stays" in done.stdout
     assert not (home / "results").exists()
-    assert "Not recorded yet: gpu_fast." in page_of(home).read_text()
+    assert "Not recorded yet: gpu_fast." in page_path(home).read_text()
     script(home, "good", KEPT)
     assert run("good", "--folder", home).exit_code == 0
     elsewhere = record(home, "good") | {"script": "gpu_fast", "date": "2030-01-02 03:04 UTC"}
@@ -373,7 +387,7 @@ def test_without_a_gpu_a_recorded_result_stays_with_its_machine(
     text = (home / "results" / "gpu_fast.json").read_text()
     assert run("--folder", home).exit_code == 0
     assert (home / "results" / "gpu_fast.json").read_text() == text
-    page = page_of(home).read_text()
+    page = page_path(home).read_text()
     assert "| yes | [gpu_fast](#gpu_fast) | 2030-01-02 03:04 UTC |" in page
     assert "| Some GPU; " in page
     assert "Not recorded yet" not in page
@@ -382,11 +396,11 @@ def test_without_a_gpu_a_recorded_result_stays_with_its_machine(
 def test_the_page_is_made_again_from_records_alone(home: Path) -> None:
     script(home, "good", KEPT)
     assert run("--folder", home).exit_code == 0
-    page = page_of(home).read_text()
-    page_of(home).unlink()
+    page = page_path(home).read_text()
+    page_path(home).unlink()
     (home / "good.py").unlink()  # nothing is run
     assert run("--render", "--folder", home).exit_code == 0
-    assert page_of(home).read_text() == page
+    assert page_path(home).read_text() == page
     cut = record(home, "good")
     cut["exit"] = None  # of a script that was killed on another machine
     (home / "results" / "good.json").write_text(json.dumps(cut))
@@ -394,11 +408,11 @@ def test_the_page_is_made_again_from_records_alone(home: Path) -> None:
     (home / "results" / "good.json").write_text("{}")
     done = run("--render", "--folder", home)
     assert done.exit_code == 2
-    assert "good.json has no script, command" in done.output
+    assert "good.json has no script, command" in done.stderr
     script(home, "other", KEPT)
     assert run("--folder", home).exit_code == 2  # before anything is run
     assert not (home / "results" / "other.json").exists()
-    assert page_of(home).read_text() == page
+    assert page_path(home).read_text() == page
     assert len(load_records(BENCHMARKS)) == len(list((BENCHMARKS / "results").glob("*.json")))
 
 
@@ -417,7 +431,7 @@ def test_a_script_stopped_by_ctrl_c_leaves_no_half_file_no_child_and_no_temporar
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))",
         "time.sleep(600)",
     )
-    command = [sys.executable, "-m", "packhorse", "bench", "--folder", str(home)]
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--folder", str(home)]
     environment = {**os.environ, "TMPDIR": str(scratch)}
     bench = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     child = tmp_path / "child"
@@ -428,7 +442,7 @@ def test_a_script_stopped_by_ctrl_c_leaves_no_half_file_no_child_and_no_temporar
     _, errors = bench.communicate(timeout=60)
     assert bench.returncode == 130, errors
     assert sorted(path.name for path in (home / "results").iterdir()) == ["a_good.json"]
-    assert page_of(home).read_text() == render(home)
+    assert page_path(home).read_text() == render(home)
     assert not list(scratch.iterdir())
     assert ended(int(child.read_text()))
 
@@ -456,7 +470,7 @@ def test_without_the_folder_or_the_script_there_is_one_clear_line(tmp_path: Path
     done = run("--folder", tmp_path / "none")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
-    assert "benchmarks are part of a checkout, not of an installed package" in done.stderr
+    assert "has no promises.py: --folder must be a folder of benchmarks" in done.stderr
     done = run("fish")
     assert done.exit_code == 2
     assert "no benchmark fish in" in done.stderr

@@ -1,6 +1,7 @@
 """benchmarks/promises.py tells numbers as people read them, and knows what a quick run is."""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packhorse.cli.bench.run import load_promises
-
 
 @pytest.fixture
-def promises() -> Any:
-    """A module of its own for each test: it remembers what was told, and whether the run is quick."""
-    return load_promises(Path(__file__).parents[3] / "benchmarks")
+def promises(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A newly imported module for each test: it keeps the promises so far, and whether the run is quick."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "promises", raising=False)
+    return importlib.import_module("promises")
 
 
 @pytest.mark.parametrize(
