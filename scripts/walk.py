@@ -97,7 +97,10 @@ class Trace:
             common += 1
         starts = sorted({around[common] for around in self.opened if around[common:]})
         if len(starts) != _BATCH:
-            raise SystemExit(f"the trace of a batch shows {len(starts)} samples, expected {_BATCH}")
+            raise SystemExit(
+                f"the trace of a batch shows {len(starts)} samples, expected {_BATCH}: samples are "
+                "recognised by their calls of PIL.Image.open; adapt trace() if images are opened otherwise"
+            )
         return [[self.calls[start], *self._inside(start)] for start in starts]
 
     def _inside(self, start: int) -> Iterator[Call]:
@@ -362,18 +365,26 @@ def private_uses(modules: dict[str, Module]) -> list[dict[str, Any]]:
     """
     members, uses = member_names(modules), []
     for module in modules.values():
-        imported, comments = _imported(module), _comments(module)
+        found = list(_find_private(module, members))
+        comments = _comments(module) if found else {}
         explained: dict[str, str] = {}
-        inner: set[ast.AST] = set()  # `a._b` in `a._b._c`
-        for statement, node in _with_statements(module.tree):
-            for name in () if node in inner else _private_names(node, module, members, imported):
-                inner |= {part for part in ast.walk(node) if isinstance(part, ast.Attribute)}
-                last = name.rpartition(".")[2]
-                comment = _comment_at(comments, statement, node.lineno) or explained.get(last)
-                if comment is not None:
-                    explained.setdefault(last, comment)
-                uses.append({"name": name, "file": module.path, "line": node.lineno, "comment": comment})
+        for statement, line, name in found:
+            last = name.rpartition(".")[2]
+            comment = _comment_at(comments, statement, line) or explained.get(last)
+            if comment is not None:
+                explained.setdefault(last, comment)
+            uses.append({"name": name, "file": module.path, "line": line, "comment": comment})
     return uses
+
+
+def _find_private(module: Module, members: set[str]) -> Iterator[tuple[ast.stmt, int, str]]:
+    """Statement, line and name of each private name of another library in a module."""
+    imported = _imported(module)
+    inner: set[ast.AST] = set()  # `a._b` in `a._b._c`
+    for statement, node in _with_statements(module.tree):
+        for name in () if node in inner else _private_names(node, module, members, imported):
+            inner.add(getattr(node, "value", node))
+            yield statement, node.lineno, name
 
 
 def _with_statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, Any]]:
@@ -406,9 +417,10 @@ def _private_names(
             if name.split(".")[0] != SOURCE.name and any(is_private(part) for part in name.split(".")):
                 yield name
     elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
-        name = node.args[1] if len(node.args) > 1 else None
-        if isinstance(name, ast.Constant) and is_private(str(name.value)) and not _is_self(node.args[0]):
-            yield f"{ast.unparse(node.args[0])}.{name.value}"
+        constant = node.args[1] if len(node.args) > 1 else None
+        name = str(constant.value) if isinstance(constant, ast.Constant) else ""
+        if is_private(name) and not _is_self(node.args[0]):
+            yield f"{ast.unparse(node.args[0])}.{name}"
 
 
 def _comments(module: Module) -> dict[int, tuple[str, bool]]:
@@ -422,7 +434,7 @@ def _comments(module: Module) -> dict[int, tuple[str, bool]]:
 
 
 def _comment_at(comments: dict[int, tuple[str, bool]], statement: ast.stmt, line: int) -> str | None:
-    """The comment in a statement up to a line, or directly above it; only at the line in ``if``, ``try``, …"""
+    """The comment in a statement up to a line, or directly above it; of a block only that of the line."""
     first = line if hasattr(statement, "body") else statement.lineno
     while first - 1 in comments and comments[first - 1][1]:
         first -= 1
