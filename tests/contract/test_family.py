@@ -94,7 +94,7 @@ def test_media_tokens_are_not_learned_and_labels_are_ids(name, case, made):
 def test_media_tokens_are_counted_without_decoding(name, case, made, files, monkeypatch):
     sample = made(name, case)
     family, its = family_of(processor(name)), processor(name)
-    monkeypatch.setattr("packhorse.media.loading.load_media", None)
+    monkeypatch.setattr("packhorse.families.base.load_media", None)
     refs = sample.conversation.media
     sizes = [(ref.kind, family.size_of(ref, its)) for ref in refs]
     images = sum(kind == "image" for kind, _ in sizes)

@@ -131,7 +131,7 @@ def test_a_count_killed_when_its_file_was_done_leaves_no_parts_behind_the_next_o
     meta = write_chats(tmp_path, 20)
     pid = os.fork()
     if not pid:
-        monkeypatch.setattr("packhorse.count.part_files.remove_files", lambda paths: os._exit(9))
+        monkeypatch.setattr("packhorse.count.counting.remove_files", lambda paths: os._exit(9))
         count_meta(str(meta), processor("qwen2_vl"), part_rows=5)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9

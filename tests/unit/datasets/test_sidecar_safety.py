@@ -236,7 +236,7 @@ def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.Monk
         return fail
 
     for code, asks in ((errno.ENOENT, False), (errno.EIO, False), (errno.ENOSPC, True)):
-        monkeypatch.setattr("packhorse.utils.files.write_whole", failing(code))
+        monkeypatch.setattr("packhorse.count.part_files.write_whole", failing(code))
         with pytest.raises(SystemFault) as caught:
             keep_part(tmp_path / "part", b"")
         assert ("make room" in str(caught.value)) is asks

@@ -151,7 +151,7 @@ def test_batches_are_the_same_with_and_without_room_for_their_pixels(
     seen: list[torch.Tensor | None] = []
     found = already_joined
     monkeypatch.setattr(
-        "packhorse.collate.pixel_buffer.already_joined",
+        "packhorse.collate.packer.already_joined",
         lambda parts, dtype: seen.append(found(parts, dtype)) or seen[-1],
     )
     with_room = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
