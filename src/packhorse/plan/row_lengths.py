@@ -288,5 +288,5 @@ def _lengths_by_rows(dataset: Any, measure: Measure, rows: Ints) -> Lengths:
             continue
         found = estimate(example, measure.image_cfg, measure.video_cfg)
         lengths[place] = found.text + found.media
-        sources[FIELDS if found.told else ESTIMATE] += 1
+        sources[FIELDS if found.from_fields else ESTIMATE] += 1
     return Lengths(lengths, np.zeros(len(rows), np.bool_), sources)
