@@ -16,7 +16,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from packhorse.count.sidecar import counts_of
 from packhorse.distributed import has_process_group, smallest_by_talking
@@ -30,23 +30,12 @@ from packhorse.formats.estimate import (
     video_config,
 )
 from packhorse.formats.meta import MetaDataset, Source
-from packhorse.ledger import Ledger
-from packhorse.plan.row_lengths import (
-    MARGIN,
-    UNKNOWN,
-    Counts,
-    Flags,
-    Measure,
-    are_too_long,
-    given_lengths,
-    key_of,
-    ledger_of,
-    lengths_of,
-    processor_of,
-    ranks_sharing,
-    raw_samples,
-)
+from packhorse.ledger import Ledger, default_ledger
+from packhorse.plan.lengths import SOURCES, UNKNOWN, Counts, row_lengths, wrapped_dataset
 from packhorse.types import Drop, Reason, World
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 class Integers(Sequence[int]):
@@ -86,6 +75,66 @@ class Integers(Sequence[int]):
         return f"Integers([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
 
 
+MARGIN = 512
+"""Rows whose length is not exact are excluded only if they are this much above ``max_length``."""
+
+
+def are_too_long(tokens: Ints, exact: Flags, max_length: int) -> Flags:
+    """Return which rows are excluded by their length; inexact lengths have a margin of ``MARGIN``."""
+    too_long: Flags = tokens > max_length + np.where(exact, 0, MARGIN)
+    return too_long
+
+
+def raw_samples(dataset: Any) -> Any:
+    """Return what is inside the wrappers of a dataset, as long as they keep its rows and their order."""
+    inner = None if isinstance(dataset, Subset | ConcatDataset) else wrapped_dataset(dataset)
+    return dataset if inner is None else raw_samples(inner)
+
+
+def ranks_sharing(dataset: Any) -> int:
+    """Return how many ranks the rows of a meta file were split across; 1 if each has all, or if unknown."""
+    raw = raw_samples(dataset)
+    mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
+    sources = mixture.sources if isinstance(mixture, MetaDataset) else ()
+    return max((source.selection.world.size for source in sources), default=1)
+
+
+def key_of(dataset: Any, index: int) -> str:
+    """Return the name of a row in the ledger: the dataset's own (``coco/812``), else its number."""
+    for wrapper in _wrappers(dataset):
+        if isinstance(wrapper, Subset):
+            index = int(wrapper.indices[index])
+        elif callable(own := getattr(wrapper, "key", None)):
+            return str(own(index))
+    return str(index)
+
+
+def ledger_of(dataset: Any) -> Ledger:
+    """Return the dataset's own ledger, or that of what it wraps, or that of this process."""
+    for wrapper in _wrappers(dataset):
+        if isinstance(own := getattr(wrapper, "ledger", None), Ledger):
+            return own
+    return default_ledger()
+
+
+def processor_of(dataset: Any) -> Any:
+    """Return the processor that a wrapper encodes with; None if there is none, or several are joined."""
+    for wrapper in _wrappers(dataset):
+        if isinstance(wrapper, ConcatDataset):
+            found = {id(one): one for one in map(processor_of, wrapper.datasets)}
+            return next(iter(found.values())) if len(found) == 1 else None
+        if getattr(wrapper, "processor", None) is not None:
+            return wrapper.processor
+    return None
+
+
+def _wrappers(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset, what it wraps, what that wraps, and so on."""
+    while dataset is not None:
+        yield dataset
+        dataset = dataset.dataset if isinstance(dataset, Subset) else wrapped_dataset(dataset)
+
+
 def smallest_without_talking(
     dataset: Any, world: World, count: int, max_length: int | None, processor: Any
 ) -> int:
@@ -95,7 +144,7 @@ def smallest_without_talking(
         dataset: this rank's rows, without wrappers.
         world: how many ranks there are.
         count: this rank's number of rows that are not too long.
-        max_length: rows above it are left out, see :func:`~packhorse.plan.row_lengths.are_too_long`; None
+        max_length: rows above it are left out, see :func:`are_too_long`; None
             for no limit.
         processor: what the rows were counted with.
 
@@ -155,8 +204,6 @@ def _of_everybody(source: Source) -> Source:
 
 
 logger = getLogger("packhorse.samplers")
-
-Ints = npt.NDArray[np.int64]
 
 _CHUNKS_AT_ONCE = 8192
 _NAMED_ONE_BY_ONE = 10_000
@@ -306,12 +353,9 @@ class LengthGroupedSampler(Sampler[int]):
 
     def _compute_or_load_lengths(self, dataset: Any) -> Integers:
         """Tokens of each row, from the best source there is."""
-        measure = Measure(self._processor, self._image_cfg, self._video_cfg)
-        if self._counts is not None:
-            found = given_lengths(self._counts, len(dataset), measure)
-        else:
-            found = lengths_of(dataset, measure)
-        self.length_source = +found.sources  # without zeros
+        configs = self._image_cfg, self._video_cfg
+        found = row_lengths(dataset, self._processor, *configs, counts=self._counts)
+        self.length_source = found.sources
         self._exact: Flags = found.exact
         return Integers(found.tokens)
 
@@ -446,7 +490,7 @@ class LengthGroupedSampler(Sampler[int]):
         self._warn_of_accelerate()
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
         logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")
-        unknown = self.length_source[UNKNOWN]
+        unknown = self.length_source[SOURCES[UNKNOWN]]
         if unknown:
             logger.warning(
                 "%s rows cannot be read: taken as 0 tokens, loading them will say why", f"{unknown:,}"
