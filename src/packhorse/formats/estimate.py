@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -340,45 +340,13 @@ def _fps_in(entry: list[Any] | tuple[Any, ...]) -> float:
     return fps if isinstance(fps, int | float) and _LEAST_FPS <= fps <= sys.float_info.max else math.nan
 
 
-class Estimate(NamedTuple):
-    """Estimated tokens of one row; see :class:`Estimates`."""
-
-    text: int
-    media: int
-    from_fields: bool
-
-
-def estimate(
-    example: Mapping[str, Any], image_cfg: Geometry | None = None, video_cfg: Geometry | None = None
-) -> Estimate:
-    """Estimate the tokens of one example; see :func:`estimate_lengths`, which is faster for many."""
-    columns = columns_of([example])
-    found = estimate_lengths(columns, image_cfg, video_cfg)
-    return Estimate(int(columns.text[0]), int(found.media[0]), bool(found.from_fields[0]))
-
-
-@overload
-def estimate_sample_length(
-    example: Mapping[str, Any],
-    image_cfg: Geometry | None = ...,
-    video_cfg: Geometry | None = ...,
-    return_media_tokens: Literal[False] = ...,
-) -> int: ...
-@overload
-def estimate_sample_length(
-    example: Mapping[str, Any],
-    image_cfg: Geometry | None = ...,
-    video_cfg: Geometry | None = ...,
-    *,
-    return_media_tokens: Literal[True],
-) -> tuple[int, int]: ...
 def estimate_sample_length(
     example: Mapping[str, Any],
     image_cfg: Geometry | None = None,
     video_cfg: Geometry | None = None,
     return_media_tokens: bool = False,
 ) -> int | tuple[int, int]:
-    """Estimate the tokens of one example, text and media together.
+    """Estimate the tokens of one example, text and media; :func:`estimate_lengths` is faster for many.
 
     Args:
         example: in the documented format; see :func:`estimate_lengths`.
@@ -386,9 +354,9 @@ def estimate_sample_length(
         video_cfg: see :func:`video_config`.
         return_media_tokens: return (all tokens, those of media).
     """
-    found = estimate(example, image_cfg, video_cfg)
-    total = found.text + found.media
-    return (total, found.media) if return_media_tokens else total
+    found = estimate_lengths(columns_of([example]), image_cfg, video_cfg)
+    total, media = int(found.total[0]), int(found.media[0])
+    return (total, media) if return_media_tokens else total
 
 
 def estimate_image_tokens(img_meta: Any, image_cfg: Geometry | None) -> int:
@@ -405,7 +373,8 @@ def estimate_image_tokens(img_meta: Any, image_cfg: Geometry | None) -> int:
     Returns:
         The tokens; 500 if neither entry nor geometry determines them, or the processors reject the size.
     """
-    return estimate({"mm_inputs_meta": {"images_meta": [img_meta]}}, image_cfg).media
+    columns = columns_of([{"mm_inputs_meta": {"images_meta": [img_meta]}}])
+    return int(estimate_lengths(columns, image_cfg).media[0])
 
 
 def estimate_video_tokens(vid_meta: Any, video_cfg: Geometry | None) -> int:
@@ -418,7 +387,8 @@ def estimate_video_tokens(vid_meta: Any, video_cfg: Geometry | None) -> int:
     Returns:
         The tokens; 500 if neither entry nor geometry determines them, or the processors reject the size.
     """
-    return estimate({"mm_inputs_meta": {"videos_meta": [vid_meta]}}, None, video_cfg).media
+    columns = columns_of([{"mm_inputs_meta": {"videos_meta": [vid_meta]}}])
+    return int(estimate_lengths(columns, None, video_cfg).media[0])
 
 
 def image_tokens(height: int, width: int, image_cfg: Geometry) -> int:

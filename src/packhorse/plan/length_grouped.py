@@ -19,12 +19,13 @@ import torch
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from packhorse.count.sidecar import counts_of
-from packhorse.distributed import has_process_group, smallest_by_talking
+from packhorse.distributed import Ranks, has_process_group
 from packhorse.errors import ConfigError
 from packhorse.families.processors import as_processor
 from packhorse.formats.estimate import (
-    estimate,
+    columns_of,
     estimate_image_tokens,
+    estimate_lengths,
     estimate_video_tokens,
     image_config,
     video_config,
@@ -361,8 +362,8 @@ class LengthGroupedSampler(Sampler[int]):
 
     def _estimate_tokens(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """(text tokens, media tokens) of one example, by its fields or estimated."""
-        found = estimate(example, self._image_cfg, self._video_cfg)
-        return found.text, found.media
+        total, media, _ = estimate_lengths(columns_of([example]), self._image_cfg, self._video_cfg)
+        return int(total[0] - media[0]), int(media[0])
 
     def _estimate_image_tokens(self, img_meta: Any) -> int:
         """Tokens of one image by its ``[height, width]``."""
@@ -394,7 +395,9 @@ class LengthGroupedSampler(Sampler[int]):
         if world is not None and world.size == 1:
             return count
         if has_process_group():
-            return smallest_by_talking(count, seed=self.seed, batch_size=self.batch_size)
+            ranks, settings = Ranks(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
+            ranks.same("sample with different settings", settings, "Pass the same on every rank.")
+            return int(min(ranks.gather(count)))
         if world is None:
             return count
         if self._counts is not None and self.max_length is not None:

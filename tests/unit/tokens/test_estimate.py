@@ -16,7 +16,6 @@ from packhorse.formats.estimate import (
     LengthColumns,
     MediaSizes,
     columns_of,
-    estimate,
     estimate_image_tokens,
     estimate_lengths,
     estimate_sample_length,
@@ -49,6 +48,12 @@ def asked(*parts: dict[str, Any], text: str = "", **more: Any) -> dict[str, Any]
 IMAGE = {"type": "image", "image": "a.jpg"}
 VIDEO = {"type": "video", "video": "a.mp4"}
 AUDIO = {"type": "audio", "audio": "a.wav"}
+
+
+def estimate(row: dict[str, Any], *configs: Any) -> tuple[int, int, bool]:
+    """(text tokens, media tokens, whether the row's fields state both)."""
+    total, media, from_fields = estimate_lengths(columns_of([row]), *configs)
+    return int(total[0] - media[0]), int(media[0]), bool(from_fields[0])
 
 
 def test_text_is_its_field_or_a_third_of_its_characters():
@@ -166,7 +171,7 @@ def test_real_processors_have_a_geometry_and_every_sample_an_estimate(name: str)
     meta = {"images_meta": [[480, 640]], "videos_meta": [[60, 320, 320, 30.0, 2.0]]}
     row = asked(IMAGE, VIDEO, mm_inputs_meta=meta, _text_tokens=1)
     images, videos = image_config(processor(name)), video_config(processor(name))
-    assert estimate(row, images, videos).from_fields
+    assert estimate(row, images, videos)[2]
 
 
 def test_the_estimate_of_an_image_is_what_qwens_processor_makes_of_it():
@@ -279,9 +284,8 @@ def test_numbers_that_no_column_holds_are_limited_not_an_error():
         "images_meta": [{"n_tokens": math.nan}, {"n_tokens": 10**30}],
         "videos_meta": [[10, 64, 64, 10**400, 1.0]],
     }
-    found = estimate(row, IMAGES, VIDEOS)
     unknown_rate = estimate_video_tokens([10, 64, 64, None], VIDEOS)
-    assert (found.text, found.media) == (2**53, 500 + 2**53 + unknown_rate)
+    assert estimate(row, IMAGES, VIDEOS) == (2**53, 500 + 2**53 + unknown_rate, False)
 
 
 @pytest.mark.parametrize("factor", [28, 32])
