@@ -13,11 +13,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
+# Names for annotations only, so that this module does not import numpy.
+Integers: TypeAlias = "npt.NDArray[np.int64]"
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.collate.packer import _build_packed_vlm_sample, _compute_mrope_position_ids, _shift_sample
-from packhorse.count.columns import CountColumns, Integers
+from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
@@ -27,7 +27,7 @@ from packhorse.plan.eligibility import Eligibility, check_eligibility
 from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.types import Action, Drop, Reason
+from packhorse.types import Action, Drop, Flags, Integers, Reason
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -522,7 +522,7 @@ def _order(plan: PackPlan, found: Lengths, balance: bool) -> npt.NDArray[np.inte
     return np.argsort(plan.sums(found.media), kind="stable")
 
 
-def _spread(packs: int, most: int | None) -> npt.NDArray[np.bool_]:
+def _spread(packs: int, most: int | None) -> Flags:
     """Which packs are kept: all, or ``most`` of them from the middles of equal parts."""
     if most is None or most >= packs:
         return np.ones(packs, bool)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from packhorse.errors import ConfigError
 from packhorse.media.resize import MOST_UNEVEN, resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
+from packhorse.types import Flags, Floats, Integers
 
 # If nothing better is known, a token is three characters and a media item 500 tokens.
 CHARS_PER_TOKEN = 3
@@ -29,9 +30,6 @@ TOKENS_PER_MEDIA_ITEM = 500
 Geometry = Mapping[str, Any]
 """``patch_size``, ``merge_size``, ``factor``, ``min_pixels``, ``max_pixels``; for videos also
 ``temporal_patch_size``, ``fps``, ``min_frames``, ``max_frames``."""
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 # A rate below one frame in a quarter of an hour is a mistake, and dividing by it would overflow.
 _LEAST_FPS = 1e-3
@@ -108,7 +106,7 @@ class MediaSizes:
         fps: of videos; NaN if unknown.
     """
 
-    offsets: Ints
+    offsets: Integers
     height: npt.NDArray[np.integer[Any]]
     width: npt.NDArray[np.integer[Any]]
     tokens: npt.NDArray[np.integer[Any]] | None = None
@@ -137,7 +135,7 @@ class LengthColumns:
         stated: whether ``text`` is the row's own field, not three characters a token; None if unknown.
     """
 
-    text: Ints
+    text: Integers
     images: MediaSizes | None = None
     videos: MediaSizes | None = None
     unlisted: npt.NDArray[np.integer[Any]] | None = None
@@ -163,8 +161,8 @@ class Estimates(NamedTuple):
             token or of 500 tokens a media item.
     """
 
-    total: Ints
-    media: Ints
+    total: Integers
+    media: Integers
     from_fields: Flags
 
 
@@ -310,7 +308,7 @@ class _MediaBuilder:
         )
 
 
-def _ints(numbers: array[int]) -> Ints:
+def _ints(numbers: array[int]) -> Integers:
     return np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
 
 
@@ -402,7 +400,7 @@ def image_tokens(height: int, width: int, image_cfg: Geometry) -> int:
     return (rows // factor) * (columns // factor)
 
 
-def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> Ints:
+def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> Integers:
     """Return the tokens of each image or video, -1 if unknown."""
     tokens = np.full(len(media.height), _UNKNOWN) if media.tokens is None else media.tokens.astype(np.int64)
     if config is None or (is_video and media.frames is None):
@@ -498,8 +496,8 @@ def _sides(media: MediaSizes, block: slice) -> tuple[Floats, Floats, Flags]:
     return height, width, known
 
 
-def _row_sums(offsets: Ints, values: npt.NDArray[Any]) -> Ints:
+def _row_sums(offsets: Integers, values: npt.NDArray[Any]) -> Integers:
     running = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=running[1:])
-    sums: Ints = np.diff(running[offsets])
+    sums: Integers = np.diff(running[offsets])
     return sums

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.count.columns import CountColumns, Flags, Integers
+from packhorse.count.columns import CountColumns
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.plan.lengths import LazyLengths, Lengths, after_shift
-from packhorse.types import Reason
+from packhorse.types import Flags, Integers, Reason
 
 FOUND_WHEN_COUNTED = "found when it was counted"
 """What the ledger adds for a row that is bad already before a plan is made."""

@@ -33,13 +33,10 @@ from packhorse.formats.estimate import (
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.plan.lengths import SOURCES, UNKNOWN, Counts, row_lengths, wrapped_dataset
-from packhorse.types import Drop, Reason, World
-
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from packhorse.types import Drop, Flags, Integers, Reason, World
 
 
-class Integers(Sequence[int]):
+class IntegerSequence(Sequence[int]):
     """Reads like a list of ints (``[i]``, ``len``, ``==`` with a list), is kept like a numpy array.
 
     ``np.asarray`` of it costs nothing. Ten million numbers take 80 MB; as a list they would take 400.
@@ -48,7 +45,7 @@ class Integers(Sequence[int]):
     __slots__ = ("_values",)
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, values: npt.NDArray[np.int64]) -> None:
+    def __init__(self, values: Integers) -> None:
         self._values = values.view()
         self._values.flags.writeable = False
 
@@ -64,7 +61,7 @@ class Integers(Sequence[int]):
         return found
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, list | tuple | Integers | np.ndarray):
+        if not isinstance(other, list | tuple | IntegerSequence | np.ndarray):
             return NotImplemented
         return len(self) == len(other) and bool(np.array_equal(self._values, np.asarray(other)))
 
@@ -73,14 +70,14 @@ class Integers(Sequence[int]):
 
     def __repr__(self) -> str:
         first = ", ".join(map(str, self[:8]))
-        return f"Integers([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
+        return f"IntegerSequence([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
 
 
 MARGIN = 512
 """Rows whose length is not exact are excluded only if they are this much above ``max_length``."""
 
 
-def are_too_long(tokens: Ints, exact: Flags, max_length: int) -> Flags:
+def are_too_long(tokens: Integers, exact: Flags, max_length: int) -> Flags:
     """Return which rows are excluded by their length; inexact lengths have a margin of ``MARGIN``."""
     too_long: Flags = tokens > max_length + np.where(exact, 0, MARGIN)
     return too_long
@@ -278,13 +275,13 @@ class LengthGroupedSampler(Sampler[int]):
         self._order = self._longest_first()
         self._count = self._agreed(len(self._order), world, smallest)
         self._start = self._position = 0
-        self._thinned: tuple[int, Ints] | None = None
+        self._thinned: tuple[int, Integers] | None = None
         self._say()
 
     @property
-    def sorted_indices(self) -> Integers:
+    def sorted_indices(self) -> IntegerSequence:
         """The rows of this epoch, the longest first (of equals, the first in the dataset first)."""
-        return Integers(self._rows_of(self.epoch))
+        return IntegerSequence(self._rows_of(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch has another order. A position that was loaded for this very epoch stays."""
@@ -352,13 +349,13 @@ class LengthGroupedSampler(Sampler[int]):
         """What lies under the wrappers of a dataset."""
         return raw_samples(dataset)
 
-    def _compute_or_load_lengths(self, dataset: Any) -> Integers:
+    def _compute_or_load_lengths(self, dataset: Any) -> IntegerSequence:
         """Tokens of each row, from the best source there is."""
         configs = self._image_cfg, self._video_cfg
         found = row_lengths(dataset, self._processor, *configs, counts=self._counts)
         self.length_source = found.sources
         self._exact: Flags = found.exact
-        return Integers(found.tokens)
+        return IntegerSequence(found.tokens)
 
     def _estimate_tokens(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """(text tokens, media tokens) of one example, by its fields or estimated."""
@@ -373,10 +370,10 @@ class LengthGroupedSampler(Sampler[int]):
         """Tokens of one video by its ``[total_frames, height, width, fps, duration]``."""
         return estimate_video_tokens(vid_meta, self._video_cfg)
 
-    def _longest_first(self) -> Ints:
+    def _longest_first(self) -> Integers:
         """All rows that are not too long; those that are go to the ledger."""
         lengths = np.asarray(self.lengths)
-        order: Ints = np.argsort(-lengths, kind="stable")
+        order: Integers = np.argsort(-lengths, kind="stable")
         if self.max_length is None:
             return order
         too_long = are_too_long(lengths, self._exact, self.max_length)
@@ -414,7 +411,7 @@ class LengthGroupedSampler(Sampler[int]):
             )
         return agreed
 
-    def _rows_of(self, epoch: int) -> Ints:
+    def _rows_of(self, epoch: int) -> Integers:
         """The rows of an epoch in sorted order: all, or so many that every rank has the same number."""
         rows, over = len(self._order), len(self._order) - self._count
         if not over:
@@ -427,7 +424,7 @@ class LengthGroupedSampler(Sampler[int]):
             self._thinned = epoch, np.delete(self._order, without)
         return self._thinned[1]
 
-    def _blocks(self, rows: Ints, epoch: int, start: int) -> Iterator[Ints]:
+    def _blocks(self, rows: Integers, epoch: int, start: int) -> Iterator[Integers]:
         """The rows of an epoch in the order in which they are taken, from place ``start`` on."""
         size, count = self.batch_size, len(rows)
         chunks, rest = -(-count // size), count % size
@@ -446,7 +443,7 @@ class LengthGroupedSampler(Sampler[int]):
             yield block[max(0, start - chunk * size) :]
         yield last[max(0, start - len(firsts) * size) :]
 
-    def _record_left_over(self, epoch: int, rows: Ints) -> None:
+    def _record_left_over(self, epoch: int, rows: Integers) -> None:
         if len(rows) < len(self._order):
             over = np.setdiff1d(self._order, rows, assume_unique=True)
             detail = f"another rank has only {self._count} rows; this one has {len(self._order)}"
@@ -454,11 +451,11 @@ class LengthGroupedSampler(Sampler[int]):
 
     def _record(
         self,
-        rows: Ints,
+        rows: Integers,
         reason: Reason,
         detail: str,
         *,
-        lengths: Ints | None = None,
+        lengths: Integers | None = None,
         epoch: int | None = None,
     ) -> None:
         """Name rows in the ledger: one by one with their lengths, or as whole arrays if they are many."""

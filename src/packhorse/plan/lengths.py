@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
-from packhorse.count.columns import CountColumns, Flags, Integers
+from packhorse.count.columns import CountColumns
 from packhorse.count.sidecar import counts_of, is_counted
 from packhorse.count.token_counter import TokenCounter
 from packhorse.encode.preparation import with_sound_in_place
@@ -39,7 +39,7 @@ from packhorse.formats.estimate import (
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.formats.meta import MetaDataset, RowKeys
 from packhorse.formats.summary import MetaExamples
-from packhorse.types import Conversation
+from packhorse.types import Conversation, Flags, Integers
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.datasets")
