@@ -30,7 +30,7 @@ from packhorse.formats.estimate import (
     image_config,
     video_config,
 )
-from packhorse.formats.meta import MetaDataset, Source
+from packhorse.formats.meta import MetaDataset
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.plan.lengths import SOURCES, UNKNOWN, Counts, row_lengths, wrapped_dataset
 from packhorse.types import Drop, Flags, Integers, Reason, World
@@ -133,72 +133,41 @@ def _wrappers(dataset: Any) -> Iterator[Any]:
         dataset = dataset.dataset if isinstance(dataset, Subset) else wrapped_dataset(dataset)
 
 
-def smallest_without_talking(
-    dataset: Any, world: World, count: int, max_length: int | None, processor: Any
-) -> int:
-    """The smallest count over the ranks of a world in which nobody can be asked.
+def smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
+    """Return the smallest number of rows that a rank keeps, from the files alone: the same on every rank.
+
+    None if unknown: rows are excluded by their length, and the other ranks' rows have not been counted.
 
     Args:
         dataset: this rank's rows, without wrappers.
         world: how many ranks there are.
-        count: this rank's number of rows that are not too long.
-        max_length: rows above it are left out, see :func:`are_too_long`; None
-            for no limit.
+        max_length: rows above it are excluded, see :func:`are_too_long`; None for no limit.
         processor: what the rows were counted with.
 
     Raises:
-        ConfigError: it cannot be told: rows are left out by their length, and the lengths of the other
-            ranks' rows are not in any count file.
+        ConfigError: the rows are split across another number of ranks.
     """
-    if isinstance(dataset, MetaDataset):
-        found = _smallest_share(dataset, world, max_length, processor)
-        if found is not None:
-            return found
-    elif max_length is None:
-        return count  # shards of equal size are the dataset's affair
-    raise ConfigError(
-        f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
-        "torch.distributed, pass smallest=, or run `packhorse count` and sample from open_meta_dataset(…)"
-    )
-
-
-def _smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
-    """From the files alone; every rank comes to the same number."""
-    dealt = {source.selection.world.size for source in dataset.sources}
-    if dealt - {1, world.size}:
+    sizes = {source.selection.world.size for source in dataset.sources}
+    if sizes - {1, world.size}:
         raise ConfigError(
-            f"the dataset is dealt to {sorted(dealt)} ranks: expected {world.size}, as in {world}"
+            f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in {world}"
         )
-    kept = np.zeros(world.size, np.int64)
-    if max_length is None:
-        for source in dataset.sources:
-            kept += [len(_as_rank(source, rank).selection) for rank in range(world.size)]
-        return int(kept.min())
-    whole = [_of_everybody(source) for source in dataset.sources]
-    counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
-    if counts is None:
-        return None
-    fits = ~are_too_long(counts.total, counts.exact, max_length)
-    first = 0
-    for source, all_rows in zip(dataset.sources, whole, strict=True):
-        part = fits[first : first + len(all_rows)]
-        first += len(all_rows)
+    everything = [replace(one.selection, world=World(), remainder="keep") for one in dataset.sources]
+    fits = np.ones(sum(map(len, everything)), np.bool_)
+    if max_length is not None:
+        whole = [replace(one, selection=rows) for one, rows in zip(dataset.sources, everything, strict=True)]
+        counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
+        if counts is None:
+            return None
+        fits = ~are_too_long(counts.total, counts.exact, max_length)
+    kept, first = np.zeros(world.size, np.int64), 0
+    for source, rows in zip(dataset.sources, everything, strict=True):
+        part, size = fits[first : first + len(rows)], source.selection.world.size
+        first += len(rows)
         for rank in range(world.size):
-            mine = _as_rank(source, rank).selection
-            kept[rank] += part[mine.world.rank :: mine.world.size][: len(mine)].sum()
+            share = replace(source.selection, world=World(rank if size > 1 else 0, size))
+            kept[rank] += part[share.world.rank :: size][: len(share)].sum()
     return int(kept.min())
-
-
-def _as_rank(source: Source, rank: int) -> Source:
-    """A dataset's rows as another rank has them; the same where rows are not dealt."""
-    size = source.selection.world.size
-    return (
-        source if size == 1 else replace(source, selection=replace(source.selection, world=World(rank, size)))
-    )
-
-
-def _of_everybody(source: Source) -> Source:
-    return replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
 
 
 logger = getLogger("packhorse.samplers")
@@ -402,8 +371,17 @@ class LengthGroupedSampler(Sampler[int]):
                 f"counts= and max_length with {world}: how many rows the other ranks leave out by their own "
                 "counts is not known. Initialise torch.distributed, or pass smallest="
             )
-        raw = raw_samples(self._dataset)
-        agreed = smallest_without_talking(raw, world, count, self.max_length, self._processor)
+        raw, agreed = raw_samples(self._dataset), None
+        if isinstance(raw, MetaDataset):
+            agreed = smallest_share(raw, world, self.max_length, self._processor)
+        elif self.max_length is None:
+            return count  # the dataset has to have equal shards
+        if agreed is None:
+            raise ConfigError(
+                f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
+                "torch.distributed, pass smallest=, or run `packhorse count` and sample from "
+                "open_meta_dataset(…)"
+            )
         if agreed > count:
             raise ConfigError(
                 f"the files tell that every rank has {agreed} rows, but this one has {count}: sample from "

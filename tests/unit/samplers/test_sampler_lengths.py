@@ -201,7 +201,7 @@ def test_ranks_agree_without_talking_where_everything_is_counted(
 
 def test_a_world_that_the_rows_are_not_dealt_to_is_refused(counted: dict[str, Any]):
     shard = open_meta_dataset(counted, shard_data=True, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match=r"dealt to \[2\] ranks"):
+    with pytest.raises(ConfigError, match=r"split across \[2\] ranks"):
         LengthGroupedSampler(shard, world=World(0, 3))
 
 
