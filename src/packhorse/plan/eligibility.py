@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from packhorse.count.columns import CountColumns
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.plan.lengths import LazyLengths, Lengths, after_shift
-from packhorse.types import Flags, Integers, Reason
+from packhorse.types import Flags, Integers, Reason, Rows
 
 FOUND_WHEN_COUNTED = "found when it was counted"
 """What the ledger adds for a row that is bad already before a plan is made."""
@@ -38,7 +37,7 @@ class Eligibility:
     counts: CountColumns | None = None
     limit: int | None = None
 
-    def why_bad(self, index: int, dataset: Any) -> tuple[Reason, str]:
+    def why_bad(self, index: int, dataset: Rows) -> tuple[Reason, str]:
         """Return the reason and the detail of a bad row, with its place in the file if known."""
         assert self.counts is not None, "only counts tell that a row is bad"
         reason: Reason = self.counts.status[index]
@@ -56,7 +55,7 @@ class Eligibility:
 
 
 def check_eligibility(
-    dataset: Any, found: Lengths, pack_size: int, alignment: int, drop_long: bool
+    dataset: Rows, found: Lengths, pack_size: int, alignment: int, drop_long: bool
 ) -> Eligibility:
     """Find the samples that can be in no pack.
 
@@ -80,18 +79,18 @@ def check_eligibility(
 
 
 def _surely_too_long(
-    dataset: Any, tokens: Integers, counts: CountColumns, capacity: int
+    dataset: Rows, tokens: Integers, counts: CountColumns, capacity: int
 ) -> tuple[Integers, Flags, int | None]:
     """Return tokens, which samples are surely too long, and the most tokens that the dataset accepts.
 
     The tokens of the fake image are known up to one or two, so samples near the limit are counted with it.
     """
-    ours = isinstance(dataset, PreTokenizedDatasetWrapper)
-    if ours and dataset.post_tokenize_hook is not None:  # which may add or remove any number
+    wrapper = dataset if isinstance(dataset, PreTokenizedDatasetWrapper) else None
+    if wrapper is not None and wrapper.post_tokenize_hook is not None:  # which may add or remove any number
         return tokens, np.zeros(len(tokens), np.bool_), None
     least = np.where(counts.exact, counts.total, np.where(counts.off_by < 0, 0, counts.total - counts.off_by))
-    limit = dataset.max_length if ours else None
-    if limit is not None and dataset.truncate:
+    limit = None if wrapper is None else wrapper.max_length
+    if wrapper is not None and limit is not None and wrapper.truncate:
         least, limit = np.where(counts.total > limit, 0, least), None
     most = capacity + 1 if limit is None else min(capacity + 1, limit)
     surely = counts.ok & (least > most)

@@ -33,7 +33,7 @@ from packhorse.formats.estimate import (
 from packhorse.formats.meta import MetaDataset
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.plan.lengths import SOURCES, UNKNOWN, Counts, row_lengths, wrapped_dataset
-from packhorse.types import Drop, Flags, Integers, Reason, World
+from packhorse.types import Drop, Flags, Integers, Reason, Rows, World
 
 
 class IntegerSequence(Sequence[int]):
@@ -83,13 +83,13 @@ def are_too_long(tokens: Integers, exact: Flags, max_length: int) -> Flags:
     return too_long
 
 
-def raw_samples(dataset: Any) -> Any:
+def raw_samples(dataset: Rows) -> Any:
     """Return what is inside the wrappers of a dataset, as long as they keep its rows and their order."""
     inner = None if isinstance(dataset, Subset | ConcatDataset) else wrapped_dataset(dataset)
     return dataset if inner is None else raw_samples(inner)
 
 
-def ranks_sharing(dataset: Any) -> int:
+def ranks_sharing(dataset: Rows) -> int:
     """Return how many ranks the rows of a meta file were split across; 1 if each has all, or if unknown."""
     raw = raw_samples(dataset)
     mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
@@ -97,7 +97,7 @@ def ranks_sharing(dataset: Any) -> int:
     return max((source.selection.world.size for source in sources), default=1)
 
 
-def key_of(dataset: Any, index: int) -> str:
+def key_of(dataset: Rows, index: int) -> str:
     """Return the name of a row in the ledger: the dataset's own (``coco/812``), else its number."""
     for wrapper in _wrappers(dataset):
         if isinstance(wrapper, Subset):
@@ -107,7 +107,7 @@ def key_of(dataset: Any, index: int) -> str:
     return str(index)
 
 
-def ledger_of(dataset: Any) -> Ledger:
+def ledger_of(dataset: Rows) -> Ledger:
     """Return the dataset's own ledger, or that of what it wraps, or that of this process."""
     for wrapper in _wrappers(dataset):
         if isinstance(own := getattr(wrapper, "ledger", None), Ledger):
@@ -221,7 +221,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Rows,
         seed: int = 42,
         processor: Any = None,
         max_length: int | None = None,
@@ -242,10 +242,10 @@ class LengthGroupedSampler(Sampler[int]):
         self._video_cfg = self._extract_video_config(processor)
         self.lengths = self._compute_or_load_lengths(dataset)
         self._order = self._longest_first()
-        self._count = self._agreed(len(self._order), world, smallest)
+        self._count = self._agree_on_count(len(self._order), world, smallest)
         self._start = self._position = 0
         self._thinned: tuple[int, Integers] | None = None
-        self._say()
+        self._log_summary()
 
     @property
     def sorted_indices(self) -> IntegerSequence:
@@ -262,9 +262,9 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._position = self._start  # at once: what was given before is another iteration's
-        return self._given()
+        return self._iterate()
 
-    def _given(self) -> Iterator[int]:
+    def _iterate(self) -> Iterator[int]:
         epoch, start = self.epoch, self._start
         self._start, self._position = 0, start
         rows = self._rows_of(epoch)
@@ -314,11 +314,11 @@ class LengthGroupedSampler(Sampler[int]):
         return video_config(processor)
 
     @staticmethod
-    def _get_raw_samples(dataset: Any) -> Any:
+    def _get_raw_samples(dataset: Rows) -> Any:
         """What lies under the wrappers of a dataset."""
         return raw_samples(dataset)
 
-    def _compute_or_load_lengths(self, dataset: Any) -> IntegerSequence:
+    def _compute_or_load_lengths(self, dataset: Rows) -> IntegerSequence:
         """Tokens of each row, from the best source there is."""
         configs = self._image_cfg, self._video_cfg
         found = row_lengths(dataset, self._processor, *configs, counts=self._counts)
@@ -352,7 +352,7 @@ class LengthGroupedSampler(Sampler[int]):
             self._record(left_out, "too_long", detail, lengths=lengths[left_out])
         return order[~too_long[order]]
 
-    def _agreed(self, count: int, world: World | None, smallest: int | None) -> int:
+    def _agree_on_count(self, count: int, world: World | None, smallest: int | None) -> int:
         """How many rows every rank takes in an epoch."""
         if smallest is not None:
             if not 0 <= smallest <= count:
@@ -464,7 +464,7 @@ class LengthGroupedSampler(Sampler[int]):
                 "rows without shard_data=True"
             )
 
-    def _say(self) -> None:
+    def _log_summary(self) -> None:
         self._warn_of_accelerate()
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
         logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")

@@ -39,7 +39,7 @@ from packhorse.formats.estimate import (
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.formats.meta import MetaDataset, RowKeys
 from packhorse.formats.summary import MetaExamples
-from packhorse.types import Conversation, Flags, Integers
+from packhorse.types import Conversation, Flags, Integers, Rows
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.datasets")
@@ -117,7 +117,7 @@ def after_shift(tokens: Integers) -> Integers:
 
 
 def row_lengths(
-    dataset: Any,
+    dataset: Rows,
     processor: Any = None,
     image_cfg: Geometry | None = None,
     video_cfg: Geometry | None = None,
@@ -177,7 +177,7 @@ def _given_lengths(
 
 
 def estimated_lengths(
-    dataset: Any,
+    dataset: Rows,
     rows: Integers,
     image_cfg: Geometry | None,
     video_cfg: Geometry | None,
@@ -212,7 +212,7 @@ def estimated_lengths(
     return Lengths.join([found], np.argsort(positions))
 
 
-def recorded_counts(dataset: Any, processor: Any) -> CountColumns | None:
+def recorded_counts(dataset: Rows, processor: Any) -> CountColumns | None:
     """Return the exact counts of a mixture whose files have all been counted; None if there are none.
 
     Logs why count files that exist are not used.
@@ -225,22 +225,23 @@ def recorded_counts(dataset: Any, processor: Any) -> CountColumns | None:
     Raises:
         ConfigError: there is no processor under that path.
     """
+    mixture: MetaDataset | None = dataset if isinstance(dataset, MetaDataset) else None
     positions: Integers | None = None
     if isinstance(dataset, MetaExamples):
-        dataset, positions = _mixture_of(dataset) or (None, None)
-    if not isinstance(dataset, MetaDataset):
+        mixture, positions = _mixture_of(dataset) or (None, None)
+    if mixture is None:
         return None
     processor = as_processor(processor)
     if not any(hasattr(processor, name) for name in ("tokenizer", "convert_tokens_to_ids")):
         # None, or an object with nothing but a geometry: no rows were counted with it.
-        if is_counted(dataset):
+        if is_counted(mixture):
             logger.warning(
                 "there are count files for this data, but lengths are estimated: no processor %s. Pass the "
                 "one that the rows were counted with as processor=",
                 "was given" if processor is None else "with a tokenizer was given",
             )
         return None
-    counts = counts_of(dataset, processor)
+    counts = counts_of(mixture, processor)
     return counts if counts is None or positions is None else counts.take(positions)
 
 
@@ -260,7 +261,7 @@ def _mixture_of(examples: MetaExamples) -> tuple[MetaDataset, Integers] | None:
     return mixture, positions
 
 
-def _examples_at(dataset: Any, rows: Integers) -> Iterator[tuple[int, Any]]:
+def _examples_at(dataset: Rows, rows: Integers) -> Iterator[tuple[int, Any]]:
     """Yield positions in ``rows`` with the examples there; None for a row that cannot be read.
 
     A mixture is read file by file, which is several times faster. Unreadable rows are recorded when they are
@@ -308,7 +309,7 @@ def _inner_rows(
         yield dataset, rows, positions
 
 
-def wrapped_dataset(dataset: Any) -> Any:
+def wrapped_dataset(dataset: Rows) -> Any:
     """Return what a wrapper wraps if it has the same number of rows, else None."""
     inner = getattr(dataset, "dataset", None)
     if inner is None or not hasattr(inner, "__getitem__") or not hasattr(inner, "__len__"):
@@ -317,7 +318,7 @@ def wrapped_dataset(dataset: Any) -> Any:
 
 
 def sample_lengths(
-    dataset: Any, ds_raw: Any = None, processor: Any = None, counts: CountColumns | None = None
+    dataset: Rows, ds_raw: Rows | None = None, processor: Any = None, counts: CountColumns | None = None
 ) -> Lengths:
     """Look up the lengths of the samples that a dataset encodes: fake images added, long samples truncated.
 
@@ -355,7 +356,7 @@ def sample_lengths(
     return found
 
 
-def _fake_image_tokens(dataset: Any) -> int:
+def _fake_image_tokens(dataset: Rows) -> int:
     """Return the tokens that a fake image adds to a sample without images; 0 if none is added."""
     if not isinstance(dataset, PreTokenizedDatasetWrapper) or not dataset.inject_fake_images:
         return 0
@@ -386,13 +387,11 @@ class LazyLengths:
         available: whether lengths can be determined at all.
     """
 
-    def __init__(self, dataset: Any, *, encode: bool = False) -> None:
-        self.dataset = dataset
-        self.countable = (
-            isinstance(dataset, PreTokenizedDatasetWrapper)
-            and bool(dataset.family.exact)
-            and dataset.post_tokenize_hook is None
-        )
+    def __init__(self, dataset: Rows, *, encode: bool = False) -> None:
+        self.dataset, self._wrapper = dataset, None
+        if isinstance(dataset, PreTokenizedDatasetWrapper) and dataset.post_tokenize_hook is None:
+            self._wrapper = dataset if dataset.family.exact else None
+        self.countable = self._wrapper is not None
         self.available = self.countable or encode
         self._known: npt.NDArray[np.int32] | None = None
         self._counter: TokenCounter | None = None
@@ -401,44 +400,37 @@ class LazyLengths:
         """Return the tokens of each sample; 0 for one that cannot be used."""
         if self._known is None:
             self._known = np.full(len(self.dataset), -1, np.int32)
+        limit = None if self._wrapper is None else self._wrapper.max_length
         for index in indices:
             if self._known[index] < 0:
-                self._known[index] = self._counted(index) if self.countable else self._encoded(index)
+                total = self.total(index)
+                if self._wrapper is not None and limit is not None and total > limit:
+                    total = limit if self._wrapper.truncate else 0
+                self._known[index] = total
         return [int(self._known[index]) for index in indices]
 
     def total(self, index: int) -> int:
-        """Return the tokens of a countable sample before truncation; 0 if it cannot be encoded."""
-        if self._counter is None:
-            self._counter = TokenCounter(self.dataset.family, self.dataset.processor)
+        """Return the tokens of a sample, of a countable one before truncation; 0 if it cannot be encoded."""
         try:
-            return self._counter.count(self._conversation(index)).count.total
+            if self._wrapper is None:
+                return len(load_sample(self.dataset, index)["input_ids"].reshape(-1))
+            if self._counter is None:
+                self._counter = TokenCounter(self._wrapper.family, self._wrapper.processor)
+            return self._counter.count(_encoded_conversation(self._wrapper, index)).count.total
         except DATA_ERRORS as error:
             if not is_data_error(error):
                 raise
             return 0  # encoding it fails too, and says why
 
-    def _counted(self, index: int) -> int:
-        total, limit = self.total(index), self.dataset.max_length
-        if limit is None or total <= limit:
-            return total
-        return int(limit) if self.dataset.truncate else 0
-
-    def _conversation(self, index: int) -> Conversation:
-        """Return what is encoded for a sample, its fake image included."""
-        dataset, key = self.dataset, self.dataset.key(index)
-        example = with_sound_in_place(dataset.dataset[index], dataset.family, dataset.processor, key)
-        if dataset.inject_fake_images and "image" in dataset.family.kinds:
-            example = inject_fake_image(example)
-        return parse_conversation(example, key)
-
-    def _encoded(self, index: int) -> int:
-        try:
-            return len(load_sample(self.dataset, index)["input_ids"].reshape(-1))
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            return 0
-
     def __getstate__(self) -> dict[str, Any]:
         # Recounting in a worker is cheaper than sending the counts to each of them.
         return {**self.__dict__, "_known": None, "_counter": None}
+
+
+def _encoded_conversation(dataset: PreTokenizedDatasetWrapper, index: int) -> Conversation:
+    """Return what is encoded for a sample, its fake image included."""
+    key = dataset.key(index)
+    example = with_sound_in_place(dataset.dataset[index], dataset.family, dataset.processor, key)
+    if dataset.inject_fake_images and "image" in dataset.family.kinds:
+        example = inject_fake_image(example)
+    return parse_conversation(example, key)
