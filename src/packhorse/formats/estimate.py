@@ -246,19 +246,13 @@ class ColumnsBuilder:
             seen: its text and media, if the caller has counted them.
         """
         text, media = example.get("_text_tokens"), example.get("_media_tokens")
-        images: Iterable[Any] = ()
-        videos: Iterable[Any] = ()
-        unlisted = 0
-        if text is None or media is None:
-            seen = outline(example) if seen is None else seen
+        seen = outline(example) if seen is None else seen
+        meta = {} if media is not None else example.get("mm_inputs_meta") or {}
+        images, videos = meta.get("images_meta") or (), meta.get("videos_meta") or ()
+        unlisted = max(0, seen.images - len(images)) + max(0, seen.videos - len(videos)) + seen.audios
         if media is not None:
-            images = [{"n_tokens": int(media)}]
-        elif seen is not None:
-            meta = example.get("mm_inputs_meta") or {}
-            images, videos = meta.get("images_meta") or (), meta.get("videos_meta") or ()
-            unlisted = max(0, seen.images - len(images)) + max(0, seen.videos - len(videos)) + seen.audios
-        characters = 0 if seen is None else seen.characters
-        self.text.append(characters // CHARS_PER_TOKEN if text is None else min(int(text), _TOO_LARGE))
+            images, unlisted = [{"n_tokens": int(media)}], 0
+        self.text.append(seen.characters // CHARS_PER_TOKEN if text is None else min(int(text), _TOO_LARGE))
         self.stated.append(text is not None)
         self.unlisted.append(unlisted)
         self.images.add(images)
