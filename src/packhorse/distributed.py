@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from packhorse.errors import ConfigError, SystemFault
@@ -464,31 +463,6 @@ class Ranks:
 def has_process_group() -> bool:
     """Whether ranks can talk to each other."""
     return dist.is_available() and dist.is_initialized()
-
-
-def smallest_by_talking(count: int, **settings: int) -> int:
-    """The smallest ``count`` over all ranks of the process group; every rank must call this.
-
-    Works with any backend: the numbers are put where the backend can reach them.
-
-    Args:
-        count: this rank's.
-        **settings: must be the same everywhere, or the ranks would go different ways.
-
-    Raises:
-        ConfigError: a setting differs between ranks (raised on all of them).
-    """
-    values = list(settings.values())
-    # The smallest of -x is the negative of the largest x: one call tells both ends.
-    numbers = torch.tensor(
-        [count, *values, *(-value for value in values)], dtype=torch.int64, device=reachable_device()
-    )
-    dist.all_reduce(numbers, dist.ReduceOp.MIN)
-    smallest, *ends = numbers.tolist()
-    for name, low, high in zip(settings, ends, ends[len(values) :], strict=False):
-        if low != -high:
-            raise ConfigError(f"{name} is {low} on one rank and {-high} on another: expected the same on all")
-    return int(smallest)
 
 
 def reachable_device(group: Any = None) -> str:

@@ -282,5 +282,5 @@ def test_samples_counted_before_they_are_encoded_fill_packs_exactly(
     assert packs._carries
     delivered = sum(len(pack["seq_lens"]) for pack in packs)
     assert delivered + len([drop for drop in ledger if drop.reason == "pack_full"]) == len(rows)
-    counted = packs._claims.lengths(range(len(_taken(name))))
+    counted = packs._lazy_lengths.lengths(range(len(_taken(name))))
     assert counted == [len(samples[index]["input_ids"]) for index in range(len(_taken(name)))]

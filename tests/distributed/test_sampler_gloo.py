@@ -133,7 +133,7 @@ def test_a_rank_without_rows_stops_all_and_a_world_of_one_asks_nobody(ranks: lis
 
 
 def test_ranks_with_different_seeds_are_told_so_on_every_rank(ranks: list[dict[str, Any]]):
-    last = len(ranks) - 1
+    named = "; ".join(f"seed={rank}, batch_size=1 on ranks [{rank}]" for rank in range(len(ranks)))
     assert {rank["refused"] for rank in ranks} == {
-        f"seed is 0 on one rank and {last} on another: expected the same on all"
+        f"the ranks sample with different settings: {named}. Pass the same on every rank."
     }

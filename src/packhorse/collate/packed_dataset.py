@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from packhorse.collate.packer import _build_packed_vlm_sample, _compute_mrope_position_ids, _shift_sample
 from packhorse.count.columns import CountColumns
-from packhorse.encode.robust import OnBad, ReplacingDataset
+from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.families import Family
@@ -23,11 +23,11 @@ from packhorse.families.positions import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.eligibility import Claims, Judged, Lengths, after_shift, judge, lengths_of, load
+from packhorse.plan.eligibility import Eligibility, check_eligibility
+from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.plan.row_lengths import Ints
-from packhorse.types import Action, Drop, Reason
+from packhorse.types import Action, Drop, Flags, Integers, Reason
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -125,8 +125,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         self.sequence_alignment, self.exact = sequence_alignment, exact
         self.has_mrope = get_rope_index is not None
         self.family: Family | None = getattr(inner_dataset, "family", None)
-        self._claims = Claims(inner_dataset, encode=on_overflow == "carry")
-        self._carries = on_overflow != "drop" and not exact and self._claims.can_tell
+        self._lazy_lengths = LazyLengths(inner_dataset, encode=on_overflow == "carry")
+        self._carries = on_overflow != "drop" and not exact and self._lazy_lengths.available
         if len(bins) and self.family is not None and self.family.mrope and not self.has_mrope:
             logger.warning(
                 "%s models have positions in three rows: pass get_rope_index=packhorse.families.positions."
@@ -165,12 +165,12 @@ class PackedDatasetWrapper(ReplacingDataset):
         chosen, left_out = self.dealt(idx)
         failures: list[tuple[int, BaseException]] = []
         for index in left_out:
-            length = self._claims.lengths([index])[0]
+            length = self._lazy_lengths.lengths([index])[0]
             failures.append((index, self._no_room(idx, self._aligned(length - 1))))
         samples, used = [], 0
         for index in chosen:
             try:
-                sample = self.prepared(load(self.inner_dataset, index))
+                sample = self.prepared(load_sample(self.inner_dataset, index))
             except DATA_ERRORS as error:
                 if self.on_bad == "raise" or not is_data_error(error):
                     raise
@@ -216,7 +216,7 @@ class PackedDatasetWrapper(ReplacingDataset):
 
     def _lengths(self, bins: Sequence[Sequence[int]]) -> dict[int, int]:
         indices = [index for bin_ in bins for index in bin_]
-        return dict(zip(indices, self._claims.lengths(indices), strict=True))
+        return dict(zip(indices, self._lazy_lengths.lengths(indices), strict=True))
 
     def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
         """Write into the ledger what became of the samples of a pack."""
@@ -242,7 +242,7 @@ class PackedDatasetWrapper(ReplacingDataset):
     def sample(self, index: int) -> dict[str, Any] | None:
         """One sample, shifted and with its positions; None if it fails, which is recorded."""
         try:
-            return self.prepared(load(self.inner_dataset, index))
+            return self.prepared(load_sample(self.inner_dataset, index))
         except DATA_ERRORS as error:
             if self.on_bad == "raise" or not is_data_error(error):
                 raise
@@ -345,7 +345,7 @@ def _redealt(
     return packs, left_out
 
 
-def pack_lengths(samples: Any, counts: CountColumns | None = None) -> Ints:
+def pack_lengths(samples: Any, counts: CountColumns | None = None) -> Integers:
     """How many tokens of a pack each sample takes up: what :func:`neat_pack_dataset_vlm` plans with itself.
 
     That is one less than its ``input_ids`` has, for the shift of labels; the fake image of a sample without
@@ -356,7 +356,7 @@ def pack_lengths(samples: Any, counts: CountColumns | None = None) -> Ints:
         counts: exact counts of the rows; without them those of ``packhorse count``, where there are any,
             else lengths are estimated (or, of encoded samples, measured).
     """
-    return after_shift(lengths_of(samples, counts=counts).tokens)
+    return after_shift(sample_lengths(samples, counts=counts).tokens)
 
 
 def neat_pack_dataset_vlm(
@@ -425,14 +425,14 @@ def neat_pack_dataset_vlm(
             f"{packing_ratio=} with a plan: that was planned already, with a capacity of its own"
         )
     _refuse_examples(dataset)
-    found = lengths_of(dataset, ds_raw, processor, counts)
-    judged = judge(dataset, found, pack_size, sequence_alignment, drop_long_samples)
+    found = sample_lengths(dataset, ds_raw, processor, counts)
+    eligibility = check_eligibility(dataset, found, pack_size, sequence_alignment, drop_long_samples)
     if plan is None:
         capacity = int(pack_size * packing_ratio)
-        planned = _planned(judged, pack_size, capacity, sequence_alignment, seed)
+        planned = _planned(eligibility, pack_size, capacity, sequence_alignment, seed)
         order = _order(planned, found, balance_media_tokens)
     else:
-        planned = _given(plan, judged, pack_size, sequence_alignment)
+        planned = _given(plan, eligibility, pack_size, sequence_alignment)
         order = np.arange(len(planned))
     trained = planned.in_order(order[_spread(len(order), max_packs)])
     made = PackedDatasetWrapper(
@@ -443,12 +443,12 @@ def neat_pack_dataset_vlm(
         get_rope_index,
         sequence_alignment=sequence_alignment,
         on_overflow=on_overflow,
-        exact=found.exact and not bool(judged.doubtful.any()),
+        exact=found.all_exact and not bool(eligibility.doubtful.any()),
         on_bad=on_bad,
         seed=seed or 0,
         ledger=ledger,
     )
-    _record(made, trained, judged, max_packs)
+    _record(made, trained, eligibility, max_packs)
     logger.info("%s", trained.describe(()))
     return made
 
@@ -465,7 +465,7 @@ def _refuse_examples(dataset: Any) -> None:
     if isinstance(wrapped, MetaDataset | MetaExamples):
         raise not_encoded(wrapped)
     try:
-        first = load(dataset, 0) if len(dataset) else None
+        first = load_sample(dataset, 0) if len(dataset) else None
     except DATA_ERRORS as error:
         if not is_data_error(error):
             raise
@@ -474,21 +474,21 @@ def _refuse_examples(dataset: Any) -> None:
         raise not_encoded(dataset)
 
 
-def _planned(judged: Judged, pack_size: int, capacity: int, alignment: int, seed: int | None) -> PackPlan:
+def _planned(found: Eligibility, pack_size: int, capacity: int, alignment: int, seed: int | None) -> PackPlan:
     """The plan: what may be longer than the planned capacity, but is not left out, has a pack of its own."""
-    room = capacity - capacity % alignment
-    if room < 1:
+    longest = capacity - capacity % alignment
+    if longest < 1:
         raise ConfigError(
             f"packs planned with {capacity} of {pack_size} tokens hold no document of {alignment}"
         )
-    gone = judged.bad | judged.too_long
-    planned = np.where(gone, pack_size + 1, np.minimum(judged.lengths, room))
+    gone = found.bad | found.too_long
+    planned = np.where(gone, pack_size + 1, np.minimum(found.lengths, longest))
     plan = plan_packs(planned, capacity, alignment=alignment, seed=seed, empty="keep")
-    return plan.without(judged.bad, planned, "sample_failed")
+    return plan.without(found.bad, planned, "sample_failed")
 
 
 def _given(
-    plan: PackPlan | str | os.PathLike[str], judged: Judged, pack_size: int, alignment: int
+    plan: PackPlan | str | os.PathLike[str], found: Eligibility, pack_size: int, alignment: int
 ) -> PackPlan:
     """A plan from elsewhere, without what can never be built.
 
@@ -497,15 +497,15 @@ def _given(
     """
     name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-    lengths = judged.lengths
+    lengths = found.lengths
     if plan.samples != len(lengths):
         raise ConfigError(
             f"{name} is one of {plan.samples:,} samples, the dataset has {len(lengths):,}: plan anew"
         )
-    plan = plan.without(judged.bad, lengths, "sample_failed").without(judged.too_long, lengths, "too_long")
+    plan = plan.without(found.bad, lengths, "sample_failed").without(found.too_long, lengths, "too_long")
     # Estimates are no reason to refuse a plan: who made it may have known better.
     rooms = lengths + -lengths % alignment
-    tokens = plan.sums(rooms) if judged.counts is not None else plan.tokens
+    tokens = plan.sums(rooms) if found.counts is not None else plan.tokens
     over = np.flatnonzero((tokens > pack_size) & (np.diff(plan.offsets) > 1))
     if len(over):
         raise ConfigError(
@@ -517,12 +517,12 @@ def _given(
 
 
 def _order(plan: PackPlan, found: Lengths, balance: bool) -> npt.NDArray[np.integer]:
-    if not balance or not found.visual.any():
+    if not balance or not found.media.any():
         return np.arange(len(plan))
-    return np.argsort(plan.sums(found.visual), kind="stable")
+    return np.argsort(plan.sums(found.media), kind="stable")
 
 
-def _spread(packs: int, most: int | None) -> npt.NDArray[np.bool_]:
+def _spread(packs: int, most: int | None) -> Flags:
     """Which packs are kept: all, or ``most`` of them from the middles of equal parts."""
     if most is None or most >= packs:
         return np.ones(packs, bool)
@@ -532,7 +532,7 @@ def _spread(packs: int, most: int | None) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def _record(made: PackedDatasetWrapper, plan: PackPlan, judged: Judged, max_packs: int | None) -> None:
+def _record(made: PackedDatasetWrapper, plan: PackPlan, found: Eligibility, max_packs: int | None) -> None:
     """Write into the ledger why samples are in no pack, whichever pack is ever built.
 
     Raises:
@@ -541,20 +541,20 @@ def _record(made: PackedDatasetWrapper, plan: PackPlan, judged: Judged, max_pack
     details = {"over_limit": "alone over a limit of the plan", "empty_sample": "no tokens"}
     if max_packs is not None:
         details["left_over"] = f"beyond max_packs={max_packs}"
-    found: Counter[Reason] = Counter()
+    dropped: Counter[Reason] = Counter()
     for reason, positions in plan.dropped_by_reason().items():
         for index in positions.tolist():
             key = made.sample_key(index)
             drop, detail = reason, details.get(reason, "the plan leaves it out")
-            if judged.bad[index]:
-                drop, detail = judged.why_bad(index, made.inner_dataset)
+            if found.bad[index]:
+                drop, detail = found.why_bad(index, made.inner_dataset)
                 if made.on_bad == "raise":
                     raise BadSample(detail, reason=drop, key=key, stage="plan")
             elif reason == "too_long":
-                detail = judged.why_too_long(index)
+                detail = found.why_too_long(index)
             made.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
-            found[drop] += 1
-    for reason, number in found.items():
+            dropped[drop] += 1
+    for reason, number in dropped.items():
         logger.warning("%s of %s samples left out: %s", f"{number:,}", f"{plan.samples:,}", reason)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from packhorse.types import Flags, Floats, Integers
+
 Texts = npt.NDArray[np.object_]
 
 OK = "ok"
@@ -128,8 +128,8 @@ class MediaColumns:
     samples: Integers
     tokens: Integers
     patches: Integers
-    fps: npt.NDArray[np.float64]
-    duration: npt.NDArray[np.float64]
+    fps: Floats
+    duration: Floats
 
     @classmethod
     def of(cls, batches: Sequence[Any]) -> MediaColumns:

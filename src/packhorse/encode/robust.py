@@ -196,6 +196,19 @@ class ReplacingDataset(Dataset[Any]):
         ) from last
 
 
+def load_sample(dataset: Any, index: int) -> Any:
+    """Return one sample, without the replacement that a :class:`ReplacingDataset` would choose.
+
+    Raises:
+        BadSample: the dataset gives None for it.
+    """
+    own = getattr(dataset, "load", None)
+    sample = own(index) if callable(own) else dataset[index]
+    if sample is None:
+        raise BadSample("the dataset gives no sample", reason="sample_failed", stage="encode")
+    return sample
+
+
 class RobustDatasetWrapper(ReplacingDataset):
     """Wraps any dataset so that a broken sample is replaced, left out or raised, and always named.
 

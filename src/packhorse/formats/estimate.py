@@ -1,18 +1,19 @@
-"""How many tokens a sample has, guessed from its row alone: the only place of these formulas.
+"""Estimate the number of tokens of rows from their fields alone: the only place of these formulas.
 
-No file is opened and no tokenizer runs: text by its characters, media by the sizes that the row tells and the
-geometry of the processor. Costs a few microseconds a row; `packhorse.formats.estimate` does the same to a
-million rows at once, to the same number. The exact count is `packhorse count`'s affair.
+No file is opened and no tokenizer runs: text counts by its characters, media by the sizes in
+``mm_inputs_meta`` and the geometry of the processor. The formulas run on columns of many rows at once; the
+functions for one row, image or video are calls with a single row and cost about 50 microseconds. Exact counts
+are what `packhorse count` makes.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,157 +21,182 @@ import numpy.typing as npt
 from packhorse.errors import ConfigError
 from packhorse.media.resize import MOST_UNEVEN, resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
+from packhorse.types import Flags, Floats, Integers
 
-# Without better knowledge a token is three characters and a medium 500 tokens.
+# If nothing better is known, a token is three characters and a media item 500 tokens.
 CHARS_PER_TOKEN = 3
-TOKENS_PER_MEDIUM = 500
+TOKENS_PER_MEDIA_ITEM = 500
 
 Geometry = Mapping[str, Any]
 """``patch_size``, ``merge_size``, ``factor``, ``min_pixels``, ``max_pixels``; for videos also
 ``temporal_patch_size``, ``fps``, ``min_frames``, ``max_frames``."""
 
-# A film of less than a frame in a quarter of an hour: the number is a mistake, and would divide to infinity.
-LEAST_FPS = 1e-3
+# A rate below one frame in a quarter of an hour is a mistake, and dividing by it would overflow.
+_LEAST_FPS = 1e-3
 _TOO_LARGE = 2**53
-
-
-class Estimate(NamedTuple):
-    """Tokens of a sample.
-
-    ``told`` says that the row's own fields tell all of it: nothing is the guess of three characters a token
-    or of 500 tokens a medium.
-    """
-
-    text: int
-    media: int
-    told: bool
+_BLOCK = 1 << 14  # this many media items at a time stay in the processor's cache
+# Areas after rounding are at most four times those before: whole numbers up to here stay exact.
+_EXACT = 2.0**50
+_UNKNOWN = -1
 
 
 def image_config(processor: Any) -> dict[str, int] | None:
-    """The geometry by which Qwen-like image processors cut images into tokens; None where there is none.
+    """Return the geometry by which Qwen-like image processors cut images into tokens; None for others.
 
     Returns:
         ``patch_size``, ``merge_size``, ``factor`` (pixels along a token's side), ``min_pixels`` and
         ``max_pixels``. Pixel bounds are attributes, or in ``size`` under ``min_pixels``/``max_pixels`` or
-        ``shortest_edge``/``longest_edge``; bounds that are not told are those of Qwen2-VL.
+        ``shortest_edge``/``longest_edge``; missing bounds are those of Qwen2-VL.
     """
     return _geometry(getattr(processor, "image_processor", None), 56 * 56, 14 * 14 * 4 * 1280)
 
 
 def video_config(processor: Any) -> dict[str, Any] | None:
-    """The geometry by which Qwen-like video processors cut films into tokens; None where there is none.
+    """Return the geometry by which Qwen-like video processors cut videos into tokens; None for others.
 
     Returns:
-        What :func:`image_config` gives (the pixel bounds hold for all frames of a film together), and
+        The keys of :func:`image_config` (the pixel bounds hold for all frames of a video together), and
         ``temporal_patch_size``, ``fps`` (None, as in transformers 5: every frame is taken), ``min_frames``
-        and ``max_frames``; what is not told is as in Qwen3-VL.
+        and ``max_frames``; missing values are those of Qwen3-VL.
     """
     owner = getattr(processor, "video_processor", None)
     config: dict[str, Any] | None = _geometry(owner, 128 * 128, 16 * 16 * 2 * 2 * 2 * 6144)
     if config is None:
         return None
     fps = getattr(owner, "fps", None)
-    config["temporal_patch_size"] = _whole(getattr(owner, "temporal_patch_size", None), 2)
     config["fps"] = fps if isinstance(fps, int | float) else None
-    config["min_frames"] = _whole(getattr(owner, "min_frames", None), 4)
-    config["max_frames"] = _whole(getattr(owner, "max_frames", None), 768)
+    for name, default in (("temporal_patch_size", 2), ("min_frames", 4), ("max_frames", 768)):
+        value = getattr(owner, name, None)
+        config[name] = value if isinstance(value, int) else default
     return config
 
 
-def estimate_image_tokens(img_meta: Any, image_cfg: Geometry | None) -> int:
-    """Tokens of one image by its entry in ``images_meta``.
+def _geometry(owner: Any, min_pixels: int, max_pixels: int) -> dict[str, int] | None:
+    patch, merge = getattr(owner, "patch_size", None), getattr(owner, "merge_size", None)
+    if not isinstance(patch, int) or not isinstance(merge, int):
+        return None
+    return {
+        "patch_size": patch,
+        "merge_size": merge,
+        "factor": patch * merge,
+        "min_pixels": _bound(owner, "min_pixels", "shortest_edge", min_pixels),
+        "max_pixels": _bound(owner, "max_pixels", "longest_edge", max_pixels),
+    }
 
-    >>> qwen2_vl = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
-    >>> estimate_image_tokens([480, 640], qwen2_vl)
-    391
 
-    Args:
-        img_meta: ``[height, width]``, ``{"n_tokens": n}``, or None for an image that counts nothing.
-        image_cfg: see :func:`image_config`.
+def _bound(owner: Any, name: str, edge: str, default: int) -> int:
+    size = getattr(owner, "size", None)
+    in_size = [
+        size.get(key) if isinstance(size, Mapping) else getattr(size, key, None) for key in (name, edge)
+    ]
+    values = (getattr(owner, name, None), *in_size)
+    return next((value for value in values if isinstance(value, int)), default)
 
-    Returns:
-        The tokens; 500 where the entry or the geometry does not tell them, or the processors refuse the size.
+
+@dataclass(frozen=True, slots=True)
+class MediaSizes:
+    """The images (or videos) of all rows, concatenated.
+
+    Attributes:
+        offsets: row ``r`` has the media from ``offsets[r]`` to ``offsets[r + 1]``; one more than rows.
+        height: pixels; below 1 if unknown.
+        width: likewise.
+        tokens: the number that the meta states (0 for null), -1 if it does not; None if it never does.
+        frames: of videos: how many there are in all.
+        fps: of videos; NaN if unknown.
     """
-    found = _image_tokens(img_meta, image_cfg)
-    return TOKENS_PER_MEDIUM if found is None else found
+
+    offsets: Integers
+    height: npt.NDArray[np.integer[Any]]
+    width: npt.NDArray[np.integer[Any]]
+    tokens: npt.NDArray[np.integer[Any]] | None = None
+    frames: npt.NDArray[np.integer[Any]] | None = None
+    fps: npt.NDArray[np.floating[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        columns = (self.height, self.width, self.tokens, self.frames, self.fps)
+        lengths = {len(column) for column in columns if column is not None}
+        if len(self.offsets) == 0 or lengths != {int(self.offsets[-1])}:
+            raise ConfigError(
+                f"media columns of {sorted(lengths)} entries with offsets up to "
+                f"{self.offsets[-1] if len(self.offsets) else 'nothing'}: expected one entry per media item"
+            )
 
 
-def estimate_video_tokens(vid_meta: Any, video_cfg: Geometry | None) -> int:
-    """Tokens of one video by its entry in ``videos_meta``; timestamps between its frames are text.
+@dataclass(frozen=True, slots=True)
+class LengthColumns:
+    """The fields of rows that lengths are estimated from.
+
+    Attributes:
+        text: tokens of text per row.
+        images: the images of the rows; None if there are none.
+        videos: the videos of the rows; None if there are none.
+        unlisted: media items per row without an entry (500 tokens each); None if there are none.
+        stated: whether ``text`` is the row's own field, not three characters a token; None if unknown.
+    """
+
+    text: Integers
+    images: MediaSizes | None = None
+    videos: MediaSizes | None = None
+    unlisted: npt.NDArray[np.integer[Any]] | None = None
+    stated: Flags | None = None
+
+    def __post_init__(self) -> None:
+        found = [len(media.offsets) - 1 for media in (self.images, self.videos) if media is not None]
+        found += [len(column) for column in (self.unlisted, self.stated) if column is not None]
+        if any(rows != len(self.text) for rows in found):
+            raise ConfigError(f"columns of {[len(self.text), *found]} rows: expected the same number in all")
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+class Estimates(NamedTuple):
+    """Estimated tokens of many rows.
+
+    Attributes:
+        total: all tokens of each row.
+        media: those of its media.
+        from_fields: whether the row's own fields state all of it: nothing is the guess of three characters a
+            token or of 500 tokens a media item.
+    """
+
+    total: Integers
+    media: Integers
+    from_fields: Flags
+
+
+def estimate_lengths(
+    columns: LengthColumns, image_cfg: Geometry | None = None, video_cfg: Geometry | None = None
+) -> Estimates:
+    """Estimate the tokens of every row.
+
+    Text is ``_text_tokens``, else all characters // 3. Media are ``_media_tokens``, else the tokens of each
+    entry of ``mm_inputs_meta``, and 500 for each media item without an entry, of unknown size, or of a size
+    that the processors reject.
 
     Args:
-        vid_meta: ``[total_frames, height, width, fps, duration]``, ``{"n_tokens": n}``, or None.
+        columns: what :func:`columns_of` makes of examples.
+        image_cfg: see :func:`image_config`.
         video_cfg: see :func:`video_config`.
 
-    Returns:
-        The tokens; 500 where the entry or the geometry does not tell them, or the processors refuse the size.
+    Raises:
+        ConfigError: a setting of ``video_cfg`` is out of range.
     """
-    found = _video_tokens(vid_meta, video_cfg)
-    return TOKENS_PER_MEDIUM if found is None else found
-
-
-@overload
-def estimate_sample_length(
-    example: Mapping[str, Any],
-    image_cfg: Geometry | None = ...,
-    video_cfg: Geometry | None = ...,
-    return_media_tokens: Literal[False] = ...,
-) -> int: ...
-@overload
-def estimate_sample_length(
-    example: Mapping[str, Any],
-    image_cfg: Geometry | None,
-    video_cfg: Geometry | None,
-    return_media_tokens: Literal[True],
-) -> tuple[int, int]: ...
-@overload
-def estimate_sample_length(
-    example: Mapping[str, Any],
-    image_cfg: Geometry | None = ...,
-    video_cfg: Geometry | None = ...,
-    *,
-    return_media_tokens: bool,
-) -> int | tuple[int, int]: ...
-def estimate_sample_length(
-    example: Mapping[str, Any],
-    image_cfg: Geometry | None = None,
-    video_cfg: Geometry | None = None,
-    return_media_tokens: bool = False,
-) -> int | tuple[int, int]:
-    """Tokens of one example, text and media together.
-
-    Args:
-        example: in the documented format; see :func:`estimate`.
-        image_cfg: see :func:`image_config`.
-        video_cfg: see :func:`video_config`.
-        return_media_tokens: return (all tokens, those of media).
-    """
-    found = estimate(example, image_cfg, video_cfg)
-    total = found.text + found.media
-    return (total, found.media) if return_media_tokens else total
-
-
-def estimate(
-    example: Mapping[str, Any], image_cfg: Geometry | None = None, video_cfg: Geometry | None = None
-) -> Estimate:
-    """Tokens of one example: text and media apart.
-
-    Text is ``_text_tokens``, else all characters // 3. Media are ``_media_tokens``, else what each entry of
-    ``mm_inputs_meta`` is worth (:func:`estimate_image_tokens`), and 500 for each medium without an entry. A
-    turn or part that is not in the documented format counts nothing: what is wrong with it is said when the
-    sample is read.
-    """
-    text, media = example.get("_text_tokens"), example.get("_media_tokens")
-    if text is not None and media is not None:
-        return Estimate(int(text), int(media), True)
-    seen = outline(example)
-    found = media_tokens(seen, example.get("mm_inputs_meta"), image_cfg, video_cfg)
-    told = text is not None and (media is not None or found[1])
-    return Estimate(
-        seen.characters // CHARS_PER_TOKEN if text is None else int(text),
-        found[0] if media is None else int(media),
-        told,
-    )
+    media, guessed = np.zeros(len(columns), np.int64), np.zeros(len(columns), np.int64)
+    if columns.unlisted is not None:
+        guessed += columns.unlisted
+    for sizes, config, is_video in ((columns.images, image_cfg, False), (columns.videos, video_cfg, True)):
+        if sizes is not None:
+            tokens = _tokens_of(sizes, config, is_video)
+            unknown = tokens < 0
+            if unknown.any():
+                guessed += _row_sums(sizes.offsets, unknown)
+                tokens[unknown] = 0
+            media += _row_sums(sizes.offsets, tokens)
+    media += guessed * TOKENS_PER_MEDIA_ITEM
+    stated = np.zeros(len(columns), np.bool_) if columns.stated is None else columns.stated
+    return Estimates(columns.text + media, media, stated & (guessed == 0))
 
 
 class Outline(NamedTuple):
@@ -183,7 +209,7 @@ class Outline(NamedTuple):
 
 
 def outline(example: Mapping[str, Any]) -> Outline:
-    """Count characters and media without building anything; passes over what is not understood."""
+    """Count characters and media without building anything; skips what is not in the documented format."""
     characters = images = videos = audios = 0
     turns = example.get("conversation")
     for turn in turns if isinstance(turns, (list, tuple)) else ():
@@ -205,36 +231,93 @@ def outline(example: Mapping[str, Any]) -> Outline:
     return Outline(characters, images, videos, audios)
 
 
-def media_tokens(
-    seen: Outline,
-    meta: Mapping[str, Any] | None,
-    image_cfg: Geometry | None = None,
-    video_cfg: Geometry | None = None,
-) -> tuple[int, bool]:
-    """(tokens of all media of an example, whether none of them is the blind guess of 500)."""
-    images = (meta.get("images_meta") or ()) if meta else ()
-    videos = (meta.get("videos_meta") or ()) if meta else ()
-    found = [_image_tokens(entry, image_cfg) for entry in images]
-    found += [_video_tokens(entry, video_cfg) for entry in videos]
-    unknown = found.count(None) + unlisted(seen, len(images), len(videos))
-    return sum(tokens for tokens in found if tokens is not None) + unknown * TOKENS_PER_MEDIUM, not unknown
+class ColumnsBuilder:
+    """Collects the fields of examples, one after the other, as :class:`LengthColumns`."""
+
+    def __init__(self) -> None:
+        self.text, self.unlisted, self.stated = array("q"), array("q"), array("b")
+        self.images, self.videos = _MediaBuilder(2), _MediaBuilder(3)
+
+    def add(self, example: Mapping[str, Any], seen: Outline | None = None) -> None:
+        """Add the next row.
+
+        Args:
+            example: in the documented format.
+            seen: its text and media, if the caller has counted them.
+        """
+        text, media = example.get("_text_tokens"), example.get("_media_tokens")
+        seen = outline(example) if seen is None else seen
+        meta = {} if media is not None else example.get("mm_inputs_meta") or {}
+        images, videos = meta.get("images_meta") or (), meta.get("videos_meta") or ()
+        unlisted = max(0, seen.images - len(images)) + max(0, seen.videos - len(videos)) + seen.audios
+        if media is not None:
+            images, unlisted = [{"n_tokens": int(media)}], 0
+        self.text.append(seen.characters // CHARS_PER_TOKEN if text is None else min(int(text), _TOO_LARGE))
+        self.stated.append(text is not None)
+        self.unlisted.append(unlisted)
+        self.images.add(images)
+        self.videos.add(videos)
+
+    def columns(self) -> LengthColumns:
+        """Return everything so far."""
+        stated = np.array(self.stated, np.bool_)
+        return LengthColumns(
+            _ints(self.text), self.images.columns(), self.videos.columns(), _ints(self.unlisted), stated
+        )
 
 
-def unlisted(seen: Outline, images: int, videos: int) -> int:
-    """How many media have no entry in the lists of that many images and videos; sounds never have one."""
-    return max(0, seen.images - images) + max(0, seen.videos - videos) + seen.audios
+def columns_of(examples: Iterable[Mapping[str, Any]]) -> LengthColumns:
+    """Collect the columns of examples: one pass in Python."""
+    builder = ColumnsBuilder()
+    for example in examples:
+        builder.add(example)
+    return builder.columns()
 
 
-def told_tokens(entry: Any) -> int | None:
-    """What an entry says outright: its ``n_tokens``; 0 if it is null; None if it does not say."""
+class _MediaBuilder:
+    """Entries of ``images_meta`` (two sizes each) or ``videos_meta`` (three, and a rate) as columns."""
+
+    def __init__(self, sizes: int) -> None:
+        self.sizes = tuple(array("q") for _ in range(sizes))
+        self.offsets, self.tokens, self.fps = array("q", [0]), array("q"), array("d")
+
+    def add(self, entries: Iterable[Any]) -> None:
+        """Add the media of the next row."""
+        for entry in entries:
+            sizes = _sizes_in(entry, len(self.sizes))
+            for column, size in zip(self.sizes, sizes or [0] * len(self.sizes), strict=True):
+                column.append(size)
+            self.tokens.append(_stated_tokens(entry))
+            self.fps.append(_fps_in(entry) if sizes is not None else math.nan)
+        self.offsets.append(len(self.tokens))
+
+    def columns(self) -> MediaSizes | None:
+        """Return everything so far; None if no row had any."""
+        if not self.tokens:
+            return None
+        *frames, height, width = map(_ints, self.sizes)
+        fps = np.frombuffer(self.fps, np.float64) if frames else None
+        return MediaSizes(
+            _ints(self.offsets), height, width, _ints(self.tokens), frames[0] if frames else None, fps
+        )
+
+
+def _ints(numbers: array[int]) -> Integers:
+    return np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
+
+
+def _stated_tokens(entry: Any) -> int:
+    """Return the ``n_tokens`` of an entry; 0 if the entry is null."""
     if entry is None:
         return 0
     tokens = entry.get("n_tokens") if isinstance(entry, Mapping) else None
-    return max(0, int(tokens)) if isinstance(tokens, int | float) else None
+    if not isinstance(tokens, int | float) or not abs(tokens) < math.inf:
+        return _UNKNOWN
+    return min(max(0, int(tokens)), _TOO_LARGE)
 
 
-def sizes_in(entry: Any, count: int) -> tuple[int, ...] | None:
-    """The first ``count`` numbers of an entry; None if it has not that many, or one cannot be a size."""
+def _sizes_in(entry: Any, count: int) -> tuple[int, ...] | None:
+    """Return the first ``count`` numbers of an entry; None if one is missing or cannot be a size."""
     if not isinstance(entry, list | tuple) or len(entry) < count:
         return None
     try:
@@ -244,251 +327,120 @@ def sizes_in(entry: Any, count: int) -> tuple[int, ...] | None:
     return sizes if min(sizes) >= 1 and max(sizes) < _TOO_LARGE else None
 
 
-def fps_in(entry: Sequence[Any]) -> float | None:
-    """The rate of a film by its entry; None where it is not known or makes no sense."""
+def _fps_in(entry: list[Any] | tuple[Any, ...]) -> float:
     fps = entry[3] if len(entry) > 3 else None
-    known = isinstance(fps, int | float) and LEAST_FPS <= fps < math.inf
-    return fps if known else None
+    return fps if isinstance(fps, int | float) and _LEAST_FPS <= fps <= sys.float_info.max else math.nan
+
+
+def estimate_sample_length(
+    example: Mapping[str, Any],
+    image_cfg: Geometry | None = None,
+    video_cfg: Geometry | None = None,
+    return_media_tokens: bool = False,
+) -> int | tuple[int, int]:
+    """Estimate the tokens of one example, text and media; :func:`estimate_lengths` is faster for many.
+
+    Args:
+        example: in the documented format; see :func:`estimate_lengths`.
+        image_cfg: see :func:`image_config`.
+        video_cfg: see :func:`video_config`.
+        return_media_tokens: return (all tokens, those of media).
+    """
+    found = estimate_lengths(columns_of([example]), image_cfg, video_cfg)
+    total, media = int(found.total[0]), int(found.media[0])
+    return (total, media) if return_media_tokens else total
+
+
+def estimate_image_tokens(img_meta: Any, image_cfg: Geometry | None) -> int:
+    """Estimate the tokens of one image by its entry in ``images_meta``.
+
+    >>> qwen2_vl = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+    >>> estimate_image_tokens([480, 640], qwen2_vl)
+    391
+
+    Args:
+        img_meta: ``[height, width]``, ``{"n_tokens": n}``, or None for an image that counts nothing.
+        image_cfg: see :func:`image_config`.
+
+    Returns:
+        The tokens; 500 if neither entry nor geometry determines them, or the processors reject the size.
+    """
+    columns = columns_of([{"mm_inputs_meta": {"images_meta": [img_meta]}}])
+    return int(estimate_lengths(columns, image_cfg).media[0])
+
+
+def estimate_video_tokens(vid_meta: Any, video_cfg: Geometry | None) -> int:
+    """Estimate the tokens of one video by its entry in ``videos_meta``; timestamps are text.
+
+    Args:
+        vid_meta: ``[total_frames, height, width, fps, duration]``, ``{"n_tokens": n}``, or None.
+        video_cfg: see :func:`video_config`.
+
+    Returns:
+        The tokens; 500 if neither entry nor geometry determines them, or the processors reject the size.
+    """
+    columns = columns_of([{"mm_inputs_meta": {"videos_meta": [vid_meta]}}])
+    return int(estimate_lengths(columns, None, video_cfg).media[0])
 
 
 def image_tokens(height: int, width: int, image_cfg: Geometry) -> int:
-    """Tokens of an image of this size.
+    """Return the tokens of an image of this size.
 
     Raises:
-        ValueError: the processors refuse it: one side is more than 200 times the other.
+        ValueError: the processors reject it: one side is more than 200 times the other.
     """
     factor: int = image_cfg["factor"]
     rows, columns = resize_image(height, width, factor, image_cfg["min_pixels"], image_cfg["max_pixels"])
     return (rows // factor) * (columns // factor)
 
 
-def video_tokens(total_frames: int, height: int, width: int, fps: float | None, video_cfg: Geometry) -> int:
-    """Tokens of a film of this size: of the frames that are taken, as many as fill the temporal patches.
+def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> Integers:
+    """Return the tokens of each image or video, -1 if unknown."""
+    tokens = np.full(len(media.height), _UNKNOWN) if media.tokens is None else media.tokens.astype(np.int64)
+    if config is None or (is_video and media.frames is None):
+        return tokens
+    sampling = None
+    if is_video:
+        names = ("fps", "min_frames", "max_frames", "temporal_patch_size")
+        sampling = VideoSampling(**{name: config[name] for name in names})
+    for first in range(0, len(tokens), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        height, width, known = _sides(media, block)
+        frames: Floats | float = 1.0
+        if sampling is not None and media.frames is not None:
+            known &= media.frames[block] >= 1
+            frames = _sampled(media.frames[block], None if media.fps is None else media.fps[block], sampling)
+            # Frames smaller than one token are first brought to its size.
+            scale = np.maximum(1.0, config["factor"] / np.minimum(height, width))
+            height, width = np.trunc(height * scale), np.trunc(width * scale)
+        found, too_large = _cells(height, width, frames, config)
+        if sampling is not None:
+            found *= frames / sampling.temporal_patch_size
+        known &= np.maximum(height, width) / np.minimum(height, width) <= MOST_UNEVEN
+        with np.errstate(invalid="ignore"):  # of unknown entries
+            np.copyto(tokens[block], found, where=known & ~too_large, casting="unsafe")
+        for place in first + np.flatnonzero(known & too_large):
+            tokens[place] = _large_tokens(media, int(place), config, sampling)
+    return tokens
 
-    Raises:
-        ValueError: the processors refuse it: one side is more than 200 times the other.
-    """
-    factor: int = video_cfg["factor"]
-    temporal: int = video_cfg["temporal_patch_size"]
-    frames = count_sampled_frames(VideoInfo(total_frames, height, width, fps, None), sampling_in(video_cfg))
-    bounds = video_cfg["min_pixels"], video_cfg["max_pixels"]
+
+def _large_tokens(media: MediaSizes, place: int, config: Geometry, sampling: VideoSampling | None) -> int:
+    """Return the tokens of an image or video whose numbers are too large for arithmetic in floats."""
+    height, width = int(media.height[place]), int(media.width[place])
+    if sampling is None or media.frames is None:
+        return image_tokens(height, width, config)
+    factor: int = config["factor"]
+    temporal = sampling.temporal_patch_size
+    fps = math.nan if media.fps is None else float(media.fps[place])
+    rate = fps if _LEAST_FPS <= fps < math.inf else None
+    frames = count_sampled_frames(VideoInfo(int(media.frames[place]), height, width, rate, None), sampling)
+    bounds = config["min_pixels"], config["max_pixels"]
     rows, columns = resize_video(frames, height, width, temporal, factor, *bounds)
     return (frames // temporal) * (rows // factor) * (columns // factor)
 
 
-def _image_tokens(entry: Any, image_cfg: Geometry | None) -> int | None:
-    told = told_tokens(entry)
-    if told is not None or image_cfg is None:
-        return told
-    sizes = sizes_in(entry, 2)
-    if sizes is None:
-        return None
-    try:
-        return image_tokens(sizes[0], sizes[1], image_cfg)
-    except ValueError:
-        return None  # no processor takes such a shape; who loads the image says so
-
-
-def _video_tokens(entry: Any, video_cfg: Geometry | None) -> int | None:
-    told = told_tokens(entry)
-    if told is not None or video_cfg is None:
-        return told
-    sizes = sizes_in(entry, 3)
-    if sizes is None:
-        return None
-    sampling_in(video_cfg)  # a setting that makes no sense is the caller's mistake, not the film's
-    try:
-        return video_tokens(sizes[0], sizes[1], sizes[2], fps_in(entry), video_cfg)
-    except ValueError:
-        return None
-
-
-def sampling_in(video_cfg: Geometry) -> VideoSampling:
-    """How frames are taken.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
-    settings = (video_cfg[name] for name in ("fps", "min_frames", "max_frames", "temporal_patch_size"))
-    return _sampling(*settings)
-
-
-@lru_cache(maxsize=64)
-def _sampling(
-    fps: float | None, min_frames: int | None, max_frames: int | None, temporal: int
-) -> VideoSampling:
-    return VideoSampling(fps, min_frames, max_frames, None, temporal)
-
-
-def _geometry(owner: Any, min_pixels: int, max_pixels: int) -> dict[str, int] | None:
-    patch, merge = getattr(owner, "patch_size", None), getattr(owner, "merge_size", None)
-    if not isinstance(patch, int) or not isinstance(merge, int):
-        return None
-    return {
-        "patch_size": patch,
-        "merge_size": merge,
-        "factor": patch * merge,
-        "min_pixels": _bound(owner, "min_pixels", "shortest_edge", min_pixels),
-        "max_pixels": _bound(owner, "max_pixels", "longest_edge", max_pixels),
-    }
-
-
-def _bound(owner: Any, name: str, edge: str, default: int) -> int:
-    told = (getattr(owner, name, None), _size_entry(owner, name), _size_entry(owner, edge))
-    return next((value for value in told if isinstance(value, int)), default)
-
-
-def _size_entry(owner: Any, name: str) -> Any:
-    size = getattr(owner, "size", None)
-    return size.get(name) if isinstance(size, Mapping) else getattr(size, name, None)
-
-
-def _whole(value: Any, default: int) -> int:
-    return value if isinstance(value, int) else default
-
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
-# So many media at a time stay in the processor's cache.
-_BLOCK = 1 << 14
-# Areas after rounding are at most four times those before: whole numbers up to here stay exact.
-_EXACT = 2.0**50
-
-
-@dataclass(frozen=True, slots=True)
-class MediaSizes:
-    """The images (or videos) of all rows, one after the other.
-
-    Attributes:
-        offsets: row ``r`` has the media from ``offsets[r]`` to ``offsets[r + 1]``; one more than rows.
-        height: pixels; below 1 where it is not known.
-        width: likewise.
-        tokens: what the meta says outright (0 for null), -1 where it does not; None if it never does.
-        frames: of videos: how many there are in all.
-        fps: of videos; NaN where it is not known.
-    """
-
-    offsets: Ints
-    height: npt.NDArray[np.integer[Any]]
-    width: npt.NDArray[np.integer[Any]]
-    tokens: npt.NDArray[np.integer[Any]] | None = None
-    frames: npt.NDArray[np.integer[Any]] | None = None
-    fps: npt.NDArray[np.floating[Any]] | None = None
-
-    def __post_init__(self) -> None:
-        columns = (self.height, self.width, self.tokens, self.frames, self.fps)
-        lengths = {len(column) for column in columns if column is not None}
-        if len(self.offsets) == 0 or lengths != {int(self.offsets[-1])}:
-            raise ConfigError(
-                f"media columns of {sorted(lengths)} entries with offsets up to "
-                f"{self.offsets[-1] if len(self.offsets) else 'nothing'}: expected one entry per medium"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class LengthColumns:
-    """What rows tell about their length.
-
-    Attributes:
-        text: tokens of text per row.
-        images: the images of the rows; None where there are none.
-        videos: the videos of the rows; None where there are none.
-        unlisted: media per row of which nothing is told (500 tokens each); None where there are none.
-    """
-
-    text: Ints
-    images: MediaSizes | None = None
-    videos: MediaSizes | None = None
-    unlisted: npt.NDArray[np.integer[Any]] | None = None
-
-    def __post_init__(self) -> None:
-        found = [len(media.offsets) - 1 for media in (self.images, self.videos) if media is not None]
-        found += [] if self.unlisted is None else [len(self.unlisted)]
-        if any(rows != len(self.text) for rows in found):
-            raise ConfigError(f"columns of {[len(self.text), *found]} rows: expected the same number in all")
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-
-def estimate_lengths(
-    columns: LengthColumns, image_cfg: Geometry | None = None, video_cfg: Geometry | None = None
-) -> tuple[Ints, Ints]:
-    """(all tokens, those of media) of every row; see :func:`packhorse.formats.estimate.estimate`."""
-    media = np.zeros(len(columns), np.int64)
-    if columns.images is not None:
-        media += _row_sums(columns.images.offsets, image_tokens_of(columns.images, image_cfg))
-    if columns.videos is not None:
-        media += _row_sums(columns.videos.offsets, video_tokens_of(columns.videos, video_cfg))
-    if columns.unlisted is not None:
-        media += columns.unlisted.astype(np.int64) * TOKENS_PER_MEDIUM
-    return columns.text + media, media
-
-
-def columns_of(examples: Iterable[Mapping[str, Any]]) -> LengthColumns:
-    """The columns of examples: one pass in Python, for whoever writes them down beside the rows."""
-    text, unknown = array("q"), array("q")
-    images, videos = _Collected(2), _Collected(3)
-    for example in examples:
-        seen = outline(example)
-        tokens, media = example.get("_text_tokens"), example.get("_media_tokens")
-        text.append(seen.characters // CHARS_PER_TOKEN if tokens is None else int(tokens))
-        meta = example.get("mm_inputs_meta") or {}
-        lists = [meta.get("images_meta") or (), meta.get("videos_meta") or ()]
-        if media is not None:
-            lists = [[{"n_tokens": media}], ()]
-        unknown.append(0 if media is not None else unlisted(seen, len(lists[0]), len(lists[1])))
-        images.add(lists[0])
-        videos.add(lists[1])
-    return LengthColumns(_ints(text), images.columns(), videos.columns(), _ints(unknown))
-
-
-def image_tokens_of(images: MediaSizes, image_cfg: Geometry | None) -> Ints:
-    """Tokens of each image."""
-    tokens = _told_or_guess(images)
-    if image_cfg is None:
-        return tokens
-    for block in _blocks(len(tokens)):
-        height, width, known = _sides(images, block)
-        found, outside = _cells(height, width, 1.0, image_cfg)
-        known &= _even(height, width)
-        _put(tokens[block], found, known & ~outside)
-        for place in block.start + np.flatnonzero(outside & known):
-            entry = [int(images.height[place]), int(images.width[place])]
-            tokens[place] = estimate_image_tokens(entry, image_cfg)
-    return tokens
-
-
-def video_tokens_of(videos: MediaSizes, video_cfg: Geometry | None) -> Ints:
-    """Tokens of each video."""
-    tokens = _told_or_guess(videos)
-    if video_cfg is None or videos.frames is None:
-        return tokens
-    factor, temporal = video_cfg["factor"], video_cfg["temporal_patch_size"]
-    for block in _blocks(len(tokens)):
-        height, width, known = _sides(videos, block)
-        total = videos.frames[block].astype(np.float64)
-        known &= total >= 1
-        # Frames smaller than one token are first brought to its size.
-        small = np.flatnonzero((height < factor) | (width < factor))
-        scale = np.maximum(factor / height[small], factor / width[small])
-        height[small], width[small] = np.trunc(height[small] * scale), np.trunc(width[small] * scale)
-        frames = _sampled(total, None if videos.fps is None else videos.fps[block], video_cfg)
-        found, outside = _cells(height, width, frames, video_cfg)
-        known &= _even(height, width)
-        _put(tokens[block], found * (frames / temporal), known & ~outside)
-        for place in block.start + np.flatnonzero(outside & known):
-            sizes = (videos.frames[place], videos.height[place], videos.width[place])
-            fps = None if videos.fps is None else float(videos.fps[place])
-            tokens[place] = estimate_video_tokens([*map(int, sizes), fps], video_cfg)
-    return tokens
-
-
-def _cells(
-    height: Floats, width: Floats, frames: Floats | float, config: Geometry
-) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Tokens of a picture of each size, and where the numbers are too large for this arithmetic.
+def _cells(height: Floats, width: Floats, frames: Floats | float, config: Geometry) -> tuple[Floats, Flags]:
+    """Return the tokens of a frame of each size, and where the numbers are too large for floats.
 
     The steps, and their order, are those of `packhorse.media.resize`.
     """
@@ -506,16 +458,19 @@ def _cells(
         grow = np.sqrt(low / pixels[under])
         rows[under] = np.ceil(height[under] * grow / factor)
         columns[under] = np.ceil(width[under] * grow / factor)
-    outside = (pixels >= _EXACT) | (max(low, high) >= _EXACT)
-    return rows * columns, outside
+    return rows * columns, (pixels >= _EXACT) | (max(low, high) >= _EXACT)
 
 
-def _sampled(total: Floats, fps: npt.NDArray[np.floating[Any]] | None, config: Geometry) -> Floats:
-    """Frames that are taken: the steps of `packhorse.media.sampling.count_sampled_frames`."""
-    sampling = sampling_in(config)
+def _sampled(
+    frames: npt.NDArray[Any], fps: npt.NDArray[np.floating[Any]] | None, sampling: VideoSampling
+) -> Floats:
+    """Return the number of sampled frames: the steps of `packhorse.media.sampling.count_sampled_frames`."""
+    total = frames.astype(np.float64)
     count = most = total if sampling.max_frames is None else np.minimum(total, sampling.max_frames)
     if sampling.fps is not None and fps is not None:
-        rate = _known_rates(fps)
+        rate = fps.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            rate[~((rate >= _LEAST_FPS) & (rate < np.inf))] = np.nan
         wanted = np.trunc(total / rate * sampling.fps)
         taken = np.minimum(np.maximum(wanted, sampling.min_frames or 1), most)
         count = np.where(np.isnan(rate) | (rate == sampling.fps), most, taken)
@@ -524,15 +479,8 @@ def _sampled(total: Floats, fps: npt.NDArray[np.floating[Any]] | None, config: G
     return filled
 
 
-def _known_rates(fps: npt.NDArray[np.floating[Any]]) -> Floats:
-    rates = fps.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        rates[~((rates >= LEAST_FPS) & (rates < np.inf))] = np.nan
-    return rates
-
-
-def _sides(media: MediaSizes, block: slice) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """Heights and widths to compute with, and which of them are to be believed."""
+def _sides(media: MediaSizes, block: slice) -> tuple[Floats, Floats, Flags]:
+    """Return heights and widths to compute with, and which of them are known and needed."""
     height, width = media.height[block].astype(np.float64), media.width[block].astype(np.float64)
     known = (height >= 1) & (width >= 1)
     if media.tokens is not None:
@@ -542,62 +490,8 @@ def _sides(media: MediaSizes, block: slice) -> tuple[Floats, Floats, npt.NDArray
     return height, width, known
 
 
-def _even(height: Floats, width: Floats) -> npt.NDArray[np.bool_]:
-    even: npt.NDArray[np.bool_] = np.maximum(height, width) / np.minimum(height, width) <= MOST_UNEVEN
-    return even
-
-
-def _put(tokens: Ints, found: Floats, where: npt.NDArray[np.bool_]) -> None:
-    with np.errstate(invalid="ignore"):  # of entries that are not put
-        np.copyto(tokens, found, where=where, casting="unsafe")
-
-
-def _told_or_guess(media: MediaSizes) -> Ints:
-    if media.tokens is None:
-        return np.full(len(media.height), TOKENS_PER_MEDIUM, np.int64)
-    return np.where(media.tokens >= 0, media.tokens, TOKENS_PER_MEDIUM).astype(np.int64)
-
-
-def _row_sums(offsets: Ints, tokens: Ints) -> Ints:
-    running = np.zeros(len(tokens) + 1, np.int64)
-    np.cumsum(tokens, out=running[1:])
-    sums: Ints = np.diff(running[offsets])
+def _row_sums(offsets: Integers, values: npt.NDArray[Any]) -> Integers:
+    running = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=running[1:])
+    sums: Integers = np.diff(running[offsets])
     return sums
-
-
-def _blocks(total: int) -> Iterable[slice]:
-    return (slice(first, min(first + _BLOCK, total)) for first in range(0, total, _BLOCK))
-
-
-class _Collected:
-    """Entries of ``images_meta`` (two sizes each) or ``videos_meta`` (three, and a rate) as columns."""
-
-    def __init__(self, sizes: int) -> None:
-        self.sizes = tuple(array("q") for _ in range(sizes))
-        self.offsets, self.tokens, self.fps = array("q", [0]), array("q"), array("d")
-
-    def add(self, entries: Iterable[Any]) -> None:
-        """The media of the next row."""
-        for entry in entries:
-            told = told_tokens(entry)
-            sizes = sizes_in(entry, len(self.sizes))
-            for column, size in zip(self.sizes, sizes or [0] * len(self.sizes), strict=True):
-                column.append(size)
-            self.tokens.append(-1 if told is None else told)
-            fps = fps_in(entry) if sizes is not None else None
-            self.fps.append(np.nan if fps is None else fps)
-        self.offsets.append(len(self.tokens))
-
-    def columns(self) -> MediaSizes | None:
-        """Everything so far; None if no row had any."""
-        if not self.tokens:
-            return None
-        *frames, height, width = map(_ints, self.sizes)
-        fps = np.frombuffer(self.fps, np.float64) if frames else None
-        return MediaSizes(
-            _ints(self.offsets), height, width, _ints(self.tokens), frames[0] if frames else None, fps
-        )
-
-
-def _ints(numbers: array[int]) -> Ints:
-    return np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)

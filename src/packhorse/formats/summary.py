@@ -7,7 +7,7 @@ from logging import getLogger
 from typing import Any
 
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.estimate import CHARS_PER_TOKEN, Outline, media_tokens
+from packhorse.formats.estimate import CHARS_PER_TOKEN, ColumnsBuilder, Outline, estimate_lengths
 from packhorse.ledger import Ledger
 
 STAT_KEYS = (
@@ -32,25 +32,26 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
         ``n_missing_text_tokens`` and ``n_missing_mm_inputs_meta`` (examples that lack the field; the latter
         only among those with media).
     """
-    stats = dict.fromkeys(STAT_KEYS, 0)
+    stats, columns = dict.fromkeys(STAT_KEYS, 0), ColumnsBuilder()
     for example in examples:
         # Parsed, not merely outlined: whoever loads examples wants to hear of one that is none.
         conversation = parse_conversation(example)
         kinds = [ref.kind for ref in conversation.media]
-        stats["n_images"] += kinds.count("image")
-        stats["n_videos"] += kinds.count("video")
-        stats["n_text_only"] += not kinds
         characters = sum(len(message.text) for message in conversation.messages)
+        seen = Outline(characters, kinds.count("image"), kinds.count("video"), kinds.count("audio"))
+        stats["n_images"] += seen.images
+        stats["n_videos"] += seen.videos
+        stats["n_text_only"] += not kinds
         tokens = example.get("_text_tokens")
         if tokens is None:
             stats["n_missing_text_tokens"] += 1
             tokens = characters // CHARS_PER_TOKEN
         stats["n_text_tokens"] += tokens
         if kinds:
-            seen = Outline(characters, kinds.count("image"), kinds.count("video"), kinds.count("audio"))
             meta = example.get("mm_inputs_meta")
             stats["n_missing_mm_inputs_meta"] += meta is None
-            stats["n_media_tokens"] += media_tokens(seen, meta)[0]
+            columns.add({"mm_inputs_meta": meta}, seen)
+    stats["n_media_tokens"] = int(estimate_lengths(columns.columns()).media.sum())
     return stats
 
 

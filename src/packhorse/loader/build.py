@@ -24,10 +24,10 @@ from packhorse.collate.packed import loss_inputs, neat_packed_vlm_collater
 from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import ordered, pad_collate_fn
 from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
+from packhorse.encode.robust import load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.loader.placeholder import Blanks
-from packhorse.plan.eligibility import load
 from packhorse.pp_media import COUNT_KEYS
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
 
@@ -400,7 +400,7 @@ class PadBuilder(BatchBuilder):
     def sample(self, index: int) -> Sample | None:
         """One sample, not yet shifted."""
         try:
-            return dict(load(self.samples, index))
+            return dict(load_sample(self.samples, index))
         except DATA_ERRORS as error:
             if self.samples.on_bad == "raise" or not is_data_error(error):
                 raise

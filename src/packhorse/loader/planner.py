@@ -26,6 +26,7 @@ from packhorse.ledger import Ledger
 from packhorse.loader.config import Mode, OnOverlong
 from packhorse.plan.cost_model import CostWeights, sample_costs
 from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
+from packhorse.plan.lengths import after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.plan_file import plan_key
 from packhorse.plan.planning import plan_packs
@@ -107,10 +108,10 @@ class Planner:
         contents: Sequence[Content] = (),
     ) -> None:
         self.counts, self.settings, self.strata, self.contents = counts, settings, strata, tuple(contents)
-        # Labels are shifted before samples are joined, so each takes up one token less.
-        lengths = np.maximum(counts.total - 1, 0)
         # Where the family cannot promise the number, there is room for what it may be off.
-        lengths = lengths + np.where(counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0))
+        lengths = after_shift(counts.total) + np.where(
+            counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0)
+        )
         if settings.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.room)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)

@@ -13,7 +13,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.plan.best_fit import Fill, Integers
+from packhorse.plan.best_fit import Fill
+from packhorse.types import Integers
 
 Positions = npt.NDArray[np.int32]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from packhorse.types import Integers
 
 
 class Histogram(NamedTuple):

@@ -15,14 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.plan.best_fit import Integers
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, Floats, Integers
 
 if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
-
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.plan.best_fit import Fill, Histogram, Integers, best_fit
+from packhorse.plan.best_fit import Fill, Histogram, best_fit
 from packhorse.plan.exact_fill import Pattern, as_fill, fill_exactly
+from packhorse.types import Floats, Integers
 
-Floats = npt.NDArray[np.float64]
 Column = tuple[tuple[int, int], ...]
 """A pack kind: the numbers of its classes, each with how many samples of it a pack holds."""
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from packhorse.plan.best_fit import Fill, Histogram, Integers
+from packhorse.plan.best_fit import Fill, Histogram
+from packhorse.types import Integers
 
 
 class Pattern(NamedTuple):

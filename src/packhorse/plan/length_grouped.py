@@ -16,40 +16,27 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from packhorse.count.sidecar import counts_of
-from packhorse.distributed import has_process_group, smallest_by_talking
+from packhorse.distributed import Ranks, has_process_group
 from packhorse.errors import ConfigError
 from packhorse.families.processors import as_processor
 from packhorse.formats.estimate import (
-    estimate,
+    columns_of,
     estimate_image_tokens,
+    estimate_lengths,
     estimate_video_tokens,
     image_config,
     video_config,
 )
-from packhorse.formats.meta import MetaDataset, Source
-from packhorse.ledger import Ledger
-from packhorse.plan.row_lengths import (
-    MARGIN,
-    UNKNOWN,
-    Counts,
-    Flags,
-    Measure,
-    are_too_long,
-    given_lengths,
-    key_of,
-    ledger_of,
-    lengths_of,
-    processor_of,
-    ranks_sharing,
-    raw_samples,
-)
-from packhorse.types import Drop, Reason, World
+from packhorse.formats.meta import MetaDataset
+from packhorse.ledger import Ledger, default_ledger
+from packhorse.plan.lengths import SOURCES, UNKNOWN, Counts, row_lengths, wrapped_dataset
+from packhorse.types import Drop, Flags, Integers, Reason, Rows, World
 
 
-class Integers(Sequence[int]):
+class IntegerSequence(Sequence[int]):
     """Reads like a list of ints (``[i]``, ``len``, ``==`` with a list), is kept like a numpy array.
 
     ``np.asarray`` of it costs nothing. Ten million numbers take 80 MB; as a list they would take 400.
@@ -58,7 +45,7 @@ class Integers(Sequence[int]):
     __slots__ = ("_values",)
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, values: npt.NDArray[np.int64]) -> None:
+    def __init__(self, values: Integers) -> None:
         self._values = values.view()
         self._values.flags.writeable = False
 
@@ -74,7 +61,7 @@ class Integers(Sequence[int]):
         return found
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, list | tuple | Integers | np.ndarray):
+        if not isinstance(other, list | tuple | IntegerSequence | np.ndarray):
             return NotImplemented
         return len(self) == len(other) and bool(np.array_equal(self._values, np.asarray(other)))
 
@@ -83,80 +70,107 @@ class Integers(Sequence[int]):
 
     def __repr__(self) -> str:
         first = ", ".join(map(str, self[:8]))
-        return f"Integers([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
+        return f"IntegerSequence([{first}{', …' if len(self) > 8 else ''}], {len(self):,} in all)"
 
 
-def smallest_without_talking(
-    dataset: Any, world: World, count: int, max_length: int | None, processor: Any
-) -> int:
-    """The smallest count over the ranks of a world in which nobody can be asked.
+MARGIN = 512
+"""Rows whose length is not exact are excluded only if they are this much above ``max_length``."""
+
+
+def are_too_long(tokens: Integers, exact: Flags, max_length: int) -> Flags:
+    """Return which rows are excluded by their length; inexact lengths have a margin of ``MARGIN``."""
+    too_long: Flags = tokens > max_length + np.where(exact, 0, MARGIN)
+    return too_long
+
+
+def raw_samples(dataset: Rows) -> Any:
+    """Return what is inside the wrappers of a dataset, as long as they keep its rows and their order."""
+    inner = None if isinstance(dataset, Subset | ConcatDataset) else wrapped_dataset(dataset)
+    return dataset if inner is None else raw_samples(inner)
+
+
+def ranks_sharing(dataset: Rows) -> int:
+    """Return how many ranks the rows of a meta file were split across; 1 if each has all, or if unknown."""
+    raw = raw_samples(dataset)
+    mixture = getattr(getattr(raw, "key", None), "mixture", raw)  # of a loaded list
+    sources = mixture.sources if isinstance(mixture, MetaDataset) else ()
+    return max((source.selection.world.size for source in sources), default=1)
+
+
+def key_of(dataset: Rows, index: int) -> str:
+    """Return the name of a row in the ledger: the dataset's own (``coco/812``), else its number."""
+    for wrapper in _wrappers(dataset):
+        if isinstance(wrapper, Subset):
+            index = int(wrapper.indices[index])
+        elif callable(own := getattr(wrapper, "key", None)):
+            return str(own(index))
+    return str(index)
+
+
+def ledger_of(dataset: Rows) -> Ledger:
+    """Return the dataset's own ledger, or that of what it wraps, or that of this process."""
+    for wrapper in _wrappers(dataset):
+        if isinstance(own := getattr(wrapper, "ledger", None), Ledger):
+            return own
+    return default_ledger()
+
+
+def processor_of(dataset: Any) -> Any:
+    """Return the processor that a wrapper encodes with; None if there is none, or several are joined."""
+    for wrapper in _wrappers(dataset):
+        if isinstance(wrapper, ConcatDataset):
+            found = {id(one): one for one in map(processor_of, wrapper.datasets)}
+            return next(iter(found.values())) if len(found) == 1 else None
+        if getattr(wrapper, "processor", None) is not None:
+            return wrapper.processor
+    return None
+
+
+def _wrappers(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset, what it wraps, what that wraps, and so on."""
+    while dataset is not None:
+        yield dataset
+        dataset = dataset.dataset if isinstance(dataset, Subset) else wrapped_dataset(dataset)
+
+
+def smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
+    """Return the smallest number of rows that a rank keeps, from the files alone: the same on every rank.
+
+    None if unknown: rows are excluded by their length, and the other ranks' rows have not been counted.
 
     Args:
         dataset: this rank's rows, without wrappers.
         world: how many ranks there are.
-        count: this rank's number of rows that are not too long.
-        max_length: rows above it are left out, see :func:`~packhorse.plan.row_lengths.are_too_long`; None
-            for no limit.
+        max_length: rows above it are excluded, see :func:`are_too_long`; None for no limit.
         processor: what the rows were counted with.
 
     Raises:
-        ConfigError: it cannot be told: rows are left out by their length, and the lengths of the other
-            ranks' rows are not in any count file.
+        ConfigError: the rows are split across another number of ranks.
     """
-    if isinstance(dataset, MetaDataset):
-        found = _smallest_share(dataset, world, max_length, processor)
-        if found is not None:
-            return found
-    elif max_length is None:
-        return count  # shards of equal size are the dataset's affair
-    raise ConfigError(
-        f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
-        "torch.distributed, pass smallest=, or run `packhorse count` and sample from open_meta_dataset(…)"
-    )
-
-
-def _smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
-    """From the files alone; every rank comes to the same number."""
-    dealt = {source.selection.world.size for source in dataset.sources}
-    if dealt - {1, world.size}:
+    sizes = {source.selection.world.size for source in dataset.sources}
+    if sizes - {1, world.size}:
         raise ConfigError(
-            f"the dataset is dealt to {sorted(dealt)} ranks: expected {world.size}, as in {world}"
+            f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in {world}"
         )
-    kept = np.zeros(world.size, np.int64)
-    if max_length is None:
-        for source in dataset.sources:
-            kept += [len(_as_rank(source, rank).selection) for rank in range(world.size)]
-        return int(kept.min())
-    whole = [_of_everybody(source) for source in dataset.sources]
-    counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
-    if counts is None:
-        return None
-    fits = ~are_too_long(counts.total, counts.exact, max_length)
-    first = 0
-    for source, all_rows in zip(dataset.sources, whole, strict=True):
-        part = fits[first : first + len(all_rows)]
-        first += len(all_rows)
+    everything = [replace(one.selection, world=World(), remainder="keep") for one in dataset.sources]
+    fits = np.ones(sum(map(len, everything)), np.bool_)
+    if max_length is not None:
+        whole = [replace(one, selection=rows) for one, rows in zip(dataset.sources, everything, strict=True)]
+        counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
+        if counts is None:
+            return None
+        fits = ~are_too_long(counts.total, counts.exact, max_length)
+    kept, first = np.zeros(world.size, np.int64), 0
+    for source, rows in zip(dataset.sources, everything, strict=True):
+        part, size = fits[first : first + len(rows)], source.selection.world.size
+        first += len(rows)
         for rank in range(world.size):
-            mine = _as_rank(source, rank).selection
-            kept[rank] += part[mine.world.rank :: mine.world.size][: len(mine)].sum()
+            share = replace(source.selection, world=World(rank if size > 1 else 0, size))
+            kept[rank] += part[share.world.rank :: size][: len(share)].sum()
     return int(kept.min())
 
 
-def _as_rank(source: Source, rank: int) -> Source:
-    """A dataset's rows as another rank has them; the same where rows are not dealt."""
-    size = source.selection.world.size
-    return (
-        source if size == 1 else replace(source, selection=replace(source.selection, world=World(rank, size)))
-    )
-
-
-def _of_everybody(source: Source) -> Source:
-    return replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
-
-
 logger = getLogger("packhorse.samplers")
-
-Ints = npt.NDArray[np.int64]
 
 _CHUNKS_AT_ONCE = 8192
 _NAMED_ONE_BY_ONE = 10_000
@@ -207,7 +221,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Rows,
         seed: int = 42,
         processor: Any = None,
         max_length: int | None = None,
@@ -228,15 +242,15 @@ class LengthGroupedSampler(Sampler[int]):
         self._video_cfg = self._extract_video_config(processor)
         self.lengths = self._compute_or_load_lengths(dataset)
         self._order = self._longest_first()
-        self._count = self._agreed(len(self._order), world, smallest)
+        self._count = self._agree_on_count(len(self._order), world, smallest)
         self._start = self._position = 0
-        self._thinned: tuple[int, Ints] | None = None
-        self._say()
+        self._thinned: tuple[int, Integers] | None = None
+        self._log_summary()
 
     @property
-    def sorted_indices(self) -> Integers:
+    def sorted_indices(self) -> IntegerSequence:
         """The rows of this epoch, the longest first (of equals, the first in the dataset first)."""
-        return Integers(self._rows_of(self.epoch))
+        return IntegerSequence(self._rows_of(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch has another order. A position that was loaded for this very epoch stays."""
@@ -248,9 +262,9 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._position = self._start  # at once: what was given before is another iteration's
-        return self._given()
+        return self._iterate()
 
-    def _given(self) -> Iterator[int]:
+    def _iterate(self) -> Iterator[int]:
         epoch, start = self.epoch, self._start
         self._start, self._position = 0, start
         rows = self._rows_of(epoch)
@@ -300,25 +314,22 @@ class LengthGroupedSampler(Sampler[int]):
         return video_config(processor)
 
     @staticmethod
-    def _get_raw_samples(dataset: Any) -> Any:
+    def _get_raw_samples(dataset: Rows) -> Any:
         """What lies under the wrappers of a dataset."""
         return raw_samples(dataset)
 
-    def _compute_or_load_lengths(self, dataset: Any) -> Integers:
+    def _compute_or_load_lengths(self, dataset: Rows) -> IntegerSequence:
         """Tokens of each row, from the best source there is."""
-        measure = Measure(self._processor, self._image_cfg, self._video_cfg)
-        if self._counts is not None:
-            found = given_lengths(self._counts, len(dataset), measure)
-        else:
-            found = lengths_of(dataset, measure)
-        self.length_source = +found.sources  # without zeros
+        configs = self._image_cfg, self._video_cfg
+        found = row_lengths(dataset, self._processor, *configs, counts=self._counts)
+        self.length_source = found.sources
         self._exact: Flags = found.exact
-        return Integers(found.tokens)
+        return IntegerSequence(found.tokens)
 
     def _estimate_tokens(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """(text tokens, media tokens) of one example, by its fields or estimated."""
-        found = estimate(example, self._image_cfg, self._video_cfg)
-        return found.text, found.media
+        total, media, _ = estimate_lengths(columns_of([example]), self._image_cfg, self._video_cfg)
+        return int(total[0] - media[0]), int(media[0])
 
     def _estimate_image_tokens(self, img_meta: Any) -> int:
         """Tokens of one image by its ``[height, width]``."""
@@ -328,10 +339,10 @@ class LengthGroupedSampler(Sampler[int]):
         """Tokens of one video by its ``[total_frames, height, width, fps, duration]``."""
         return estimate_video_tokens(vid_meta, self._video_cfg)
 
-    def _longest_first(self) -> Ints:
+    def _longest_first(self) -> Integers:
         """All rows that are not too long; those that are go to the ledger."""
         lengths = np.asarray(self.lengths)
-        order: Ints = np.argsort(-lengths, kind="stable")
+        order: Integers = np.argsort(-lengths, kind="stable")
         if self.max_length is None:
             return order
         too_long = are_too_long(lengths, self._exact, self.max_length)
@@ -341,7 +352,7 @@ class LengthGroupedSampler(Sampler[int]):
             self._record(left_out, "too_long", detail, lengths=lengths[left_out])
         return order[~too_long[order]]
 
-    def _agreed(self, count: int, world: World | None, smallest: int | None) -> int:
+    def _agree_on_count(self, count: int, world: World | None, smallest: int | None) -> int:
         """How many rows every rank takes in an epoch."""
         if smallest is not None:
             if not 0 <= smallest <= count:
@@ -350,7 +361,9 @@ class LengthGroupedSampler(Sampler[int]):
         if world is not None and world.size == 1:
             return count
         if has_process_group():
-            return smallest_by_talking(count, seed=self.seed, batch_size=self.batch_size)
+            ranks, settings = Ranks(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
+            ranks.same("sample with different settings", settings, "Pass the same on every rank.")
+            return int(min(ranks.gather(count)))
         if world is None:
             return count
         if self._counts is not None and self.max_length is not None:
@@ -358,8 +371,17 @@ class LengthGroupedSampler(Sampler[int]):
                 f"counts= and max_length with {world}: how many rows the other ranks leave out by their own "
                 "counts is not known. Initialise torch.distributed, or pass smallest="
             )
-        raw = raw_samples(self._dataset)
-        agreed = smallest_without_talking(raw, world, count, self.max_length, self._processor)
+        raw, agreed = raw_samples(self._dataset), None
+        if isinstance(raw, MetaDataset):
+            agreed = smallest_share(raw, world, self.max_length, self._processor)
+        elif self.max_length is None:
+            return count  # the dataset has to have equal shards
+        if agreed is None:
+            raise ConfigError(
+                f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
+                "torch.distributed, pass smallest=, or run `packhorse count` and sample from "
+                "open_meta_dataset(…)"
+            )
         if agreed > count:
             raise ConfigError(
                 f"the files tell that every rank has {agreed} rows, but this one has {count}: sample from "
@@ -367,7 +389,7 @@ class LengthGroupedSampler(Sampler[int]):
             )
         return agreed
 
-    def _rows_of(self, epoch: int) -> Ints:
+    def _rows_of(self, epoch: int) -> Integers:
         """The rows of an epoch in sorted order: all, or so many that every rank has the same number."""
         rows, over = len(self._order), len(self._order) - self._count
         if not over:
@@ -380,7 +402,7 @@ class LengthGroupedSampler(Sampler[int]):
             self._thinned = epoch, np.delete(self._order, without)
         return self._thinned[1]
 
-    def _blocks(self, rows: Ints, epoch: int, start: int) -> Iterator[Ints]:
+    def _blocks(self, rows: Integers, epoch: int, start: int) -> Iterator[Integers]:
         """The rows of an epoch in the order in which they are taken, from place ``start`` on."""
         size, count = self.batch_size, len(rows)
         chunks, rest = -(-count // size), count % size
@@ -399,7 +421,7 @@ class LengthGroupedSampler(Sampler[int]):
             yield block[max(0, start - chunk * size) :]
         yield last[max(0, start - len(firsts) * size) :]
 
-    def _record_left_over(self, epoch: int, rows: Ints) -> None:
+    def _record_left_over(self, epoch: int, rows: Integers) -> None:
         if len(rows) < len(self._order):
             over = np.setdiff1d(self._order, rows, assume_unique=True)
             detail = f"another rank has only {self._count} rows; this one has {len(self._order)}"
@@ -407,11 +429,11 @@ class LengthGroupedSampler(Sampler[int]):
 
     def _record(
         self,
-        rows: Ints,
+        rows: Integers,
         reason: Reason,
         detail: str,
         *,
-        lengths: Ints | None = None,
+        lengths: Integers | None = None,
         epoch: int | None = None,
     ) -> None:
         """Name rows in the ledger: one by one with their lengths, or as whole arrays if they are many."""
@@ -442,11 +464,11 @@ class LengthGroupedSampler(Sampler[int]):
                 "rows without shard_data=True"
             )
 
-    def _say(self) -> None:
+    def _log_summary(self) -> None:
         self._warn_of_accelerate()
         sources = ", ".join(f"{rows:,} by {source}" for source, rows in self.length_source.items())
         logger.info("lengths of %s rows: %s", f"{len(self.lengths):,}", sources or "none")
-        unknown = self.length_source[UNKNOWN]
+        unknown = self.length_source[SOURCES[UNKNOWN]]
         if unknown:
             logger.warning(
                 "%s rows cannot be read: taken as 0 tokens, loading them will say why", f"{unknown:,}"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.plan.best_fit import Integers
 from packhorse.plan.cutting_stock import Assignment
+from packhorse.types import Integers
 
 _NEAR_ENOUGH = 0.005  # over the bound: not worth packing everything anew
 _LOOKS = 8  # how many packs to look at for one sample, the tightest ones and the emptiest ones

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.plan.best_fit import Integers
 from packhorse.plan.cost_model import straggler_ratio
 from packhorse.plan.schedule import order_packs
 from packhorse.rows.row_files import gc_paused
-from packhorse.types import Reason
+from packhorse.types import Flags, Floats, Integers, Reason
 
 DROP_REASONS: tuple[Reason, ...] = ("too_long", "over_limit", "empty_sample", "left_over", "sample_failed")
 """``plan_packs`` gives the first three. ``left_over`` is beyond ``max_packs``; ``sample_failed`` is a row
@@ -57,7 +56,7 @@ class PackPlan:
     drop_codes: npt.NDArray[np.uint8]
     capacity: int
     bound: int
-    costs: npt.NDArray[np.float64] | None = None
+    costs: Floats | None = None
     kinds: npt.NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
@@ -146,7 +145,7 @@ class PackPlan:
             kinds=None if self.kinds is None else self.kinds[packs],
         )
 
-    def without(self, samples: npt.NDArray[np.bool_], lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
+    def without(self, samples: Flags, lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
         """The plan without some samples, which are dropped for a reason, whether they were in a pack or not.
 
         Args:

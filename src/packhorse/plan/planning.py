@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from packhorse.errors import ConfigError
 from packhorse.plan.assign import deal, gather, longest_first
-from packhorse.plan.best_fit import Fill, Histogram, Integers, best_fit, lower_bound
+from packhorse.plan.best_fit import Fill, Histogram, best_fit, lower_bound
 from packhorse.plan.cutting_stock import Assignment, improved
 from packhorse.plan.limits import Resource, within_limits
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan, sums_by_pack
+from packhorse.types import Integers
 
 Limits = Mapping[str, tuple[npt.ArrayLike, int]]
 """Further limits by name: what each sample takes, and how much of it a pack may hold."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from packhorse.errors import ConfigError
 from packhorse.plan.assign import random_numbers
+from packhorse.types import Floats, Integers
 
 if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
@@ -134,8 +135,6 @@ def main_stratum(strata: npt.ArrayLike, lengths: npt.ArrayLike, pack_of: Integer
     return np.asarray(names[tokens.reshape(packs, -1).argmax(axis=1)], np.int64)
 
 
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.uint8]
 
 NOTHING = -1

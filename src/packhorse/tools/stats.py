@@ -35,13 +35,13 @@ from packhorse.count.parts import (
 from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.estimate import CHARS_PER_TOKEN, estimate
+from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
 from packhorse.formats.meta_file import Meta, read_meta
 from packhorse.formats.sharegpt import convert_row
 from packhorse.media import media_size
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS, MediaRef
+from packhorse.types import MEDIA_KINDS, Conversation, MediaRef
 from packhorse.utils.files import Fingerprint
 
 PERCENTILES = (50, 90, 99)
@@ -428,48 +428,46 @@ def _estimated(
 
 def _estimated_part(task: PartTask, longest: int) -> DatasetStats:
     """Estimates of some rows; runs in the worker processes of an engine."""
-    rows = rows_now(task)
+    rows, columns = rows_now(task), ColumnsBuilder()
     bad: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
-    values: dict[str, list[int]] = {name: [] for name in SPREADS}
+    values: dict[str, Any] = {name: [] for name in SPREADS}
+    characters: list[tuple[int, int]] = []
     good: list[int] = []
     with gc_paused():
         for number, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
             try:
-                _add_estimate(row, row_key(task.config.name, number), task, numbers, values)
-                good.append(number)
-            except BadSample as error:  # noqa: PERF203 - each row is bad for itself
+                conversation = _add_row(row, row_key(task.config.name, number), task, columns, values)
+            except BadSample as error:
                 bad[error.reason] += 1
+                continue
+            good.append(number)
+            kinds = Counter(ref.kind for ref in conversation.media)
+            for kind in MEDIA_KINDS:
+                numbers[f"{kind}s"].append(kinds[kind])
+            answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
+            characters.append((answers, sum(len(turn.text) for turn in conversation.messages)))
+    total, media, _ = estimate_lengths(columns.columns())
+    # `_text_tokens` can differ from what the characters suggest: answers keep their share of it.
+    texts = zip((total - media).tolist(), characters, strict=True)
+    supervised = np.array([text * part // max(whole, 1) for text, (part, whole) in texts], np.int64)
+    values |= {"tokens": total, "visual_tokens": media, "supervised_tokens": supervised}
+    values["supervised_percent"] = 100 * supervised // np.maximum(total, 1)
     return _part(task.stop - task.first, bad, numbers, values, good, longest)
 
 
-def _add_estimate(
-    row: Row | BadSample,
-    key: str,
-    task: PartTask,
-    numbers: dict[str, list[int]],
-    values: dict[str, list[int]],
-) -> None:
+def _add_row(
+    row: Row | BadSample, key: str, task: PartTask, columns: ColumnsBuilder, values: dict[str, Any]
+) -> Conversation:
     if isinstance(row, BadSample):
         raise row
     example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=no_remarks)
     conversation = parse_conversation(example, key)
     sides = [_side(ref) for ref in conversation.media if ref.kind == "image"]
-    guess = estimate(example)
-    answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
-    said = sum(len(turn.text) for turn in conversation.messages)
-    total = guess.text + guess.media
-    # What is told of the text may be more than its characters say: answers keep their share of it.
-    learned = guess.text * answers // said if said else answers // CHARS_PER_TOKEN
-    kinds = Counter(ref.kind for ref in conversation.media)
-    for kind in MEDIA_KINDS:
-        numbers[f"{kind}s"].append(kinds[kind])
-    values["tokens"].append(total)
-    values["supervised_tokens"].append(learned)
-    values["supervised_percent"].append(100 * learned // max(total, 1))
-    values["visual_tokens"].append(guess.media)
+    columns.add(example)
     values["media_per_row"].append(len(conversation.media))
     values["image_side"] += sides
+    return conversation
 
 
 def _side(ref: MediaRef) -> int:

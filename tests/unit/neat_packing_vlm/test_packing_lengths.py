@@ -12,7 +12,7 @@ from packhorse.count.counting import count_meta
 from packhorse.datasets import PreTokenizedDatasetWrapper, make_meta_dataset, open_meta_dataset
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import neat_pack_dataset_vlm
-from packhorse.plan.eligibility import lengths_of
+from packhorse.plan.lengths import sample_lengths
 
 WORDS = {"a": [3, 40, 0, 7, 90, 12, 5], "b": [60, 1, 33, 8]}
 BROKEN = '{"messages": [\n'
@@ -42,8 +42,8 @@ def encoded(rows: Any) -> PreTokenizedDatasetWrapper:
 def test_packs_are_planned_with_the_counts_of_the_files(counted: dict[str, Any], load: Any) -> None:
     samples = encoded(load(counted))
     expected = [len(sample["input_ids"]) for sample in samples]
-    found = lengths_of(samples)
-    assert found.exact
+    found = sample_lengths(samples)
+    assert found.all_exact
     assert found.tokens.tolist() == expected
     packs = neat_pack_dataset_vlm(samples, max(expected), ledger=Ledger())
     assert packs.exact
@@ -60,29 +60,29 @@ def test_a_list_without_its_broken_rows_finds_the_counts_of_the_others(
     rows = make_meta_dataset(counted, on_bad="skip")
     assert len(rows) == sum(map(len, WORDS.values()))
     samples = encoded(rows)
-    found = lengths_of(samples)
-    assert found.exact
+    found = sample_lengths(samples)
+    assert found.all_exact
     assert found.tokens.tolist() == [len(sample["input_ids"]) for sample in samples]
 
 
 def test_a_list_that_was_changed_is_estimated(counted: dict[str, Any]) -> None:
     rows = make_meta_dataset(counted)
     rows.reverse()
-    assert not lengths_of(encoded(rows)).exact
+    assert not sample_lengths(encoded(rows)).all_exact
     rows.pop()
-    assert not lengths_of(encoded(rows)).exact
+    assert not sample_lengths(encoded(rows)).all_exact
 
 
 def test_the_rows_and_the_path_of_a_processor_will_do(tmp_path: Path, counted: dict[str, Any]) -> None:
     saved = save_processor(tmp_path / "saved")
     rows = make_meta_dataset(counted)
-    assert lengths_of(rows, processor=saved).exact
-    assert lengths_of([{}] * len(rows), ds_raw=rows, processor=saved).exact
+    assert sample_lengths(rows, processor=saved).all_exact
+    assert sample_lengths([{}] * len(rows), ds_raw=rows, processor=saved).all_exact
 
 
 def test_counts_that_no_processor_opens_are_warned_of(
     counted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.clear()
-    assert not lengths_of(make_meta_dataset(counted)).exact
+    assert not sample_lengths(make_meta_dataset(counted)).all_exact
     assert "no processor was given" in caplog.text

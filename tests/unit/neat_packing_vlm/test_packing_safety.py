@@ -15,7 +15,7 @@ from packhorse.families.positions import mrope_position_ids
 from packhorse.integrations.attention import varlen_attention, varlen_mask
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
-from packhorse.plan.eligibility import lengths_of
+from packhorse.plan.lengths import sample_lengths
 
 
 class Encoded(Dataset):
@@ -65,24 +65,24 @@ def test_samples_that_are_all_over_the_capacity_once_rounded_are_packed():
 def test_the_rows_of_a_subset_are_its_own():
     lengths = [5, 9, 7, 3, 20]
     subset = Subset(Encoded(lengths), [4, 3, 2, 1, 0])
-    assert lengths_of(subset).tokens.tolist() == lengths[::-1]
-    assert lengths_of(Subset(Encoded(lengths), [0, 2])).tokens.tolist() == [5, 7]
-    assert lengths_of(RobustDatasetWrapper(Encoded(lengths), ledger=Ledger())).tokens.tolist() == lengths
+    assert sample_lengths(subset).tokens.tolist() == lengths[::-1]
+    assert sample_lengths(Subset(Encoded(lengths), [0, 2])).tokens.tolist() == [5, 7]
+    assert sample_lengths(RobustDatasetWrapper(Encoded(lengths), ledger=Ledger())).tokens.tolist() == lengths
 
 
 def test_a_sample_that_will_be_truncated_counts_as_what_is_left():
     rows, counts = Encoded([600, 20]), counted(600, 20)
-    cut = lengths_of(tokenized(rows, 128, truncate=True), counts=counts)
-    assert (cut.tokens.tolist(), cut.exact) == ([128, 20], False)
-    whole = lengths_of(tokenized(rows, 1000, truncate=True), counts=counts)
-    assert (whole.tokens.tolist(), whole.exact) == ([600, 20], True)
-    assert lengths_of(tokenized(rows, 128), counts=counts).tokens.tolist() == [600, 20]
+    cut = sample_lengths(tokenized(rows, 128, truncate=True), counts=counts)
+    assert (cut.tokens.tolist(), cut.all_exact) == ([128, 20], False)
+    whole = sample_lengths(tokenized(rows, 1000, truncate=True), counts=counts)
+    assert (whole.tokens.tolist(), whole.all_exact) == ([600, 20], True)
+    assert sample_lengths(tokenized(rows, 128), counts=counts).tokens.tolist() == [600, 20]
 
 
 def test_counts_are_not_exact_where_a_hook_may_change_tokens():
     rows, counts = Encoded([60, 20]), counted(60, 20)
-    assert lengths_of(tokenized(rows), counts=counts).exact
-    assert not lengths_of(tokenized(rows, hook=lambda result, processor: result), counts=counts).exact
+    assert sample_lengths(tokenized(rows), counts=counts).all_exact
+    assert not sample_lengths(tokenized(rows, hook=lambda result, processor: result), counts=counts).all_exact
 
 
 def test_empty_samples_are_not_kept_beside_limits():

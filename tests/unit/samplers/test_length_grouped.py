@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
 import packhorse.samplers as samplers
+from packhorse import distributed
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.plan import length_grouped
-from packhorse.plan import length_grouped as agree
 from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
 
@@ -241,8 +241,8 @@ def test_a_world_of_one_agrees_with_nobody_and_a_larger_one_needs_to_know():
 def test_the_agreement_happens_where_the_backend_can_reach(
     backends: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(agree.dist, "get_backend_config", lambda group: backends)
-    assert agree.reachable_device() == device
+    monkeypatch.setattr(distributed.dist, "get_backend_config", lambda group: backends)
+    assert distributed.reachable_device() == device
 
 
 @pytest.mark.parametrize("position", range(12))

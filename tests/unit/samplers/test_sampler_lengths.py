@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from contract.processors import processor
@@ -200,7 +201,7 @@ def test_ranks_agree_without_talking_where_everything_is_counted(
 
 def test_a_world_that_the_rows_are_not_dealt_to_is_refused(counted: dict[str, Any]):
     shard = open_meta_dataset(counted, shard_data=True, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match=r"dealt to \[2\] ranks"):
+    with pytest.raises(ConfigError, match=r"split across \[2\] ranks"):
         LengthGroupedSampler(shard, world=World(0, 3))
 
 
@@ -239,6 +240,22 @@ def test_wrappers_subsets_and_joined_sets_are_looked_through():
     sampler = LengthGroupedSampler(Subset(joined, [12, 0, 3, 1]))
     assert sampler.lengths == [9, 7, 0, 2]
     assert sampler.length_source == {"row fields": 4}
+
+
+def test_samples_that_are_encoded_already_are_measured():
+    samples = [{"input_ids": torch.arange(length)} for length in (3, 9, 5)]
+    sampler = LengthGroupedSampler(samples)
+    assert (sampler.lengths, sampler.length_source) == ([3, 9, 5], {"row fields": 3})
+
+
+def test_joined_sets_have_exact_lengths_where_one_of_them_is_counted(counted: dict[str, Any]):
+    dataset, rows = open_meta_dataset(counted), [{"conversation": [], "_text_tokens": 7}]
+    counts = counts_of(dataset, processor("qwen2_vl"))
+    assert counts is not None
+    joined: ConcatDataset[Any] = ConcatDataset([rows, dataset])
+    sampler = LengthGroupedSampler(Subset(joined, [5, 0, 2]), processor=processor("qwen2_vl"))
+    assert sampler.lengths == [counts.total[4], 7, counts.total[1]]
+    assert sampler.length_source == {"sidecar": 2, "row fields": 1}
 
 
 def test_rows_that_cannot_be_read_come_last_and_do_not_stop_the_others(caplog: pytest.LogCaptureFixture):

@@ -42,10 +42,17 @@ def test_lengths_that_the_caller_gives_are_not_agreed_on_by_those_of_count_files
     assert len(LengthGroupedSampler(dataset, world=World(0, 2), counts=counts)) == len(dataset)
 
 
-def test_more_rows_than_a_rank_has_cannot_be_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length_grouped, "smallest_without_talking", lambda *_: 9)
-    with pytest.raises(ConfigError, match="every rank has 9 rows, but this one has 8"):
-        LengthGroupedSampler(told(8), world=World(0, 2))
+def test_more_rows_than_a_rank_has_cannot_be_agreed_on(tmp_path: Path) -> None:
+    class Longer(LengthGroupedSampler):
+        def _compute_or_load_lengths(self, dataset: Any) -> Any:
+            return [length + 10_000 for length in super()._compute_or_load_lengths(dataset)]
+
+    made = processor("qwen2_vl")
+    meta = write_chats(tmp_path, 16)
+    count_meta(meta, made)
+    dataset = open_meta_dataset(meta, shard_data=True, rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="every rank has 8 rows, but this one has 0"):
+        Longer(dataset, processor=made, max_length=5000, world=World(0, 2))
 
 
 def test_the_state_of_a_finished_epoch_gives_nothing_of_it_again() -> None:

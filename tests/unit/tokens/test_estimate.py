@@ -1,4 +1,4 @@
-"""The guessed length of a sample: the documented formulas, and the same number over columns."""
+"""The estimated length of a sample: the documented formulas over columns, and for one row."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from packhorse.formats.estimate import (
     LengthColumns,
     MediaSizes,
     columns_of,
-    estimate,
     estimate_image_tokens,
     estimate_lengths,
     estimate_sample_length,
@@ -24,7 +23,8 @@ from packhorse.formats.estimate import (
     image_config,
     video_config,
 )
-from packhorse.media.resize import resize_video
+from packhorse.media.resize import resize_image, resize_video
+from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 
 IMAGES = {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 56 * 56, "max_pixels": 1003520}
 VIDEOS = {
@@ -48,6 +48,12 @@ def asked(*parts: dict[str, Any], text: str = "", **more: Any) -> dict[str, Any]
 IMAGE = {"type": "image", "image": "a.jpg"}
 VIDEO = {"type": "video", "video": "a.mp4"}
 AUDIO = {"type": "audio", "audio": "a.wav"}
+
+
+def estimate(row: dict[str, Any], *configs: Any) -> tuple[int, int, bool]:
+    """(text tokens, media tokens, whether the row's fields state both)."""
+    total, media, from_fields = estimate_lengths(columns_of([row]), *configs)
+    return int(total[0] - media[0]), int(media[0]), bool(from_fields[0])
 
 
 def test_text_is_its_field_or_a_third_of_its_characters():
@@ -165,7 +171,7 @@ def test_real_processors_have_a_geometry_and_every_sample_an_estimate(name: str)
     meta = {"images_meta": [[480, 640]], "videos_meta": [[60, 320, 320, 30.0, 2.0]]}
     row = asked(IMAGE, VIDEO, mm_inputs_meta=meta, _text_tokens=1)
     images, videos = image_config(processor(name)), video_config(processor(name))
-    assert estimate(row, images, videos).told
+    assert estimate(row, images, videos)[2]
 
 
 def test_the_estimate_of_an_image_is_what_qwens_processor_makes_of_it():
@@ -222,15 +228,64 @@ def geometries(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def expected_media_tokens(row: dict[str, Any], images: Any, videos: Any) -> int:
+    """The documented formula in plain Python integers, one media item after the other."""
+    if "_media_tokens" in row:
+        return int(row["_media_tokens"])
+    meta = row["mm_inputs_meta"]
+    kinds = [part["type"] for part in row["conversation"][0]["content"]]
+    missing = kinds.count("audio")
+    missing += max(0, kinds.count("image") - len(meta["images_meta"]))
+    missing += max(0, kinds.count("video") - len(meta["videos_meta"]))
+    found = [expected_tokens(entry, 2, images) for entry in meta["images_meta"]]
+    found += [expected_tokens(entry, 3, videos) for entry in meta["videos_meta"]]
+    return 500 * missing + sum(found)
+
+
+def expected_tokens(entry: Any, sizes: int, config: Any) -> int:
+    if not isinstance(entry, list):
+        return 0 if entry is None else int(entry.get("n_tokens", 500))
+    if config is None or min(entry[:sizes]) < 1:
+        return 500
+    factor, patch = config["factor"], config.get("temporal_patch_size")
+    bounds = config["min_pixels"], config["max_pixels"]
+    try:
+        if sizes == 2:
+            height, width = resize_image(*entry, factor, *bounds)
+            return (height // factor) * (width // factor)
+        total, height, width, fps, _ = entry
+        fps = fps if fps is not None and 1e-3 <= fps < math.inf else None
+        sampling = VideoSampling(config["fps"], config["min_frames"], config["max_frames"], None, patch)
+        frames = count_sampled_frames(VideoInfo(total, height, width, fps, None), sampling)
+        height, width = resize_video(frames, height, width, patch, factor, *bounds)
+        return (frames // patch) * (height // factor) * (width // factor)
+    except ValueError:
+        return 500
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.lists(ROWS, max_size=6), st.one_of(st.none(), geometries()), st.one_of(st.none(), geometries()))
-@with_example([asked(mm_inputs_meta={"images_meta": [[42, 70], [14, 98]]})], IMAGES, None)
-def test_over_columns_the_estimate_is_the_same_on_every_row(
+@with_example([asked(mm_inputs_meta={"images_meta": [[42, 70], [14, 98]], "videos_meta": []})], IMAGES, None)
+def test_over_columns_the_estimate_is_the_documented_formula_on_every_row(
     rows: list[dict[str, Any]], images: dict[str, Any] | None, videos: dict[str, Any] | None
 ):
-    expected = [estimate_sample_length(row, images, videos, return_media_tokens=True) for row in rows]
-    total, media = estimate_lengths(columns_of(rows), images, videos)
-    assert list(zip(total.tolist(), media.tolist(), strict=True)) == expected
+    media = [expected_media_tokens(row, images, videos) for row in rows]
+    text = [row.get("_text_tokens", len(row["conversation"][0]["content"][-1]["text"]) // 3) for row in rows]
+    found = estimate_lengths(columns_of(rows), images, videos)
+    assert found.media.tolist() == media
+    assert found.total.tolist() == [sum(pair) for pair in zip(text, media, strict=True)]
+    alone = [estimate_sample_length(row, images, videos, return_media_tokens=True) for row in rows]
+    assert alone == list(zip(found.total.tolist(), media, strict=True))
+
+
+def test_numbers_that_no_column_holds_are_limited_not_an_error():
+    row = asked(IMAGE, IMAGE, VIDEO, _text_tokens=10**30)
+    row["mm_inputs_meta"] = {
+        "images_meta": [{"n_tokens": math.nan}, {"n_tokens": 10**30}],
+        "videos_meta": [[10, 64, 64, 10**400, 1.0]],
+    }
+    unknown_rate = estimate_video_tokens([10, 64, 64, None], VIDEOS)
+    assert estimate(row, IMAGES, VIDEOS) == (2**53, 500 + 2**53 + unknown_rate, False)
 
 
 @pytest.mark.parametrize("factor", [28, 32])
@@ -240,21 +295,21 @@ def test_over_columns_a_large_grid_of_sizes_is_the_same(factor: int):
     offsets = np.arange(len(height) + 1)
     cfg = {**IMAGES, "factor": factor}
     columns = LengthColumns(np.zeros(len(height), np.int64), MediaSizes(offsets, height, width))
-    expected = [
-        estimate_image_tokens(list(size), cfg) for size in zip(height.tolist(), width.tolist(), strict=True)
-    ]
+    sizes = zip(height.tolist(), width.tolist(), strict=True)
+    expected = [expected_tokens(list(size), 2, cfg) for size in sizes]
     assert estimate_lengths(columns, cfg)[0].tolist() == expected
 
 
 def test_columns_of_small_integers_and_without_optional_columns_are_taken():
     sizes = MediaSizes(np.array([0, 1, 1]), np.array([480], np.int32), np.array([640], np.uint16))
-    total, media = estimate_lengths(LengthColumns(np.array([3, 4]), sizes, sizes), IMAGES, VIDEOS)
+    total, media, known = estimate_lengths(LengthColumns(np.array([3, 4]), sizes, sizes), IMAGES, VIDEOS)
+    assert not known.any()
     assert total.tolist() == [3 + 391 + 500, 4]  # a video without frames tells nothing
     assert media.tolist() == [891, 0]
 
 
 def test_columns_that_do_not_fit_each_other_are_refused():
-    with pytest.raises(ConfigError, match="one entry per medium"):
+    with pytest.raises(ConfigError, match="one entry per media item"):
         MediaSizes(np.array([0, 2]), np.array([1]), np.array([1]))
     sizes = MediaSizes(np.array([0, 1]), np.array([1]), np.array([1]))
     with pytest.raises(ConfigError, match="same number in all"):
@@ -262,4 +317,4 @@ def test_columns_that_do_not_fit_each_other_are_refused():
 
 
 def test_no_rows_have_no_lengths():
-    assert [part.tolist() for part in estimate_lengths(columns_of([]))] == [[], []]
+    assert [part.tolist() for part in estimate_lengths(columns_of([]))] == [[], [], []]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.formats.estimate import estimate, image_config, video_config
+from packhorse.formats.estimate import image_config, video_config
 from packhorse.plan.assign import random_numbers
+from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import QUARTILES, PackPlan, percentiles
 from packhorse.plan.planning import plan_packs
-from packhorse.plan.row_lengths import examples_at
 from packhorse.plan.schedule import Dealt, Packs, Segment, Shape, Units, deal
 from packhorse.tools.view.plan_request import Planned, Request, make_plan
 from packhorse.types import MEDIA_KINDS
@@ -107,15 +107,13 @@ def estimated(
 
 def _guesses(planned: Planned, rows: Integers, progress: Callable[[int, int], None] | None) -> Integers:
     processor = planned.opened.samples.processor
-    image_cfg, video_cfg = image_config(processor), video_config(processor)
-    found = np.zeros(len(rows), np.int64)
-    for done, (place, example) in enumerate(examples_at(planned.opened.dataset, rows), 1):
-        if example is not None:
-            guess = estimate(example, image_cfg, video_cfg)
-            found[place] = guess.text + guess.media
-        if progress is not None and (done % 1024 == 0 or done == len(rows)):
+    configs = image_config(processor), video_config(processor)
+
+    def report(done: int) -> None:
+        if progress is not None:
             progress(done, len(rows))
-    return found
+
+    return estimated_lengths(planned.opened.dataset, rows, *configs, report).tokens
 
 
 def overflowing(plan: PackPlan, lengths: Integers, room: int) -> list[int]:

@@ -1,0 +1,436 @@
+"""Look up how long samples are, from the best source for each row, without encoding.
+
+Sources, the best first: lengths that the caller gives, the sidecar of ``packhorse count``, the row's own
+fields, an estimate. :func:`row_lengths` answers for rows, :func:`sample_lengths` for what a dataset encodes
+from them, and :class:`LazyLengths` counts single samples when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import ConcatDataset, Subset
+
+from packhorse.count.columns import CountColumns
+from packhorse.count.sidecar import counts_of, is_counted
+from packhorse.count.token_counter import TokenCounter
+from packhorse.encode.preparation import with_sound_in_place
+from packhorse.encode.robust import ReplacingDataset, load_sample
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.families.processors import as_processor
+from packhorse.formats.conversation import parse_conversation
+from packhorse.formats.estimate import (
+    ColumnsBuilder,
+    Geometry,
+    LengthColumns,
+    estimate_lengths,
+    image_config,
+    outline,
+    video_config,
+)
+from packhorse.formats.example_media import inject_fake_image
+from packhorse.formats.meta import MetaDataset, RowKeys
+from packhorse.formats.summary import MetaExamples
+from packhorse.types import Conversation, Flags, Integers, Rows
+from packhorse.utils.progress import Progress
+
+logger = getLogger("packhorse.datasets")
+
+Counts = CountColumns | LengthColumns | npt.ArrayLike
+
+SOURCES = ("given", "sidecar", "row fields", "estimate", "unknown")
+"""Where a length comes from, the best first. An unknown length (the row cannot be read) is 0."""
+GIVEN, SIDECAR, FIELDS, ESTIMATE, UNKNOWN = range(len(SOURCES))
+
+_ROWS_COMPARED = 16
+_REPORT_EVERY = 1024
+_PLAIN = [
+    {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "So."}]},
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The lengths of samples, one entry each.
+
+    Attributes:
+        tokens: before the label shift; 0 if the row cannot be read.
+        media: those of its media.
+        exact: whether that is what the processor makes of it.
+        text_only: whether a readable row has neither image nor video.
+        source: a position in ``SOURCES``.
+        counts: what the lengths were taken from; None if some are estimated.
+    """
+
+    tokens: Integers
+    media: Integers
+    exact: Flags
+    text_only: Flags
+    source: npt.NDArray[np.uint8]
+    counts: CountColumns | None = None
+
+    @classmethod
+    def of(cls, counts: CountColumns, source: int) -> Lengths:
+        """Take the lengths from exact counts."""
+        media = counts.image + counts.video + counts.audio
+        text_only = (counts.images + counts.videos == 0) & counts.ok
+        sources = np.where(counts.ok, source, UNKNOWN).astype(np.uint8)
+        return cls(counts.total, media, counts.exact, text_only, sources, counts)
+
+    @classmethod
+    def join(cls, parts: Sequence[Lengths], order: Integers) -> Lengths:
+        """Concatenate parts, then take their entries in this order."""
+        counts = [part.counts for part in parts if part.counts is not None]
+        return cls(
+            np.concatenate([part.tokens for part in parts])[order],
+            np.concatenate([part.media for part in parts])[order],
+            np.concatenate([part.exact for part in parts])[order],
+            np.concatenate([part.text_only for part in parts])[order],
+            np.concatenate([part.source for part in parts])[order],
+            CountColumns.joined(counts).take(order) if len(counts) == len(parts) else None,
+        )
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether every row that could be counted has an exact length."""
+        return self.counts is not None and bool(self.exact[self.counts.ok].all())
+
+    @property
+    def sources(self) -> Counter[str]:
+        """How many rows have their length from which source."""
+        rows = np.bincount(self.source, minlength=len(SOURCES)).tolist()
+        return Counter({name: number for name, number in zip(SOURCES, rows, strict=True) if number})
+
+
+def after_shift(tokens: Integers) -> Integers:
+    """Return lengths after the label shift, which takes one token of each document."""
+    return np.maximum(tokens - 1, 0)
+
+
+def row_lengths(
+    dataset: Rows,
+    processor: Any = None,
+    image_cfg: Geometry | None = None,
+    video_cfg: Geometry | None = None,
+    *,
+    counts: Counts | None = None,
+    unwrap: bool = True,
+) -> Lengths:
+    """Look up the lengths of a dataset's rows.
+
+    Args:
+        dataset: the rows.
+        processor: what the rows were counted with: a processor, or the path or hub name of one.
+        image_cfg: the geometry of its images, to estimate lengths with.
+        video_cfg: the geometry of its videos.
+        counts: the lengths, if the caller has them; plain numbers are not assumed to be exact.
+        unwrap: look at the rows inside wrappers, ``Subset`` and ``ConcatDataset``, so that no sample is
+            encoded for its length.
+
+    Raises:
+        ConfigError: the number of ``counts`` differs from the number of rows.
+    """
+    if counts is not None:
+        return _given_lengths(counts, len(dataset), image_cfg, video_cfg)
+    rows = np.arange(len(dataset), dtype=np.int64)
+    parts = list(_inner_rows(dataset, rows, rows)) if unwrap else [(dataset, rows, rows)]
+    found = []
+    for inner, rows_of_part, _ in parts:
+        recorded = recorded_counts(inner, processor)
+        if recorded is not None:
+            found.append(Lengths.of(recorded.take(rows_of_part), SIDECAR))
+        else:
+            report = Progress("estimating lengths", len(rows_of_part))
+            found.append(estimated_lengths(inner, rows_of_part, image_cfg, video_cfg, report))
+    positions = np.concatenate([positions for *_, positions in parts])
+    return found[0] if len(parts) == 1 else Lengths.join(found, np.argsort(positions))
+
+
+def _given_lengths(
+    counts: Counts, rows: int, image_cfg: Geometry | None, video_cfg: Geometry | None
+) -> Lengths:
+    source = GIVEN
+    if isinstance(counts, CountColumns):
+        lengths = counts.total
+    elif isinstance(counts, LengthColumns):
+        lengths, source = estimate_lengths(counts, image_cfg, video_cfg).total, ESTIMATE
+    else:
+        lengths = np.asarray(counts)
+    if lengths.shape != (rows,) or lengths.dtype.kind not in "iu":
+        raise ConfigError(
+            f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one whole number for "
+            f"each of the dataset's {rows} rows"
+        )
+    if isinstance(counts, CountColumns):
+        return Lengths.of(counts, source)
+    no, zeros = np.zeros(rows, np.bool_), np.zeros(rows, np.int64)
+    return Lengths(lengths.astype(np.int64), zeros, no, no, np.full(rows, source, np.uint8))
+
+
+def estimated_lengths(
+    dataset: Rows,
+    rows: Integers,
+    image_cfg: Geometry | None,
+    video_cfg: Geometry | None,
+    report: Callable[[int], None],
+) -> Lengths:
+    """Estimate the lengths of these rows; samples that are encoded already are measured.
+
+    Args:
+        dataset: the rows.
+        rows: which of them.
+        image_cfg: see :func:`row_lengths`.
+        video_cfg: see there.
+        report: called with the number of rows read so far.
+    """
+    columns = ColumnsBuilder()
+    positions, readable = np.empty(len(rows), np.int64), np.zeros(len(rows), np.bool_)
+    text_only = readable.copy()
+    for number, (position, row) in enumerate(_examples_at(dataset, rows)):
+        positions[number], readable[number] = position, row is not None
+        ids = () if row is None else row.get("input_ids")
+        if ids is None:
+            seen = outline(row)
+            text_only[number] = not seen.images + seen.videos
+            columns.add(row, seen)
+        else:
+            columns.add({"_text_tokens": np.asarray(ids).size, "_media_tokens": 0})
+        if (number + 1) % _REPORT_EVERY == 0 or number + 1 == len(rows):
+            report(number + 1)
+    total, media, from_fields = estimate_lengths(columns.columns(), image_cfg, video_cfg)
+    source = np.where(readable, np.where(from_fields, FIELDS, ESTIMATE), UNKNOWN).astype(np.uint8)
+    found = Lengths(total, media, np.zeros(len(rows), np.bool_), text_only, source)
+    return Lengths.join([found], np.argsort(positions))
+
+
+def recorded_counts(dataset: Rows, processor: Any) -> CountColumns | None:
+    """Return the exact counts of a mixture whose files have all been counted; None if there are none.
+
+    Logs why count files that exist are not used.
+
+    Args:
+        dataset: without wrappers. What :func:`~packhorse.datasets.open_meta_dataset` and
+            :func:`~packhorse.datasets.make_meta_dataset` return is known to be a mixture.
+        processor: what the rows were counted with: a processor, or the path or hub name of one.
+
+    Raises:
+        ConfigError: there is no processor under that path.
+    """
+    mixture: MetaDataset | None = dataset if isinstance(dataset, MetaDataset) else None
+    positions: Integers | None = None
+    if isinstance(dataset, MetaExamples):
+        mixture, positions = _mixture_of(dataset) or (None, None)
+    if mixture is None:
+        return None
+    processor = as_processor(processor)
+    if not any(hasattr(processor, name) for name in ("tokenizer", "convert_tokens_to_ids")):
+        # None, or an object with nothing but a geometry: no rows were counted with it.
+        if is_counted(mixture):
+            logger.warning(
+                "there are count files for this data, but lengths are estimated: no processor %s. Pass the "
+                "one that the rows were counted with as processor=",
+                "was given" if processor is None else "with a tokenizer was given",
+            )
+        return None
+    counts = counts_of(mixture, processor)
+    return counts if counts is None or positions is None else counts.take(positions)
+
+
+def _mixture_of(examples: MetaExamples) -> tuple[MetaDataset, Integers] | None:
+    """Return the mixture that a list was loaded from, and the position of each example in it.
+
+    None if the list has changed since: a list can be shuffled or filtered, so some of its examples are
+    compared with the files.
+    """
+    keys = getattr(examples, "key", None)
+    if not isinstance(keys, RowKeys) or len(examples) != len(keys):
+        return None
+    mixture, positions = keys.mixture, keys.places()
+    for number in np.linspace(0, len(examples) - 1, min(len(examples), _ROWS_COMPARED)).astype(int).tolist():
+        if examples[number].get("conversation") != mixture[int(positions[number])]["conversation"]:
+            return None
+    return mixture, positions
+
+
+def _examples_at(dataset: Rows, rows: Integers) -> Iterator[tuple[int, Any]]:
+    """Yield positions in ``rows`` with the examples there; None for a row that cannot be read.
+
+    A mixture is read file by file, which is several times faster. Unreadable rows are recorded when they are
+    loaded.
+    """
+    if not isinstance(dataset, MetaDataset):
+        for position, row in enumerate(rows.tolist()):
+            try:
+                example = dataset[row]
+            except DATA_ERRORS as error:
+                if not is_data_error(error):
+                    raise
+                example = None
+            yield position, example
+        return
+    first = 0
+    for source in dataset.sources:
+        positions = np.flatnonzero((rows >= first) & (rows < first + len(source)))
+        inside = (rows[positions] - first).tolist()
+        first += len(source)
+        read = source.file.read(source.selection.row(number) for number in inside)
+        for position, number, row in zip(positions.tolist(), inside, read, strict=True):
+            try:
+                example = source.convert(row, number, dataset.ledger)
+            except BadSample:
+                example = None
+            yield position, example
+
+
+def _inner_rows(
+    dataset: Any, rows: Integers, positions: Integers
+) -> Iterator[tuple[Any, Integers, Integers]]:
+    """Yield the datasets inside wrappers with their rows, and the positions of these in the outermost one."""
+    if isinstance(dataset, ConcatDataset):
+        first = 0
+        for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
+            inside = (rows >= first) & (rows < end)
+            yield from _inner_rows(part, rows[inside] - first, positions[inside])
+            first = end
+    elif isinstance(dataset, Subset):
+        yield from _inner_rows(dataset.dataset, np.asarray(dataset.indices, np.int64)[rows], positions)
+    elif (inner := wrapped_dataset(dataset)) is not None:
+        yield from _inner_rows(inner, rows, positions)
+    else:
+        yield dataset, rows, positions
+
+
+def wrapped_dataset(dataset: Rows) -> Any:
+    """Return what a wrapper wraps if it has the same number of rows, else None."""
+    inner = getattr(dataset, "dataset", None)
+    if inner is None or not hasattr(inner, "__getitem__") or not hasattr(inner, "__len__"):
+        return None
+    return inner if len(inner) == len(dataset) else None
+
+
+def sample_lengths(
+    dataset: Rows, ds_raw: Rows | None = None, processor: Any = None, counts: CountColumns | None = None
+) -> Lengths:
+    """Look up the lengths of the samples that a dataset encodes: fake images added, long samples truncated.
+
+    Args:
+        dataset: encodes the samples.
+        ds_raw: their rows; without it what one of Packhorse's own wrappers wraps, or the dataset itself (any
+            other wrapper is asked for all of its samples, which may encode them).
+        processor: for the geometry of media and to find counts; without it the dataset's.
+        counts: exact counts of the rows.
+
+    Raises:
+        ConfigError: rows or counts differ in number from samples.
+    """
+    # Only these are known to have the samples of what they wrap, in its order: a Subset has others.
+    wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
+    raw = wrapped if ds_raw is None else ds_raw
+    processor = as_processor(getattr(dataset, "processor", None) if processor is None else processor)
+    for what, rows in (("ds_raw", raw), ("counts", counts)):
+        if rows is not None and len(rows) != len(dataset):
+            raise ConfigError(f"{what} has {len(rows):,} rows for a dataset of {len(dataset):,} samples")
+    configs = image_config(processor), video_config(processor)
+    found = row_lengths(raw, processor, *configs, counts=counts, unwrap=False)
+    if found.text_only.any() and (fake := _fake_image_tokens(dataset)):
+        # A fake image takes a token more or less if its newlines merge with those of the text.
+        tokens = found.tokens + fake * found.text_only
+        found = replace(found, tokens=tokens, exact=found.exact & ~found.text_only)
+    if isinstance(dataset, PreTokenizedDatasetWrapper):
+        if dataset.post_tokenize_hook is not None:  # which may add or remove tokens
+            found = replace(found, exact=np.zeros(len(dataset), np.bool_))
+        limit = dataset.max_length
+        if dataset.truncate and limit is not None and (long := found.tokens > limit).any():
+            # Whole turns are cut, so these have at most this many.
+            tokens, media = np.minimum(found.tokens, limit), np.minimum(found.media, limit)
+            found = replace(found, tokens=tokens, media=media, exact=found.exact & ~long)
+    return found
+
+
+def _fake_image_tokens(dataset: Rows) -> int:
+    """Return the tokens that a fake image adds to a sample without images; 0 if none is added."""
+    if not isinstance(dataset, PreTokenizedDatasetWrapper) or not dataset.inject_fake_images:
+        return 0
+    family = dataset.family
+    if "image" not in family.kinds:
+        return 0
+    counter = TokenCounter(family, dataset.processor)
+    example: dict[str, Any] = {"conversation": _PLAIN}
+    with suppress(BadSample):  # a template that needs other turns: overflow handling covers what is added
+        with_image, without = (
+            counter.count(parse_conversation(shown, "")).count.total
+            for shown in (inject_fake_image(example), example)
+        )
+        return with_image - without
+    return 0
+
+
+class LazyLengths:
+    """Counts the tokens of single samples, before the label shift, when they are asked for.
+
+    Args:
+        dataset: the encoding dataset.
+        encode: encode samples whose length cannot be counted (expensive: each is encoded once more for every
+            pack that needs it).
+
+    Attributes:
+        countable: whether lengths can be counted without encoding.
+        available: whether lengths can be determined at all.
+    """
+
+    def __init__(self, dataset: Rows, *, encode: bool = False) -> None:
+        self.dataset, self._wrapper = dataset, None
+        if isinstance(dataset, PreTokenizedDatasetWrapper) and dataset.post_tokenize_hook is None:
+            self._wrapper = dataset if dataset.family.exact else None
+        self.countable = self._wrapper is not None
+        self.available = self.countable or encode
+        self._known: npt.NDArray[np.int32] | None = None
+        self._counter: TokenCounter | None = None
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return the tokens of each sample; 0 for one that cannot be used."""
+        if self._known is None:
+            self._known = np.full(len(self.dataset), -1, np.int32)
+        limit = None if self._wrapper is None else self._wrapper.max_length
+        for index in indices:
+            if self._known[index] < 0:
+                total = self.total(index)
+                if self._wrapper is not None and limit is not None and total > limit:
+                    total = limit if self._wrapper.truncate else 0
+                self._known[index] = total
+        return [int(self._known[index]) for index in indices]
+
+    def total(self, index: int) -> int:
+        """Return the tokens of a sample, of a countable one before truncation; 0 if it cannot be encoded."""
+        try:
+            if self._wrapper is None:
+                return len(load_sample(self.dataset, index)["input_ids"].reshape(-1))
+            if self._counter is None:
+                self._counter = TokenCounter(self._wrapper.family, self._wrapper.processor)
+            return self._counter.count(_encoded_conversation(self._wrapper, index)).count.total
+        except DATA_ERRORS as error:
+            if not is_data_error(error):
+                raise
+            return 0  # encoding it fails too, and says why
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Recounting in a worker is cheaper than sending the counts to each of them.
+        return {**self.__dict__, "_known": None, "_counter": None}
+
+
+def _encoded_conversation(dataset: PreTokenizedDatasetWrapper, index: int) -> Conversation:
+    """Return what is encoded for a sample, its fake image included."""
+    key = dataset.key(index)
+    example = with_sound_in_place(dataset.dataset[index], dataset.family, dataset.processor, key)
+    if dataset.inject_fake_images and "image" in dataset.family.kinds:
+        example = inject_fake_image(example)
+    return parse_conversation(example, key)
