@@ -19,8 +19,8 @@ from packhorse.cli.terminal import (
     one_line_errors,
     out_console,
     processor_option,
-    progress_bar,
 )
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,7 @@ def check(
             raise ConfigError("--max-length goes with --processor: tokens are counted with it")
         if fix is not None:
             check_target(fix)  # before the long work
-        with progress_bar("checking") as progress:
+        with Progress("checking") as progress:
             report = check_meta(
                 meta,
                 processor,
@@ -119,7 +119,7 @@ def check(
             )
         fixed: Fixed | None = None
         if fix is not None:
-            with progress_bar("writing") as progress:
+            with Progress("writing") as progress:
                 fixed = write_fixed(report, fix, drop_duplicates=drop_duplicates, progress=progress)
         advice = _advice(meta, report)
     if as_json:

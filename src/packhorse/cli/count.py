@@ -19,9 +19,9 @@ from packhorse.cli.terminal import (
     new_table,
     one_line_errors,
     out_console,
-    progress_bar,
 )
 from packhorse.types import MEDIA_KINDS
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +109,7 @@ def count(
         from packhorse.count.engines import engine_named
         from packhorse.errors import ConfigError
 
-        with progress_bar("counting") as progress:
+        with Progress("counting") as progress:
             report = count_meta(
                 meta,
                 processor,
@@ -128,7 +128,7 @@ def count(
             raise ConfigError(f"{meta}: it names no data set")
         written: list[Path] = []
         if write_jsonl is not None:
-            with progress_bar("writing") as progress:
+            with Progress("writing") as progress:
                 written = write_counted_jsonl(report.files, write_jsonl, progress)
         advice = _advice(meta, report)
     if as_json:

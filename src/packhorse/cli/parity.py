@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, one_line_errors, progress_bar
+from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, one_line_errors
+from packhorse.utils.progress import OnProgress, Progress
 
 if TYPE_CHECKING:
-    from packhorse.count.counting import OnProgress
     from packhorse.errors import ConfigError
     from packhorse.tools.parity import ParityReport
 
@@ -86,7 +86,7 @@ def parity(
                 raise
             # Nobody has named a processor: the model's own was looked for.
             raise ConfigError(str(error).replace("processor", "model", 1)) from error
-        with progress_bar("encoding", "samples") as progress:
+        with Progress("encoding", unit="samples") as progress:
             chosen = choose_samples(meta, datasets, samples, opened, progress)
         if chosen.left_out and not as_json:
             typer.echo(chosen.said())
@@ -121,7 +121,7 @@ def _compared(
     reports: list[ParityReport] = []
     impossible: list[tuple[str, ConfigError]] = []
     backends, packs = asked or _BACKENDS, min(rows, len(chosen.samples) // 2)
-    with progress_bar("comparing", "backends") as progress:
+    with Progress("comparing", unit="backends") as progress:
         for done, backend in enumerate(backends, 1):
             try:
                 report = check_parity(model, processor, chosen.samples, backend, rows=packs, keys=chosen.keys)

@@ -22,9 +22,9 @@ from packhorse.cli.terminal import (
     one_line_errors,
     out_console,
     own_command,
-    progress_bar,
 )
 from packhorse.types import MEDIA_KINDS
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,7 +194,7 @@ def plan(
             report = sizes_report(request, sizes)
         else:
             planned = make_plan(request)
-            with progress_bar("estimating") as progress:
+            with Progress("estimating") as progress:
                 report = plan_report(planned, ranks=asked, estimates=not no_estimates, progress=progress)
             save_book(planned, report, target)
             report["plan"] = str(target)

@@ -19,8 +19,8 @@ from packhorse.cli.terminal import (
     one_line_errors,
     out_console,
     processor_option,
-    progress_bar,
 )
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def stats(
         from packhorse.count.engines import engine_named
         from packhorse.tools.stats import stats_of
 
-        with progress_bar("estimating" if processor is None else "counting") as progress:
+        with Progress("estimating" if processor is None else "counting") as progress:
             report = stats_of(
                 meta,
                 processor,

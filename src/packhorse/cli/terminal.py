@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from packhorse.count.counting import OnProgress
-
 
 def processor_option(more: str = "") -> Any:
     """The option ``--processor``; ``more`` says what it is for, or what is done without it."""
@@ -100,54 +98,6 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo(f"packhorse {command}: stopped; {stopped}", err=True)
         raise typer.Exit(STOPPED) from error
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, unit: str = "rows") -> Iterator[OnProgress]:
-    """A bar on stderr with the rate and the time left; nothing without a terminal, nor in CI.
-
-    Args:
-        what: the work.
-        unit: what is counted.
-    """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    from packhorse.utils.progress import bars_are_wanted
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            rate = task.finished_speed or task.speed
-            return Text("" if rate is None else f"{rate:,.0f} {unit}/s")
-
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        Rate(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not bars_are_wanted(),
-        speed_estimate_period=60,
-    )
-    with bar:
-        task = bar.add_task(what, total=None, visible=False)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        yield show
 
 
 class _PlainHelp:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns, MediaColumns
 from packhorse.count.count_report import CountedFile
-from packhorse.count.counting import PART_ROWS, OnProgress, Runner, count_meta
+from packhorse.count.counting import PART_ROWS, Runner, count_meta
 from packhorse.count.parts import (
     PartTask,
     check_media_dir,
@@ -43,6 +43,7 @@ from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.types import MEDIA_KINDS, MediaRef
 from packhorse.utils.files import Fingerprint
+from packhorse.utils.progress import OnProgress, Progress
 
 PERCENTILES = (50, 90, 99)
 _MOST = (1 << 24) - 1  # a row may claim any number of tokens; memory grows with the largest
@@ -272,7 +273,7 @@ def stats_of(
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
         longest: name so many rows of each data set, the longest first.
-        progress: told how many rows are done.
+        progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
         ConfigError: the meta file, a data file, the processor or a media folder is not in order.
@@ -281,7 +282,9 @@ def stats_of(
     if not read_meta(meta, dataset_names):
         raise ConfigError(f"{meta}: it names no data set")
     if processor is None:
-        found = _estimated(meta, dataset_names, engine, index_dir, progress, longest)
+        found = _estimated(
+            meta, dataset_names, engine, index_dir, progress or Progress("estimating"), longest
+        )
         return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
     report = count_meta(
         meta,
@@ -394,7 +397,7 @@ def _estimated(
     dataset_names: Sequence[str] | None,
     engine: Runner | None,
     index_dir: str | None,
-    progress: OnProgress | None,
+    progress: OnProgress,
     longest: int,
 ) -> Iterator[DatasetStats]:
     opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
@@ -420,8 +423,7 @@ def _estimated(
         for position, part in results:
             found[owners[position]] = _together("", "", [found[owners[position]], part], longest)
             done += tasks[position].stop - tasks[position].first
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
     for config, one, file in zip(named, found, files, strict=True):
         yield _named(replace(one, name=config.name, file=config.file_name), file)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from packhorse.count.counting import OnProgress, Runner
+from packhorse.count.counting import Runner
 from packhorse.count.parts import PartTask, check_media_dir, opened_counter, opened_rows, with_absolute_paths
 from packhorse.count.sidecar import data_source
 from packhorse.errors import ConfigError, MissingDependency, plain_error
@@ -24,6 +24,7 @@ from packhorse.tools.check.duplicates import DigestStore, Duplicates
 from packhorse.tools.check.media_rules import TINY
 from packhorse.tools.check.rules import RULES, on_one_line
 from packhorse.utils.files import Fingerprint
+from packhorse.utils.progress import OnProgress, Progress
 
 _LEAST_PART, _MOST_PART = 16, 512  # rows: with a picture each, up to a few seconds of decoding
 _PARTS = 64  # at least, where there are rows enough: so that all workers have work
@@ -61,7 +62,7 @@ def check_meta(
         trust_remote_code: run code that comes with the processor.
         part_rows: rows that are checked together; None for a number that suits the data.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
-        progress: told how many rows are done.
+        progress: called with the number of checked rows; None logs it every few seconds.
 
     Raises:
         ConfigError: the meta file, the processor or a media folder is not in order, or a rule is unknown.
@@ -90,7 +91,7 @@ def check_meta(
         rows = sum(checked.rows for checked in files)
         part_rows = min(max(rows // _PARTS, _LEAST_PART), _MOST_PART)
     check = _Check(files, settings, part_rows, index_dir)
-    check.run(work, engine, progress)
+    check.run(work, engine, progress or Progress("checking"))
     name = path_or_processor if isinstance(path_or_processor, str) else type(processor).__name__
     return CheckReport(
         tuple(files),
@@ -147,7 +148,7 @@ class _Check:
                 self.owners.append((number, checked.parts))
                 checked.parts += 1
 
-    def run(self, work: PartChecker, engine: Runner | None, progress: OnProgress | None) -> None:
+    def run(self, work: PartChecker, engine: Runner | None, progress: OnProgress) -> None:
         total, done = sum(checked.rows for checked in self.files), 0
         if not self.tasks:
             return
@@ -158,8 +159,7 @@ class _Check:
                 part = self.tasks[position].part
                 self._take(*self.owners[position], part.first, result)
                 done += part.stop - part.first
-                if progress is not None:
-                    progress(done, total)
+                progress(done, total)
 
     def _take(self, number: int, part: int, first: int, result: PartFindings) -> None:
         checked = self.files[number]

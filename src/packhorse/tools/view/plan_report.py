@@ -7,7 +7,7 @@ the counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from packhorse.plan.row_lengths import examples_at
 from packhorse.plan.schedule import Dealt, Packs, Segment, Shape, Units, deal
 from packhorse.tools.view.plan_request import Planned, Request, make_plan
 from packhorse.types import MEDIA_KINDS
+from packhorse.utils.progress import OnProgress, Progress
 
 Integers = npt.NDArray[np.int64]
 
@@ -66,13 +67,13 @@ def _wasted(slots: int, tokens: int) -> dict[str, Any]:
 
 
 def estimated(
-    planned: Planned, progress: Callable[[int, int], None] | None = None, most: int = MOST_ESTIMATED
+    planned: Planned, progress: OnProgress | None = None, most: int = MOST_ESTIMATED
 ) -> dict[str, Any]:
     """What becomes of the rows if packs are planned by estimated lengths and what overflows is dropped.
 
     Args:
         planned: the exact plan; only rows that are in it are looked at.
-        progress: told how many rows were read.
+        progress: called with the number of rows read; None logs it every few seconds.
         most: where there are more rows, so many of them, evenly spaced.
 
     Returns:
@@ -83,7 +84,7 @@ def estimated(
     rows = np.sort(planned.packs.plan.indices).astype(np.int64)
     if len(rows) > most:
         rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
-    guesses = _guesses(planned, rows, progress)
+    guesses = _guesses(planned, rows, progress or Progress("estimating lengths"))
     room = planned.planner.room
     real = planned.planner.lengths[rows]
     plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.planner.settings.seed)
@@ -105,7 +106,7 @@ def estimated(
     }
 
 
-def _guesses(planned: Planned, rows: Integers, progress: Callable[[int, int], None] | None) -> Integers:
+def _guesses(planned: Planned, rows: Integers, progress: OnProgress) -> Integers:
     processor = planned.opened.samples.processor
     image_cfg, video_cfg = image_config(processor), video_config(processor)
     found = np.zeros(len(rows), np.int64)
@@ -113,7 +114,7 @@ def _guesses(planned: Planned, rows: Integers, progress: Callable[[int, int], No
         if example is not None:
             guess = estimate(example, image_cfg, video_cfg)
             found[place] = guess.text + guess.media
-        if progress is not None and (done % 1024 == 0 or done == len(rows)):
+        if done % 1024 == 0 or done == len(rows):
             progress(done, len(rows))
     return found
 
@@ -147,7 +148,7 @@ def plan_report(
     *,
     ranks: Sequence[int] = (),
     estimates: bool = True,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Everything there is to say about a plan, as plain values.
 
