@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, one_line_errors
+from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, number_of, one_line_errors, to_json
 from packhorse.utils.progress import OnProgress, Progress
 
 if TYPE_CHECKING:
@@ -93,14 +92,14 @@ def parity(
         loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
         reports, impossible = _compared(loaded, opened, chosen, attention, rows)
     if as_json:
-        told = {
+        whole = {
             "version": 1,
             "passed": all(report.ok for report in reports),
             "left_out": chosen.left_out,
             "not_possible": {backend: str(why) for backend, why in impossible},
             "reports": [report.as_dict() for report in reports],
         }
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(to_json(whole))
     else:
         _print(reports, impossible)
     if not all(report.ok for report in reports):
@@ -147,7 +146,7 @@ class Chosen:
     def said(self) -> str:
         """What was left out, in words."""
         some, more = self.left_out[:_NAMED_BAD], len(self.left_out) - _NAMED_BAD
-        rows = "1 row" if len(self.left_out) == 1 else f"{len(self.left_out):,} rows"
+        rows = number_of(len(self.left_out), "row")
         return "\n  ".join([f"{rows} left out:", *some, *([f"… and {more:,} more"] if more > 0 else [])])
 
 

@@ -1,4 +1,4 @@
-"""How commands speak: tables to stdout, bars and one-line errors to stderr, exit codes.
+"""What commands print: lines, tables or one JSON object to stdout, one-line errors to stderr; exit codes.
 
 0: done, 1: the answer is no (errors found, counts differ, packed does not equal unpacked), 2: it could not be
 done, 130: Ctrl-C.
@@ -7,9 +7,11 @@ done, 130: Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from _typeshed import DataclassInstance
 
 
 def processor_option(more: str = "") -> Any:
@@ -48,20 +49,92 @@ AS_JSON = Annotated[
 CANNOT, STOPPED = 2, 130
 
 
-def out_console(width: int) -> Console:
-    """What a command prints on; ``width`` columns where that is no terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=width, highlight=False)
+Cell = str | int
 
 
-def new_table(title: str | None = None) -> Table:
-    """A table without columns, as all commands print it."""
-    from rich import box
-    from rich.table import Table
+class Output:
+    """Stdout of a command.
 
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    Args:
+        width: columns if stdout is no terminal.
+    """
+
+    def __init__(self, width: int = 140) -> None:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        self.console = console if console.is_terminal else Console(width=width, highlight=False)
+
+    def line(self, text: str = "", style: str | None = None, *, end: str = "\n", wrap: bool = False) -> None:
+        """Print a line as it is; ``wrap`` breaks it at the width."""
+        self.console.print(text, style=style, end=end, markup=False, soft_wrap=not wrap)
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print each text on a line of its own."""
+        for text in texts:
+            self.line(text)
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Cell]],
+        *,
+        text_columns: int = 1,
+        styles: Sequence[str] = (),
+        total: Sequence[Cell] | None = None,
+    ) -> None:
+        """Print a table under its title.
+
+        Args:
+            title: printed above.
+            columns: their names; only the names of datasets are folded if they are long.
+            rows: their cells; whole numbers get separators.
+            text_columns: so many are aligned to the left, all others to the right.
+            styles: of the rows, if they are coloured.
+            total: a last row, after a separator.
+        """
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for number, name in enumerate(columns):
+            is_name = name == "data set"
+            table.add_column(
+                name,
+                justify="left" if number < text_columns else "right",
+                no_wrap=not is_name,
+                overflow="fold",
+                min_width=len(name) if is_name else None,
+            )
+
+        def add(cells: Sequence[Cell], style: str | None = None) -> None:
+            table.add_row(
+                *(f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in cells), style=style
+            )
+
+        for number, cells in enumerate(rows):
+            add(cells, styles[number] if styles else None)
+        if total is not None:
+            table.add_section()
+            add(total)
+        self.line(title, style="italic")
+        self.console.print(table)
+
+
+def to_json(value: object, indent: int | None = 2) -> str:
+    """Return JSON; dataclasses are written as objects, and paths as strings."""
+
+    def plain(part: DataclassInstance | Path) -> object:
+        return str(part) if isinstance(part, Path) else asdict(part)
+
+    return json.dumps(value, indent=indent, default=plain)
+
+
+def number_of(count: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun: ``1 row``, ``2,000 rows``."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def own_command() -> str:

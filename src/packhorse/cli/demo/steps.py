@@ -16,15 +16,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packhorse.cli.demo.page import Story
-from packhorse.cli.terminal import out_console
+from packhorse.cli.terminal import Output
 from packhorse.errors import ConfigError, PackhorseError, plain_error
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 _MARKER = ".packhorse-demo"
 _OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl")
@@ -62,18 +58,18 @@ def run_demo(out: Path) -> bool:
     started = time.monotonic()
     take_folder(out)
     story = Story(out)
-    console = out_console(_WIDTH)
+    screen = Output(_WIDTH)
     with _quiet():
-        _write(story, console)
-        _check(story, console)
-        _count(story, console)
-        _plan(story, console)
-        _train(story, console)
-        _compare(story, console)
-        _parity(story, console)
+        _write(story, screen)
+        _check(story, screen)
+        _count(story, screen)
+        _plan(story, screen)
+        _train(story, screen)
+        _compare(story, screen)
+        _parity(story, screen)
         story.seconds = time.monotonic() - started
         write_report(story, out / _REPORT)
-    _last_screen(story, console)
+    _last_screen(story, screen)
     return all(held for _, held in story.promises)
 
 
@@ -105,55 +101,55 @@ def take_folder(out: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write(story: Story, console: Console) -> None:
+def _write(story: Story, out: Output) -> None:
     from packhorse.cli.demo.data import write_demo_mix
     from packhorse.cli.demo.tiny import tiny_model, tiny_processor
 
-    _title(console, 1, "A small mixed data set, with a few broken rows")
+    _title(out, 1, "A small mixed data set, with a few broken rows")
     meta = write_demo_mix(story.out / "data")
     rows = {path.stem: path.read_text().splitlines() for path in sorted(meta.parent.glob("*.jsonl"))}
     story.rows = sum(map(len, rows.values()))
     told = ", ".join(f"{len(lines)} {name}" for name, lines in rows.items())
-    _say(console, f"{told}: {story.rows} rows, drawn here. Seven are broken or odd on purpose.")
+    _say(out, f"{told}: {story.rows} rows, drawn here. Seven are broken or odd on purpose.")
     processor = tiny_processor((line for lines in rows.values() for line in lines), _WORDS)
     processor.save_pretrained(story.model)
     model = tiny_model(processor)
     model.config.save_pretrained(story.model)
     size = sum(weight.numel() for weight in model.parameters())
-    _say(console, f"A Qwen2-VL of {size:,} random weights, with the processor of transformers.")
+    _say(out, f"A Qwen2-VL of {size:,} random weights, with the processor of transformers.")
 
 
-def _check(story: Story, console: Console) -> None:
+def _check(story: Story, out: Output) -> None:
     from packhorse.tools.check import check_meta
 
     told = story.command("check", "--processor", story.model, "--max-length", _pack_size())
-    _title(console, 2, f"What is wrong with them?  {told}")
+    _title(out, 2, f"What is wrong with them?  {told}")
     report = check_meta(str(story.meta), str(story.model), max_length=_pack_size(), decode=True)
     story.findings = [
         (one.severity, one.rule, one.key, one.found) for one in report.findings() if one.severity != "note"
     ]
     for severity, rule, key, found in story.findings:
-        _say(console, f"{severity:<8} {rule:<20} {key:<12} {_short(found)}")
+        _say(out, f"{severity:<8} {rule:<20} {key:<12} {_short(found)}")
 
 
-def _count(story: Story, console: Console) -> None:
+def _count(story: Story, out: Output) -> None:
     from packhorse.count.counting import count_meta
 
-    _title(console, 3, f"How long is each row?  {story.command('count', '--processor', story.model)}")
+    _title(out, 3, f"How long is each row?  {story.command('count', '--processor', story.model)}")
     report = count_meta(str(story.meta), str(story.model), verify=20)
     totals, verified = report.totals(), report.verified
     assert verified is not None  # it was asked for
     tokens = ", ".join(f"{number:,} {kind}" for kind, number in totals["tokens"].items() if number)
-    _say(console, f"{tokens} tokens, counted without decoding a picture.")
+    _say(out, f"{tokens} tokens, counted without decoding a picture.")
     _promise(
         story,
-        console,
+        out,
         f"{verified.checked} random rows through the real processor: {len(verified.failed)} counts differ",
         verified.checked > 0 and not verified.failed,
     )
 
 
-def _plan(story: Story, console: Console) -> None:
+def _plan(story: Story, out: Output) -> None:
     from packhorse.cli.demo.train import demo_config
     from packhorse.cli.plan import print_costs, print_left_out, summary_lines
     from packhorse.tools.view.plan_book import save_book
@@ -161,33 +157,33 @@ def _plan(story: Story, console: Console) -> None:
     from packhorse.tools.view.plan_request import Request, make_plan
 
     told = story.command("plan", "--processor", story.model, "--pack-size", _pack_size())
-    _title(console, 4, f"Which rows share a pack?  {told}")
+    _title(out, 4, f"Which rows share a pack?  {told}")
     planned = make_plan(Request(demo_config(story.out), str(story.model), str(story.model)))
     story.plan = plan_report(planned)
     save_book(planned, story.plan, story.plan_file)
     for name, text in summary_lines(story.plan):
-        _say(console, f"{name:<10} {text}")
-    console.print()
-    print_costs(story.plan, console)
-    print_left_out(story.plan, console)
+        _say(out, f"{name:<10} {text}")
+    out.line()
+    print_costs(story.plan, out)
+    print_left_out(story.plan, out)
 
 
-def _train(story: Story, console: Console) -> None:
+def _train(story: Story, out: Output) -> None:
     """An uninterrupted run in the background; beside it one that is killed, and one that goes on from it."""
     from packhorse.cli.demo.train import SAVE_EVERY, read_trace
 
     steps = story.plan["packs"]
     story.saved_at = steps // 2 // SAVE_EVERY * SAVE_EVERY
     story.kill_at = story.saved_at + SAVE_EVERY // 2 + 1
-    _title(console, 5, f"Train it packed: {steps} steps, and kill -9 in step {story.kill_at}")
+    _title(out, 5, f"Train it packed: {steps} steps, and kill -9 in step {story.kill_at}")
     whole = _start(story, "whole")
     try:
-        code = _relayed(_start(story, "killed", "--kill-at", str(story.kill_at)), console)
+        code = _relayed(_start(story, "killed", "--kill-at", str(story.kill_at)), out)
         if code != -signal.SIGKILL:
             raise PackhorseError(f"the run that was to be killed ended with exit code {code}")
-        _say(console, f"killed in step {story.kill_at}; the last checkpoint is of step {story.saved_at}")
-        _title(console, 6, f"Go on from step {story.saved_at}, in a new process")
-        if code := _relayed(_start(story, "resumed", "--from", "killed"), console):
+        _say(out, f"killed in step {story.kill_at}; the last checkpoint is of step {story.saved_at}")
+        _title(out, 6, f"Go on from step {story.saved_at}, in a new process")
+        if code := _relayed(_start(story, "resumed", "--from", "killed"), out):
             raise PackhorseError(f"the run that goes on ended with exit code {code}")
         if code := whole.wait():
             raise PackhorseError(f"the uninterrupted run ended with exit code {code}")
@@ -206,12 +202,12 @@ def _start(story: Story, name: str, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=told, text=True)
 
 
-def _relayed(process: subprocess.Popen[str], console: Console) -> int:
+def _relayed(process: subprocess.Popen[str], out: Output) -> int:
     """Print what a run says as it says it; its exit code."""
     assert process.stdout is not None  # it has a pipe
     try:
         for line in process.stdout:
-            _say(console, line.rstrip())
+            _say(out, line.rstrip())
         return process.wait()
     finally:
         process.kill()
@@ -219,69 +215,67 @@ def _relayed(process: subprocess.Popen[str], console: Console) -> int:
         process.wait()
 
 
-def _compare(story: Story, console: Console) -> None:
+def _compare(story: Story, out: Output) -> None:
     from packhorse.tools.ledgers import read_ledgers
 
-    _title(console, 7, "Did the kill change anything? Is every row accounted for?")
+    _title(out, 7, "Did the kill change anything? Is every row accounted for?")
     kept = [one for one in story.killed if one.step <= story.saved_at]
     together = [*kept, *story.resumed]
     _promise(
         story,
-        console,
+        out,
         f"steps {story.saved_at + 1} to {len(story.whole)}: losses are those of an uninterrupted run, to the "
         "last bit",
         [one.loss for one in story.resumed] == [one.loss for one in story.whole[story.saved_at :]],
     )
-    _promise(
-        story, console, "every step has the same rows as in an uninterrupted run", together == story.whole
-    )
+    _promise(story, out, "every step has the same rows as in an uninterrupted run", together == story.whole)
     first, last = _mean(story.whole[:5]), _mean(story.whole[-5:])
     told = f"the loss falls: {first:.2f} in the first five steps, {last:.2f} in the last five"
-    _promise(story, console, told, last < first)
+    _promise(story, out, told, last < first)
     story.ledger, _ = read_ledgers(story.out / "runs" / "resumed" / "ledger")
     story.ledger.save(story.out / "ledger.jsonl")
     delivered = [key for one in together for key in one.samples]
     story.delivered, lost = len(delivered), story.ledger.lost()
     _promise(
         story,
-        console,
+        out,
         f"{story.rows} rows = {len(delivered)} trained, each once + {story.plan['left_out']} in no pack + "
         f"{story.failed} that failed when decoded, each with its reason",
         len(set(delivered)) == len(delivered) and len(delivered) + lost == story.rows,
     )
     for drop in story.ledger:
-        _say(console, f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
+        _say(out, f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
 
 
 def _mean(steps: Sequence[Any]) -> float:
     return float(sum(one.loss for one in steps) / max(1, len(steps)))
 
 
-def _parity(story: Story, console: Console) -> None:
+def _parity(story: Story, out: Output) -> None:
     from packhorse.cli.parity import choose_samples, load_model
     from packhorse.families.processors import open_processor
     from packhorse.tools.parity import check_parity
 
     told = story.command("parity", "--model", story.model)
-    _title(console, 8, f"Is packed training the same as unpacked training?  {told}")
+    _title(out, 8, f"Is packed training the same as unpacked training?  {told}")
     processor = open_processor(str(story.model))
     model = load_model(str(story.model), "float32", "cpu", False, False)
     chosen = choose_samples(str(story.meta), None, _PARITY_SAMPLES, processor)
     for backend in ("sdpa", "eager"):
         report = check_parity(model, processor, chosen.samples, backend, rows=2, keys=chosen.keys)
-        _promise(story, console, report.describe(), report.ok)
+        _promise(story, out, report.describe(), report.ok)
 
 
-def _last_screen(story: Story, console: Console) -> None:
+def _last_screen(story: Story, out: Output) -> None:
     broken = [told for told, held in story.promises if not held]
-    console.rule(style="dim")
+    out.console.rule(style="dim")
     verdict = "All of it held." if not broken else f"{len(broken)} of {len(story.promises)} did NOT hold."
-    console.print(f"{verdict} {story.seconds:.0f} s. Where to look:", style="bold")
-    _say(console, f"{story.out}/report.html    the run in plots (open it in a browser)")
-    _say(console, f"{story.out}/ledger.jsonl   every row that is not trained as its file has it")
-    console.print("What to type next:", style="bold")
+    out.line(f"{verdict} {story.seconds:.0f} s. Where to look:", style="bold")
+    _say(out, f"{story.out}/report.html    the run in plots (open it in a browser)")
+    _say(out, f"{story.out}/ledger.jsonl   every row that is not trained as its file has it")
+    out.line("What to type next:", style="bold")
     for command, about in story.next_commands():
-        _say(console, f"{command}   # {about}")
+        _say(out, f"{command}   # {about}")
 
 
 def _pack_size() -> int:
@@ -290,20 +284,20 @@ def _pack_size() -> int:
     return PACK_SIZE
 
 
-def _promise(story: Story, console: Console, told: str, held: bool) -> None:
+def _promise(story: Story, out: Output, told: str, held: bool) -> None:
     story.promises.append((told, held))
     style = "green" if held else "bold red"
-    console.print("ok  " if held else "MISS", style=style, end=" ")
-    console.print(told, markup=False, soft_wrap=True)
+    out.line("ok  " if held else "MISS", style=style, end=" ")
+    out.line(told)
 
 
-def _title(console: Console, number: int, told: str) -> None:
-    console.print()
-    console.print(f"{number}. {told}", style="bold", markup=False, soft_wrap=True)
+def _title(out: Output, number: int, told: str) -> None:
+    out.line()
+    out.line(f"{number}. {told}", style="bold")
 
 
-def _say(console: Console, told: str) -> None:
-    console.print(f"   {told}", markup=False, soft_wrap=True)
+def _say(out: Output, told: str) -> None:
+    out.line(f"   {told}")
 
 
 def _short(text: str, most: int = 90) -> str:

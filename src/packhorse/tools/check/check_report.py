@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import IO, Any
@@ -20,7 +20,7 @@ from packhorse.tools.check.rules import RULES, SEVERITIES, Finding, Severity
 from packhorse.types import mask_secrets
 from packhorse.utils.files import Fingerprint
 
-IGNORED = "ignored"
+_SUMS = ("rows", "media", "media_failed", "rows_with_errors")
 
 
 class Spool:
@@ -64,7 +64,7 @@ class CheckedFile:
         rows: how many rows.
         media: how many media they have; ``media_failed`` of them could not be opened or decoded.
         counts: findings by (rule, severity).
-        error_rows: rows with an error; ``repaired_rows`` are those of them that can be repaired.
+        rows_with_errors: how many rows have an error.
         relative: whether paths of media depend on the working directory.
         notes: findings about the file as a whole: (rule, what was found).
     """
@@ -78,8 +78,7 @@ class CheckedFile:
     media: int = 0
     media_failed: int = 0
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    error_rows: int = 0
-    repaired_rows: int = 0
+    rows_with_errors: int = 0
     relative: bool = False
     notes: list[tuple[str, str]] = field(default_factory=list)
 
@@ -111,12 +110,22 @@ class CheckReport:
     spool: Spool = field(repr=False)
 
     def counts(self) -> dict[Severity, int]:
-        """Findings by severity."""
-        sums: Counter[str] = Counter()
-        for file in self.files:
-            for (_, severity), number in file.counts.items():
-                sums[severity] += number
-        return {severity: sums[severity] for severity in SEVERITIES}
+        """Return the number of findings by severity."""
+        return _by_severity(sum((file.counts for file in self.files), Counter()))
+
+    def by_rule(self) -> list[tuple[str, str, str, int]]:
+        """Return (severity, rule, dataset, findings), ordered by severity, rule and dataset."""
+        order = list(RULES)
+        found = [
+            (severity, rule, file.name, number)
+            for file in self.files
+            for (rule, severity), number in file.counts.items()
+        ]
+        return sorted(found, key=lambda one: (SEVERITIES.index(one[0]), order.index(one[1]), one[2]))
+
+    def totals(self) -> dict[str, int]:
+        """Return sums over the datasets, under their names in JSON."""
+        return {name: sum(getattr(file, name) for file in self.files) for name in _SUMS}
 
     def passed(self, strict: bool = False) -> bool:
         """Whether there is no error (``strict``: and no warning)."""
@@ -134,7 +143,7 @@ class CheckReport:
             "": "",
         }
         found = {name: needs[rule.needs] for name, rule in RULES.items() if needs[rule.needs]}
-        return found | dict.fromkeys(sorted(self.settings.ignored), IGNORED)
+        return found | dict.fromkeys(sorted(self.settings.ignored), "ignored")
 
     def findings(self) -> Iterator[Finding]:
         """All findings, data set by data set and row by row; memory is one part and the duplicates."""
@@ -167,42 +176,28 @@ class CheckReport:
             "max_length": self.settings.max_length,
             "decoded": self.settings.decode,
             "seconds": round(self.seconds, 3),
-            "rows": sum(file.rows for file in self.files),
-            "media": sum(file.media for file in self.files),
-            "media_failed": sum(file.media_failed for file in self.files),
-            "rows_with_errors": sum(file.error_rows for file in self.files),
+            **self.totals(),
             "counts": self.counts(),
             "datasets": [_dataset_dict(file) for file in self.files],
             "not_asked": self.not_asked(),
         }
 
 
-def rule_counts(files: Sequence[CheckedFile]) -> list[tuple[str, str, str, int]]:
-    """(severity, rule, data set, findings): the worst first, then as data pass the rules."""
-    order = {name: place for place, name in enumerate(RULES)}
-    found = [
-        (severity, rule, file.name, number)
-        for file in files
-        for (rule, severity), number in file.counts.items()
-    ]
-    return sorted(found, key=lambda one: (SEVERITIES.index(one[0]), order[one[1]], one[2]))
+def _by_severity(counts: Counter[tuple[str, str]]) -> dict[Severity, int]:
+    return {
+        severity: sum(number for (_, found), number in counts.items() if found == severity)
+        for severity in SEVERITIES
+    }
 
 
 def _dataset_dict(file: CheckedFile) -> dict[str, Any]:
-    rules: Counter[str] = Counter()
-    severities: Counter[str] = Counter()
-    for (rule, severity), number in file.counts.items():
-        rules[rule] += number
-        severities[severity] += number
+    rules = {name: sum(file.counts[name, severity] for severity in SEVERITIES) for name in RULES}
     return {
         "name": file.name,
         "file": mask_secrets(file.config.file_name),
-        "rows": file.rows,
-        "media": file.media,
-        "media_failed": file.media_failed,
-        "rows_with_errors": file.error_rows,
-        "counts": {severity: severities[severity] for severity in SEVERITIES},
-        "rules": {name: rules[name] for name in RULES if rules[name]},
+        **{name: getattr(file, name) for name in _SUMS},
+        "counts": _by_severity(file.counts),
+        "rules": {name: number for name, number in rules.items() if number},
     }
 
 

@@ -58,10 +58,6 @@ class Fixed:
     ledger: str
     datasets: tuple[FixedDataset, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
     """The folder for a cleaned copy, if it is new or empty.

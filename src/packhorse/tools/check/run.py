@@ -166,8 +166,7 @@ class _Check:
         self.spool.put(number, part, result.findings, result.repairs)
         self.digests.put(number, first, result.conversations, result.images)
         checked.counts.update((one.rule, one.severity) for one in result.findings)
-        checked.error_rows += len({one.row for one in result.findings if one.severity == "error"})
-        checked.repaired_rows += len(result.repairs)
+        checked.rows_with_errors += len({one.row for one in result.findings if one.severity == "error"})
         checked.media += result.media
         checked.media_failed += result.media_failed
         checked.relative |= result.relative
