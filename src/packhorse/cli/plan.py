@@ -319,22 +319,16 @@ def _print_stragglers(report: Mapping[str, Any], asked: Sequence[int], out: Outp
     out.table(title, ("ranks", "steps", "planned", "at random"), rows)
 
 
-def cost_rows(report: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """Return (way, tokens that the model computes, wasted share) for packs and for padded batches."""
+def print_costs(report: Mapping[str, Any], out: Output) -> None:
+    """Print what padding and estimated lengths would have cost."""
     padding = report["padding"]
-    batch = padding["batch_size"]
     ways = {
         "packed_unpadded": "these packs, as they are",
         "packed": f"these packs, padded to {report['pack_size']:,}",
-        "by_length": f"padded, {batch} of similar length",
-        "random": f"padded, {batch} at random",
+        "by_length": f"padded, {padding['batch_size']} of similar length",
+        "random": f"padded, {padding['batch_size']} at random",
     }
-    return [(text, padding[name]["slots"], padding[name]["wasted"]) for name, text in ways.items()]
-
-
-def print_costs(report: Mapping[str, Any], out: Output) -> None:
-    """Print what padding and estimated lengths would have cost."""
-    rows = [(way, slots, f"{wasted:.1%}") for way, slots, wasted in cost_rows(report)]
+    rows = [(text, padding[name]["slots"], f"{padding[name]['wasted']:.1%}") for name, text in ways.items()]
     title = "What the same rows cost: slots are tokens that the model computes"
     out.table(title, ("way", "slots", "wasted"), rows)
     out.line(WHY_PACK)
