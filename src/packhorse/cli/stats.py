@@ -23,7 +23,8 @@ from packhorse.cli.terminal import (
 from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from packhorse.tools.stats import DatasetStats, Distribution, StatsReport
+    from packhorse.count.columns import Distribution
+    from packhorse.tools.stats import DatasetStats, StatsReport
 
 
 _WIDTH = 80  # of what goes to a file
@@ -147,7 +148,7 @@ def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -
 
 def _marks(one: DatasetStats, name: str) -> list[Cell]:
     """Percentiles and the largest; a dash where there is nothing."""
-    from packhorse.tools.stats import PERCENTILES
+    from packhorse.count.columns import PERCENTILES
 
     spread = one.spreads[name]
     marks = [*(spread.percentile(percent) for percent in PERCENTILES), spread.max]

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.count.columns import Distribution
 from packhorse.formats.estimate import estimate, image_config, video_config
 from packhorse.plan.assign import random_numbers
-from packhorse.plan.pack_plan import QUARTILES, PackPlan, percentiles
+from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.plan.row_lengths import examples_at
 from packhorse.plan.schedule import Dealt, Packs, Segment, Shape, Units, deal
@@ -102,7 +103,7 @@ def estimated(
         "lost_share": float(lost.mean()) if len(rows) else 0.0,
         "fill": float(real[~lost].sum()) / slots if slots else 0.0,
         "error_mean": float(off.mean()) if len(rows) else 0.0,
-        "error_p99": percentiles(off, (99,))[0] if len(rows) else 0,
+        "error_p99": Distribution.of(off).percentile(99),
     }
 
 
@@ -268,10 +269,9 @@ def _ratio_in_order(packs: Packs, order: npt.NDArray[np.int64], ranks: int) -> f
 
 
 def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:
-    if not len(values):
-        return {"mean": 0.0, "min": 0, "p25": 0, "p50": 0, "p75": 0, "max": 0}
-    names = ("min", "p25", "p50", "p75", "max")
-    return {"mean": float(values.mean()), **dict(zip(names, percentiles(values, QUARTILES), strict=True))}
+    spread = Distribution.of(values)
+    quartiles = {f"p{percent}": spread.percentile(percent) for percent in (25, 50, 75)}
+    return {"mean": spread.mean, "min": spread.min, **quartiles, "max": spread.max}
 
 
 def _reasons(planned: Planned) -> list[dict[str, Any]]:
