@@ -128,17 +128,17 @@ def check(
 
 
 def _advice(meta: str, report: CheckReport) -> list[str]:
-    """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
+    """Return a line for each dataset whose media are all missing, but exist next to the meta or data file."""
     from packhorse.tools.media_dir_hint import media_dir_advice
 
-    told = [
-        media_dir_advice(meta, one.config, one.file)
+    without_media = (
+        (one.config, one.file)
         for one in report.files
         if one.file is not None
         and one.media == one.media_failed > 0
         and any(rule == "missing_media" for rule, _ in one.counts)
-    ]
-    return [line for line in told if line is not None]
+    )
+    return media_dir_advice(meta, without_media)
 
 
 def _print_json(report: CheckReport, fixed: Fixed | None, advice: list[str]) -> None:

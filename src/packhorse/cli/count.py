@@ -135,20 +135,18 @@ def count(
 
 
 def _advice(meta: str, report: CountReport) -> list[str]:
-    """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
+    """Return a line for each dataset whose media are all missing, but exist next to the meta or data file."""
     from packhorse.formats.meta_file import read_meta
     from packhorse.tools.media_dir_hint import media_dir_advice
 
-    none = {
+    files = {
         one.name: counted.file
         for one, counted in zip(report.datasets, report.files, strict=True)
         if "missing_media" in one.bad and not any(one.media.values())
     }
-    # The report has absolute paths; whether a media_dir was named stands in the meta file.
-    told = (
-        [media_dir_advice(meta, one, none[one.name]) for one in read_meta(meta, list(none))] if none else []
-    )
-    return [line for line in told if line is not None]
+    # The report has absolute paths; only the meta file shows whether a media_dir was given.
+    configs = read_meta(meta, list(files)) if files else []
+    return media_dir_advice(meta, [(config, files[config.name]) for config in configs])
 
 
 def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:

@@ -64,13 +64,13 @@ def ledger(
 ) -> None:
     """Show what became of the rows that were not delivered as their files hold them."""
     with one_line_errors("ledger", "nothing was changed"):
-        from packhorse.tools.ledgers import read_ledgers, selected
+        from packhorse.ledger import read_ledgers
 
         whole, files = read_ledgers(path)
         counts: Counter[tuple[str, str]] = Counter()
         listed: list[Drop] = []
         lost: set[tuple[str, int | None]] = set()
-        for drop in selected(whole, reason=reason, dataset=dataset, key=key):
+        for drop in whole.select(reason=reason, dataset=dataset, key=key):
             counts[getattr(drop, by.value), drop.action] += 1
             if drop.action in ("left_out", "replaced"):
                 lost.add((drop.key, drop.epoch))

@@ -22,7 +22,7 @@ from packhorse.cli.demo.train import PACK_SIZE, SAVE_EVERY, Step, demo_config, r
 from packhorse.cli.plan import WHY_PACK, print_costs, print_left_out, summary_lines
 from packhorse.cli.terminal import Output, own_command
 from packhorse.errors import ConfigError, PackhorseError
-from packhorse.ledger import Ledger
+from packhorse.ledger import Ledger, read_ledgers
 from packhorse.utils.files import write_whole
 
 REPORT = "report.html"  # stays until there is a new one
@@ -213,8 +213,6 @@ class Demo:
 
     def compare(self) -> None:
         """Compare the resumed run with the uninterrupted one, and account for every row."""
-        from packhorse.tools.ledgers import read_ledgers
-
         self._title(7, "Did the kill change anything? Is every row accounted for?")
         whole, resumed = self.runs["whole"], self.runs["resumed"]
         together = [*(step for step in self.runs["killed"] if step.step <= self.saved_at), *resumed]

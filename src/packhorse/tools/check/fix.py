@@ -26,8 +26,8 @@ from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import RawFinding, Repair
-from packhorse.tools.check.check_report import CheckedFile, CheckReport
 from packhorse.tools.check.rules import RULES
+from packhorse.tools.check.run import CheckedFile, CheckReport
 from packhorse.types import Drop
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.progress import OnProgress, Progress
