@@ -12,7 +12,8 @@ from count_samples import write_meta, write_rows
 
 PEAK = """
 import re, sys
-from packhorse.tools.check import check_meta, stats_of, write_fixed
+from packhorse.tools.check import check_meta, write_fixed
+from packhorse.tools.stats import stats_of
 meta, folder = sys.argv[1:]
 report = check_meta(meta, repair=True)
 fixed = write_fixed(report, folder, drop_duplicates=True)

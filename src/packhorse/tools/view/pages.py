@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.errors import DATA_ERRORS, is_data_error
 from packhorse.tools.view import plots
 from packhorse.tools.view.book import Book
 from packhorse.tools.view.media_shelf import MediaShelf, why_not
 from packhorse.tools.view.pack_list import PAGE, PackList, PackQuery, number_in, page_in
 from packhorse.tools.view.plan_report import too_many_bad
 from packhorse.tools.view.row_encoder import Encoder, Medium, Shown
+from packhorse.tools.view.row_search import find_key, find_text
 from packhorse.types import Drop
 
 Values = dict[str, Any]
 
 _MOST_TOKENS = 4096  # that are listed one by one
 _LONGEST_RAW = 20_000
-_SEARCH_SECONDS, _MOST_HITS = 1.5, 50  # of one page of a search by text
-_BLOCK = 256  # rows that are read together
-_AROUND = 60  # characters shown on each side of a hit
 
 
 class NotThere(LookupError):
@@ -260,82 +255,3 @@ def plan_plots(report: Mapping[str, Any]) -> Values:
         "straggler_plot": plots.line(stragglers, "Straggler ratio by number of ranks"),
         "kinds": [kind for kind in plots.KINDS if any(one[kind] for one in report["datasets"])],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A row and the text around what was looked for."""
-
-    index: int
-    key: str
-    before: str
-    match: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
-class Hits:
-    """What was found.
-
-    Attributes:
-        hits: at most 50.
-        next: where to go on; None if all rows were looked at.
-        looked_at: how many rows were read now.
-    """
-
-    hits: list[Hit]
-    next: int | None
-    looked_at: int
-
-
-def find_key(book: Book, wanted: str) -> list[int]:
-    """The rows with this key: ``coco/812``, or 812 in every data set."""
-    wanted = wanted.strip()
-    keys = [f"{name}/{wanted}" for name in book.names] if wanted.isdecimal() else [wanted]
-    found = (book.finder.find(key) for key in keys)
-    return [index for index in found if index is not None]
-
-
-def find_text(book: Book, wanted: str, first: int = 0, seconds: float = _SEARCH_SECONDS) -> Hits:
-    """Rows in which a text stands, whatever its case, from a position on.
-
-    A row that cannot be parsed is searched as its bytes are.
-    """
-    needle = re.compile(re.escape(wanted), re.IGNORECASE)
-    hits: list[Hit] = []
-    until = time.monotonic() + seconds
-    index, start = first, 0
-    for source in book.dataset.sources:
-        begin, start = start, start + len(source)
-        while index < start:
-            positions = range(index - begin, min(index - begin + _BLOCK, len(source)))
-            rows = source.file.read(source.selection.row(position) for position in positions)
-            for position, row in zip(positions, rows, strict=True):
-                place = begin + position
-                text = book.raw(place) if isinstance(row, BadSample) else _text(row)
-                found = needle.search(text)
-                if found is not None:
-                    hits.append(_hit(book, place, text, *found.span()))
-                    if len(hits) == _MOST_HITS:
-                        return Hits(hits, place + 1 if place + 1 < len(book) else None, place + 1 - first)
-            index = begin + positions.stop
-            if time.monotonic() > until and index < len(book):
-                return Hits(hits, index, index - first)
-    return Hits(hits, None, max(0, index - first))
-
-
-def _hit(book: Book, index: int, text: str, at: int, end: int) -> Hit:
-    before = ("…" if at > _AROUND else "") + text[max(0, at - _AROUND) : at]
-    after = text[end : end + _AROUND] + ("…" if end + _AROUND < len(text) else "")
-    return Hit(index, book.key(index), before, text[at:end], after)
-
-
-def _text(value: Any) -> str:
-    """All texts of a row, one after the other."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return "\n".join(filter(None, map(_text, value.values())))
-    if isinstance(value, list | tuple):
-        return "\n".join(filter(None, map(_text, value)))
-    return ""
