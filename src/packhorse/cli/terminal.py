@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from rich.table import Table
 
 
 def processor_option(more: str = "") -> Any:
@@ -50,6 +51,14 @@ CANNOT, STOPPED = 2, 130
 
 
 Cell = str | int
+
+
+def new_table() -> Table:
+    """Return a table without columns, in the style of all commands."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
 
 
 class Output:
@@ -94,11 +103,9 @@ class Output:
             styles: of the rows, if they are coloured.
             total: a last row, after a separator.
         """
-        from rich import box
         from rich.markup import escape
-        from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        table = new_table()
         for number, name in enumerate(columns):
             is_name = name == "data set"
             table.add_column(
