@@ -181,7 +181,7 @@ def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:
 
 
 def _remarks(dataset: DatasetReport) -> Iterator[str]:
-    """What the table does not tell of a data set: rows that are not exact, not learned, or bad."""
+    """Yield what the table does not show: inexact counts, unsupervised rows, bad rows."""
     if dataset.off_by:
         bound = f"at most {dataset.off_by:,} tokens a row" if dataset.off_by > 0 else "an unknown number"
         yield f"{dataset.name}: not exact, off by {bound}"

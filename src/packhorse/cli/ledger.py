@@ -93,13 +93,15 @@ def ledger(
         return
     if not total:
         asked = {"reason": reason, "dataset": dataset, "key": key}
-        typer.echo(_nothing(whole, {name: value for name, value in asked.items() if value is not None}))
+        typer.echo(
+            _describe_empty(whole, {name: value for name, value in asked.items() if value is not None})
+        )
         return
     _print(counts, by, listed, total, len(lost), len(files))
 
 
-def _nothing(whole: Ledger, asked: Mapping[str, str]) -> str:
-    """What there is instead, where nothing was found."""
+def _describe_empty(whole: Ledger, asked: Mapping[str, str]) -> str:
+    """Return which entries there are if none was selected."""
     if not len(whole):
         return "no entry: nothing was left out, replaced, cut or repaired"
     told = " and ".join(f"{name} {value}" for name, value in asked.items())

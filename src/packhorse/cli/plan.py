@@ -64,7 +64,7 @@ packhorse view meta.phplan
 
 
 class Placeholder(str, Enum):
-    """Whether packs keep room for a blank medium."""
+    """Whether packs reserve space for a placeholder image."""
 
     auto = "auto"
     never = "never"
@@ -167,7 +167,7 @@ def plan(
             raise ConfigError(
                 f"{given[0]} goes with one --pack-size: several are compared, and no plan is written"
             )
-        target = out if out is not None else beside(meta) if len(sizes) == 1 else None
+        target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
         if target is not None:
             check_target(target)  # before the long work
         asked = numbers_in("--ranks", ranks or ())
@@ -202,8 +202,8 @@ def plan(
         _print(report, target, asked)
 
 
-def beside(meta: str) -> Path:
-    """Where a plan goes if nothing else was said: beside the meta file.
+def default_target(meta: str) -> Path:
+    """Return where a plan goes without ``--out``: next to the meta file.
 
     Raises:
         ConfigError: that is no local file.
@@ -217,7 +217,7 @@ def beside(meta: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Whether a plan can be written there, as far as that can be known without writing.
+    """Raise if a plan cannot be written there, as far as that is known before writing.
 
     Raises:
         ConfigError: it is a folder, or the folder above it is not there or may not be written to.
@@ -234,7 +234,7 @@ def check_target(target: Path) -> None:
 
 
 def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
+    """Return the numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
 
     Raises:
         ConfigError: one of them is no number from 1 upwards.
@@ -285,7 +285,7 @@ def _print_sizes(report: Mapping[str, Any]) -> None:
 
 
 def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The plan in a few lines: a name and what there is to say."""
+    """Describe the plan in a few lines: (name, text)."""
     documents = report["documents_per_pack"]
     quartiles = ", ".join(f"{documents[name]:,}" for name in ("min", "p25", "p50", "p75", "max"))
     kept = f" ({report['reserve']:,} are kept free for a placeholder)" if report["reserve"] else ""

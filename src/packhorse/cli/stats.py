@@ -147,7 +147,7 @@ def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -
 
 
 def _marks(one: DatasetStats, name: str) -> list[Cell]:
-    """Percentiles and the largest; a dash where there is nothing."""
+    """Return percentiles and the largest value; dashes without values."""
     from packhorse.count.columns import PERCENTILES
 
     spread = one.spreads[name]
@@ -156,7 +156,7 @@ def _marks(one: DatasetStats, name: str) -> list[Cell]:
 
 
 def short(number: int) -> str:
-    """A number of tokens in few characters: 1,234, 56.7k, 8.9M, 1.2G."""
+    """Return a number in few characters: 1,234, 56.7k, 8.9M, 1.2G."""
     if number < 10_000:
         return f"{number:,}"
     for unit, name in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
@@ -177,7 +177,7 @@ def _print_histograms(one: DatasetStats, estimated: bool, out: Output) -> None:
     }
     for name, title in titles.items():
         spread = one.spreads[name]
-        # What no row has says nothing: neither no images, nor no visual tokens.
+        # A histogram of zeros alone, as of visual tokens in text, shows nothing.
         if not spread.n or (not spread.max and name != "supervised_percent"):
             continue
         out.line(f"{one.name}: {title}", style="bold")
@@ -187,7 +187,7 @@ def _print_histograms(one: DatasetStats, estimated: bool, out: Output) -> None:
 
 
 def bins_for(name: str, spread: Distribution) -> list[int]:
-    """Edges that suit what is shown: tens for a share, each number for few media, else bins that double."""
+    """Return edges: tens for a share, each number for few media, otherwise bins that double."""
     if name == "supervised_percent":
         return [*range(0, 100, 10), 101]
     if name == "media_per_row" and spread.max < _MOST_BARS:
@@ -196,7 +196,7 @@ def bins_for(name: str, spread: Distribution) -> list[int]:
 
 
 def histogram_lines(spread: Distribution, edges: Sequence[int], width: int, blocks: bool = True) -> list[str]:
-    """A histogram as lines of at most ``width`` characters: bin, bar, number, share.
+    """Draw a histogram as lines of at most ``width`` characters: bin, bar, number, share.
 
     Args:
         spread: what is drawn.
@@ -224,7 +224,7 @@ def _bin(low: int, high: int) -> str:
 
 
 def _bar(length: float, some: bool, blocks: bool) -> str:
-    """A bar of this length; what is there is seen, however little it is."""
+    """Draw a bar of this length; a bin with a value is never empty."""
     if not blocks:
         return "#" * max(round(length), int(some))
     eighths = max(round(length * 8), int(some))

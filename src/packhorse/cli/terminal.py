@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def processor_option(more: str = "") -> Any:
-    """The option ``--processor``; ``more`` says what it is for, or what is done without it."""
+    """Return the option ``--processor``; ``more`` is added to its help."""
     return typer.Option(metavar="DIR", help=f"Folder (or hub name) of the model's processor{more}.")
 
 
@@ -145,24 +145,24 @@ def number_of(count: int, one: str, many: str | None = None) -> str:
 
 
 def own_command() -> str:
-    """How to type the command of this environment: by its name where the shell finds it, else by its path."""
-    beside = Path(sys.executable).with_name("packhorse")
+    """Return how to type the command of this environment: its name if the shell finds it, else its path."""
+    installed = Path(sys.executable).with_name("packhorse")
     found = which("packhorse")
-    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+    if found is not None and (not installed.exists() or Path(found).samefile(installed)):
         return "packhorse"
-    if not beside.exists():
+    if not installed.exists():
         return f"{sys.executable} -m packhorse"
     here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    return str(installed.relative_to(here) if installed.is_relative_to(here) else installed)
 
 
 @contextlib.contextmanager
 def one_line_errors(command: str, stopped: str) -> Iterator[None]:
-    """Turn what a user can do something about into one line on stderr and an exit code.
+    """Turn errors that a user can act on into one line on stderr and an exit code.
 
     Args:
         command: its name.
-        stopped: what Ctrl-C leaves behind, in words.
+        stopped: printed after Ctrl-C: what is left.
     """
     from packhorse.errors import PackhorseError, plain_error
 
@@ -170,7 +170,7 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read our output has gone: typer ends quietly
+        raise  # the reader of the output has gone; typer ends quietly
     except (PackhorseError, OSError) as error:
         line = " ".join(plain_error(error).split())
         typer.echo(f"packhorse {command}: {line}", err=True)
@@ -181,10 +181,10 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
 
 
 class _PlainHelp:
-    """Flags take no value, and ``--help`` shows none behind them."""
+    """Commands whose ``--help`` shows no value after flags."""
 
     def get_params(self, ctx: Any) -> Any:
-        """As the base class has them; flags without a type."""
+        """Return the parameters of the base class, flags without a type."""
         params = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if getattr(param, "is_flag", False):
@@ -197,10 +197,10 @@ class PlainCommand(_PlainHelp, TyperCommand):
 
 
 class OneLineGroup(_PlainHelp, TyperGroup):
-    """Commands whose wrong use, too, is one line: which command, what is wrong, where to look."""
+    """Commands that report wrong usage in one line: the command, the error, where to look."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
-        """As the base class; a misspelled option or a missing one is told in one line, with exit code 2."""
+        """Run a command; report a misspelled or missing option in one line, with exit code 2."""
         standalone_mode = more.pop("standalone_mode", True)
         try:
             code = super().main(args, *rest, **{**more, "standalone_mode": False})
