@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 .PHONY: bench bench-quick demo test lint types unit test-slow system clean
 
 demo: $(READY)
-	$(BIN)/python -m packhorse.cli.demo
+	$(BIN)/python -m packhorse demo
 
 test: system lint types unit
 

@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from packhorse.cli.terminal import CANNOT, STOPPED, new_table, out_console
+from packhorse.cli.terminal import CANNOT, STOPPED, Output, new_table
 from packhorse.errors import ConfigError
 from page import find_scripts, load_records, write_page
 from promises import RECORD, blank_record, shown, to_reach, write_record
@@ -114,7 +114,7 @@ def _run_all(options: argparse.Namespace) -> int:
     writes_page = options.docs and not options.quick
     if writes_page:
         load_records(home)  # report an unreadable record now, not after the first hour
-    console = Console(stderr=True, highlight=False) if options.json else out_console(_WIDTH)
+    console = Console(stderr=True, highlight=False) if options.json else Output(_WIDTH).console
     results = []
     for number, script in enumerate(scripts, 1):
         console.print(f"{script.stem} ({number} of {len(scripts)})", style="bold", markup=False)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from packhorse.cli.demo.tiny import tiny_model, tiny_processor
+from packhorse.cli.demo.data import tiny_model, tiny_processor
 
 __all__ = [
     "Traced",

@@ -278,6 +278,18 @@ class Ledger:
         for many in list(self._many.values()):
             yield from many.drops()
 
+    def select(
+        self, *, reason: str | None = None, dataset: str | None = None, key: str | None = None
+    ) -> Iterator[Drop]:
+        """Yield the entries with this reason, dataset and row (``coco/812``, its copies included)."""
+        for drop in self:
+            if (
+                reason in (None, drop.reason)
+                and dataset in (None, drop.dataset)
+                and (key is None or drop.key == key or drop.key.startswith(f"{key}#"))
+            ):
+                yield drop
+
     def counts(self, by: Literal["reason", "dataset", "stage", "action"] = "reason") -> dict[str, int]:
         """How many entries there are by reason (or by dataset, stage, action), the most frequent first."""
         self._collect()
@@ -485,6 +497,45 @@ def remark(drop: Drop) -> None:
         row[0].record(replace(drop, key=row[1]))
     elif drop not in _default._drops:
         _default.record(drop)
+
+
+def read_ledgers(path: str | os.PathLike[str]) -> tuple[Ledger, list[Path]]:
+    """Read a ledger file, or all ledger files (``*.jsonl``) of a folder together.
+
+    Other files of the folder, such as the rows of a dataset, are ignored; an entry that several ranks have
+    recorded counts once.
+
+    Returns:
+        The ledger, and the files it was read from.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ConfigError: the file is no ledger, or the folder has none.
+    """
+    home = Path(path)
+    if not home.is_dir():
+        return Ledger.load(home), [home]
+    files = [file for file in sorted(home.glob("*.jsonl")) if file.is_file() and _is_ledger(file)]
+    if not files:
+        raise ConfigError(f"{path}: no ledger in this folder (files *.jsonl as Ledger.save writes them)")
+    whole = Ledger()
+    for file in files:
+        whole.merge(Ledger.load(file))
+    return whole, files
+
+
+def _is_ledger(file: Path) -> bool:
+    """Return whether the first line that is not blank is a ledger entry; empty files go by their name."""
+    with open(file, "rb") as lines:
+        first = next((line for line in lines if line.strip()), None)
+    if first is None:
+        return "ledger" in file.name
+    try:
+        entry = json.loads(first)
+    except ValueError:
+        return False
+    is_entry = isinstance(entry, dict) and entry.keys() >= {"stage", "reason", "action", "dataset"}
+    return is_entry and bool({"key", "rows"} & entry.keys())
 
 
 def default_ledger() -> Ledger:

@@ -15,8 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from browser.conftest import Server, new_context, serving
 from contract.torchvision_ops import make_torchvision_importable
-from packhorse.cli.demo.data import write_demo_mix
-from packhorse.cli.demo.tiny import tiny_model, tiny_processor
+from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_mix
 from packhorse.ledger import Ledger
 from packhorse.types import Drop
 

@@ -117,7 +117,7 @@ def test_the_report_has_its_plots_inside_and_asks_for_nothing_from_elsewhere(dem
     killed = demo.trace("killed")[-1].step + 1
     assert f"killed in step {killed}" in page
     assert page.count("<svg") >= 5
-    assert page.count('class="again"') == len(demo.trace("resumed"))
+    assert page.count('class="dot resumed"') == len(demo.trace("resumed"))
     for key in BROKEN:
         assert key in page
     assert not re.search(r"(?:src|href)=|url\(|@import", page)
@@ -168,7 +168,7 @@ def foreign(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_folder_that_is_not_the_demos_own_is_refused_and_not_touched(foreign: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "packhorse.cli.demo", "--out", str(foreign)],
+        [sys.executable, "-m", "packhorse", "demo", "--out", str(foreign)],
         capture_output=True,
         text=True,
         check=False,

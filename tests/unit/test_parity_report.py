@@ -51,7 +51,7 @@ def test_compared_gradients_have_no_excuse_beside_them_in_the_json():
         (["--model", "m", "--processor", "/nowhere"], "processor /nowhere: no such folder"),
         (["--model", "m", "--attention", "foo"], "attention 'foo': expected one of"),
         (["--model", "m", "--dtype", "int"], "--dtype int: expected float32, bfloat16 or float16"),
-        (["--model", "m", "--device", "abacus"], "--device abacus: not to be had here"),
+        (["--model", "m", "--device", "abacus"], "--device abacus: not available here"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line_and_exit_code_two(options, says):
@@ -73,7 +73,7 @@ def test_no_row_is_taken_twice_and_bad_ones_are_named(tmp_path):
         torn, missing = chosen.left_out
         assert torn.startswith("chats/2: malformed_row, ")
         assert missing == "chats/4: missing_media, no file none.png"
-        assert chosen.said().startswith("2 rows left out:\n  chats/2: malformed_row")
+        assert chosen.describe_left_out().startswith("2 rows left out:\n  chats/2: malformed_row")
 
 
 def test_data_without_a_good_row_are_given_up_and_named(tmp_path):

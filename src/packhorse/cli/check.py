@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,22 +15,19 @@ from packhorse.cli.terminal import (
     META,
     TRUST,
     WORKERS,
-    new_table,
+    Output,
+    number_of,
     one_line_errors,
-    out_console,
     processor_option,
-    progress_bar,
+    to_json,
 )
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from packhorse.tools.check import CheckReport, Finding, Fixed
 
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-_WIDTH = 140  # of a table that goes to a file
 
 EXAMPLES = """
 Exit code 0: no error (warnings and notes are told; with --strict: no warning either), 1: errors found,
@@ -103,7 +100,7 @@ def check(
             raise ConfigError("--max-length goes with --processor: tokens are counted with it")
         if fix is not None:
             check_target(fix)  # before the long work
-        with progress_bar("checking") as progress:
+        with Progress("checking") as progress:
             report = check_meta(
                 meta,
                 processor,
@@ -119,7 +116,7 @@ def check(
             )
         fixed: Fixed | None = None
         if fix is not None:
-            with progress_bar("writing") as progress:
+            with Progress("writing") as progress:
                 fixed = write_fixed(report, fix, drop_duplicates=drop_duplicates, progress=progress)
         advice = _advice(meta, report)
     if as_json:
@@ -131,104 +128,82 @@ def check(
 
 
 def _advice(meta: str, report: CheckReport) -> list[str]:
-    """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
+    """Return a line for each dataset whose media are all missing, but exist next to the meta or data file."""
     from packhorse.tools.media_dir_hint import media_dir_advice
 
-    told = [
-        media_dir_advice(meta, one.config, one.file)
+    without_media = (
+        (one.config, one.file)
         for one in report.files
         if one.file is not None
         and one.media == one.media_failed > 0
         and any(rule == "missing_media" for rule, _ in one.counts)
-    ]
-    return [line for line in told if line is not None]
+    )
+    return media_dir_advice(meta, without_media)
 
 
 def _print_json(report: CheckReport, fixed: Fixed | None, advice: list[str]) -> None:
-    """One object; the findings are written one by one, since they may be many."""
-    head = report.as_dict() | {"advice": advice, "fixed": None if fixed is None else fixed.as_dict()}
-    typer.echo(json.dumps(head, indent=2).removesuffix("\n}") + ',\n  "findings": [', nl=False)
+    """Print one object; the findings are written one by one, since they may be many."""
+    head = to_json(report.as_dict() | {"advice": advice, "fixed": fixed})
+    typer.echo(head.removesuffix("\n}") + ',\n  "findings": [', nl=False)
     separator = "\n"
     for finding in report.findings():
-        typer.echo(f"{separator}    {json.dumps(finding.as_dict())}", nl=False)
+        typer.echo(f"{separator}    {to_json(finding, indent=None)}", nl=False)
         separator = ",\n"
     typer.echo("]\n}" if separator == "\n" else "\n  ]\n}")
 
 
 def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str]) -> None:
-    console = out_console(_WIDTH)
-    counts = report.counts()
-    if any(counts.values()):
-        console.print(_table(report))
-        _print_rows(report, console, show)
-    rows = sum(file.rows for file in report.files)
-    media = sum(file.media for file in report.files)
-    what = ", ".join(
-        f"{number:,} {name}{'' if number == 1 else 's'}" for name, number in counts.items() if number
-    )
-    opened = media - sum(file.media_failed for file in report.files)
+    out = Output()
+    if rules := report.by_rule():
+        out.table(
+            "Findings by rule and data set",
+            ("severity", "rule", "data set", "found"),
+            rules,
+            text_columns=3,
+            styles=[_COLOURS[severity] for severity, *_ in rules],
+        )
+        if show:
+            _print_rows(report, rules, out, show)
+    totals = report.totals()
+    opened, media = totals["media"] - totals["media_failed"], totals["media"]
     decoded = "decoded" if report.settings.decode else "looked at (headers)"
     some = f"{opened:,} of {media:,}" if opened < media else f"{media:,}"
-    sets = "1 data set" if len(report.files) == 1 else f"{len(report.files)} data sets"
-    console.print(
-        f"{rows:,} rows of {sets} checked, {some} media {decoded}, in {report.seconds:.1f} s: "
-        f"{what or 'nothing found'}."
+    what = ", ".join(number_of(number, name) for name, number in report.counts().items() if number)
+    out.line(
+        f"{totals['rows']:,} rows of {number_of(len(report.files), 'data set')} checked, {some} media "
+        f"{decoded}, in {report.seconds:.1f} s: {what or 'nothing found'}."
     )
-    for line in advice:
-        console.print(line, markup=False, soft_wrap=True)
+    out.lines(advice)
     needed: dict[str, list[str]] = defaultdict(list)
     for rule, need in report.not_asked().items():
         needed[need].append(rule)
-    for need, rules in needed.items():
-        console.print(f"not asked ({need}): {', '.join(rules)}", soft_wrap=True)
+    out.lines(f"not asked ({need}): {', '.join(rules)}" for need, rules in needed.items())
     if fixed is not None:
-        _print_fixed(fixed, console)
+        out.lines(
+            f"{one.name}: {one.rows:,} rows, {one.kept:,} kept ({one.repaired:,} of them repaired), "
+            f"{one.left_out:,} left out"
+            for one in fixed.datasets
+        )
+        out.line(f"wrote {fixed.meta}; {fixed.ledger} names each row")
 
 
-def _table(report: CheckReport) -> Table:
-    from rich.markup import escape
-
-    from packhorse.tools.check.check_report import rule_counts
-
-    table = new_table("Findings by rule and data set")
-    for name in ("severity", "rule"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("data set", overflow="fold")
-    table.add_column("found", justify="right", no_wrap=True)
-    for severity, rule, dataset, number in rule_counts(report.files):
-        table.add_row(severity, rule, escape(dataset), f"{number:,}", style=_COLOURS[severity])
-    return table
-
-
-def _print_rows(report: CheckReport, console: Console, show: int) -> None:
-    """The first rows of each rule and data set."""
+def _print_rows(
+    report: CheckReport, rules: Sequence[tuple[str, str, str, int]], out: Output, show: int
+) -> None:
+    """Print the first rows of each rule and dataset."""
     from packhorse.tools.check import RULES
-    from packhorse.tools.check.check_report import rule_counts
 
-    if not show:
-        return
     first: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
     for finding in report.findings():
         group = first[finding.severity, finding.rule, finding.dataset]
         if len(group) < show:
             group.append(finding)
-    for severity, rule, dataset, number in rule_counts(report.files):
+    for severity, rule, dataset, number in rules:
         shown = first[severity, rule, dataset]
         more = f", the first {len(shown)} of {number:,}" if len(shown) < number else ""
-        console.print(f"{severity} {rule}", style=_COLOURS[severity], end="")
-        console.print(f" in {dataset}{more}: {RULES[rule].advice}", markup=False, soft_wrap=True)
+        out.line(f"{severity} {rule}", style=_COLOURS[severity], end="")
+        out.line(f" in {dataset}{more}: {RULES[rule].advice}")
         for finding in shown:
             where = finding.key if finding.row is None else f"{finding.key}, {finding.location}"
-            console.print(f"  {where}: {finding.found}", markup=False, soft_wrap=True)
-    console.print()
-
-
-def _print_fixed(fixed: Fixed, console: Console) -> None:
-    for one in fixed.datasets:
-        console.print(
-            f"{one.name}: {one.rows:,} rows, {one.kept:,} kept ({one.repaired:,} of them repaired), "
-            f"{one.left_out:,} left out",
-            markup=False,
-            soft_wrap=True,
-        )
-    console.print(f"wrote {fixed.meta}; {fixed.ledger} names each row", markup=False, soft_wrap=True)
+            out.line(f"  {where}: {finding.found}")
+    out.line()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,21 +15,17 @@ from packhorse.cli.terminal import (
     PROCESSOR,
     TRUST,
     WORKERS,
-    new_table,
+    Output,
     one_line_errors,
-    out_console,
-    progress_bar,
+    to_json,
 )
 from packhorse.types import MEDIA_KINDS
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from packhorse.count.count_report import CountReport, DatasetReport
 
 
-_WIDTH = 140  # of a table that goes to a file
 _SHOWN_FAILURES = 20
 
 EXAMPLES = """
@@ -109,7 +104,7 @@ def count(
         from packhorse.count.engines import engine_named
         from packhorse.errors import ConfigError
 
-        with progress_bar("counting") as progress:
+        with Progress("counting") as progress:
             report = count_meta(
                 meta,
                 processor,
@@ -128,17 +123,11 @@ def count(
             raise ConfigError(f"{meta}: it names no data set")
         written: list[Path] = []
         if write_jsonl is not None:
-            with progress_bar("writing") as progress:
+            with Progress("writing") as progress:
                 written = write_counted_jsonl(report.files, write_jsonl, progress)
         advice = _advice(meta, report)
     if as_json:
-        told = {
-            "version": 1,
-            **report.as_dict(),
-            "advice": advice,
-            "written": [str(path) for path in written],
-        }
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(to_json({"version": 1, **report.as_dict(), "advice": advice, "written": written}))
     else:
         _print(report, written, advice)
     if report.verified is not None and report.verified.failed:
@@ -146,51 +135,53 @@ def count(
 
 
 def _advice(meta: str, report: CountReport) -> list[str]:
-    """A line for each data set whose media are all missing, though they lie beside the meta or data file."""
+    """Return a line for each dataset whose media are all missing, but exist next to the meta or data file."""
     from packhorse.formats.meta_file import read_meta
     from packhorse.tools.media_dir_hint import media_dir_advice
 
-    none = {
+    files = {
         one.name: counted.file
         for one, counted in zip(report.datasets, report.files, strict=True)
         if "missing_media" in one.bad and not any(one.media.values())
     }
-    # The report has absolute paths; whether a media_dir was named stands in the meta file.
-    told = (
-        [media_dir_advice(meta, one, none[one.name]) for one in read_meta(meta, list(none))] if none else []
-    )
-    return [line for line in told if line is not None]
+    # The report has absolute paths; only the meta file shows whether a media_dir was given.
+    configs = read_meta(meta, list(files)) if files else []
+    return media_dir_advice(meta, [(config, files[config.name]) for config in configs])
 
 
 def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:
-    console = out_console(_WIDTH)
-    console.print(_table(report))
+    out = Output()
+    _print_table(report, out)
     longest = ", ".join(f"{one.longest_row} ({one.longest:,})" for one in report.datasets if one.longest_row)
     if longest:
-        console.print(f"longest rows: {longest}", markup=False, soft_wrap=True)
+        out.line(f"longest rows: {longest}")
     for dataset in report.datasets:
-        for line in _remarks(dataset):
-            console.print(line, markup=False, soft_wrap=True)
-    for line in advice:
-        console.print(line, markup=False, soft_wrap=True)
-    taken_over, rate = sum(dataset.taken_over for dataset in report.datasets), ""
+        out.lines(_remarks(dataset))
+    out.lines(advice)
+    taken_over, rate = report.totals()["taken_over"], ""
     if report.counted_rows and report.counting_seconds:
         rate = f" ({report.counted_rows / report.counting_seconds:,.0f} rows/s)"
-    opening, counting = f"{report.opening_seconds:.1f}", f"{report.counting_seconds:.1f}"
-    console.print(
+    out.line(
         f"{report.counted_rows:,} rows counted{rate}, {taken_over:,} taken over, in {report.seconds:.1f} s "
-        f"({opening} s to open processor and files, {counting} s to count).",
-        soft_wrap=True,
+        f"({report.opening_seconds:.1f} s to open processor and files, {report.counting_seconds:.1f} s to "
+        "count)."
     )
-    for path in dict.fromkeys(dataset.sidecar for dataset in report.datasets):
-        console.print(f"counts in {path}", markup=False, soft_wrap=True)
-    for copy in written:
-        console.print(f"wrote {copy}", markup=False, soft_wrap=True)
-    _print_verified(report, console)
+    out.lines(f"counts in {path}" for path in dict.fromkeys(dataset.sidecar for dataset in report.datasets))
+    out.lines(f"wrote {copy}" for copy in written)
+    if (verified := report.verified) is None:
+        return
+    out.lines(
+        f"cannot be decoded, so not compared: {line}" for line in verified.not_encoded[:_SHOWN_FAILURES]
+    )
+    out.lines(f"differs: {line}" for line in verified.failed[:_SHOWN_FAILURES])
+    result = "all as the real processor makes them"
+    if verified.failed:
+        result = f"{len(verified.failed):,} differ from the real processor"
+    out.line(f"verified {verified.checked - len(verified.not_encoded):,} rows: {result}")
 
 
 def _remarks(dataset: DatasetReport) -> Iterator[str]:
-    """What the table does not tell of a data set: rows that are not exact, not learned, or bad."""
+    """Yield what the table does not show: inexact counts, unsupervised rows, bad rows."""
     if dataset.off_by:
         bound = f"at most {dataset.off_by:,} tokens a row" if dataset.off_by > 0 else "an unknown number"
         yield f"{dataset.name}: not exact, off by {bound}"
@@ -207,59 +198,27 @@ def _remarks(dataset: DatasetReport) -> Iterator[str]:
             yield "  (as an earlier run found it; if the media are there now, count with --retry-bad)"
 
 
-def _table(report: CountReport) -> Table:
-    """A row for each data set; kinds of tokens that nobody has are left out, to fit on a terminal."""
-    from rich.markup import escape
-
-    kinds = [kind for kind in MEDIA_KINDS if any(one.tokens[kind] for one in report.datasets)]
-    names = [
-        "rows",
-        "tokens",
-        *(["text", *kinds] if kinds else []),
-        "learned",
-        "%",
-        "media",
-        "longest",
-        "bad",
-    ]
-    table = new_table("Tokens by data set")
-    table.add_column("data set", overflow="fold", min_width=8)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in report.datasets:
-        table.add_row(escape(one.name), *_cells([one], names))
-    if len(report.datasets) > 1:
-        table.add_section()
-        table.add_row("all", *_cells(report.datasets, names))
-    return table
+def _print_table(report: CountReport, out: Output) -> None:
+    """Print a row for each dataset; a kind of tokens that none of them has gets no column."""
+    every = report.as_dict()
+    kinds = [kind for kind in MEDIA_KINDS if every["all"]["tokens"][kind]]
+    by_kind = ["text", *kinds] if kinds else []
+    names = ["rows", "tokens", *by_kind, "learned", "%", "media", "longest", "bad"]
+    rows = [[one["name"], *_cells(one, names)] for one in every["datasets"]]
+    total = ["all", *_cells(every["all"], names)] if len(rows) > 1 else None
+    out.table("Tokens by data set", ["data set", *names], rows, total=total)
 
 
-def _cells(datasets: Sequence[DatasetReport], names: list[str]) -> list[str]:
-    total, supervised = sum(one.total for one in datasets), sum(one.supervised for one in datasets)
-    values = {
-        "rows": sum(one.rows for one in datasets),
+def _cells(counts: Mapping[str, Any], names: list[str]) -> list[str | int]:
+    total, supervised = counts["total"], counts["supervised"]
+    cells = {
+        "rows": counts["rows"],
         "tokens": total,
+        **counts["tokens"],
         "learned": supervised,
-        **{kind: sum(one.tokens[kind] for one in datasets) for kind in ("text", *MEDIA_KINDS)},
-        "media": sum(sum(one.media.values()) for one in datasets),
-        "longest": max(one.longest for one in datasets),
-        "bad": sum(sum(one.bad.values()) for one in datasets),
+        "%": f"{supervised / total:.1%}" if total else "-",
+        "media": sum(counts["media"].values()),
+        "longest": counts["longest"],
+        "bad": sum(counts["bad"].values()),
     }
-    cells = {name: f"{value:,}" for name, value in values.items()}
-    cells["%"] = f"{supervised / total:.1%}" if total else "-"
     return [cells[name] for name in names]
-
-
-def _print_verified(report: CountReport, console: Console) -> None:
-    verified = report.verified
-    if verified is None:
-        return
-    for line in verified.not_encoded[:_SHOWN_FAILURES]:
-        console.print(f"cannot be decoded, so not compared: {line}", markup=False, soft_wrap=True)
-    for line in verified.failed[:_SHOWN_FAILURES]:
-        console.print(f"differs: {line}", markup=False, soft_wrap=True)
-    compared = verified.checked - len(verified.not_encoded)
-    if verified.failed:
-        console.print(f"verified {compared:,} rows: {len(verified.failed):,} differ from the real processor")
-    else:
-        console.print(f"verified {compared:,} rows: all as the real processor makes them")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, one_line_errors, progress_bar
+from packhorse.cli.terminal import AS_JSON, DATASETS, TRUST, number_of, one_line_errors, to_json
+from packhorse.utils.progress import OnProgress, Progress
 
 if TYPE_CHECKING:
-    from packhorse.count.counting import OnProgress
     from packhorse.errors import ConfigError
     from packhorse.tools.parity import ParityReport
 
@@ -78,39 +77,39 @@ def parity(
 
         for backend in attention or ():
             check_attention(backend)  # before the weights are loaded
-        check_place(dtype, device)
+        check_dtype(dtype, device)
         try:
             opened = open_processor(processor or model, trust_remote_code)
         except ConfigError as error:
             if processor is not None:
                 raise
-            # Nobody has named a processor: the model's own was looked for.
+            # No processor was given, so the model's own was looked for.
             raise ConfigError(str(error).replace("processor", "model", 1)) from error
-        with progress_bar("encoding", "samples") as progress:
+        with Progress("encoding", unit="samples") as progress:
             chosen = choose_samples(meta, datasets, samples, opened, progress)
         if chosen.left_out and not as_json:
-            typer.echo(chosen.said())
+            typer.echo(chosen.describe_left_out())
         loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
-        reports, impossible = _compared(loaded, opened, chosen, attention, rows)
+        reports, impossible = _compare(loaded, opened, chosen, attention, rows)
     if as_json:
-        told = {
+        whole = {
             "version": 1,
             "passed": all(report.ok for report in reports),
             "left_out": chosen.left_out,
             "not_possible": {backend: str(why) for backend, why in impossible},
             "reports": [report.as_dict() for report in reports],
         }
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(to_json(whole))
     else:
         _print(reports, impossible)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
 
-def _compared(
+def _compare(
     model: Any, processor: Any, chosen: Chosen, asked: Sequence[str] | None, rows: int
 ) -> tuple[list[ParityReport], list[tuple[str, ConfigError]]]:
-    """The reports, and the backends that are not possible here.
+    """Return the reports, and the backends that are not possible here.
 
     Raises:
         ConfigError: one that was asked for is not possible, or none is.
@@ -121,7 +120,7 @@ def _compared(
     reports: list[ParityReport] = []
     impossible: list[tuple[str, ConfigError]] = []
     backends, packs = asked or _BACKENDS, min(rows, len(chosen.samples) // 2)
-    with progress_bar("comparing", "backends") as progress:
+    with Progress("comparing", unit="backends") as progress:
         for done, backend in enumerate(backends, 1):
             try:
                 report = check_parity(model, processor, chosen.samples, backend, rows=packs, keys=chosen.keys)
@@ -144,10 +143,10 @@ class Chosen:
     keys: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def said(self) -> str:
-        """What was left out, in words."""
+    def describe_left_out(self) -> str:
+        """Return which rows were left out and why."""
         some, more = self.left_out[:_NAMED_BAD], len(self.left_out) - _NAMED_BAD
-        rows = "1 row" if len(self.left_out) == 1 else f"{len(self.left_out):,} rows"
+        rows = number_of(len(self.left_out), "row")
         return "\n  ".join([f"{rows} left out:", *some, *([f"… and {more:,} more"] if more > 0 else [])])
 
 
@@ -158,7 +157,7 @@ def choose_samples(
     processor: Any,
     progress: OnProgress | None = None,
 ) -> Chosen:
-    """Rows that can be encoded, spread evenly over the data; a bad one is passed over and named.
+    """Encode rows that are spread evenly over the data; skip and name those that cannot be encoded.
 
     Args:
         meta: the meta file.
@@ -197,15 +196,15 @@ def choose_samples(
             chosen.left_out.append(f"{encoded.key(place)}: {why}")
             in_a_row += 1
     if len(chosen.samples) < 2:
-        bad_rows = f". {chosen.said()}" if chosen.left_out else ""
+        bad_rows = f". {chosen.describe_left_out()}" if chosen.left_out else ""
         raise ConfigError(
             f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}"
         )
     return chosen
 
 
-def check_place(dtype: str, device: str) -> Any:
-    """The type of that name, if weights of it can be put on that device.
+def check_dtype(dtype: str, device: str) -> Any:
+    """Return the dtype of that name, if the device can hold weights of it.
 
     Raises:
         ConfigError: there is no such type of floating-point numbers, or no such device here.
@@ -221,16 +220,16 @@ def check_place(dtype: str, device: str) -> Any:
         torch.zeros(1, dtype=kind, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
         why = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--device {device}: not to be had here ({why})") from error
+        raise ConfigError(f"--device {device}: not available here ({why})") from error
     return kind
 
 
 def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_remote_code: bool) -> Any:
-    """The model at a path or hub name, or with random weights one of its config.
+    """Load the model at a path or hub name, or make one of its config with random weights.
 
     Raises:
-        ConfigError: there is none, it cannot be trained on packed rows, or the type or the device is not to
-            be had.
+        ConfigError: there is none, it cannot be trained on packed rows, or the dtype or the device is not
+            available.
     """
     import torch
 
@@ -239,7 +238,7 @@ def load_model(model: str, dtype: str, device: str, random_weights: bool, trust_
     from packhorse.utils.progress import bars_are_wanted
 
     transformers: Any = require("transformers", "train")
-    kind = check_place(dtype, device)
+    kind = check_dtype(dtype, device)
     config = open_config(model, trust_remote_code)
     if model_classes(config):  # one of remote code is checked when it is loaded
         check_packable(config, measured=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,17 +17,14 @@ from packhorse.cli.terminal import (
     PROCESSOR,
     TRUST,
     WORKERS,
-    new_table,
+    Output,
+    number_of,
     one_line_errors,
-    out_console,
     own_command,
-    progress_bar,
+    to_json,
 )
 from packhorse.types import MEDIA_KINDS
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
+from packhorse.utils.progress import Progress
 
 _WIDTH = 100  # of what goes to a file
 
@@ -68,7 +64,7 @@ packhorse view meta.phplan
 
 
 class Placeholder(str, Enum):
-    """Whether packs keep room for a blank medium."""
+    """Whether packs reserve space for a placeholder image."""
 
     auto = "auto"
     never = "never"
@@ -171,7 +167,7 @@ def plan(
             raise ConfigError(
                 f"{given[0]} goes with one --pack-size: several are compared, and no plan is written"
             )
-        target = out if out is not None else beside(meta) if len(sizes) == 1 else None
+        target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
         if target is not None:
             check_target(target)  # before the long work
         asked = numbers_in("--ranks", ranks or ())
@@ -194,20 +190,20 @@ def plan(
             report = sizes_report(request, sizes)
         else:
             planned = make_plan(request)
-            with progress_bar("estimating") as progress:
+            with Progress("estimating") as progress:
                 report = plan_report(planned, ranks=asked, estimates=not no_estimates, progress=progress)
             save_book(planned, report, target)
             report["plan"] = str(target)
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(to_json(report))
     elif target is None:
         _print_sizes(report)
     else:
         _print(report, target, asked)
 
 
-def beside(meta: str) -> Path:
-    """Where a plan goes if nothing else was said: beside the meta file.
+def default_target(meta: str) -> Path:
+    """Return where a plan goes without ``--out``: next to the meta file.
 
     Raises:
         ConfigError: that is no local file.
@@ -221,7 +217,7 @@ def beside(meta: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Whether a plan can be written there, as far as that can be known without writing.
+    """Raise if a plan cannot be written there, as far as that is known before writing.
 
     Raises:
         ConfigError: it is a folder, or the folder above it is not there or may not be written to.
@@ -238,7 +234,7 @@ def check_target(target: Path) -> None:
 
 
 def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
+    """Return the numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
 
     Raises:
         ConfigError: one of them is no number from 1 upwards.
@@ -252,47 +248,44 @@ def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
 
 
 def _print(report: Mapping[str, Any], target: Path, asked: Sequence[int]) -> None:
-    console = out_console(_WIDTH)
-    for name, text in summary_lines(report):
-        console.print(f"{name:<10} {text}", markup=False, soft_wrap=True)
-    console.print()
-    _print_stragglers(report, asked, console)
-    print_costs(report, console)
-    print_left_out(report, console)
-    command = f"{own_command()} view {target}"
-    console.print(f"plan in {target}; look at it: {command}", markup=False, soft_wrap=True)
+    out = Output(_WIDTH)
+    out.lines(f"{name:<10} {text}" for name, text in summary_lines(report))
+    out.line()
+    _print_stragglers(report, asked, out)
+    print_costs(report, out)
+    print_left_out(report, out)
+    out.line(f"plan in {target}; look at it: {own_command()} view {target}")
 
 
 def _print_sizes(report: Mapping[str, Any]) -> None:
-    """A table of pack sizes, and what padding costs beside them."""
-    console = out_console(_WIDTH)
+    """Print a table of pack sizes, and what padding costs."""
+    out = Output(_WIDTH)
     rows = [
         (
             f"{one['pack_size']:,}",
-            f"{one['packs']:,}",
+            one["packs"],
             f"{one['fill']:.2%}",
             f"{one['padded_wasted']:.1%}",
             f"{one['documents_per_pack']['mean']:.1f}",
-            f"{one['left_out']:,}",
-            f"{one['too_long']:,}",
+            one["left_out"],
+            one["too_long"],
             f"{one['straggler_8']:.4f}",
         )
         for one in report["sizes"]
     ]
     columns = ("pack size", "packs", "fill", "padded*", "per pack", "left out", "too long", "8 ranks")
-    _print_table("Pack sizes compared; no plan is written", columns, rows, console)
+    out.table("Pack sizes compared; no plan is written", columns, rows)
     padding = report["padding"]
-    batch = padding["batch_size"]
-    console.print(
+    out.line(
         "* wasted where every pack is padded to its size (pad_to_size=True). 8 ranks: the straggler ratio.\n"
-        f"Without packs, {batch} rows padded to the longest: {padding['by_length']['wasted']:.1%} wasted "
-        f"where they are of similar length, {padding['random']['wasted']:.1%} at random.",
-        soft_wrap=True,
+        f"Without packs, {padding['batch_size']} rows padded to the longest: "
+        f"{padding['by_length']['wasted']:.1%} wasted where they are of similar length, "
+        f"{padding['random']['wasted']:.1%} at random."
     )
 
 
 def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The plan in a few lines: a name and what there is to say."""
+    """Describe the plan in a few lines: (name, text)."""
     documents = report["documents_per_pack"]
     quartiles = ", ".join(f"{documents[name]:,}" for name in ("min", "p25", "p50", "p75", "max"))
     kept = f" ({report['reserve']:,} are kept free for a placeholder)" if report["reserve"] else ""
@@ -314,83 +307,61 @@ def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
-    """A table under its title, the first column to the left and all others to the right."""
-    table = new_table()
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(title, soft_wrap=True)
-    console.print(table)
-
-
-def _print_stragglers(report: Mapping[str, Any], asked: Sequence[int], console: Console) -> None:
+def _print_stragglers(report: Mapping[str, Any], asked: Sequence[int], out: Output) -> None:
     from packhorse.tools.view.plan_report import WORLD_SIZES
 
     rows = [
-        (
-            f"{one['ranks']:,}",
-            f"{one['steps']:,}",
-            f"{one['ratio']:.4f}",
-            f"{one['random']:.4f}",
-        )
+        (f"{one['ranks']:,}", one["steps"], f"{one['ratio']:.4f}", f"{one['random']:.4f}")
         for one in report["straggler"]
         if one["ranks"] in (*WORLD_SIZES, *asked)
     ]
     title = "Straggler ratio: what the slowest rank of a step takes, over the mean of all (mean of all steps)"
-    _print_table(title, ("ranks", "steps", "planned", "at random"), rows, console)
+    out.table(title, ("ranks", "steps", "planned", "at random"), rows)
 
 
-def print_costs(report: Mapping[str, Any], console: Console) -> None:
-    """What padding and estimated lengths would have cost."""
-    padding, guessed = report["padding"], report["estimated"]
-    batch = padding["batch_size"]
-    ways = (
-        ("these packs, as they are", padding["packed_unpadded"]),
-        (f"these packs, padded to {report['pack_size']:,}", padding["packed"]),
-        (f"padded, {batch} of similar length", padding["by_length"]),
-        (f"padded, {batch} at random", padding["random"]),
-    )
-    rows = [(name, f"{way['slots']:,}", f"{way['wasted']:.1%}") for name, way in ways]
+def print_costs(report: Mapping[str, Any], out: Output) -> None:
+    """Print what padding and estimated lengths would have cost."""
+    padding = report["padding"]
+    ways = {
+        "packed_unpadded": "these packs, as they are",
+        "packed": f"these packs, padded to {report['pack_size']:,}",
+        "by_length": f"padded, {padding['batch_size']} of similar length",
+        "random": f"padded, {padding['batch_size']} at random",
+    }
+    rows = [(text, padding[name]["slots"], f"{padding[name]['wasted']:.1%}") for name, text in ways.items()]
     title = "What the same rows cost: slots are tokens that the model computes"
-    _print_table(title, ("way", "slots", "wasted"), rows, console)
-    console.print(WHY_PACK, soft_wrap=True)
-    if guessed is not None:
-        console.print(
+    out.table(title, ("way", "slots", "wasted"), rows)
+    out.line(WHY_PACK)
+    if (guessed := report["estimated"]) is not None:
+        out.line(
             f"Packed by estimated lengths, {guessed['lost']:,} of {guessed['rows']:,} rows "
             f"({guessed['lost_share']:.1%}) would have been lost: {guessed['lost_overflow']:,} overflow, "
             f"{guessed['lost_too_long']:,} taken for too long; the packs would have been "
             f"{1 - guessed['fill']:.1%} empty. An estimate is off by {guessed['error_mean']:,.0f} tokens "
-            "on average.",
-            soft_wrap=True,
+            "on average."
         )
 
 
-def print_left_out(report: Mapping[str, Any], console: Console) -> None:
-    """Which rows are in no pack and why, and what else there is to say of rows."""
+def print_left_out(report: Mapping[str, Any], out: Output) -> None:
+    """Print which rows are in no pack and why, and other remarks on rows."""
     from packhorse.tools.view.plan_report import too_many_bad
 
-    console.print()
-    for reason, number in report["not_drawn"].items():
-        console.print(f"before planning: {number:,} {reason}", markup=False, soft_wrap=True)
+    out.line()
+    out.lines(f"before planning: {number:,} {reason}" for reason, number in report["not_drawn"].items())
     if not report["reasons"]:
-        console.print("every row is in a pack")
+        out.line("every row is in a pack")
     for one in report["reasons"]:
-        more = ", …" if one["rows"] > len(one["keys"]) else ""
-        console.print(
-            f"left out: {one['rows']:,} {one['reason']} ({', '.join(one['keys'])}{more}): "
-            f"{' '.join(one['detail'].split())}",
-            markup=False,
-            soft_wrap=True,
-        )
+        detail = " ".join(one["detail"].split())
+        out.line(f"left out: {one['rows']:,} {one['reason']} ({_some_keys(one)}): {detail}")
     empty = report["nothing_supervised"]
     if empty["rows"]:
-        more = ", …" if empty["rows"] > len(empty["keys"]) else ""
-        rows = "1 row has" if empty["rows"] == 1 else f"{empty['rows']:,} rows have"
-        told = f"packed all the same: {rows} nothing to learn ({', '.join(empty['keys'])}{more})"
-        console.print(told, markup=False, soft_wrap=True)
+        rows = number_of(empty["rows"], "row has", "rows have")
+        out.line(f"packed all the same: {rows} nothing to learn ({_some_keys(empty)})")
     if any(one[kind] for one in report["datasets"] for kind in MEDIA_KINDS):
-        console.print(NOT_DECODED, soft_wrap=True)
+        out.line(NOT_DECODED)
     if warning := too_many_bad(report):
-        console.print(f"WARNING: {warning}", style="bold red", markup=False, soft_wrap=True)
+        out.line(f"WARNING: {warning}", style="bold red")
+
+
+def _some_keys(group: Mapping[str, Any]) -> str:
+    return ", ".join([*group["keys"], *(["…"] if group["rows"] > len(group["keys"]) else [])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated
@@ -15,18 +14,17 @@ from packhorse.cli.terminal import (
     META,
     TRUST,
     WORKERS,
-    new_table,
+    Cell,
+    Output,
     one_line_errors,
-    out_console,
     processor_option,
-    progress_bar,
+    to_json,
 )
+from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from packhorse.tools.stats import DatasetStats, Distribution, StatsReport
+    from packhorse.count.columns import Distribution
+    from packhorse.tools.stats import DatasetStats, StatsReport
 
 
 _WIDTH = 80  # of what goes to a file
@@ -69,7 +67,7 @@ def stats(
         from packhorse.count.engines import engine_named
         from packhorse.tools.stats import stats_of
 
-        with progress_bar("estimating" if processor is None else "counting") as progress:
+        with Progress("estimating" if processor is None else "counting") as progress:
             report = stats_of(
                 meta,
                 processor,
@@ -80,116 +78,85 @@ def stats(
                 progress=progress,
             )
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        typer.echo(to_json(report.as_dict()))
     else:
         _print(report, each)
 
 
 def _print(report: StatsReport, each: bool) -> None:
-    console = out_console(_WIDTH)
+    out = Output(_WIDTH)
     if report.estimated:
-        console.print(
+        out.line(
             "ESTIMATES: without --processor a token is 3 characters and a medium 500 tokens.\n"
             "Rows, media and sizes of pictures are exact; everything about tokens is a guess.",
             style="yellow",
         )
     elif report.off_by:
         bound = f"at most {report.off_by:,} tokens" if report.off_by > 0 else "an unknown number"
-        console.print(f"Counts of this processor are not exact: a row may be off by {bound}.", style="yellow")
+        out.line(f"Counts of this processor are not exact: a row may be off by {bound}.", style="yellow")
     every = [*report.datasets, report.all()] if len(report.datasets) > 1 else [*report.datasets]
-    console.print(_lengths_table(every, report.estimated))
-    console.print(
-        "(Tokens are those of the encoded rows. A plan tells them after the label shift: one less a row.)"
-    )
-    if bad := sum(sum(one.bad.values()) for one in report.datasets):
-        rows = f"{bad:,} of {sum(one.rows for one in report.datasets):,} rows"
-        console.print(
-            f"({rows} could not be counted, and are in no number but `rows`: see below.)", markup=False
-        )
-    console.print(_media_table(every))
-    if every[-1].media["images"]:
-        console.print(_image_table(every, report.estimated))
+    _print_tables(every, report.estimated, out)
     for one in every if each else every[-1:]:
-        _print_histograms(one, report.estimated, console)
+        _print_histograms(one, report.estimated, out)
+    about = "about " if report.estimated else ""
     for one in report.datasets:
         if one.longest:
-            console.print(f"{one.name}: the longest rows", markup=False, style="bold")
-        for row in one.longest:
-            about = "about " if report.estimated else ""
-            told = f"  {row.key}, {about}{row.tokens:,} tokens, {row.location}"
-            console.print(told, markup=False, soft_wrap=True)
+            out.line(f"{one.name}: the longest rows", style="bold")
+        out.lines(f"  {row.key}, {about}{row.tokens:,} tokens, {row.location}" for row in one.longest)
     for one in report.datasets:
         if one.bad:
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in one.bad.items())
-            console.print(f"{one.name}: not in these numbers: {reasons}", markup=False, soft_wrap=True)
+            out.line(f"{one.name}: not in these numbers: {reasons}")
     if not report.estimated:
-        taken_over = sum(one.rows for one in report.datasets) - report.counted_rows
-        console.print(f"{report.counted_rows:,} rows counted, {taken_over:,} taken over.")
+        taken_over = every[-1].rows - report.counted_rows
+        out.line(f"{report.counted_rows:,} rows counted, {taken_over:,} taken over.")
 
 
-def _lengths_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
-    about = "~" if estimated else ""
-    table = _by_data_set(f"Tokens of a row{' (estimated)' if estimated else ''}")
-    for name in ("rows", "tokens", "mean", "p50", "p90", "p99", "max", "learned"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -> None:
+    """Print a table of tokens, one of media and one of images, with a row for each dataset."""
+    about, percentiles = "~" if estimated else "", ("p90", "p99", "max")
+    rows: list[list[Cell]] = []
     for one in every:
-        tokens = one.spreads["tokens"]
-        table.add_row(
-            _cell(one.name),
-            f"{one.rows:,}",
-            about + short(tokens.sum),
-            f"{tokens.mean:,.0f}",
-            *_marks(one, "tokens"),
-            f"{about}{one.learned_share:.1%}" if tokens.sum else "-",
-        )
-    return table
+        spread = one.spreads["tokens"]
+        learned = f"{about}{one.learned_share:.1%}" if spread.sum else "-"
+        tokens = [about + short(spread.sum), f"{spread.mean:,.0f}"]
+        rows.append([one.name, one.rows, *tokens, *_marks(one, "tokens"), learned])
+    out.table(
+        f"Tokens of a row{' (estimated)' if estimated else ''}",
+        ("data set", "rows", "tokens", "mean", "p50", *percentiles, "learned"),
+        rows,
+    )
+    out.line(
+        "(Tokens are those of the encoded rows. A plan tells them after the label shift: one less a row.)",
+        wrap=True,
+    )
+    if bad := sum(every[-1].bad.values()):
+        share = f"{bad:,} of {every[-1].rows:,} rows"
+        out.line(f"({share} could not be counted, and are in no number but `rows`: see below.)", wrap=True)
+    out.table(
+        "Media",
+        ("data set", "text only", "images", "videos", "sounds", "a row p50", *percentiles),
+        [[one.name, one.text_only, *one.media.values(), *_marks(one, "media_per_row")] for one in every],
+    )
+    if every[-1].media["images"]:
+        spreads = {"side": "image_side"} if estimated else {"side": "image_side", "tokens": "image_tokens"}
+        columns = [column for name in spreads for column in (f"{name} p50", *percentiles)]
+        marks = [[mark for name in spreads.values() for mark in _marks(one, name)] for one in every]
+        rows = [[one.name, *cells] for one, cells in zip(every, marks, strict=True)]
+        out.table("Images", ["data set", *columns], rows)
 
 
-def _media_table(every: Sequence[DatasetStats]) -> Table:
-    table = _by_data_set("Media")
-    for name in ("text only", "images", "videos", "sounds", "a row p50", "p90", "p99", "max"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in every:
-        numbers = [one.text_only, *(one.media[kind] for kind in ("images", "videos", "audios"))]
-        table.add_row(_cell(one.name), *(f"{number:,}" for number in numbers), *_marks(one, "media_per_row"))
-    return table
-
-
-def _image_table(every: Sequence[DatasetStats], estimated: bool) -> Table:
-    table = _by_data_set("Images")
-    names = ["side p50", "p90", "p99", "max", *([] if estimated else ["tokens p50", "p90", "p99", "max"])]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in every:
-        tokens = [] if estimated else _marks(one, "image_tokens")
-        table.add_row(_cell(one.name), *_marks(one, "image_side"), *tokens)
-    return table
-
-
-def _marks(one: DatasetStats, name: str) -> list[str]:
-    """Percentiles and the largest; a dash where there is nothing."""
-    from packhorse.tools.stats import PERCENTILES
+def _marks(one: DatasetStats, name: str) -> list[Cell]:
+    """Return percentiles and the largest value; dashes without values."""
+    from packhorse.count.columns import PERCENTILES
 
     spread = one.spreads[name]
     marks = [*(spread.percentile(percent) for percent in PERCENTILES), spread.max]
-    return [f"{mark:,}" if spread.n else "-" for mark in marks]
-
-
-def _by_data_set(title: str) -> Table:
-    """A table whose first column is the data set."""
-    table = new_table(title)
-    table.add_column("data set", overflow="fold", min_width=8)
-    return table
-
-
-def _cell(name: str) -> str:
-    from rich.markup import escape
-
-    return escape(name)
+    return [mark if spread.n else "-" for mark in marks]
 
 
 def short(number: int) -> str:
-    """A number of tokens in few characters: 1,234, 56.7k, 8.9M, 1.2G."""
+    """Return a number in few characters: 1,234, 56.7k, 8.9M, 1.2G."""
     if number < 10_000:
         return f"{number:,}"
     for unit, name in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
@@ -198,7 +165,7 @@ def short(number: int) -> str:
     return str(number)
 
 
-def _print_histograms(one: DatasetStats, estimated: bool, console: Console) -> None:
+def _print_histograms(one: DatasetStats, estimated: bool, out: Output) -> None:
     about = ", estimated" if estimated else ""
     titles = {
         "tokens": f"tokens of a row{about}",
@@ -210,21 +177,17 @@ def _print_histograms(one: DatasetStats, estimated: bool, console: Console) -> N
     }
     for name, title in titles.items():
         spread = one.spreads[name]
-        # What no row has says nothing: neither no images, nor no visual tokens.
+        # A histogram of zeros alone, as of visual tokens in text, shows nothing.
         if not spread.n or (not spread.max and name != "supervised_percent"):
             continue
-        console.print(f"{one.name}: {title}", markup=False, style="bold")
-        for line in histogram_lines(spread, bins_for(name, spread), console.width, _is_utf(console)):
-            console.print(line, markup=False, soft_wrap=True)
-        console.print()
-
-
-def _is_utf(console: Console) -> bool:
-    return console.encoding.lower().startswith("utf")
+        out.line(f"{one.name}: {title}", style="bold")
+        is_utf = out.console.encoding.lower().startswith("utf")
+        out.lines(histogram_lines(spread, bins_for(name, spread), out.console.width, is_utf))
+        out.line()
 
 
 def bins_for(name: str, spread: Distribution) -> list[int]:
-    """Edges that suit what is shown: tens for a share, each number for few media, else bins that double."""
+    """Return edges: tens for a share, each number for few media, otherwise bins that double."""
     if name == "supervised_percent":
         return [*range(0, 100, 10), 101]
     if name == "media_per_row" and spread.max < _MOST_BARS:
@@ -233,7 +196,7 @@ def bins_for(name: str, spread: Distribution) -> list[int]:
 
 
 def histogram_lines(spread: Distribution, edges: Sequence[int], width: int, blocks: bool = True) -> list[str]:
-    """A histogram as lines of at most ``width`` characters: bin, bar, number, share.
+    """Draw a histogram as lines of at most ``width`` characters: bin, bar, number, share.
 
     Args:
         spread: what is drawn.
@@ -261,7 +224,7 @@ def _bin(low: int, high: int) -> str:
 
 
 def _bar(length: float, some: bool, blocks: bool) -> str:
-    """A bar of this length; what is there is seen, however little it is."""
+    """Draw a bar of this length; a bin with a value is never empty."""
     if not blocks:
         return "#" * max(round(length), int(some))
     eighths = max(round(length * 8), int(some))

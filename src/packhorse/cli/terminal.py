@@ -1,4 +1,4 @@
-"""How commands speak: tables to stdout, bars and one-line errors to stderr, exit codes.
+"""What commands print: lines, tables or one JSON object to stdout, one-line errors to stderr; exit codes.
 
 0: done, 1: the answer is no (errors found, counts differ, packed does not equal unpacked), 2: it could not be
 done, 130: Ctrl-C.
@@ -7,9 +7,11 @@ done, 130: Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,14 +20,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from _typeshed import DataclassInstance
     from rich.table import Table
-
-    from packhorse.count.counting import OnProgress
 
 
 def processor_option(more: str = "") -> Any:
-    """The option ``--processor``; ``more`` says what it is for, or what is done without it."""
+    """Return the option ``--processor``; ``more`` is added to its help."""
     return typer.Option(metavar="DIR", help=f"Folder (or hub name) of the model's processor{more}.")
 
 
@@ -50,41 +50,119 @@ AS_JSON = Annotated[
 CANNOT, STOPPED = 2, 130
 
 
-def out_console(width: int) -> Console:
-    """What a command prints on; ``width`` columns where that is no terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=width, highlight=False)
+Cell = str | int
 
 
-def new_table(title: str | None = None) -> Table:
-    """A table without columns, as all commands print it."""
+def new_table() -> Table:
+    """Return a table without columns, in the style of all commands."""
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+
+
+class Output:
+    """Stdout of a command.
+
+    Args:
+        width: columns if stdout is no terminal.
+    """
+
+    def __init__(self, width: int = 140) -> None:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        self.console = console if console.is_terminal else Console(width=width, highlight=False)
+
+    def line(self, text: str = "", style: str | None = None, *, end: str = "\n", wrap: bool = False) -> None:
+        """Print a line as it is; ``wrap`` breaks it at the width."""
+        self.console.print(text, style=style, end=end, markup=False, soft_wrap=not wrap)
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print each text on a line of its own."""
+        for text in texts:
+            self.line(text)
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Cell]],
+        *,
+        text_columns: int = 1,
+        styles: Sequence[str] = (),
+        total: Sequence[Cell] | None = None,
+    ) -> None:
+        """Print a table under its title.
+
+        Args:
+            title: printed above.
+            columns: their names; only the names of datasets are folded if they are long.
+            rows: their cells; whole numbers get separators.
+            text_columns: so many are aligned to the left, all others to the right.
+            styles: of the rows, if they are coloured.
+            total: a last row, after a separator.
+        """
+        from rich.markup import escape
+
+        table = new_table()
+        for number, name in enumerate(columns):
+            is_name = name == "data set"
+            table.add_column(
+                name,
+                justify="left" if number < text_columns else "right",
+                no_wrap=not is_name,
+                overflow="fold",
+                min_width=len(name) if is_name else None,
+            )
+
+        def add(cells: Sequence[Cell], style: str | None = None) -> None:
+            table.add_row(
+                *(f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in cells), style=style
+            )
+
+        for number, cells in enumerate(rows):
+            add(cells, styles[number] if styles else None)
+        if total is not None:
+            table.add_section()
+            add(total)
+        self.line(title, style="italic")
+        self.console.print(table)
+
+
+def to_json(value: object, indent: int | None = 2) -> str:
+    """Return JSON; dataclasses are written as objects, and paths as strings."""
+
+    def plain(part: DataclassInstance | Path) -> object:
+        return str(part) if isinstance(part, Path) else asdict(part)
+
+    return json.dumps(value, indent=indent, default=plain)
+
+
+def number_of(count: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun: ``1 row``, ``2,000 rows``."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def own_command() -> str:
-    """How to type the command of this environment: by its name where the shell finds it, else by its path."""
-    beside = Path(sys.executable).with_name("packhorse")
+    """Return how to type the command of this environment: its name if the shell finds it, else its path."""
+    installed = Path(sys.executable).with_name("packhorse")
     found = which("packhorse")
-    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+    if found is not None and (not installed.exists() or Path(found).samefile(installed)):
         return "packhorse"
-    if not beside.exists():
+    if not installed.exists():
         return f"{sys.executable} -m packhorse"
     here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    return str(installed.relative_to(here) if installed.is_relative_to(here) else installed)
 
 
 @contextlib.contextmanager
 def one_line_errors(command: str, stopped: str) -> Iterator[None]:
-    """Turn what a user can do something about into one line on stderr and an exit code.
+    """Turn errors that a user can act on into one line on stderr and an exit code.
 
     Args:
         command: its name.
-        stopped: what Ctrl-C leaves behind, in words.
+        stopped: printed after Ctrl-C: what is left.
     """
     from packhorse.errors import PackhorseError, plain_error
 
@@ -92,7 +170,7 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read our output has gone: typer ends quietly
+        raise  # the reader of the output has gone; typer ends quietly
     except (PackhorseError, OSError) as error:
         line = " ".join(plain_error(error).split())
         typer.echo(f"packhorse {command}: {line}", err=True)
@@ -102,59 +180,11 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
         raise typer.Exit(STOPPED) from error
 
 
-@contextlib.contextmanager
-def progress_bar(what: str, unit: str = "rows") -> Iterator[OnProgress]:
-    """A bar on stderr with the rate and the time left; nothing without a terminal, nor in CI.
-
-    Args:
-        what: the work.
-        unit: what is counted.
-    """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    from packhorse.utils.progress import bars_are_wanted
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            rate = task.finished_speed or task.speed
-            return Text("" if rate is None else f"{rate:,.0f} {unit}/s")
-
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        Rate(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not bars_are_wanted(),
-        speed_estimate_period=60,
-    )
-    with bar:
-        task = bar.add_task(what, total=None, visible=False)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        yield show
-
-
 class _PlainHelp:
-    """Flags take no value, and ``--help`` shows none behind them."""
+    """Commands whose ``--help`` shows no value after flags."""
 
     def get_params(self, ctx: Any) -> Any:
-        """As the base class has them; flags without a type."""
+        """Return the parameters of the base class, flags without a type."""
         params = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if getattr(param, "is_flag", False):
@@ -167,10 +197,10 @@ class PlainCommand(_PlainHelp, TyperCommand):
 
 
 class OneLineGroup(_PlainHelp, TyperGroup):
-    """Commands whose wrong use, too, is one line: which command, what is wrong, where to look."""
+    """Commands that report wrong usage in one line: the command, the error, where to look."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
-        """As the base class; a misspelled option or a missing one is told in one line, with exit code 2."""
+        """Run a command; report a misspelled or missing option in one line, with exit code 2."""
         standalone_mode = more.pop("standalone_mode", True)
         try:
             code = super().main(args, *rest, **{**more, "standalone_mode": False})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from packhorse.cli.terminal import AS_JSON, TRUST, one_line_errors, processor_option
+from packhorse.cli.terminal import AS_JSON, TRUST, one_line_errors, processor_option, to_json
 
 EXAMPLES = """
 Exit code 0: ended with Ctrl-C, 2: cannot be shown.
@@ -71,7 +70,7 @@ def view(
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{number}/"
         if as_json:
-            typer.echo(json.dumps({"version": 1, "source": source, "url": url}))
+            typer.echo(to_json({"version": 1, "source": source, "url": url}, indent=None))
         else:
             typer.echo(f"looking at {source}: {url} (Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end

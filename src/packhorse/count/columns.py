@@ -1,9 +1,10 @@
-"""The columns of a count file: as Arrow has them, and as arrays."""
+"""The columns of a count file: as Arrow has them, as arrays, and how their values are distributed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -169,3 +170,97 @@ def _shared_texts(column: Any) -> Texts:
     chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
     parts = [np.array(c.dictionary.to_pylist(), object)[_numbers(c.indices)] for c in chunks if len(c)]
     return np.concatenate([np.empty(0, object), *parts])
+
+
+PERCENTILES = (50, 90, 99)
+_MOST = (1 << 24) - 1  # a row may claim any number of tokens; memory grows with the largest
+
+
+class Distribution:
+    """Whole numbers from 0 upwards and how often each comes.
+
+    >>> lengths = Distribution.of([3, 1, 2, 2])
+    >>> lengths.percentile(50), lengths.max, lengths.mean
+    (2, 3, 2.0)
+    """
+
+    def __init__(self, counts: npt.ArrayLike = ()) -> None:
+        self.counts: Integers = np.asarray(counts, np.int64).reshape(-1)
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike) -> Distribution:
+        """Count the values; one below 0 or above 16 million counts as 0 or 16 million."""
+        array = np.clip(np.asarray(values, np.int64).reshape(-1), 0, _MOST)
+        return cls(np.bincount(array))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Distribution]) -> Distribution:
+        """Return the distribution of all values together."""
+        counts = [part.counts for part in parts]
+        total = np.zeros(max(map(len, counts), default=0), np.int64)
+        for part in counts:
+            total[: len(part)] += part
+        return cls(total)
+
+    @property
+    def n(self) -> int:
+        """Number of values."""
+        return int(self.counts.sum())
+
+    @property
+    def sum(self) -> int:
+        """Sum of all values."""
+        return int((self.counts * np.arange(len(self.counts))).sum())
+
+    @property
+    def mean(self) -> float:
+        """Mean; 0 without values."""
+        return self.sum / self.n if self.n else 0.0
+
+    @property
+    def min(self) -> int:
+        """Smallest value; 0 without values."""
+        return self.percentile(0)
+
+    @property
+    def max(self) -> int:
+        """Largest value; 0 without values."""
+        return self.percentile(100)
+
+    def percentile(self, percent: int) -> int:
+        """Return the smallest value that at least so many percent of all do not exceed."""
+        if not self.n:
+            return 0
+        rank = max(1, -(-self.n * percent // 100))
+        return int(np.searchsorted(np.cumsum(self.counts), rank))
+
+    def doubling_edges(self) -> list[int]:
+        """Return edges for a histogram in which each bin is twice as wide as the one before.
+
+        Zeros have a bin of their own, and what lies empty between them and the next value is one bin.
+        """
+        used = np.flatnonzero(self.counts)
+        positive = used[used > 0]
+        first = 1 << (int(positive[0]).bit_length() - 1) if len(positive) else 1
+        edges, largest = [first], self.max
+        while edges[-1] <= largest:
+            edges.append(edges[-1] * 2)
+        has_zeros = len(used) > 0 and used[0] == 0
+        return [0, *([1] if first > 1 else []), *edges] if has_zeros or not len(positive) else edges
+
+    def histogram(self, edges: Sequence[int]) -> list[int]:
+        """Return the number of values from each edge up to but not including the next."""
+        return [int(self.counts[low:high].sum()) for low, high in pairwise(edges)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers for JSON, and a histogram in bins that double."""
+        edges = self.doubling_edges()
+        return {
+            "n": self.n,
+            "sum": self.sum,
+            "mean": round(self.mean, 3),
+            "min": self.min,
+            **{f"p{percent}": self.percentile(percent) for percent in PERCENTILES},
+            "max": self.max,
+            "histogram": {"edges": edges, "counts": self.histogram(edges)},
+        }

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.rows.row_files import JsonRows, RowFile
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.files import write_whole
+from packhorse.utils.progress import OnProgress, Progress
 
 _FIELDS = ("_text_tokens", "mm_inputs_meta")
 
@@ -28,12 +30,11 @@ _FIELDS = ("_text_tokens", "mm_inputs_meta")
 def write_counted_jsonl(
     files: Sequence[CountedFile],
     folder: str | os.PathLike[str],
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> list[Path]:
     """Write ``<data set>.jsonl`` for each data set, and a ``meta.json`` that names them.
 
-    Each file appears when it is whole. Memory is one part of the file. ``progress`` is told how many rows are
-    done, and of how many.
+    Each file appears when it is whole. Memory is one part of the file.
 
     Raises:
         ConfigError: a row holds what JSON cannot (the bytes of an image in a Parquet file), or two data sets
@@ -51,10 +52,19 @@ def write_counted_jsonl(
         counted.config.name: counted.config.entry(target.name)
         for counted, target in zip(files, targets, strict=True)
     }
-    told = _Told(progress, sum(len(counted.file) for counted in files))
+    report = progress or Progress("writing")
+    total, done = sum(len(counted.file) for counted in files), 0
+
+    def write_rows(counted: CountedFile, file: IO[bytes]) -> None:
+        nonlocal done
+        for lines in _blocks(counted):
+            file.writelines(lines)
+            done += len(lines)
+            report(done, total)
+
     try:
         for counted, target in zip(files, targets, strict=True):
-            write_whole(target, lambda file, counted=counted: file.writelines(_lines(counted, told)))  # type: ignore[misc]
+            write_whole(target, partial(write_rows, counted))
         text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
         write_whole(home / "meta.json", lambda file: _write(file, text.encode()))
     except OSError as error:
@@ -62,30 +72,18 @@ def write_counted_jsonl(
     return targets
 
 
-class _Told:
-    """Counts rows for a progress bar."""
-
-    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def __call__(self, rows: int) -> None:
-        self.done += rows
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-
 def _write(file: IO[bytes], data: bytes) -> None:
     file.write(data)
 
 
-def _lines(counted: CountedFile, told: _Told) -> Iterator[bytes]:
-    number = 0
+def _blocks(counted: CountedFile) -> Iterator[list[bytes]]:
+    """Yield the lines of the copy, a part of the file at a time."""
+    first = 0
     for batch in counted.sidecar.batches():
-        for counts in batch.select(["text", "status", "media"]).to_pylist():
-            row = row_bytes(counted.file, number)
-            yield (_with_counts(row, counts) if counts["status"] == OK else row) + b"\n"
-            number += 1
-        told(batch.num_rows)
+        counts = batch.select(["text", "status", "media"]).to_pylist()
+        rows = [(row_bytes(counted.file, number), one) for number, one in enumerate(counts, first)]
+        yield [(_with_counts(row, one) if one["status"] == OK else row) + b"\n" for row, one in rows]
+        first += len(counts)
 
 
 def row_bytes(file: RowFile, number: int) -> bytes:

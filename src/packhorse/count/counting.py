@@ -49,7 +49,7 @@ from packhorse.errors import ConfigError, SystemFault
 from packhorse.formats.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import Fingerprint, cache_lock, write_whole
-from packhorse.utils.progress import Progress
+from packhorse.utils.progress import OnProgress, Progress
 
 logger = getLogger("packhorse.datasets")
 
@@ -70,14 +70,6 @@ class Runner(Protocol):
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """(position of the task, result) as they get ready."""
-        ...
-
-
-class OnProgress(Protocol):
-    """Told how far the pass is."""
-
-    def __call__(self, done: int, total: int) -> None:
-        """So many rows of those that have to be counted are done."""
         ...
 
 
@@ -149,7 +141,7 @@ def count_meta(
         for job in jobs.values():
             job.prepare(retry_bad=retry_bad, fresh=fresh)
         before = time.monotonic()
-        _count_all(list(jobs.values()), work, engine, progress or _log_progress())
+        _count_all(list(jobs.values()), work, engine, progress or Progress("counting"))
         counting = time.monotonic() - before
     owners = [jobs[place.targets()[0]] for place in places]
     counted = [
@@ -164,17 +156,6 @@ def count_meta(
         verified=verify_counts(counted, work.counter().processor, verify, seed) if verify else None,
         files=tuple(counted),
     )
-
-
-def _log_progress() -> OnProgress:
-    said: list[Progress] = []
-
-    def say(done: int, total: int) -> None:
-        if not said:
-            said.append(Progress("counting", total))
-        said[0](done)
-
-    return say
 
 
 def _count_all(jobs: list[_Job], work: PartCounter, engine: Runner | None, progress: OnProgress) -> None:

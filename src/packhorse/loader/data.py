@@ -8,8 +8,7 @@ microseconds to a millisecond a row).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from packhorse.count.columns import COUNTS, OK, CountColumns
-from packhorse.count.counting import OnProgress, Runner, count_meta
+from packhorse.count.counting import Runner, count_meta
 from packhorse.count.engines import RankEngine, share_cores
 from packhorse.count.parts import PartCounter, make_counter
 from packhorse.count.sidecar import counts_of
@@ -33,7 +32,7 @@ from packhorse.ledger import Ledger
 from packhorse.media.source import is_address
 from packhorse.types import World
 from packhorse.utils.pool import LocalEngine
-from packhorse.utils.progress import Progress, bars_are_wanted
+from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.loader")
 
@@ -218,7 +217,7 @@ def _count_meta(
     elif ranks.can_talk and ranks.world.rank:
         return None  # without a store rank 0 counts alone
     logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", f"{rows:,}")
-    with _progress_bar("counting tokens") as progress:
+    with Progress("counting tokens") as progress:
         report = count_meta(meta, processor, dataset_names=names, engine=engine, progress=progress)
     logger.info("counted %s rows in %.1f s", f"{report.counted_rows:,}", report.seconds)
     return None
@@ -253,24 +252,6 @@ def _count_slices(dataset: Any, processor: Any, ranks: Ranks) -> CountColumns:
     return CountColumns.joined(ranks.gather(counted))
 
 
-@contextmanager
-def _progress_bar(what: str) -> Iterator[OnProgress | None]:
-    """A bar on a terminal; None elsewhere, so that the log tells."""
-    if not bars_are_wanted():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield show
-
-
 def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> CountColumns:
     """Count the examples of a sequence, one after the other; one that cannot be counted has its reason.
 
@@ -282,13 +263,10 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
     found: list[Counted | BadSample] = []
-    with _progress_bar("counting tokens") as bar:
-        report = Progress("counting tokens", len(rows))
+    with Progress("counting tokens", len(rows)) as progress:
         for first in range(0, len(rows), _BLOCK):
             found += [_counted(counter, dataset, index) for index in rows[first : first + _BLOCK]]
-            report(len(found))
-            if bar is not None:
-                bar(len(found), len(rows))
+            progress(len(found))
     return _columns(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError
 from packhorse.plan.cost_model import straggler_ratio
 from packhorse.plan.schedule import order_packs
@@ -220,7 +221,7 @@ def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
         f"samples    {counted}{len(plan.dropped) - bad:,} dropped",
     ]
     if len(plan):
-        quartiles = ", ".join(f"{value:,}" for value in percentiles(samples, QUARTILES))
+        quartiles = ", ".join(f"{Distribution.of(samples).percentile(percent):,}" for percent in QUARTILES)
         lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
     for reason, positions in plan.dropped_by_reason().items():
         some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
@@ -232,16 +233,6 @@ def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
     elif world_sizes is not None and list(world_sizes):
         lines.append("straggler  not known: the plan has no costs (PackPlan.with_costs)")
     return "\n".join(lines)
-
-
-def percentiles(values: npt.NDArray[Any], percents: Sequence[int]) -> list[int]:
-    """Of whole numbers, at least one: each is the smallest value that at least so many percent do not exceed.
-
-    Real values, none in between, as ``packhorse stats`` tells them. Costs a sort.
-    """
-    ranks = [max(1, -(-len(values) * percent // 100)) for percent in percents]
-    ordered = np.sort(values)
-    return [int(ordered[rank - 1]) for rank in ranks]
 
 
 def _straggler_line(plan: PackPlan, world_size: int) -> str:

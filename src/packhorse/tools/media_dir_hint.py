@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from packhorse.errors import BadSample
 from packhorse.formats.meta_file import DatasetConfig
@@ -21,14 +21,18 @@ _MOST_ROWS = 2048  # looked at for media
 _MEDIA = 20  # enough to tell a folder by
 
 
-def media_dir_advice(meta: str, config: DatasetConfig, rows: RowFile) -> str | None:
-    """Which ``media_dir`` a data set lacks; None where it has one, or where none beside would help.
+def media_dir_advice(meta: str, datasets: Iterable[tuple[DatasetConfig, RowFile]]) -> list[str]:
+    """Return a line for each dataset that lacks a ``media_dir`` and would find its media with one.
 
     Args:
         meta: the meta file.
-        config: a data set of it whose media are all missing, as the meta file has it.
-        rows: its rows.
+        datasets: those whose media are all missing, as the meta file has them, and their rows.
     """
+    lines = [_advice(meta, config, rows) for config, rows in datasets]
+    return [line for line in lines if line is not None]
+
+
+def _advice(meta: str, config: DatasetConfig, rows: RowFile) -> str | None:
     if config.rules.media_dir is not None or is_address(meta):
         return None
     beside = os.path.dirname(meta)

@@ -8,22 +8,19 @@ images are exact; it costs one pass over the rows and the headers of their image
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from packhorse.count.columns import CountColumns, MediaColumns
+from packhorse.count.columns import CountColumns, Distribution, MediaColumns
 from packhorse.count.count_report import CountedFile
-from packhorse.count.counting import PART_ROWS, OnProgress, Runner, count_meta
+from packhorse.count.counting import PART_ROWS, Runner, count_meta
 from packhorse.count.parts import (
     PartTask,
     check_media_dir,
@@ -43,112 +40,7 @@ from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.types import MEDIA_KINDS, Conversation, MediaRef
 from packhorse.utils.files import Fingerprint
-
-PERCENTILES = (50, 90, 99)
-_MOST = (1 << 24) - 1  # a row may claim any number of tokens; memory grows with the largest
-Integers = npt.NDArray[np.int64]
-
-
-class Distribution:
-    """Values from 0 upwards and how often each comes.
-
-    >>> spread = Distribution.of([3, 1, 2, 2])
-    >>> spread.percentile(50), spread.max, spread.mean
-    (2, 3, 2.0)
-    """
-
-    def __init__(self, counts: npt.ArrayLike = ()) -> None:
-        self.counts: Integers = np.asarray(counts, np.int64).reshape(-1)
-
-    @classmethod
-    def of(cls, values: npt.ArrayLike) -> Distribution:
-        """Of whole numbers; what is below 0 or above 16 million counts as that."""
-        array = np.clip(np.asarray(values, np.int64).reshape(-1), 0, _MOST)
-        return cls(np.bincount(array))
-
-    @classmethod
-    def joined(cls, parts: Iterable[Distribution]) -> Distribution:
-        """Of all values together."""
-        total = cls()
-        for part in parts:
-            total = total + part
-        return total
-
-    def __add__(self, other: Distribution) -> Distribution:
-        longer, shorter = sorted((self.counts, other.counts), key=len, reverse=True)
-        sums = longer.copy()
-        sums[: len(shorter)] += shorter
-        return Distribution(sums)
-
-    @property
-    def n(self) -> int:
-        """How many values there are."""
-        return int(self.counts.sum())
-
-    @property
-    def sum(self) -> int:
-        """Of all values."""
-        return int((self.counts * np.arange(len(self.counts))).sum())
-
-    @property
-    def mean(self) -> float:
-        """0 where there is no value."""
-        return self.sum / self.n if self.n else 0.0
-
-    @property
-    def max(self) -> int:
-        """0 where there is no value."""
-        used = np.flatnonzero(self.counts)
-        return int(used[-1]) if len(used) else 0
-
-    @property
-    def min(self) -> int:
-        """0 where there is no value."""
-        used = np.flatnonzero(self.counts)
-        return int(used[0]) if len(used) else 0
-
-    def percentile(self, percent: float) -> int:
-        """The smallest value that at least so many percent of all do not exceed."""
-        if not self.n:
-            return 0
-        rank = max(1, math.ceil(self.n * percent / 100))
-        return int(np.searchsorted(np.cumsum(self.counts), rank))
-
-    def between(self, low: int, high: int) -> int:
-        """How many values are from ``low`` up to but not including ``high``."""
-        return int(self.counts[low:high].sum())
-
-    def doubling_edges(self) -> list[int]:
-        """Edges for a histogram in which each bin is twice as wide as the one before; all values inside.
-
-        Zeros have a bin of their own, and what lies empty between them and the next value is one bin.
-        """
-        used = np.flatnonzero(self.counts)
-        positive = used[used > 0]
-        first = 1 << (int(positive[0]).bit_length() - 1) if len(positive) else 1
-        edges = [first]
-        while edges[-1] <= self.max:
-            edges.append(edges[-1] * 2)
-        has_zeros = len(used) > 0 and used[0] == 0
-        return [0, *([1] if first > 1 else []), *edges] if has_zeros or not len(positive) else edges
-
-    def histogram(self, edges: Sequence[int]) -> list[int]:
-        """How many values each bin has: from one edge up to but not including the next."""
-        return [self.between(low, high) for low, high in pairwise(edges)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the numbers, and a histogram in bins that double."""
-        edges = self.doubling_edges()
-        return {
-            "n": self.n,
-            "sum": self.sum,
-            "mean": round(self.mean, 3),
-            "min": self.min,
-            **{f"p{percent}": self.percentile(percent) for percent in PERCENTILES},
-            "max": self.max,
-            "histogram": {"edges": edges, "counts": self.histogram(edges)},
-        }
-
+from packhorse.utils.progress import OnProgress, Progress
 
 SPREADS = (
     "tokens",
@@ -272,7 +164,7 @@ def stats_of(
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
         longest: name so many rows of each data set, the longest first.
-        progress: told how many rows are done.
+        progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
         ConfigError: the meta file, a data file, the processor or a media folder is not in order.
@@ -281,7 +173,9 @@ def stats_of(
     if not read_meta(meta, dataset_names):
         raise ConfigError(f"{meta}: it names no data set")
     if processor is None:
-        found = _estimated(meta, dataset_names, engine, index_dir, progress, longest)
+        found = _estimated(
+            meta, dataset_names, engine, index_dir, progress or Progress("estimating"), longest
+        )
         return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
     report = count_meta(
         meta,
@@ -394,7 +288,7 @@ def _estimated(
     dataset_names: Sequence[str] | None,
     engine: Runner | None,
     index_dir: str | None,
-    progress: OnProgress | None,
+    progress: OnProgress,
     longest: int,
 ) -> Iterator[DatasetStats]:
     opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
@@ -420,8 +314,7 @@ def _estimated(
         for position, part in results:
             found[owners[position]] = _together("", "", [found[owners[position]], part], longest)
             done += tasks[position].stop - tasks[position].first
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
     for config, one, file in zip(named, found, files, strict=True):
         yield _named(replace(one, name=config.name, file=config.file_name), file)
 

@@ -7,8 +7,7 @@ import pytest
 
 from count_samples import write_chats
 from packhorse.errors import ConfigError
-from packhorse.ledger import Ledger
-from packhorse.tools.ledgers import read_ledgers, selected
+from packhorse.ledger import Ledger, read_ledgers
 from packhorse.types import Drop
 
 
@@ -37,11 +36,11 @@ def test_the_ledgers_of_all_ranks_are_merged_and_other_files_passed_over(tmp_pat
 
 def test_entries_are_selected_by_reason_data_set_and_row(tmp_path: Path) -> None:
     ledger = rank(tmp_path, 3)
-    assert [drop.key for drop in selected(ledger, reason="not_sampled")] == ["chats/3", "chats/13"]
-    assert [drop.key for drop in selected(ledger, dataset="coco")] == ["coco/3", "coco/7#1"]
-    assert [drop.key for drop in selected(ledger, key="coco/7")] == ["coco/7#1"]
-    assert list(selected(ledger, key="coco/7", reason="not_sampled")) == []
-    assert len(list(selected(ledger))) == 4
+    assert [drop.key for drop in ledger.select(reason="not_sampled")] == ["chats/3", "chats/13"]
+    assert [drop.key for drop in ledger.select(dataset="coco")] == ["coco/3", "coco/7#1"]
+    assert [drop.key for drop in ledger.select(key="coco/7")] == ["coco/7#1"]
+    assert list(ledger.select(key="coco/7", reason="not_sampled")) == []
+    assert len(list(ledger.select())) == 4
 
 
 def test_an_empty_ledger_is_one_and_a_folder_without_any_is_refused(tmp_path: Path) -> None:

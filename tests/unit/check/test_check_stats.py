@@ -14,8 +14,9 @@ from contract.processors import processor
 from count_samples import sidecars, write_chats, write_meta, write_rows
 from packhorse import counts_of, open_meta_dataset
 from packhorse.cli.demo.data import write_demo_data
+from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError
-from packhorse.tools.stats import Distribution, stats_of
+from packhorse.tools.stats import stats_of
 from packhorse.utils.pool import LocalEngine
 
 NUMBERS = st.lists(st.integers(0, 5_000), max_size=60)

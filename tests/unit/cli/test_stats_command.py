@@ -13,7 +13,7 @@ from count_samples import save_processor, sidecars, write_chats, write_rows
 from packhorse.cli.app import app
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.cli.stats import bins_for, histogram_lines, short
-from packhorse.tools.stats import Distribution
+from packhorse.count.columns import Distribution
 
 
 @pytest.fixture(scope="module")

@@ -546,7 +546,7 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_behind_its_state(tmp_p
     account = again.account
     assert (account.delivered, account.lost, account.left_out) == (38, 2, 0)
     assert account.reasons == {"sample_failed": 2}
-    from packhorse.tools.ledgers import read_ledgers
+    from packhorse.ledger import read_ledgers
 
     names = {drop.key for drop in read_ledgers(tmp_path)[0]}
     assert names == {str(early), str(late)}

@@ -13,9 +13,8 @@ import packhorse
 from contract.processors import processor
 from count_samples import write_meta, write_rows
 from loader_samples import handed_out, load, texts
-from packhorse.ledger import Ledger
+from packhorse.ledger import Ledger, read_ledgers
 from packhorse.loader import TooManyBad
-from packhorse.tools.ledgers import read_ledgers
 from view_samples import chat
 
 ROWS = 40

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
+from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, plan_key, plan_packs
-from packhorse.plan.pack_plan import QUARTILES, percentiles
+from packhorse.plan.pack_plan import QUARTILES
 from packhorse.plan.plan_file import load_key
-from packhorse.tools.stats import Distribution
 
 LENGTHS = [5, 3, 4, 20, 0, 7, 2]
 
@@ -190,7 +190,8 @@ def test_a_description_names_fill_packs_documents_drops_and_stragglers():
     assert "too_long: 3 of 5,000 (samples 0, 1, 2)" in text
     assert "straggler" not in text
     assert "not known: the plan has no costs" in plan.describe((8,))
-    marks = ", ".join(map(str, percentiles(np.diff(plan.offsets), QUARTILES)))
+    sizes = Distribution.of(np.diff(plan.offsets))
+    marks = ", ".join(str(sizes.percentile(percent)) for percent in QUARTILES)
     assert f"samples (least, quartiles, most: {marks})" in text
     priced = plan.with_costs(rng.random(len(plan)) + 1, rng.integers(0, 2, len(plan)))
     text = priced.describe(world_sizes=(8, 10_000))
@@ -200,17 +201,14 @@ def test_a_description_names_fill_packs_documents_drops_and_stragglers():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 100, 347])
-def test_percentiles_of_plans_are_real_values_and_those_of_statistics(size):
+def test_percentiles_are_values_that_occur(size):
     values = np.random.default_rng(size).integers(0, 500, size)
     spread = Distribution.of(values)
-    every = range(101)
-    found = percentiles(values, every)
-    assert found[1:] == [spread.percentile(percent) for percent in every[1:]]
-    assert found[0] == spread.min
-    for percent, value in zip(every, found, strict=True):  # as docs/stats.md says it
+    for percent in range(101):  # as docs/stats.md says it
+        value = spread.percentile(percent)
         assert 100 * (values <= value).sum() >= percent * size
         assert value == values.min() or 100 * (values < value).sum() < percent * size
-    assert percentiles(np.array([42, 15]), QUARTILES) == [15, 15, 15, 42, 42]
+    assert [Distribution.of([42, 15]).percentile(percent) for percent in QUARTILES] == [15, 15, 15, 42, 42]
 
 
 def test_the_difference_of_two_plans_says_what_moved():

@@ -1,11 +1,10 @@
-"""The demo, step by step: write, check, count, plan, train, kill, go on, compare, report.
+"""The steps of the demo: write, check, count, plan, train, kill, resume, compare, report.
 
 Everything stays inside one folder. Takes well under three minutes on two cores, without a network.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
@@ -15,295 +14,313 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from packhorse.cli.demo.page import Story
-from packhorse.cli.terminal import out_console
-from packhorse.errors import ConfigError, PackhorseError, plain_error
+from packhorse.cli.demo.train import PACK_SIZE, SAVE_EVERY, Step, demo_config, read_trace
+from packhorse.cli.plan import WHY_PACK, print_costs, print_left_out, summary_lines
+from packhorse.cli.terminal import Output, own_command
+from packhorse.errors import ConfigError, PackhorseError
+from packhorse.ledger import Ledger, read_ledgers
+from packhorse.utils.files import write_whole
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
+REPORT = "report.html"  # stays until there is a new one
 _MARKER = ".packhorse-demo"
 _OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl")
-_REPORT = "report.html"  # stays until there is a new one
 _WIDTH = 100  # of what goes to a file
-_WORDS = 256  # pairs of letters the tokenizer learns: a token is then some three letters long
+_MERGES = 256  # of the tokenizer: a token is then about three letters long
 _PARITY_SAMPLES = 8
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the demo; ``--out`` is the folder it writes to."""
-    parser = argparse.ArgumentParser(prog="packhorse demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder to write to")
-    out: Path = parser.parse_args(arguments).out
-    try:
-        held = run_demo(out)
-    except (PackhorseError, OSError) as error:
-        print(f"packhorse demo: {plain_error(error)}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        old = f"; {out / _REPORT} is of an earlier run" if (out / _REPORT).exists() else ""
-        print(f"stopped; {out} is unfinished (the next run starts again){old}", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(not held)
-
-
-def run_demo(out: Path) -> bool:
-    """Run all of it inside ``out``; whether all that was promised on the way was kept.
+def run_demo(folder: Path) -> bool:
+    """Run all steps inside ``folder`` and return whether everything held.
 
     Raises:
-        ConfigError: ``out`` has files that are not the demo's.
+        ConfigError: ``folder`` has files that are not the demo's.
     """
-    from packhorse.cli.demo.page import write_report
-
-    started = time.monotonic()
-    take_folder(out)
-    story = Story(out)
-    console = out_console(_WIDTH)
+    take_folder(folder)
+    demo = Demo(folder)
     with _quiet():
-        _write(story, console)
-        _check(story, console)
-        _count(story, console)
-        _plan(story, console)
-        _train(story, console)
-        _compare(story, console)
-        _parity(story, console)
-        story.seconds = time.monotonic() - started
-        write_report(story, out / _REPORT)
-    _last_screen(story, console)
-    return all(held for _, held in story.promises)
+        demo.write()
+        demo.check()
+        demo.count()
+        demo.make_plan()
+        demo.train()
+        demo.compare()
+        demo.check_parity()
+        demo.write_report()
+    demo.show_summary()
+    return all(held for _, held in demo.promises)
 
 
-def take_folder(out: Path) -> None:
-    """Make the folder ready: a new one, an empty one, or the demo's own, whose files are deleted.
+def take_folder(folder: Path) -> None:
+    """Prepare the folder: a new one, an empty one, or the demo's own, whose files are deleted.
 
-    The report stays until there is a new one. What else lies in the demo's own folder is not touched.
+    The report stays until there is a new one. Other files in the demo's own folder are not touched.
 
     Raises:
         ConfigError: it has files and is not the demo's.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: name another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
-    marker = out / _MARKER
-    if not marker.exists() and any(out.iterdir()):
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: name another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / _MARKER
+    if not marker.exists() and any(folder.iterdir()):
         raise ConfigError(
-            f"{out} is not empty and was not written by the demo: nothing was touched; name another folder "
-            "with --out"
+            f"{folder} is not empty and was not written by the demo: nothing was touched; name another "
+            "folder with --out"
         )
     marker.write_text(
         "This folder was written by `packhorse demo`, which overwrites it when it runs again.\n"
     )
     for name in _OURS:
-        path = out / name
+        path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
 
-def _write(story: Story, console: Console) -> None:
-    from packhorse.cli.demo.data import write_demo_mix
-    from packhorse.cli.demo.tiny import tiny_model, tiny_processor
+class Demo:
+    """One run of the demo; each step prints what it finds and keeps it for the report.
 
-    _title(console, 1, "A small mixed data set, with a few broken rows")
-    meta = write_demo_mix(story.out / "data")
-    rows = {path.stem: path.read_text().splitlines() for path in sorted(meta.parent.glob("*.jsonl"))}
-    story.rows = sum(map(len, rows.values()))
-    told = ", ".join(f"{len(lines)} {name}" for name, lines in rows.items())
-    _say(console, f"{told}: {story.rows} rows, drawn here. Seven are broken or odd on purpose.")
-    processor = tiny_processor((line for lines in rows.values() for line in lines), _WORDS)
-    processor.save_pretrained(story.model)
-    model = tiny_model(processor)
-    model.config.save_pretrained(story.model)
-    size = sum(weight.numel() for weight in model.parameters())
-    _say(console, f"A Qwen2-VL of {size:,} random weights, with the processor of transformers.")
+    Attributes:
+        findings: of the check: (severity, rule, row, finding).
+        plan: see :func:`packhorse.tools.view.plan_report.plan_report`.
+        saved_at: step of the checkpoint that the killed run left; it was killed during step ``kill_at``.
+        runs: steps of the runs ``whole``, ``killed`` and ``resumed``.
+        delivered: number of trained rows.
+        promises: what was promised, and whether it held.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out, self.started = folder, Output(_WIDTH), time.monotonic()
+        self.meta, self.model = folder / "data" / "meta.json", folder / "model"
+        self.plan_file, self.ledger_file = folder / "plan.phplan", folder / "ledger.jsonl"
+        self.rows = self.saved_at = self.kill_at = self.delivered = 0
+        self.seconds = 0.0
+        self.findings: list[tuple[str, str, str, str]] = []
+        self.plan: dict[str, Any] = {}
+        self.runs: dict[str, list[Step]] = {}
+        self.ledger = Ledger()
+        self.promises: list[tuple[str, bool]] = []
+
+    def write(self) -> None:
+        """Write the data, the processor and the model's config."""
+        from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_mix
+
+        self._title(1, "A small mixed data set, with a few broken rows")
+        write_demo_mix(self.folder / "data")
+        rows = {path.stem: path.read_text().splitlines() for path in sorted(self.meta.parent.glob("*.jsonl"))}
+        self.rows = sum(map(len, rows.values()))
+        sizes = ", ".join(f"{len(lines)} {name}" for name, lines in rows.items())
+        self._line(f"{sizes}: {self.rows} rows, drawn here. Seven are broken or odd on purpose.")
+        processor = tiny_processor((line for lines in rows.values() for line in lines), _MERGES)
+        processor.save_pretrained(self.model)
+        model = tiny_model(processor)
+        model.config.save_pretrained(self.model)
+        weights = sum(weight.numel() for weight in model.parameters())
+        self._line(f"A Qwen2-VL of {weights:,} random weights, with the processor of transformers.")
+
+    def check(self) -> None:
+        """Look for broken rows."""
+        from packhorse.tools.check import check_meta
+
+        command = self._command("check", "--processor", self.model, "--max-length", PACK_SIZE)
+        self._title(2, f"What is wrong with them?  {command}")
+        report = check_meta(str(self.meta), str(self.model), max_length=PACK_SIZE, decode=True)
+        self.findings = [
+            (one.severity, one.rule, one.key, one.found)
+            for one in report.findings()
+            if one.severity != "note"
+        ]
+        for severity, rule, key, found in self.findings:
+            self._line(f"{severity:<8} {rule:<20} {key:<12} {_short(found)}")
+
+    def count(self) -> None:
+        """Count the tokens of every row, and compare some with the real processor."""
+        from packhorse.count.counting import count_meta
+
+        self._title(3, f"How long is each row?  {self._command('count', '--processor', self.model)}")
+        report = count_meta(str(self.meta), str(self.model), verify=20)
+        totals, verified = report.totals(), report.verified
+        assert verified is not None  # it was asked for
+        tokens = ", ".join(f"{number:,} {kind}" for kind, number in totals["tokens"].items() if number)
+        self._line(f"{tokens} tokens, counted without decoding a picture.")
+        checked, failed = verified.checked, len(verified.failed)
+        self._promise(
+            f"{checked} random rows through the real processor: {failed} counts differ", failed == 0 < checked
+        )
+
+    def make_plan(self) -> None:
+        """Plan the packs, and save the plan."""
+        from packhorse.tools.view.plan_book import save_book
+        from packhorse.tools.view.plan_report import plan_report
+        from packhorse.tools.view.plan_request import Request, make_plan
+
+        command = self._command("plan", "--processor", self.model, "--pack-size", PACK_SIZE)
+        self._title(4, f"Which rows share a pack?  {command}")
+        planned = make_plan(Request(demo_config(self.folder), str(self.model), str(self.model)))
+        self.plan = plan_report(planned)
+        save_book(planned, self.plan, self.plan_file)
+        for name, text in summary_lines(self.plan):
+            self._line(f"{name:<10} {text}")
+        self.out.line()
+        print_costs(self.plan, self.out)
+        print_left_out(self.plan, self.out)
+
+    def train(self) -> None:
+        """Train without interruption in the background; meanwhile train, kill the run and resume it."""
+        steps = self.plan["packs"]
+        self.saved_at = steps // 2 // SAVE_EVERY * SAVE_EVERY
+        self.kill_at = self.saved_at + SAVE_EVERY // 2 + 1
+        self._title(5, f"Train it packed: {steps} steps, and kill -9 in step {self.kill_at}")
+        whole = self._start("whole")
+        try:
+            code = self._relay(self._start("killed", "--kill-at", str(self.kill_at)))
+            if code != -signal.SIGKILL:
+                raise PackhorseError(f"the run that was to be killed ended with exit code {code}")
+            self._line(f"killed in step {self.kill_at}; the last checkpoint is of step {self.saved_at}")
+            self._title(6, f"Go on from step {self.saved_at}, in a new process")
+            if code := self._relay(self._start("resumed", "--from", "killed")):
+                raise PackhorseError(f"the resumed run ended with exit code {code}")
+            if code := whole.wait():
+                raise PackhorseError(f"the uninterrupted run ended with exit code {code}")
+        finally:
+            if whole.poll() is None:
+                whole.kill()
+            whole.wait()
+        names = ("whole", "killed", "resumed")
+        self.runs = {name: read_trace(self.folder / "runs" / name) for name in names}
+
+    def _start(self, name: str, *options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "packhorse.cli.demo.train", str(self.folder), name, *options]
+        stdout = subprocess.DEVNULL if name == "whole" else subprocess.PIPE
+        return subprocess.Popen(command, stdout=stdout, text=True)
+
+    def _relay(self, process: subprocess.Popen[str]) -> int:
+        """Print the lines of a run as they come, and return its exit code."""
+        assert process.stdout is not None  # it has a pipe
+        try:
+            for line in process.stdout:
+                self._line(line.rstrip())
+            return process.wait()
+        finally:
+            process.kill()
+            process.stdout.close()
+            process.wait()
+
+    def compare(self) -> None:
+        """Compare the resumed run with the uninterrupted one, and account for every row."""
+        self._title(7, "Did the kill change anything? Is every row accounted for?")
+        whole, resumed = self.runs["whole"], self.runs["resumed"]
+        together = [*(step for step in self.runs["killed"] if step.step <= self.saved_at), *resumed]
+        self._promise(
+            f"steps {self.saved_at + 1} to {len(whole)}: losses are those of an uninterrupted run, to the "
+            "last bit",
+            [step.loss for step in resumed] == [step.loss for step in whole[self.saved_at :]],
+        )
+        self._promise("every step has the same rows as in an uninterrupted run", together == whole)
+        first, last = _mean_loss(whole[:5]), _mean_loss(whole[-5:])
+        self._promise(
+            f"the loss falls: {first:.2f} in the first five steps, {last:.2f} in the last five", last < first
+        )
+        self.ledger, _ = read_ledgers(self.folder / "runs" / "resumed" / "ledger")
+        self.ledger.save(self.ledger_file)
+        delivered = [key for step in together for key in step.samples]
+        self.delivered = len(delivered)
+        self._promise(
+            f"{self.rows} rows = {len(delivered)} trained, each once + {self.plan['left_out']} in no pack + "
+            f"{self._failed()} that failed when decoded, each with its reason",
+            len(set(delivered)) == len(delivered) and len(delivered) + self.ledger.lost() == self.rows,
+        )
+        for drop in self.ledger:
+            self._line(f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
+
+    def _failed(self) -> int:
+        """Return how many rows of the plan were not trained because they could not be decoded."""
+        return self.ledger.lost() - int(self.plan["left_out"])
+
+    def check_parity(self) -> None:
+        """Compare packed with unpacked training."""
+        from packhorse.cli.parity import choose_samples, load_model
+        from packhorse.families.processors import open_processor
+        from packhorse.tools.parity import check_parity
+
+        command = self._command("parity", "--model", self.model)
+        self._title(8, f"Is packed training the same as unpacked training?  {command}")
+        processor = open_processor(str(self.model))
+        model = load_model(str(self.model), "float32", "cpu", False, False)
+        chosen = choose_samples(str(self.meta), None, _PARITY_SAMPLES, processor)
+        for backend in ("sdpa", "eager"):
+            report = check_parity(model, processor, chosen.samples, backend, rows=2, keys=chosen.keys)
+            self._promise(report.describe(), report.ok)
+
+    def write_report(self) -> None:
+        """Write one page with its style and plots inside, made of the viewer's templates."""
+        from packhorse.tools.view import plots
+        from packhorse.tools.view.pages import plan_plots
+        from packhorse.tools.view.server import renderer
+
+        self.seconds = time.monotonic() - self.started
+        losses = {name: [(step.step, step.loss) for step in steps] for name, steps in self.runs.items()}
+        page = renderer()(
+            "demo.html",
+            style=files("packhorse.tools.view").joinpath("static", "style.css").read_text(encoding="utf-8"),
+            demo=self,
+            report=self.plan,
+            linked=False,
+            failed=self._failed(),
+            loss_plot=plots.losses(losses, self.kill_at, "Loss by step"),
+            rows_plot=plots.meter(self.delivered / max(1, self.rows), "Rows trained"),
+            why_pack=WHY_PACK[1:-1],
+            drops=[(drop.key, drop.action, drop.reason, drop.detail) for drop in self.ledger],
+            commands=self._next_commands(),
+            **plan_plots(self.plan),
+        )
+        write_whole(self.folder / REPORT, lambda file: file.writelines([page.encode()]))
+
+    def show_summary(self) -> None:
+        """Print whether all of it held, where to look, and what to type next."""
+        broken = [text for text, held in self.promises if not held]
+        self.out.console.rule(style="dim")
+        verdict = "All of it held." if not broken else f"{len(broken)} of {len(self.promises)} did NOT hold."
+        self.out.line(f"{verdict} {self.seconds:.0f} s. Where to look:", style="bold")
+        self._line(f"{self.folder / REPORT}    the run in plots (open it in a browser)")
+        self._line(f"{self.ledger_file}   every row that is not trained as its file has it")
+        self.out.line("What to type next:", style="bold")
+        for command, about in self._next_commands():
+            self._line(f"{command}   # {about}")
+
+    def _next_commands(self) -> list[tuple[str, str]]:
+        """Return commands to try on the demo's files, and what each shows."""
+        view = f"{own_command()} view {self.plan_file} --ledger {self.ledger_file}"
+        return [
+            (view, "packs, rows and losses in a browser"),
+            (self._command("check", "--fix", self.folder / "clean"), "a copy without the broken rows"),
+            (self._command("stats", "--processor", self.model), "lengths and media of each data set"),
+        ]
+
+    def _command(self, name: str, *options: object) -> str:
+        """Return a command as it can be typed here, on the demo's data."""
+        return " ".join([own_command(), name, str(self.meta), *map(str, options)])
+
+    def _title(self, number: int, text: str) -> None:
+        self.out.line()
+        self.out.line(f"{number}. {text}", style="bold")
+
+    def _line(self, text: str) -> None:
+        self.out.line(f"   {text}")
+
+    def _promise(self, text: str, held: bool) -> None:
+        self.promises.append((text, held))
+        self.out.line("ok  " if held else "MISS", style="green" if held else "bold red", end=" ")
+        self.out.line(text)
 
 
-def _check(story: Story, console: Console) -> None:
-    from packhorse.tools.check import check_meta
-
-    told = story.command("check", "--processor", story.model, "--max-length", _pack_size())
-    _title(console, 2, f"What is wrong with them?  {told}")
-    report = check_meta(str(story.meta), str(story.model), max_length=_pack_size(), decode=True)
-    story.findings = [
-        (one.severity, one.rule, one.key, one.found) for one in report.findings() if one.severity != "note"
-    ]
-    for severity, rule, key, found in story.findings:
-        _say(console, f"{severity:<8} {rule:<20} {key:<12} {_short(found)}")
-
-
-def _count(story: Story, console: Console) -> None:
-    from packhorse.count.counting import count_meta
-
-    _title(console, 3, f"How long is each row?  {story.command('count', '--processor', story.model)}")
-    report = count_meta(str(story.meta), str(story.model), verify=20)
-    totals, verified = report.totals(), report.verified
-    assert verified is not None  # it was asked for
-    tokens = ", ".join(f"{number:,} {kind}" for kind, number in totals["tokens"].items() if number)
-    _say(console, f"{tokens} tokens, counted without decoding a picture.")
-    _promise(
-        story,
-        console,
-        f"{verified.checked} random rows through the real processor: {len(verified.failed)} counts differ",
-        verified.checked > 0 and not verified.failed,
-    )
-
-
-def _plan(story: Story, console: Console) -> None:
-    from packhorse.cli.demo.train import demo_config
-    from packhorse.cli.plan import print_costs, print_left_out, summary_lines
-    from packhorse.tools.view.plan_book import save_book
-    from packhorse.tools.view.plan_report import plan_report
-    from packhorse.tools.view.plan_request import Request, make_plan
-
-    told = story.command("plan", "--processor", story.model, "--pack-size", _pack_size())
-    _title(console, 4, f"Which rows share a pack?  {told}")
-    planned = make_plan(Request(demo_config(story.out), str(story.model), str(story.model)))
-    story.plan = plan_report(planned)
-    save_book(planned, story.plan, story.plan_file)
-    for name, text in summary_lines(story.plan):
-        _say(console, f"{name:<10} {text}")
-    console.print()
-    print_costs(story.plan, console)
-    print_left_out(story.plan, console)
-
-
-def _train(story: Story, console: Console) -> None:
-    """An uninterrupted run in the background; beside it one that is killed, and one that goes on from it."""
-    from packhorse.cli.demo.train import SAVE_EVERY, read_trace
-
-    steps = story.plan["packs"]
-    story.saved_at = steps // 2 // SAVE_EVERY * SAVE_EVERY
-    story.kill_at = story.saved_at + SAVE_EVERY // 2 + 1
-    _title(console, 5, f"Train it packed: {steps} steps, and kill -9 in step {story.kill_at}")
-    whole = _start(story, "whole")
-    try:
-        code = _relayed(_start(story, "killed", "--kill-at", str(story.kill_at)), console)
-        if code != -signal.SIGKILL:
-            raise PackhorseError(f"the run that was to be killed ended with exit code {code}")
-        _say(console, f"killed in step {story.kill_at}; the last checkpoint is of step {story.saved_at}")
-        _title(console, 6, f"Go on from step {story.saved_at}, in a new process")
-        if code := _relayed(_start(story, "resumed", "--from", "killed"), console):
-            raise PackhorseError(f"the run that goes on ended with exit code {code}")
-        if code := whole.wait():
-            raise PackhorseError(f"the uninterrupted run ended with exit code {code}")
-    finally:
-        if whole.poll() is None:
-            whole.kill()
-        whole.wait()
-    story.whole, story.killed, story.resumed = (
-        read_trace(story.out / "runs" / name) for name in ("whole", "killed", "resumed")
-    )
-
-
-def _start(story: Story, name: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "packhorse.cli.demo.train", str(story.out), name, *options]
-    told = subprocess.DEVNULL if name == "whole" else subprocess.PIPE
-    return subprocess.Popen(command, stdout=told, text=True)
-
-
-def _relayed(process: subprocess.Popen[str], console: Console) -> int:
-    """Print what a run says as it says it; its exit code."""
-    assert process.stdout is not None  # it has a pipe
-    try:
-        for line in process.stdout:
-            _say(console, line.rstrip())
-        return process.wait()
-    finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
-
-
-def _compare(story: Story, console: Console) -> None:
-    from packhorse.tools.ledgers import read_ledgers
-
-    _title(console, 7, "Did the kill change anything? Is every row accounted for?")
-    kept = [one for one in story.killed if one.step <= story.saved_at]
-    together = [*kept, *story.resumed]
-    _promise(
-        story,
-        console,
-        f"steps {story.saved_at + 1} to {len(story.whole)}: losses are those of an uninterrupted run, to the "
-        "last bit",
-        [one.loss for one in story.resumed] == [one.loss for one in story.whole[story.saved_at :]],
-    )
-    _promise(
-        story, console, "every step has the same rows as in an uninterrupted run", together == story.whole
-    )
-    first, last = _mean(story.whole[:5]), _mean(story.whole[-5:])
-    told = f"the loss falls: {first:.2f} in the first five steps, {last:.2f} in the last five"
-    _promise(story, console, told, last < first)
-    story.ledger, _ = read_ledgers(story.out / "runs" / "resumed" / "ledger")
-    story.ledger.save(story.out / "ledger.jsonl")
-    delivered = [key for one in together for key in one.samples]
-    story.delivered, lost = len(delivered), story.ledger.lost()
-    _promise(
-        story,
-        console,
-        f"{story.rows} rows = {len(delivered)} trained, each once + {story.plan['left_out']} in no pack + "
-        f"{story.failed} that failed when decoded, each with its reason",
-        len(set(delivered)) == len(delivered) and len(delivered) + lost == story.rows,
-    )
-    for drop in story.ledger:
-        _say(console, f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
-
-
-def _mean(steps: Sequence[Any]) -> float:
-    return float(sum(one.loss for one in steps) / max(1, len(steps)))
-
-
-def _parity(story: Story, console: Console) -> None:
-    from packhorse.cli.parity import choose_samples, load_model
-    from packhorse.families.processors import open_processor
-    from packhorse.tools.parity import check_parity
-
-    told = story.command("parity", "--model", story.model)
-    _title(console, 8, f"Is packed training the same as unpacked training?  {told}")
-    processor = open_processor(str(story.model))
-    model = load_model(str(story.model), "float32", "cpu", False, False)
-    chosen = choose_samples(str(story.meta), None, _PARITY_SAMPLES, processor)
-    for backend in ("sdpa", "eager"):
-        report = check_parity(model, processor, chosen.samples, backend, rows=2, keys=chosen.keys)
-        _promise(story, console, report.describe(), report.ok)
-
-
-def _last_screen(story: Story, console: Console) -> None:
-    broken = [told for told, held in story.promises if not held]
-    console.rule(style="dim")
-    verdict = "All of it held." if not broken else f"{len(broken)} of {len(story.promises)} did NOT hold."
-    console.print(f"{verdict} {story.seconds:.0f} s. Where to look:", style="bold")
-    _say(console, f"{story.out}/report.html    the run in plots (open it in a browser)")
-    _say(console, f"{story.out}/ledger.jsonl   every row that is not trained as its file has it")
-    console.print("What to type next:", style="bold")
-    for command, about in story.next_commands():
-        _say(console, f"{command}   # {about}")
-
-
-def _pack_size() -> int:
-    from packhorse.cli.demo.train import PACK_SIZE
-
-    return PACK_SIZE
-
-
-def _promise(story: Story, console: Console, told: str, held: bool) -> None:
-    story.promises.append((told, held))
-    style = "green" if held else "bold red"
-    console.print("ok  " if held else "MISS", style=style, end=" ")
-    console.print(told, markup=False, soft_wrap=True)
-
-
-def _title(console: Console, number: int, told: str) -> None:
-    console.print()
-    console.print(f"{number}. {told}", style="bold", markup=False, soft_wrap=True)
-
-
-def _say(console: Console, told: str) -> None:
-    console.print(f"   {told}", markup=False, soft_wrap=True)
+def _mean_loss(steps: Sequence[Step]) -> float:
+    return sum(step.loss for step in steps) / max(1, len(steps))
 
 
 def _short(text: str, most: int = 90) -> str:
@@ -313,9 +330,9 @@ def _short(text: str, most: int = 90) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is asked of the network, libraries do not talk in between, and one core is enough for each.
+    """Work offline, silence the logs of libraries, and use one thread for each process.
 
-    (Several threads for so small a model wait for each other more than they compute.)
+    Several threads for so small a model wait for each other more than they compute.
     """
     import torch
 
@@ -325,7 +342,7 @@ def _quiet() -> Iterator[None]:
     os.environ.update(wanted)
     log, threads = logging.getLogger("packhorse"), torch.get_num_threads()
     level = log.level
-    log.setLevel(logging.ERROR)  # what it says, the demo says too
+    log.setLevel(logging.ERROR)  # the demo prints the same
     torch.set_num_threads(1)
     try:
         yield

@@ -69,7 +69,7 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
     """
     import torch
 
-    from packhorse.cli.demo.tiny import tiny_model
+    from packhorse.cli.demo.data import tiny_model
     from packhorse.families.processors import open_processor
     from packhorse.integrations.transformers import prepare
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,10 +26,11 @@ from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import RawFinding, Repair
-from packhorse.tools.check.check_report import CheckedFile, CheckReport
 from packhorse.tools.check.rules import RULES
+from packhorse.tools.check.run import CheckedFile, CheckReport
 from packhorse.types import Drop
 from packhorse.utils.files import Fingerprint
+from packhorse.utils.progress import OnProgress, Progress
 
 LEDGER = "ledger.jsonl"
 META = "meta.json"
@@ -57,10 +58,6 @@ class Fixed:
     ledger: str
     datasets: tuple[FixedDataset, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
     """The folder for a cleaned copy, if it is new or empty.
@@ -86,7 +83,7 @@ def write_fixed(
     folder: str | os.PathLike[str],
     *,
     drop_duplicates: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> Fixed:
     """Write a cleaned copy of what was checked.
 
@@ -94,7 +91,7 @@ def write_fixed(
         report: of :func:`~packhorse.tools.check.run.check_meta` with ``repair=True``.
         folder: new or empty.
         drop_duplicates: leave out conversations that an earlier row has too.
-        progress: told how many rows are done, and of how many.
+        progress: called with the number of written rows; None logs it every few seconds.
 
     Raises:
         ConfigError: the folder is not empty, or a data file has changed since.
@@ -110,7 +107,7 @@ def write_fixed(
         target.parent.mkdir(parents=True, exist_ok=True)
         home = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
         try:
-            made = _write_all(report, home, target, drop_duplicates, progress)
+            made = _write_all(report, home, target, drop_duplicates, progress or Progress("writing"))
             os.chmod(home, 0o755)  # mkdtemp makes it private
             _put_in_place(home, target)
         except BaseException:
@@ -134,7 +131,7 @@ def _write_all(
     home: Path,
     target: Path,
     drop_duplicates: bool,
-    progress: Callable[[int, int], None] | None,
+    progress: OnProgress,
 ) -> Fixed:
     names = _file_names(report.files)
     total = sum(checked.rows for checked in report.files)
@@ -146,8 +143,7 @@ def _write_all(
             with _copy_of(checked, home / names[number]) as copy:
                 writer = _Writer(report, number, fixed, copy, ledger)
                 for rows in writer.write(drop_duplicates):
-                    if progress is not None:
-                        progress(before + rows, total)
+                    progress(before + rows, total)
             done.append(fixed)
     meta = {one.name: _meta_entry(checked, one.file) for one, checked in zip(done, report.files, strict=True)}
     (home / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

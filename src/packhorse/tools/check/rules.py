@@ -7,8 +7,8 @@ is trained on; ``warning`` that it is probably not what was meant; ``note`` that
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast, get_args
 
 from packhorse.types import Reason, Stage, mask_secrets
 
@@ -247,7 +247,3 @@ class Finding:
     location: str
     found: str
     advice: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)

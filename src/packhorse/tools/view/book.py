@@ -20,7 +20,7 @@ import numpy.typing as npt
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.formats.meta_file import read_meta
-from packhorse.ledger import Ledger
+from packhorse.ledger import Ledger, read_ledgers
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.data import open_data
 from packhorse.plan.pack_plan import DROP_REASONS
@@ -135,7 +135,7 @@ class Book:
             ConfigError: it is neither, or a meta file without a processor.
             OSError: it cannot be read.
         """
-        entries = None if ledger is None else _entries(ledger)
+        entries = None if ledger is None else read_ledgers(ledger)[0]
         if _is_plan(source):
             return cls(open_book(source, processor, trust_remote_code), None, entries)
         if processor is None:
@@ -295,12 +295,6 @@ class Book:
             self.elsewhere.append(drop)
         else:
             self.mark(index, [drop])
-
-
-def _entries(ledger: str | os.PathLike[str]) -> Ledger:
-    from packhorse.tools.ledgers import read_ledgers  # takes a while to import, and is seldom needed
-
-    return read_ledgers(ledger)[0]
 
 
 def _says_the_same(one: Drop, other: Drop) -> bool:

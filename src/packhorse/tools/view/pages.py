@@ -56,27 +56,13 @@ class Pages:
     def overview(self) -> Values:
         """Numbers and plots of the whole plan."""
         report = self.book.report
-        fill, length = report["histograms"]["fill"], _from_first_used(report["histograms"]["length"])
         return {
             "report": report,
+            "linked": True,
             "too_many_bad": too_many_bad(report),
             "wrong_ledger": self.book.wrong_ledger(),
             "reasons": self.book.reasons(),
-            "fill_plot": plots.bars(
-                fill["counts"],
-                [f"{100 * edge:.0f}%" for edge in fill["edges"]],
-                f"Histogram of how full the {report['packs']:,} packs are",
-                every=5,
-            ),
-            "length_plot": plots.bars(
-                length["counts"],
-                [plots.short(edge) for edge in length["edges"]],
-                "Histogram of the tokens of a row",
-                every=max(1, len(length["edges"]) // 7),
-            ),
-            "mix_plot": plots.mix(report["datasets"], "Tokens of each data set by kind"),
-            "straggler_plot": plots.line(_filled_steps(report), "Straggler ratio by number of ranks"),
-            "kinds": [kind for kind in plots.KINDS if any(one[kind] for one in report["datasets"])],
+            **plan_plots(report),
         }
 
     def pack_list(self, wanted: Mapping[str, str]) -> Values:
@@ -245,12 +231,27 @@ class Pages:
         }
 
 
-def _from_first_used(histogram: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A histogram without the empty bins at its beginning."""
-    first = next((place for place, count in enumerate(histogram["counts"]) if count), 0)
-    return {name: values[first:] for name, values in histogram.items()}
-
-
-def _filled_steps(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """World sizes with a pack for every rank; beyond them ranks wait, whoever deals."""
-    return [one for one in report["straggler"] if one["ranks"] <= max(1, report["packs"])]
+def plan_plots(report: Mapping[str, Any]) -> Values:
+    """Return the plots of a plan that ``plan_cards.html`` shows."""
+    fill, length = report["histograms"]["fill"], report["histograms"]["length"]
+    first = next((place for place, count in enumerate(length["counts"]) if count), 0)
+    edges = length["edges"][first:]
+    # Beyond one pack for every rank, ranks wait, however packs are assigned.
+    stragglers = [one for one in report["straggler"] if one["ranks"] <= max(1, report["packs"])]
+    return {
+        "fill_plot": plots.bars(
+            fill["counts"],
+            [f"{100 * edge:.0f}%" for edge in fill["edges"]],
+            f"Histogram of how full the {report['packs']:,} packs are",
+            every=5,
+        ),
+        "length_plot": plots.bars(
+            length["counts"][first:],
+            [plots.short(edge) for edge in edges],
+            "Histogram of the tokens of a row",
+            every=max(1, len(edges) // 7),
+        ),
+        "mix_plot": plots.mix(report["datasets"], "Tokens of each data set by kind"),
+        "straggler_plot": plots.line(stragglers, "Straggler ratio by number of ranks"),
+        "kinds": [kind for kind in plots.KINDS if any(one[kind] for one in report["datasets"])],
+    }

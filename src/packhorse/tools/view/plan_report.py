@@ -7,21 +7,23 @@ the counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.count.columns import Distribution
 from packhorse.formats.estimate import image_config, video_config
 from packhorse.plan.assign import random_numbers
 from packhorse.plan.lengths import estimated_lengths
-from packhorse.plan.pack_plan import QUARTILES, PackPlan, percentiles
+from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.plan.schedule import Dealt, Packs, Segment, Shape, Units, deal
 from packhorse.tools.view.plan_request import Planned, Request, make_plan
 from packhorse.types import MEDIA_KINDS
+from packhorse.utils.progress import OnProgress, Progress
 
 Integers = npt.NDArray[np.int64]
 
@@ -66,13 +68,13 @@ def _wasted(slots: int, tokens: int) -> dict[str, Any]:
 
 
 def estimated(
-    planned: Planned, progress: Callable[[int, int], None] | None = None, most: int = MOST_ESTIMATED
+    planned: Planned, progress: OnProgress | None = None, most: int = MOST_ESTIMATED
 ) -> dict[str, Any]:
     """What becomes of the rows if packs are planned by estimated lengths and what overflows is dropped.
 
     Args:
         planned: the exact plan; only rows that are in it are looked at.
-        progress: told how many rows were read.
+        progress: called with the number of rows read; None logs it every few seconds.
         most: where there are more rows, so many of them, evenly spaced.
 
     Returns:
@@ -83,7 +85,7 @@ def estimated(
     rows = np.sort(planned.packs.plan.indices).astype(np.int64)
     if len(rows) > most:
         rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
-    guesses = _guesses(planned, rows, progress)
+    guesses = _guesses(planned, rows, progress or Progress("estimating lengths"))
     room = planned.planner.room
     real = planned.planner.lengths[rows]
     plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.planner.settings.seed)
@@ -101,17 +103,16 @@ def estimated(
         "lost_share": float(lost.mean()) if len(rows) else 0.0,
         "fill": float(real[~lost].sum()) / slots if slots else 0.0,
         "error_mean": float(off.mean()) if len(rows) else 0.0,
-        "error_p99": percentiles(off, (99,))[0] if len(rows) else 0,
+        "error_p99": Distribution.of(off).percentile(99),
     }
 
 
-def _guesses(planned: Planned, rows: Integers, progress: Callable[[int, int], None] | None) -> Integers:
+def _guesses(planned: Planned, rows: Integers, progress: OnProgress) -> Integers:
     processor = planned.opened.samples.processor
     configs = image_config(processor), video_config(processor)
 
     def report(done: int) -> None:
-        if progress is not None:
-            progress(done, len(rows))
+        progress(done, len(rows))
 
     return estimated_lengths(planned.opened.dataset, rows, *configs, report).tokens
 
@@ -145,7 +146,7 @@ def plan_report(
     *,
     ranks: Sequence[int] = (),
     estimates: bool = True,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Everything there is to say about a plan, as plain values.
 
@@ -265,10 +266,9 @@ def _ratio_in_order(packs: Packs, order: npt.NDArray[np.int64], ranks: int) -> f
 
 
 def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:
-    if not len(values):
-        return {"mean": 0.0, "min": 0, "p25": 0, "p50": 0, "p75": 0, "max": 0}
-    names = ("min", "p25", "p50", "p75", "max")
-    return {"mean": float(values.mean()), **dict(zip(names, percentiles(values, QUARTILES), strict=True))}
+    spread = Distribution.of(values)
+    quartiles = {f"p{percent}": spread.percentile(percent) for percent in (25, 50, 75)}
+    return {"mean": spread.mean, "min": spread.min, **quartiles, "max": spread.max}
 
 
 def _reasons(planned: Planned) -> list[dict[str, Any]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from packhorse.errors import require
 
 _WIDTH, _HEIGHT = 380, 160
 _LEFT, _BOTTOM, _TOP = 40, 24, 10
+_PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - 20, _HEIGHT - _BOTTOM - _TOP
 KINDS = ("text", "image", "video", "audio")
 
 
@@ -48,14 +49,11 @@ def bars(counts: Sequence[int], edges: Sequence[str], label: str, every: int = 1
     """A histogram: a bar for each count, the names of edges under it (one of ``every``)."""
     top = max([*counts, 1])
     top += top % 2 if top > 1 else 0  # half of it is a whole number too
-    plot_width, plot_height = _WIDTH - _LEFT - 8, _HEIGHT - _BOTTOM - _TOP
-    step = plot_width / max(1, len(counts))
-    parts = _rules(top, plot_height)
+    step = (_PLOT_WIDTH + 12) / max(1, len(counts))
+    parts = _rules(["", short(round(top / 2, 2)) if top > 1 else "", short(top)])
     for place, count in enumerate(counts):
-        height = plot_height * count / top
-        if count:
-            height = max(height, 1.5)
-        x, y = _LEFT + place * step, _TOP + plot_height - height
+        height = max(_PLOT_HEIGHT * count / top, 1.5) if count else 0.0
+        x, y = _LEFT + place * step, _TOP + _PLOT_HEIGHT - height
         told = _escaped(f"{edges[place]} to {edges[place + 1]}: {count:,}")
         parts.append(
             f'<rect class="bar" x="{x + 1:.1f}" y="{y:.1f}" width="{max(step - 2, 1):.1f}" '
@@ -69,15 +67,27 @@ def bars(counts: Sequence[int], edges: Sequence[str], label: str, every: int = 1
     return _svg(parts, label)
 
 
-def _rules(top: float, plot_height: float) -> list[str]:
-    """Lines across the plot with their numbers."""
+def _rules(numbers: Sequence[str]) -> list[str]:
+    """Draw lines across the plot, evenly spaced from the bottom, with their numbers."""
     parts = []
-    for share in (0.0, 0.5, 1.0):
-        y = _TOP + plot_height * (1 - share)
+    for place, number in enumerate(numbers):
+        y = _TOP + _PLOT_HEIGHT * (1 - place / (len(numbers) - 1))
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        if share == 1.0 or (share == 0.5 and top > 1):
-            parts.append(_text(_LEFT - 6, y + 4, short(round(top * share, 2)), "end"))
+        if number:
+            parts.append(_text(_LEFT - 6, y + 4, number, "end"))
     return parts
+
+
+def _dot(name: str, place: tuple[float, float], radius: float, title: str) -> str:
+    x, y = place
+    return (
+        f'<circle class="dot {name}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">'
+        f"<title>{_escaped(title)}</title></circle>"
+    )
+
+
+def _polyline(name: str, points: Iterable[tuple[float, float]]) -> str:
+    return f'<polyline class="line {name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
 
 
 def line(points: Sequence[Mapping[str, Any]], label: str) -> Any:
@@ -85,27 +95,41 @@ def line(points: Sequence[Mapping[str, Any]], label: str) -> Any:
     values = [one[name] for one in points for name in ("ratio", "random") if one[name] is not None]
     top = max([*values, 1.0])
     top = 1.05 if top <= 1.05 else math.ceil(top * 10) / 10
-    plot_width, plot_height = _WIDTH - _LEFT - 20, _HEIGHT - _BOTTOM - _TOP
-    parts = []
-    for value in (1.0, (1 + top) / 2, top):
-        y = _TOP + plot_height * (1 - (value - 1) / (top - 1))
-        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(_LEFT - 6, y + 4, f"{value:.3g}", "end"))
-    step = plot_width / max(1, len(points) - 1)
-    for name, told in (("random", "at random"), ("ratio", "planned")):
+    parts = _rules([f"{value:.3g}" for value in (1.0, (1 + top) / 2, top)])
+    step = _PLOT_WIDTH / max(1, len(points) - 1)
+    for name, how in (("random", "at random"), ("ratio", "planned")):
         places = [
-            (_LEFT + 6 + step * n, _TOP + plot_height * (1 - (one[name] - 1) / (top - 1)), one)
+            ((_LEFT + 6 + step * n, _TOP + _PLOT_HEIGHT * (1 - (one[name] - 1) / (top - 1))), one)
             for n, one in enumerate(points)
             if one[name] is not None
         ]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        parts.append(f'<polyline class="line {name}" points="{path}"/>')
+        parts.append(_polyline(name, [place for place, _ in places]))
         parts += [
-            f'<circle class="dot {name}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{one["ranks"]:,} ranks, '
-            f"{told}: {one[name]:.4f}</title></circle>"
-            for x, y, one in places
+            _dot(name, place, 3.5, f"{one['ranks']:,} ranks, {how}: {one[name]:.4f}") for place, one in places
         ]
     parts += [_text(_LEFT + 6 + step * n, _HEIGHT - 7, str(one["ranks"])) for n, one in enumerate(points)]
+    return _svg(parts, label)
+
+
+def losses(runs: Mapping[str, Sequence[tuple[int, float]]], kill_at: int, label: str) -> Any:
+    """Losses by step: the run ``whole`` as a line, ``killed`` as circles and ``resumed`` as dots on it."""
+    whole = runs["whole"]
+    top = max(loss for _, loss in whole) * 1.05
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        share = (step - 1) / max(1, len(whole) - 1)
+        return _LEFT + 6 + _PLOT_WIDTH * share, _TOP + _PLOT_HEIGHT * (1 - loss / top)
+
+    parts = _rules([f"{top * share:.1f}" for share in (0.0, 0.5, 1.0)])
+    parts += [_text(place(step, 0)[0], _HEIGHT - 7, str(step)) for step in range(8, len(whole) + 1, 8)]
+    x, bottom = place(kill_at, 0)
+    parts.append(f'<line class="rule kill" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+    parts.append(_text(x + 6, _TOP + 10, f"killed in step {kill_at}", "start"))
+    parts.append(_polyline("loss", [place(step, loss) for step, loss in whole]))
+    for name, radius in (("killed", 3.5), ("resumed", 2)):
+        parts += [
+            _dot(name, place(step, loss), radius, f"step {step}: {loss:.4f}") for step, loss in runs[name]
+        ]
     return _svg(parts, label)
 
 
