@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -20,15 +20,19 @@ import torch
 from torch.utils.data import Dataset
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate.packed import loss_inputs, neat_packed_vlm_collater
+from packhorse.collate.packed import check_router_loss, loss_inputs, neat_packed_vlm_collater
 from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import ordered, pad_collate_fn
 from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
+from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.families import Family
+from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Blanks
+from packhorse.loader.startup import ModelInfo
 from packhorse.plan.eligibility import load
-from packhorse.pp_media import COUNT_KEYS
+from packhorse.pp_media import COUNT_KEYS, prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
 
 logger = getLogger("packhorse.loader")
@@ -430,3 +434,94 @@ class PadBuilder(BatchBuilder):
             pixel_dtype=self.pixel_dtype,
             media_layout=self.media_layout,
         )
+
+
+def check_batches(config: LoaderConfig, family: Family, model: ModelInfo) -> None:
+    """Raise at start-up if the packed batches of these settings would be wrong for the model.
+
+    Raises:
+        ConfigError: it has no positions of the processor's family; packs cannot be padded to whole documents;
+            or it adds a loss that packed batches do not have.
+    """
+    as_dtype(config.pixel_dtype)
+    if config.mode == "pad":
+        return
+    if family.mrope and model.get_rope_index is None:
+        if model.config is not None:
+            raise ConfigError(
+                f"{model.name} has no get_rope_index, but models of the processor's family {family.name} "
+                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor"
+            )
+        logger.warning(
+            "model='unchecked': positions have one row, but models of family %s have three (mRoPE), so "
+            "packed training will differ from unpacked. Pass model=",
+            family.name,
+        )
+    if config.pad_to_size and config.pack_size % config.alignment:
+        raise ConfigError(
+            f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
+            f"alignment={config.alignment}: the last document could not be divided. Make it one"
+        )
+    check_router_loss(model.config)
+
+
+def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo) -> BatchBuilder:
+    """The batch builder of a loader's settings.
+
+    Raises:
+        ConfigError: the tokenizer has no padding token.
+    """
+    dtype = as_dtype(config.pixel_dtype) or model.dtype
+    microbatches = config.pipeline_microbatches
+    finish = None if microbatches is None else partial(_chunk_media, microbatches)
+    for_pipeline = microbatches is not None
+    if config.mode == "pad":
+        pad_to = config.pack_size if config.pad_to_size else None
+        return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout, media_layout=for_pipeline)
+    collater: dict[str, Any] = {
+        "padding_idx": pad_token_id(samples.processor),
+        "max_length": config.pack_size if config.pad_to_size else None,
+        "attn_implementation": config.attention or model.attention,
+        "pixel_dtype": dtype,
+        "config": model.config,
+        "media_layout": for_pipeline,
+    }
+    if model.dtype is not None:
+        collater["mask_dtype"] = model.dtype
+    packer = make_packer(config, samples, model)
+    return PackBuilder(samples, packer, collater, finish, config.sample_timeout)
+
+
+def make_packer(
+    config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo
+) -> PackedDatasetWrapper:
+    """What shifts, places and joins samples; see :func:`make_builder`."""
+    return PackedDatasetWrapper(
+        samples,
+        (),
+        config.pack_size,
+        pad_token_id(samples.processor),
+        model.get_rope_index,
+        sequence_alignment=config.alignment,
+        exact=True,
+        on_bad=config.on_bad,
+        ledger=samples.ledger,
+    )
+
+
+def _chunk_media(microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:
+    return dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
+
+
+def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch type, as 'bfloat16'")
+    return found

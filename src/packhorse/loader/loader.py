@@ -17,13 +17,10 @@ from typing import Any
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Ranks
 from packhorse.errors import ConfigError
-from packhorse.families.processors import as_whole_processor
 from packhorse.ledger import Ledger
-from packhorse.loader.assemble import batch_builder, encoding_dataset, make_planner, worker_settings
 from packhorse.loader.budget import Guard, TooManyBad
-from packhorse.loader.build import BatchReport, Built, Ticket
+from packhorse.loader.build import BatchReport, Built, Ticket, check_batches, make_builder
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.epoch_stats import (
     EpochAccount,
     StepFile,
@@ -36,7 +33,6 @@ from packhorse.loader.epoch_stats import (
     take_back,
 )
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.model_info import facts_of, refuse_tokenizer
 from packhorse.loader.planner import (
     plan_lines,
     record_left_out,
@@ -44,8 +40,9 @@ from packhorse.loader.planner import (
     refuse_overlong,
     warn_of_too_long,
 )
+from packhorse.loader.startup import open_data, start_up
 from packhorse.loader.state import Progress, Tally, describe_state
-from packhorse.loader.worker_pool import Feed
+from packhorse.loader.worker_pool import Feed, WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import Dealt, Packs, Shape
 from packhorse.types import Batch, Drop, World
@@ -119,46 +116,26 @@ class Loader:
         self.config = config
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
-        # What fails on one rank is raised on all of them; steps that may take long have their own names.
+        # What fails on one rank raises on all of them; steps that may take long have their own names.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
-        config, run = self.config, self._ranks.run_on_all_ranks
-        advice = "Give all of them the same settings"
-        self._ranks.same("have different settings", config.of_all_ranks(), advice)
-        self.processor = run("open the processor", partial(as_whole_processor, processor))
-        facts = run("inspect the model", partial(facts_of, model, packed=config.mode == "pack"))
-        self.model_name = facts.name
-        run("check the processor", partial(refuse_tokenizer, self.processor, facts))
-        folder = config.ledger_dir
-        # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
+        config, folder = self.config, self.config.ledger_dir
+        # Buffer entries until iteration starts, so a loader that fails validation never writes to its file.
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
-        # What is left out when rows are drawn is the same on all ranks: the first one says it.
-        opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
-        shard = self.world if config.shard_data else None
-        self.dataset = run("open the data", partial(self._open_data, opening, shard))
-        if getattr(self.dataset, "ledger", None) is opening:
-            self.dataset.ledger = self.ledger  # remarks on a row are the entries of the rank that delivers it
-        if counts is None:
-            names, workers = config.dataset_names, config.count_workers
-            counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
-        if len(counts) != len(self.dataset):
-            raise ConfigError(f"{len(counts):,} counts for {len(self.dataset):,} examples")
-        self.counts = counts
-        self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
-        self._planner, self._present = make_planner(config, self._samples, counts, facts, self._ranks)
-        if not config.shard_data:
-            advice = (
-                "Give all of them the same settings and the same rows in the same order: copies of the data "
-                "may differ between machines"
-            )
-            self._ranks.same("have different plans", self._planner.name, advice)
-        # What is dealt: everything to all ranks, or this rank's own rows to itself.
+        opened = open_data(config, processor, model, self._ranks, self.ledger)
+        self._start = start_up(config, opened, self._ranks, counts)
+        self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._start.counts
+        self.model_name = opened.model.name
+        self._samples, self._planner = self._start.samples, self._start.planner
+        check_batches(config, self._samples.family, opened.model)
+        # Schedule all packs over all ranks, or this rank's own rows on itself.
         self._dealing = World() if config.shard_data else self.world
         self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
-        self._feed = Feed(
-            batch_builder(config, self._samples, facts), worker_settings(config), self._samples.key
+        workers = WorkerSettings(
+            config.workers, config.prefetch, config.pin_memory, config.timeout, config.start
         )
+        self._feed = Feed(make_builder(config, self._samples, opened.model), workers, self._samples.key)
         self.metrics = Metrics(config.accumulation)
         self.last: BatchReport | None = None
         self.account: EpochAccount | None = None
@@ -261,7 +238,7 @@ class Loader:
         kinds: int | None = 0
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.
-            kinds = self._present if self.config.shard_data else None
+            kinds = self._start.media_kinds if self.config.shard_data else None
         return partial(ticket_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _hand_out(self, built: Built, waited: float) -> None:
@@ -467,13 +444,6 @@ class Loader:
             self._ranks.same("have different packs", packs.digest, advice)
         guard = self._guard(packs.plan)
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
-
-    def _open_data(self, ledger: Ledger, shard: World | None) -> Any:
-        dataset = open_data(self.config.data, self.config.dataset_names, ledger, shard)
-        if not len(dataset):
-            where = f" for {self.world}: it has fewer rows than ranks" if self.config.shard_data else ""
-            raise ConfigError(f"there is no example in the data{where}")
-        return dataset
 
     def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
         deal = partial(Dealt, packs, seed=self.config.seed, epoch=progress.epoch)

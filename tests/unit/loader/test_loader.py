@@ -18,7 +18,7 @@ from loader_samples import chat, handed_out, load, mixed, picture, texts
 from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
-from packhorse.loader.data import count_examples
+from packhorse.loader.startup import count_examples
 
 
 @pytest.fixture

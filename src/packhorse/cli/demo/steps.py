@@ -156,9 +156,8 @@ def _count(story: Story, console: Console) -> None:
 def _plan(story: Story, console: Console) -> None:
     from packhorse.cli.demo.train import demo_config
     from packhorse.cli.plan import print_costs, print_left_out, summary_lines
-    from packhorse.tools.view.plan_book import save_book
+    from packhorse.tools.view.plan_book import Request, make_plan, save_book
     from packhorse.tools.view.plan_report import plan_report
-    from packhorse.tools.view.plan_request import Request, make_plan
 
     told = story.command("plan", "--processor", story.model, "--pack-size", _pack_size())
     _title(console, 4, f"Which rows share a pack?  {told}")

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +20,13 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.formats.meta_file import read_meta
 from packhorse.ledger import Ledger
+from packhorse.loader.build import make_packer
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import open_data
+from packhorse.loader.startup import OpenedData, encoding_dataset, open_rows
 from packhorse.plan.pack_plan import DROP_REASONS
 from packhorse.rows.row_files import JsonRows
-from packhorse.tools.view.plan_book import PlanBook, book_of, open_book
+from packhorse.tools.view.plan_book import PlanBook, Request, book_of, make_plan, open_book, open_request
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Opened, Request, make_plan, open_request
 from packhorse.tools.view.row_encoder import Encoder
 from packhorse.types import Drop, Reason, mask_secrets
 
@@ -88,7 +87,7 @@ class Book:
 
     Args:
         made: the plan and what it was made from.
-        opened: examples and encoder, where they are open already.
+        opened: rows, processor and model, if they are open already.
         ledger: entries of a run, to be shown with the rows.
 
     Attributes:
@@ -99,12 +98,17 @@ class Book:
         marks: what ledgers, and this viewer, have to say of rows, by their position.
     """
 
-    def __init__(self, made: PlanBook, opened: Opened | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, made: PlanBook, opened: OpenedData | None = None, ledger: Ledger | None = None
+    ) -> None:
         self.made, self.plan, self.report = made, made.plan, made.report
-        self.dataset: MetaDataset = opened.dataset if opened is not None else _examples(made.request)
+        config = made.request.config
+        self.dataset: MetaDataset = (
+            open_rows(config.data, config.dataset_names, Ledger()) if opened is None else opened.dataset
+        )
         if len(self.dataset) != self.plan.samples:
             raise ConfigError(
-                f"the plan is of {self.plan.samples:,} rows, {made.request.config.data} has "
+                f"the plan is of {self.plan.samples:,} rows, {config.data} has "
                 f"{len(self.dataset):,} now: plan anew"
             )
         self.names = list(self.dataset.lengths())
@@ -154,10 +158,9 @@ class Book:
         """
         with self._opening:
             if self._encoder is None:
-                self._opened = self._opened or open_request(self.made.request)
-                if self._opened.samples.truncate:  # to what was planned, as the loader does
-                    self._opened.samples.max_length = self.plan.capacity + 1
-                self._encoder = Encoder(self._opened)
+                opened, config = self._opened or open_request(self.made.request), self.made.request.config
+                samples = encoding_dataset(config, opened, self.plan.capacity)
+                self._encoder = Encoder(samples, make_packer(config, samples, opened.model))
             return self._encoder
 
     def warm_up(self, after: float = 2.0) -> None:
@@ -307,12 +310,6 @@ def _says_the_same(one: Drop, other: Drop) -> bool:
     """Whether two remarks on a row are one; a run adds where it stood to what was found."""
     same_words = one.detail.startswith(other.detail) or other.detail.startswith(one.detail)
     return one.reason == other.reason and same_words
-
-
-def _examples(request: Request) -> MetaDataset:
-    opened: Any = open_data(request.config.data, request.config.dataset_names, Ledger(), None)
-    assert isinstance(opened, MetaDataset)
-    return opened
 
 
 def _is_plan(path: str) -> bool:

@@ -1,8 +1,11 @@
-"""Opening what is to be loaded, and its exact counts: from the count files, or counted now.
+"""Start-up of the loader, of `packhorse plan` and of the viewer: from settings to rows, counts and a planner.
 
-Counting reads text and the headers of media, once; a meta file's counts are kept beside the data, so the
-next start takes milliseconds. A list or a Hugging Face dataset is counted at every start (some 30
-microseconds to a millisecond a row).
+:func:`open_data` opens processor, model and rows; :func:`start_up` counts what was not counted before and
+makes the planner. All ranks call both: a step that fails on one of them raises on all.
+
+Counting reads text and the headers of media, once. The counts of a meta file are saved next to the data, so
+the next start takes milliseconds. A list or a Hugging Face dataset is counted at every start (30 microseconds
+to a millisecond per row).
 """
 
 from __future__ import annotations
@@ -10,15 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
 from os import PathLike
 from typing import Any
 
 import numpy as np
+import torch
 
+from packhorse.chat import is_tokenizer
 from packhorse.count.columns import COUNTS, OK, CountColumns
+from packhorse.count.contents import contents_of
 from packhorse.count.counting import OnProgress, Runner, count_meta
 from packhorse.count.engines import RankEngine, share_cores
 from packhorse.count.parts import PartCounter, make_counter
@@ -26,19 +32,33 @@ from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Ranks
 from packhorse.encode.preparation import with_sound_in_place
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.families.models import (
+    EXPECTED,
+    UNCHECKED,
+    check_packable,
+    is_unchecked,
+    media_parts,
+    resolve_model,
+    text_config,
+)
+from packhorse.families.positions import RopeIndex, rope_index
+from packhorse.families.processors import as_whole_processor
+from packhorse.families.shift_labels import check_shift_labels
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.placeholder import Blanks
+from packhorse.loader.planner import Planner, strata_of
 from packhorse.media.source import is_address
-from packhorse.types import World
+from packhorse.plan.cost_model import CostWeights
+from packhorse.types import MEDIA_KINDS, World
 from packhorse.utils.pool import LocalEngine
 from packhorse.utils.progress import Progress, bars_are_wanted
 
 logger = getLogger("packhorse.loader")
-
-Data = str | PathLike[str] | Mapping[str, Any] | Sequence[Any]
-"""A meta file, its content, or examples: a list, or anything with ``len`` and ``[index]``."""
 
 _IN_THIS_PROCESS = 20_000
 """Up to so many rows are counted without starting other processes, which takes some seconds."""
@@ -52,20 +72,270 @@ _DATA_FILES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.z
 _OTHER_FILES = (".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
 
 
-def open_data(
-    data: Data | Any, names: Sequence[str] | None, ledger: Ledger, shard: World | None
-) -> MetaDataset | Any:
-    """The examples of a meta file, or the sequence itself.
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loader needs to know of the model it feeds; the model itself is not kept.
+
+    Attributes:
+        get_rope_index: computes positions in three rows; None for models without mRoPE.
+        attention: the attention implementation of its decoder.
+        dtype: of its weights; None if unknown.
+        weights: what tokens and patches cost.
+        config: the model's; None if unknown.
+        name: of the model's class or config, or ``"unchecked"``.
+    """
+
+    get_rope_index: RopeIndex | None = None
+    attention: str = "sdpa"
+    dtype: torch.dtype | None = None
+    weights: CostWeights = field(default_factory=CostWeights)
+    config: Any = None
+    name: str = UNCHECKED
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedData:
+    """Rows, and the processor and model they are for; nothing is counted yet.
+
+    Attributes:
+        dataset: the rows.
+        processor: encodes them.
+        model: is trained on them.
+        ledger: has the entries of rows that are not selected, and gets those of encoding.
+    """
+
+    dataset: Any
+    processor: Any
+    model: ModelInfo
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What planning and building batches start from.
+
+    Attributes:
+        opened: rows, processor and model.
+        counts: exact token counts of the rows.
+        samples: encodes single rows.
+        planner: plans the epochs.
+        media_kinds: the media that any row has, one bit for each kind.
+    """
+
+    opened: OpenedData
+    counts: CountColumns
+    samples: PreTokenizedDatasetWrapper
+    planner: Planner
+    media_kinds: int
+
+
+def open_data(config: LoaderConfig, processor: Any, model: Any, ranks: Ranks, ledger: Ledger) -> OpenedData:
+    """Open processor, model and rows.
 
     Args:
-        data: see :data:`Data`.
-        names: only these data sets of a meta file.
-        ledger: where rows that are not drawn are recorded.
+        config: the settings.
+        processor: a processor, or the folder or hub name of one.
+        model: see :func:`inspect_model`; or what that returned.
+        ranks: all of them call this.
+        ledger: gets an entry for each row that is not selected; the same on all ranks, so only the first one
+            records them (each rank its own with ``shard_data``).
+
+    Raises:
+        ConfigError: one of them is not what is expected, or the ranks have different settings.
+    """
+    run = ranks.run_on_all_ranks
+    ranks.same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
+    processor = run("open the processor", partial(as_whole_processor, processor))
+    if not isinstance(model, ModelInfo):
+        model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
+    run("check the processor", partial(_check_processor, processor, model))
+    selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
+    shard = ranks.world if config.shard_data else None
+    dataset = run("open the data", partial(open_rows, config.data, config.dataset_names, selection, shard))
+    if getattr(dataset, "ledger", None) is selection:
+        dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
+    return OpenedData(dataset, processor, model, ledger)
+
+
+def start_up(
+    config: LoaderConfig, opened: OpenedData, ranks: Ranks, counts: CountColumns | None = None
+) -> Startup:
+    """Count what was not counted before, and make the planner.
+
+    Args:
+        config: the settings.
+        opened: of :func:`open_data`; may be opened under other settings of packs.
+        ranks: all of them call this.
+        counts: of the rows, if the caller has them.
+
+    Raises:
+        ConfigError: the counts are of other rows, a pack has no room for a placeholder, or the plans of the
+            ranks differ.
+    """
+    dataset, processor = opened.dataset, opened.processor
+    if counts is None:
+        counts = counts_for(
+            dataset, config.data, config.dataset_names, processor, ranks, config.count_workers
+        )
+    if len(counts) != len(dataset):
+        raise ConfigError(f"{len(counts):,} counts for {len(dataset):,} examples")
+    samples = encoding_dataset(config, opened, config.pack_size)
+    present, lacking = _media_of_samples(counts, ranks, config.shard_data)
+    if samples.truncate and (counts.total - 1 > config.pack_size).any():
+        lacking = present  # truncation may remove the only image of a sample
+    read = partial(contents_of, dataset, processor, hash_all=config.verify == "full")
+    planner = Planner(
+        counts,
+        config,
+        opened.model.weights,
+        reserve=_placeholder_tokens(config, samples, present & lacking),
+        reserved_kinds=present & lacking,
+        strata=strata_of(dataset),
+        contents=ranks.run_on_all_ranks("hash the rows", read),
+    )
+    if not config.shard_data:
+        advice = (
+            "Give all of them the same settings and the same rows in the same order: copies of the data may "
+            "differ between machines"
+        )
+        ranks.same("have different plans", planner.name, advice)
+    if samples.truncate:
+        samples = encoding_dataset(config, opened, planner.room)
+    return Startup(opened, counts, samples, planner, present)
+
+
+def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) -> PreTokenizedDatasetWrapper:
+    """What encodes single rows; ``on_overlong="truncate"`` cuts them to ``capacity`` tokens after the shift.
+
+    Raises:
+        ConfigError: the processor has no chat template.
+    """
+    truncate = config.on_overlong == "truncate"
+    return PreTokenizedDatasetWrapper(
+        opened.dataset,
+        opened.processor,
+        capacity + 1 if truncate else None,
+        truncate=truncate,
+        inject_fake_images=False,  # batches get a placeholder where they need one
+        on_bad=config.on_bad,
+        seed=config.seed,
+        ledger=opened.ledger,
+    )
+
+
+def _media_of_samples(counts: CountColumns, ranks: Ranks, shard_data: bool) -> tuple[int, int]:
+    """The kinds of media that any sample has, and those that any sample lacks, one bit for each."""
+    present = lacking = 0
+    for bit, kind in enumerate(MEDIA_KINDS):
+        have = getattr(counts, f"{kind}s")[counts.ok] > 0
+        present |= bool(have.any()) << bit
+        lacking |= bool((~have).any()) << bit
+    if shard_data:
+        for others in ranks.gather((present, lacking)):
+            present, lacking = present | others[0], lacking | others[1]
+    return present, lacking
+
+
+def _placeholder_tokens(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, kinds: int) -> int:
+    """How many tokens of every pack stay free for a placeholder with these kinds of media.
+
+    Raises:
+        ConfigError: packs are too small for it.
+    """
+    if config.placeholder == "never" or config.mode == "pad" or not kinds:
+        return 0
+    reserve = sum(length + -length % config.alignment for length in Blanks(samples).lengths(kinds))
+    if 2 * reserve > config.pack_size:
+        raise ConfigError(
+            f"pack_size={config.pack_size:,} has no room for the placeholder of {reserve} tokens: make it "
+            "larger, or set placeholder='never'"
+        )
+    return reserve
+
+
+# The model.
+
+
+def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> ModelInfo:
+    """What a loader needs to know of a model.
+
+    Args:
+        model: a model of transformers, also inside PEFT, DDP, FSDP or ``torch.compile``; its config; the
+            folder or hub name of one; ``"unchecked"``; or None.
+        packed: whether it is fed packed rows. Then None raises, and a model that they are wrong for.
+        trains: whether it is trained on the batches. Then its own loss must not shift labels a second time.
+
+    Raises:
+        ConfigError: it is no model, cannot be fed packed rows, or would shift labels twice.
+    """
+    if is_unchecked(model):
+        return ModelInfo()
+    if model is None:
+        if packed:
+            raise ConfigError(
+                "model is missing: packed rows need the model's positions, and not every model keeps the "
+                f"documents of a row apart. Pass {EXPECTED}: packhorse.load(data, processor, model=model). "
+                f'Without one use mode="pad", or model="{UNCHECKED}" to pack without these checks'
+            )
+        return ModelInfo(name="none")
+    inner, config = resolve_model(model)
+    if packed:
+        check_packable(model if inner is not None else config)
+    known = config if inner is None else inner
+    if trains:
+        check_shift_labels(known)
+    try:
+        weights = CostWeights.of_model(config)
+    except ConfigError:  # its sizes have unknown names: the usual proportions
+        weights = CostWeights()
+    return ModelInfo(
+        rope_index(known),
+        str(getattr(text_config(config), "_attn_implementation", None) or "sdpa"),
+        getattr(inner, "dtype", None),
+        weights,
+        config,
+        type(known).__name__,
+    )
+
+
+def _check_processor(processor: Any, model: ModelInfo) -> None:
+    """Raise if a tokenizer is to feed a model that has a vision or audio part.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    parts = media_parts(model.config) if model.config is not None else ()
+    if parts and is_tokenizer(processor):
+        raise ConfigError(
+            f"processor is a tokenizer ({type(processor).__name__}), but {model.name} has a {parts[0]}: pass "
+            "the model's processor, as AutoProcessor.from_pretrained(name)"
+        )
+
+
+# The rows.
+
+
+def open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
+    """The rows of a meta file, or the sequence itself; at least one.
+
+    Args:
+        data: a meta file, its content, or examples: a list, or anything with ``len`` and ``[index]``.
+        names: only these datasets of a meta file.
+        ledger: gets an entry for each row that is not selected.
         shard: take only this rank's rows; None takes all.
 
     Raises:
-        ConfigError: it is nothing of the kind.
+        ConfigError: it is nothing of the kind, or there is no row.
     """
+    dataset = _open_rows(data, names, ledger, shard)
+    if not len(dataset):
+        name = f"{data}: " if isinstance(data, str | PathLike) else ""
+        where = f" for {shard}: it has fewer rows than ranks" if shard is not None else ""
+        raise ConfigError(f"{name}there is no example in the data{where}")
+    return dataset
+
+
+def _open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: World | None) -> Any:
     if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
         raise ConfigError(f"data has the splits {', '.join(data)}: choose one, as data['{next(iter(data))}']")
     if isinstance(data, str | PathLike | Mapping):
@@ -74,15 +344,8 @@ def open_data(
             _refuse_other_files(str(data))
         if shard is None:
             return open_meta_dataset(meta, names, ledger=ledger)
-        return open_meta_dataset(
-            meta,
-            names,
-            shard_data=True,
-            rank=shard.rank,
-            world_size=shard.size,
-            remainder="keep",
-            ledger=ledger,
-        )
+        rank, size = shard.rank, shard.size
+        return open_meta_dataset(meta, names, "train", True, rank, size, remainder="keep", ledger=ledger)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
             f'data is a {type(data).__name__}: expected {_EXPECTED}. Write data="meta.json", or '
