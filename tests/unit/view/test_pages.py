@@ -255,7 +255,7 @@ def test_a_number_of_thousands_of_digits_is_no_row(app: Any, book: Book) -> None
 
 
 def test_a_search_stops_in_time_and_goes_on_where_it_stopped(book: Book) -> None:
-    from packhorse.tools.view.row_search import find_text
+    from packhorse.tools.view.book import find_text
 
     first = find_text(book, "bar", seconds=-1)
     assert first.next is not None
