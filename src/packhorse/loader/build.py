@@ -20,17 +20,16 @@ import torch
 from torch.utils.data import Dataset
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate.packed import check_router_loss, loss_inputs, neat_packed_vlm_collater
+from packhorse.collate.packed import loss_inputs, neat_packed_vlm_collater
 from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import ordered, pad_collate_fn
 from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
-from packhorse.families import Family
+from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Blanks
-from packhorse.loader.startup import ModelInfo
+from packhorse.loader.startup import ModelInfo, as_dtype
 from packhorse.plan.eligibility import load
 from packhorse.pp_media import COUNT_KEYS, prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
@@ -436,41 +435,8 @@ class PadBuilder(BatchBuilder):
         )
 
 
-def check_batches(config: LoaderConfig, family: Family, model: ModelInfo) -> None:
-    """Raise at start-up if the packed batches of these settings would be wrong for the model.
-
-    Raises:
-        ConfigError: it has no positions of the processor's family; packs cannot be padded to whole documents;
-            or it adds a loss that packed batches do not have.
-    """
-    as_dtype(config.pixel_dtype)
-    if config.mode == "pad":
-        return
-    if family.mrope and model.get_rope_index is None:
-        if model.config is not None:
-            raise ConfigError(
-                f"{model.name} has no get_rope_index, but models of the processor's family {family.name} "
-                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor"
-            )
-        logger.warning(
-            "model='unchecked': positions have one row, but models of family %s have three (mRoPE), so "
-            "packed training will differ from unpacked. Pass model=",
-            family.name,
-        )
-    if config.pad_to_size and config.pack_size % config.alignment:
-        raise ConfigError(
-            f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
-            f"alignment={config.alignment}: the last document could not be divided. Make it one"
-        )
-    check_router_loss(model.config)
-
-
 def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo) -> BatchBuilder:
-    """The batch builder of a loader's settings.
-
-    Raises:
-        ConfigError: the tokenizer has no padding token.
-    """
+    """The batch builder for settings that :func:`~packhorse.loader.startup.check_batches` has accepted."""
     dtype = as_dtype(config.pixel_dtype) or model.dtype
     microbatches = config.pipeline_microbatches
     finish = None if microbatches is None else partial(_chunk_media, microbatches)
@@ -511,17 +477,3 @@ def make_packer(
 
 def _chunk_media(microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:
     return dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))
-
-
-def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A torch dtype by its name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch type, as 'bfloat16'")
-    return found

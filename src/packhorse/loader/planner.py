@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import Content
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset
-from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
 from packhorse.plan.cost_model import CostWeights, sample_costs
 from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
@@ -51,35 +51,34 @@ class Planner:
     """Plans the epochs of a dataset.
 
     Args:
-        counts: of every example; those that are not ``ok`` are in no plan.
+        counts: of every row; those that are not ``ok`` are in no plan.
+        samples: encodes the rows; gives their names and datasets here.
         config: the settings.
         weights: what tokens and patches cost.
         reserve: tokens of each pack that stay free for a placeholder (:mod:`packhorse.loader.placeholder`),
             unless every pack of an epoch has media of all ``reserved_kinds``.
         reserved_kinds: the media of that placeholder, one bit for each kind.
-        strata: a number for each example that says which dataset it is from; None if there is one.
         contents: digests of the rows; two datasets with the same counts differ in them.
 
     Attributes:
         facts: what dealing has to know of the samples.
         name: names the plan of every epoch: two loaders with the same name feed the same packs.
-
     """
 
     def __init__(
         self,
         counts: CountColumns,
+        samples: PreTokenizedDatasetWrapper,
         config: LoaderConfig,
         weights: CostWeights,
         *,
         reserve: int = 0,
         reserved_kinds: int = 0,
-        strata: Integers | None = None,
         contents: Sequence[Content] = (),
     ) -> None:
-        self.counts, self.config, self.weights = counts, config, weights
+        self.counts, self.samples, self.config, self.weights = counts, samples, config, weights
         self.reserve, self.reserved_kinds = reserve, reserved_kinds if reserve else 0
-        self.strata, self.contents = strata, tuple(contents)
+        self.strata, self.contents = _dataset_numbers(samples.dataset), tuple(contents)
         # Labels are shifted before samples are joined, so each takes up one token less.
         lengths = np.maximum(counts.total - 1, 0)
         # Where the family cannot promise the number, there is room for what it may be off.
@@ -87,13 +86,15 @@ class Planner:
         if config.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.room)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)
-        self.facts = SampleFacts(self._costs(), self._kinds(), strata if config.spread_datasets else None)
+        self.facts = SampleFacts(
+            self._costs(), self._kinds(), self.strata if config.spread_datasets else None
+        )
         self.limits = self._limits()
         self._options: dict[str, Any] = {
             "limits": self.limits,
             "alignment": config.alignment,
             "seed": config.seed,
-            "strata": strata,
+            "strata": self.strata,
             "effort": config.effort,
         }
         self.key = self._key()
@@ -206,6 +207,87 @@ class Planner:
         key = plan_key(self.lengths, self.room, source=source, **self._options)
         return {name: value for name, value in key.items() if name != "epoch"}
 
+    # Rows that are in no pack.
+
+    def left_out(self, plan: PackPlan) -> list[Drop]:
+        """The ledger entries of the rows that are in no pack of a plan."""
+        counts = self.counts
+        found: list[tuple[int, Reason, str]] = [
+            (index, counts.status[index], _bad_detail(counts, index))
+            for index in np.flatnonzero(~counts.ok).tolist()
+        ]
+        for reason, positions in plan.dropped_by_reason().items():
+            for index in positions[counts.ok[positions]].tolist():
+                detail = self.limit_detail if reason == "over_limit" else ""
+                if reason == "too_long":
+                    detail = too_long_detail(int(self.lengths[index]), self.config, self.reserve)
+                found.append((index, reason, detail))
+        # Only data from files have locations; they cost no reading.
+        locations = getattr(self.samples.dataset, "locations", lambda indices: [""] * len(indices))
+        drops = []
+        for (index, reason, detail), place in zip(
+            found, locations([index for index, _, _ in found]), strict=True
+        ):
+            key = self.samples.key(index)
+            detail = "; ".join(part for part in (detail, place) if part)
+            drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+        return drops
+
+    @property
+    def limit_detail(self) -> str:
+        """Why a sample is in no pack though its tokens fit."""
+        return f"alone over a limit of a pack ({', '.join(self.limits)})"
+
+    def describe(self, plan: PackPlan) -> list[str]:
+        """A plan in words, with a line for each reason why rows are in no pack, and five of them."""
+        # A plan knows positions only: its own lines on them are replaced by lines with keys.
+        lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
+        keys: dict[str, list[str]] = {}
+        for drop in self.left_out(plan):
+            keys.setdefault(drop.reason, []).append(drop.key)
+        for reason, names in keys.items():
+            some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            lines.append(f"left out   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
+        return lines
+
+    def check_bad(self) -> None:
+        """Raise if a row could not be counted.
+
+        Raises:
+            BadSample: the first such row.
+        """
+        for index in np.flatnonzero(~self.counts.ok)[:1].tolist():
+            reason: Reason = str(self.counts.status[index])  # type: ignore[assignment]
+            detail, key = _bad_detail(self.counts, index), self.samples.key(index)
+            raise BadSample(detail, reason=reason, key=key, stage="plan")
+
+    def check_overlong(self, plan: PackPlan) -> None:
+        """Raise if samples that are longer than a pack are to be an error.
+
+        Raises:
+            ConfigError: ``on_overlong="raise"``, and there is one.
+        """
+        if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
+            raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
+
+    def warn_of_overlong(self, plan: PackPlan) -> None:
+        """Log how many samples are too long for a pack, and which is the longest."""
+        if longest := self._longest(plan):
+            number = len(plan.dropped_by_reason()["too_long"])
+            logger.warning("too_long: %s of %s; %s", f"{number:,}", f"{len(self.counts):,}", longest)
+
+    def _longest(self, plan: PackPlan) -> str:
+        """The longest sample that is too long for a pack, in words; empty if there is none."""
+        positions = plan.dropped_by_reason().get("too_long", ())
+        if not len(positions):
+            return ""
+        totals = self.counts.total
+        longest = int(positions[totals[positions].argmax()])
+        return (
+            f"{self.config.pack_size:,} tokens are below the longest sample ({totals[longest] - 1:,} after "
+            f"the shift, {self.samples.key(longest)})"
+        )
+
 
 def _one_by_one(lengths: Integers, room: int) -> PackPlan:
     """A plan in which each sample is a pack of its own."""
@@ -219,48 +301,6 @@ def _one_by_one(lengths: Integers, room: int) -> PackPlan:
         room,
         plan.bound,
     )
-
-
-def record_left_out(
-    planner: Planner,
-    plan: PackPlan,
-    key_of: Callable[[int], str],
-    ledger: Ledger,
-    locations: Callable[[list[int]], list[str]] | None = None,
-) -> None:
-    """Write into the ledger which examples are in no pack, and why.
-
-    Args:
-        planner: made the plan.
-        plan: of any epoch.
-        key_of: the name of an example.
-        ledger: is written to.
-        locations: files and lines of examples (see ``MetaDataset.locations``); None where nobody knows.
-    """
-    counts = planner.counts
-    found: list[tuple[int, Reason, str]] = [
-        (index, counts.status[index], _bad_detail(counts, index))
-        for index in np.flatnonzero(~counts.ok).tolist()
-    ]
-    for reason, positions in plan.dropped_by_reason().items():
-        positions = positions[counts.ok[positions]]
-        if not len(positions):
-            continue
-        if reason == "too_long":
-            found += [
-                (index, reason, too_long_detail(int(planner.lengths[index]), planner.config, planner.reserve))
-                for index in positions.tolist()
-            ]
-            continue
-        detail = over_limit_detail(planner) if reason == "over_limit" else ""
-        found += [(index, reason, detail) for index in positions.tolist()]
-    places = [""] * len(found) if locations is None else locations([index for index, _, _ in found])
-    drops = []
-    for (index, reason, detail), place in zip(found, places, strict=True):
-        key = key_of(index)
-        told = "; ".join(part for part in (detail, place) if part)
-        drops.append(Drop(key, "plan", reason, told, dataset=key.rpartition("/")[0]))
-    ledger.record_all(drops)
 
 
 def _bad_detail(counts: CountColumns, index: int) -> str:
@@ -278,70 +318,8 @@ def too_long_detail(length: int, config: LoaderConfig, reserve: int) -> str:
     return f"{length:,} tokens, more than the {capacity:,} of a pack{kept}"
 
 
-def over_limit_detail(planner: Planner) -> str:
-    """Why a sample is in no pack that fits by its tokens, in words."""
-    return f"alone over a limit of a pack ({', '.join(planner.limits)})"
-
-
-def plan_lines(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> list[str]:
-    """A plan in words, with a line for each reason why examples are in no pack, and five of them."""
-    # A plan knows positions only: its own lines on them are left for those with names.
-    lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
-    left_out: dict[str, list[int]] = {}
-    for index in np.flatnonzero(~planner.counts.ok).tolist():
-        left_out.setdefault(str(planner.counts.status[index]), []).append(index)
-    for reason, positions in plan.dropped_by_reason().items():
-        if len(good := positions[planner.counts.ok[positions]]):
-            left_out.setdefault(str(reason), []).extend(good.tolist())
-    for name, indices in left_out.items():
-        some = ", ".join(map(key_of, indices[:5])) + (", …" if len(indices) > 5 else "")
-        lines.append(f"left out   {name}: {len(indices):,} of {len(planner.counts):,} ({some})")
-    return lines
-
-
-def warn_of_too_long(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
-    """Say in the log how many samples are too long for a pack, and which is the longest."""
-    positions = plan.dropped_by_reason().get("too_long")
-    if positions is not None and len(positions):
-        number = f"{len(positions):,} of {len(planner.counts):,}"
-        logger.warning("too_long: %s; %s", number, _longest(planner, positions, key_of))
-
-
-def refuse_bad(planner: Planner, key_of: Callable[[int], str]) -> None:
-    """Stop where one bad sample is to stop the run.
-
-    Raises:
-        BadSample: a row could not be counted.
-    """
-    counts = planner.counts
-    for index in np.flatnonzero(~counts.ok)[:1].tolist():
-        reason: Reason = str(counts.status[index])  # type: ignore[assignment]
-        raise BadSample(_bad_detail(counts, index), reason=reason, key=key_of(index), stage="plan")
-
-
-def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
-    """Stop where samples that are longer than a pack are to be an error.
-
-    Raises:
-        ConfigError: ``on_overlong="raise"``, and there is one.
-    """
-    positions = plan.dropped_by_reason().get("too_long")
-    if planner.config.on_overlong == "raise" and positions is not None:
-        told = _longest(planner, positions, key_of)
-        raise ConfigError(f"{told}: raise pack_size or set on_overlong='drop' or 'truncate'")
-
-
-def _longest(planner: Planner, positions: Integers, key_of: Callable[[int], str]) -> str:
-    totals = planner.counts.total
-    longest = int(positions[totals[positions].argmax()])
-    return (
-        f"{planner.config.pack_size:,} tokens are below the longest sample ({totals[longest] - 1:,} after "
-        f"the shift, {key_of(longest)})"
-    )
-
-
-def strata_of(dataset: Any) -> Integers | None:
-    """A number for each example that says which data set of a mixture it is from; None if there is one."""
+def _dataset_numbers(dataset: Any) -> Integers | None:
+    """For each row the number of its dataset in a mixture; None if there is only one."""
     if not isinstance(dataset, MetaDataset) or len(dataset.lengths()) < 2:
         return None
     sizes = list(dataset.lengths().values())

@@ -23,21 +23,24 @@ import numpy as np
 import torch
 
 from packhorse.chat import is_tokenizer
-from packhorse.count.columns import COUNTS, OK, CountColumns
+from packhorse.collate.processor_call import pad_token_id
+from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
 from packhorse.count.counting import OnProgress, Runner, count_meta
 from packhorse.count.engines import RankEngine, share_cores
-from packhorse.count.parts import PartCounter, make_counter
+from packhorse.count.parts import CountedRows, PartCounter, make_counter
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Ranks
 from packhorse.encode.preparation import with_sound_in_place
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.families import family_of
 from packhorse.families.models import (
     EXPECTED,
     UNCHECKED,
     check_packable,
+    check_router_loss,
     is_unchecked,
     media_parts,
     resolve_model,
@@ -51,7 +54,7 @@ from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Blanks
-from packhorse.loader.planner import Planner, strata_of
+from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
 from packhorse.types import MEDIA_KINDS, World
@@ -186,11 +189,11 @@ def start_up(
     read = partial(contents_of, dataset, processor, hash_all=config.verify == "full")
     planner = Planner(
         counts,
+        samples,
         config,
         opened.model.weights,
         reserve=_placeholder_tokens(config, samples, present & lacking),
         reserved_kinds=present & lacking,
-        strata=strata_of(dataset),
         contents=ranks.run_on_all_ranks("hash the rows", read),
     )
     if not config.shard_data:
@@ -310,6 +313,52 @@ def _check_processor(processor: Any, model: ModelInfo) -> None:
             f"processor is a tokenizer ({type(processor).__name__}), but {model.name} has a {parts[0]}: pass "
             "the model's processor, as AutoProcessor.from_pretrained(name)"
         )
+
+
+def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
+    """Raise if batches cannot be built with these settings, or would be wrong for the model.
+
+    Raises:
+        ConfigError: the pixel type is unknown, the tokenizer has no padding token, packs cannot be padded to
+            whole documents; or the model lacks the positions of the processor's family, or adds a loss that
+            packed batches do not have.
+    """
+    model, family = opened.model, family_of(opened.processor)
+    as_dtype(config.pixel_dtype)
+    if config.mode == "pad":
+        return
+    pad_token_id(opened.processor)
+    if family.mrope and model.get_rope_index is None:
+        if model.config is not None:
+            raise ConfigError(
+                f"{model.name} has no get_rope_index, but models of the processor's family {family.name} "
+                "have positions in three rows (mRoPE): pass the whole model that belongs to the processor"
+            )
+        logger.warning(
+            "model='unchecked': positions have one row, but models of family %s have three (mRoPE), so "
+            "packed training will differ from unpacked. Pass model=",
+            family.name,
+        )
+    if config.pad_to_size and config.pack_size % config.alignment:
+        raise ConfigError(
+            f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
+            f"alignment={config.alignment}: the last document could not be divided. Make it one"
+        )
+    check_router_loss(model.config)
+
+
+def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch type, as 'bfloat16'")
+    return found
 
 
 # The rows.
@@ -544,15 +593,19 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
     """
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
-    found: list[Counted | BadSample] = []
+    parts = []
     with _progress_bar("counting tokens") as bar:
         report = Progress("counting tokens", len(rows))
         for first in range(0, len(rows), _BLOCK):
-            found += [_counted(counter, dataset, index) for index in rows[first : first + _BLOCK]]
-            report(len(found))
+            counted = CountedRows()
+            for index in rows[first : first + _BLOCK]:
+                counted.add(_counted(counter, dataset, index))
+            parts.append(CountColumns.of(counted.batch()))
+            done = min(first + _BLOCK, len(rows))
+            report(done)
             if bar is not None:
-                bar(len(found), len(rows))
-    return _columns(found)
+                bar(done, len(rows))
+    return CountColumns.joined(parts)
 
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
@@ -565,23 +618,3 @@ def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSa
         if isinstance(error, BadSample):
             return error
         return BadSample(f"{type(error).__name__}: {error}", reason="sample_failed", key=str(index))
-
-
-def _columns(found: Sequence[Counted | BadSample]) -> CountColumns:
-    good = [one.count if isinstance(one, Counted) else None for one in found]
-    integers = {
-        name: np.array([0 if count is None else getattr(count, name) for count in good], np.int64)
-        for name in (*COUNTS, "off_by")
-    }
-    bad = [one if isinstance(one, BadSample) else None for one in found]
-    status, detail = np.full(len(found), OK, object), np.full(len(found), "", object)
-    for place, error in enumerate(bad):
-        if error is not None:
-            status[place], detail[place] = error.reason, error.detail
-    return CountColumns(
-        **integers,
-        status=status,
-        ok=np.array([count is not None for count in good], np.bool_),
-        exact=np.array([count is not None and count.exact for count in good], np.bool_),
-        detail=detail,
-    )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,7 @@ from packhorse.families.models import check_packable, model_classes, open_config
 from packhorse.families.processors import open_processor
 from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.planner import (
-    Planner,
-    over_limit_detail,
-    record_left_out,
-    refuse_overlong,
-    too_long_detail,
-)
+from packhorse.loader.planner import Planner, too_long_detail
 from packhorse.loader.startup import ModelInfo, OpenedData, inspect_model, open_data, start_up
 from packhorse.media.source import is_address
 from packhorse.plan.pack_plan import PackPlan
@@ -112,12 +105,10 @@ class Planned:
             return None
         return self.request.model or self.request.processor_name
 
-    @cached_property
+    @property
     def left_out(self) -> list[Drop]:
         """Rows that are in no pack, as the loader records them."""
-        ledger, dataset = Ledger(), self.opened.dataset
-        record_left_out(self.planner, self.packs.plan, dataset.key, ledger, dataset.locations)
-        return list(ledger)
+        return self.planner.left_out(self.packs.plan)
 
 
 def open_request(request: Request) -> OpenedData:
@@ -152,7 +143,7 @@ def make_plan(
     start = start_up(request.config, opened, Ranks(World()), counts)
     planner = start.planner
     plan = planner.plan(request.epoch)
-    refuse_overlong(planner, plan, opened.dataset.key)
+    planner.check_overlong(plan)
     packs = Packs(plan, planner.facts)
     return Planned(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 
@@ -215,7 +206,7 @@ def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
         index: (str(counts.status[index]), str(counts.detail[index])[:_LONGEST_DETAIL])
         for index in (~counts.ok).nonzero()[0].tolist()
     }
-    details = {"over_limit": over_limit_detail(planned.planner)}
+    details = {"over_limit": planned.planner.limit_detail}
     plan = packs.plan.with_costs(packs.costs, packs.kinds)
     longer = packs.plan.dropped_by_reason().get("too_long", ())
     too_long = {int(index): int(planned.planner.lengths[index]) for index in longer}

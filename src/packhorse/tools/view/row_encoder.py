@@ -269,7 +269,7 @@ class Encoder:
     @property
     def knows_positions(self) -> bool:
         """Whether positions shown are the model's: three rows need its config."""
-        return not self.family.mrope or self.packer.has_mrope
+        return not self.family.mrope or self.packer.get_rope_index is not None
 
     def conversation(self, index: int) -> Conversation:
         """The row as a conversation.
