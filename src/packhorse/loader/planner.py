@@ -26,8 +26,7 @@ from packhorse.loader.config import LoaderConfig
 from packhorse.plan.cost_model import CostWeights, sample_costs
 from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
-from packhorse.plan.plan_file import plan_key
-from packhorse.plan.planning import plan_packs
+from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleFacts
 from packhorse.types import MEDIA_KINDS, Drop, Reason
 from packhorse.utils.files import cache_folder, cache_lock, digest

@@ -28,8 +28,7 @@ from packhorse.loader.config import LoaderConfig
 from packhorse.loader.planner import Planner, too_long_detail
 from packhorse.loader.startup import ModelInfo, OpenedData, inspect_model, open_data, start_up
 from packhorse.media.source import is_address
-from packhorse.plan.pack_plan import PackPlan
-from packhorse.plan.plan_file import load_key
+from packhorse.plan.pack_plan import PackPlan, load_key
 from packhorse.plan.schedule import Packs
 from packhorse.types import Drop, World
 
