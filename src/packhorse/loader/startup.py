@@ -177,9 +177,7 @@ def start_up(
     """
     dataset, processor = opened.dataset, opened.processor
     if counts is None:
-        counts = counts_for(
-            dataset, config.data, config.dataset_names, processor, ranks, config.count_workers
-        )
+        counts = count_rows(config, opened, ranks)
     if len(counts) != len(dataset):
         raise ConfigError(f"{len(counts):,} counts for {len(dataset):,} examples")
     samples = encoding_dataset(config, opened, config.pack_size)
@@ -476,19 +474,12 @@ class Shard(Sequence[Any]):
         return self.world.rank + index % len(self) * self.world.size
 
 
-def counts_for(
-    dataset: Any, meta: Any, names: Sequence[str] | None, processor: Any, ranks: Ranks, workers: int | None
-) -> CountColumns:
-    """The exact counts of all examples; counted now where that was not done before.
+def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Ranks) -> CountColumns:
+    """The exact counts of all rows: from the count files, or counted now.
 
-    Args:
-        dataset: of :func:`open_data`.
-        meta: what it was opened from.
-        names: the data sets of it.
-        processor: what will encode them.
-        ranks: each counts a share; those that cannot talk count for themselves.
-        workers: processes to count with on each machine; one for each core if None.
+    Each rank counts a share; ranks without a process group count all rows, each for itself.
     """
+    meta, dataset, processor = config.data, opened.dataset, opened.processor
     if isinstance(dataset, Shard):  # no other rank has these rows
         return ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor))
     if not isinstance(dataset, MetaDataset):
@@ -501,10 +492,9 @@ def counts_for(
         return found
     if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count
         return _count_slices(dataset, processor, ranks)
-    meta = dict(meta) if isinstance(meta, Mapping) else str(meta)
-    processes = share_cores(ranks, workers)  # on every rank: their shards may differ in length
+    processes = share_cores(ranks, config.count_workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _IN_THIS_PROCESS else 1)
-    ranks.run_on_all_ranks(_COUNT, partial(_count_meta, meta, names, processor, ranks, local, len(dataset)))
+    ranks.run_on_all_ranks(_COUNT, partial(_count_meta, config, opened, ranks, local))
     look = partial(counts_of, dataset, processor, tell=False)  # only rank 0 may see the files
     found = ranks.run_on_all_ranks("read the count files", look)
     if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone
@@ -518,20 +508,20 @@ def counts_for(
     return found
 
 
-def _count_meta(
-    meta: Any, names: Sequence[str] | None, processor: Any, ranks: Ranks, local: LocalEngine, rows: int
-) -> None:
+def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Ranks, local: LocalEngine) -> None:
     """Count the files of a meta file; on several ranks, each counts a share of their parts."""
     engine: Runner = local
     if ranks.can_talk and ranks.rendezvous is not None:
         engine = RankEngine(ranks, ranks.rendezvous, local)
         if ranks.world.rank:
-            return engine.serve(PartCounter.of(processor))
+            return engine.serve(PartCounter.of(opened.processor))
     elif ranks.can_talk and ranks.world.rank:
         return None  # without a store rank 0 counts alone
-    logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", f"{rows:,}")
+    rows, names = f"{len(opened.dataset):,}", config.dataset_names
+    logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", rows)
+    meta = dict(config.data) if isinstance(config.data, Mapping) else str(config.data)
     with _progress_bar("counting tokens") as progress:
-        report = count_meta(meta, processor, dataset_names=names, engine=engine, progress=progress)
+        report = count_meta(meta, opened.processor, dataset_names=names, engine=engine, progress=progress)
     logger.info("counted %s rows in %.1f s", f"{report.counted_rows:,}", report.seconds)
     return None
 
