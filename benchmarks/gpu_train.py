@@ -75,7 +75,7 @@ from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.attention import attention_of
 from packhorse.integrations.loss import supervised, token_loss
-from packhorse.loader.data import count_examples
+from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
 from promises import fact, parse, promise, recorded
 

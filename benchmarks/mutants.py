@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "lost samples do not count",
-        "loader/budget.py",
+        "loader/epoch_stats.py",
         "        lost += len(report.lost)\n",
         "        lost += 0\n",
         ("tests/unit/loader/test_loader.py",),

@@ -46,7 +46,7 @@ import threading
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -190,8 +190,6 @@ def open_loader(meta: Path) -> Any:
     from contract.processors import processor
     from contract.tiny_models import tiny_model
 
-    in_this_process = {"num_workers": 0, "workers": 0, "count_workers": 1}
-    known = {one.name for one in fields(packhorse.LoaderConfig)}
     return packhorse.load(
         str(meta),
         processor(_FAMILY),
@@ -201,7 +199,8 @@ def open_loader(meta: Path) -> Any:
         effort=0,
         max_bad_share=None,
         cache_dir=meta.parent / "cache",
-        **{name: value for name, value in in_this_process.items() if name in known},
+        workers=0,
+        count_workers=1,
     )
 
 

@@ -13,12 +13,8 @@ from contract.media_files import write_film
 from count_samples import write_meta, write_rows
 from packhorse.count.columns import COUNTS, CountColumns
 from packhorse.loader import LoaderConfig
-from packhorse.loader.assemble import plan_settings
-from packhorse.loader.planner import Planner
-from packhorse.plan.schedule import Packs
-from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Planned, Request, open_request
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
 """Width and height of the pictures, by row of ``charts`` (two more rows are broken)."""
@@ -84,20 +80,17 @@ def write_many(folder: Path, packs: int, saved: str) -> Path:
     """
     rows = 2 * packs
     (folder / "chats.jsonl").write_text((json.dumps(chat("Why?", "So.")) + "\n") * rows)
-    config = LoaderConfig(
-        data=str(write_meta(folder, {"chats": {"file_name": "chats.jsonl"}})), pack_size=100
-    )
-    opened = open_request(Request(config, saved))
+    meta = write_meta(folder, {"chats": {"file_name": "chats.jsonl"}})
+    config = LoaderConfig(data=str(meta), pack_size=100, cache_dir=folder / "plans")
     lengths = np.random.default_rng(0).integers(35, 51, rows)  # two fit, never three
     columns = {name: np.zeros(rows, np.int64) for name in (*COUNTS, "off_by")}
     ones = np.ones(rows, bool)
     counts = CountColumns(
         **columns | {"text": lengths}, status=np.full(rows, "ok", object), ok=ones, exact=ones
     )
-    planner = Planner(counts, plan_settings(config, opened.facts, 0), cache=False)
-    plan = planner.plan(0)
+    planned = make_plan(Request(config, saved), counts=counts)
+    plan = planned.packs.plan
     assert len(plan) == packs, f"{len(plan):,} packs were planned, {packs:,} were meant"
-    planned = Planned(opened, counts, planner, Packs(plan, planner.facts), 0)
     save_book(planned, plan_report(planned, estimates=False), folder / "many.phplan")
     return folder / "many.phplan"
 

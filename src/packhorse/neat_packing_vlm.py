@@ -26,8 +26,7 @@ from packhorse.plan.cost_model import (
     straggler_ratio,
 )
 from packhorse.plan.pack_plan import PackPlan
-from packhorse.plan.plan_file import plan_key
-from packhorse.plan.planning import greedy_knapsack, greedy_knapsack_vt_balanced, plan_packs
+from packhorse.plan.planning import greedy_knapsack, greedy_knapsack_vt_balanced, plan_key, plan_packs
 from packhorse.plan.schedule import StepOrder, main_stratum, order_packs
 
 __all__ = [

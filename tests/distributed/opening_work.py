@@ -22,7 +22,7 @@ from packhorse.count import counting
 from packhorse.count.parts import PartCounter, PartResult, PartTask
 from packhorse.datasets import make_meta_dataset
 from packhorse.distributed import Ranks, Rendezvous, agree_on_token
-from packhorse.loader import data as loader_data
+from packhorse.loader import startup
 
 BAD_RANK = 1
 
@@ -105,7 +105,7 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
 
     PartCounter.__call__ = slow  # type: ignore[method-assign]
     counting.PART_ROWS = run["part_rows"]
-    loader_data._IN_THIS_PROCESS = run.get("in_this_process", loader_data._IN_THIS_PROCESS)
+    startup._IN_THIS_PROCESS = run.get("in_this_process", startup._IN_THIS_PROCESS)
     meta = run["meta"]
     if run.get("own_folders"):  # machines without a shared file system
         meta = meta.replace("node0", f"node{rank}")

@@ -13,7 +13,7 @@ from distributed.test_loader_gloo import codes, found, run_all
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import counts_of
 from packhorse.datasets import open_meta_dataset
-from packhorse.loader.data import count_examples
+from packhorse.loader.startup import count_examples
 
 WORK = Path(__file__).with_name("opening_work.py")
 ROWS, PART_ROWS = 72, 6

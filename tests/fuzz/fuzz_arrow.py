@@ -134,7 +134,7 @@ def plan_seeds(folder: Path) -> list[bytes]:
 
 def read_plan(data: bytes, path: Path) -> None:
     from packhorse.neat_packing_vlm import PackPlan
-    from packhorse.plan.plan_file import load_key
+    from packhorse.plan.pack_plan import load_key
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
@@ -169,7 +169,7 @@ def mutate_plan(data: bytes, rng: random.Random) -> bytes | None:
     import numpy as np
     import pyarrow as pa
 
-    from packhorse.plan import plan_file
+    from packhorse.plan import pack_plan
 
     try:
         about, arrays = _opened_plan(data)
@@ -192,7 +192,7 @@ def mutate_plan(data: bytes, rng: random.Random) -> bytes | None:
         if name in arrays:
             arrays[name] = array
     try:
-        digest = plan_file._digest(about, arrays) if isinstance(about, dict) else ""
+        digest = pack_plan._digest(about, arrays) if isinstance(about, dict) else ""
     except ValueError:  # of times and dates there is none
         return None
     return _plan_bytes(about, arrays, digest)

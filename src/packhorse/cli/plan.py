@@ -157,9 +157,8 @@ def plan(
     with one_line_errors("plan", "no plan was written (what was counted is kept)"):
         from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
-        from packhorse.tools.view.plan_book import save_book
+        from packhorse.tools.view.plan_book import Request, make_plan, save_book
         from packhorse.tools.view.plan_report import plan_report, sizes_report
-        from packhorse.tools.view.plan_request import Request, make_plan
 
         sizes = numbers_in("--pack-size", [pack_size])
         one_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}

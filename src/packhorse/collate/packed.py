@@ -21,7 +21,7 @@ from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
 from packhorse.families import Family
 from packhorse.families.base import is_at_least
-from packhorse.families.models import check_packable, unwrap
+from packhorse.families.models import check_packable, check_router_loss, unwrap
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import TensorLayout
 
@@ -171,34 +171,13 @@ def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
 
     Raises:
         ConfigError: the batch was made for another attention, the model cannot be trained on packed rows, or
-            it has an auxiliary loss, which only the model itself can add (see :func:`check_router_loss`).
+            it has an auxiliary loss, which only the model itself can add (see ``check_router_loss``).
     """
     inputs = loss_inputs(batch)
     if model is not None:
         _check_attention(batch, model)
         check_router_loss(unwrap(model).config)
     return {key: value for key, value in inputs.items() if key not in _LABELS}
-
-
-def check_router_loss(config: Any) -> None:
-    """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
-
-    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
-    it counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
-
-    Args:
-        config: the model's; None where it is not known.
-
-    Raises:
-        ConfigError: ``output_router_logits`` is set.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
-            "batches, and token_loss does not add it. Set model.config.get_text_config()."
-            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss"
-        )
 
 
 def _check_attention(batch: Mapping[str, Any], model: Any) -> None:

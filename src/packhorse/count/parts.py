@@ -216,7 +216,7 @@ def _counted_bytes(counter: TokenCounter, rows: RowFile, task: PartTask) -> byte
     """The part as an Arrow IPC file."""
     import pyarrow as pa
 
-    columns = _Columns()
+    columns = CountedRows()
     for first in range(task.first, task.stop, _BLOCK):
         numbers = range(first, min(first + _BLOCK, task.stop))
         for result in _counted(counter, rows, numbers, task.config):
@@ -276,8 +276,8 @@ _values = attrgetter(*_FIELDS)
 _NOTHING = (*(0 for _ in COUNTS), 0, True)
 
 
-class _Columns:
-    """Rows being gathered."""
+class CountedRows:
+    """Collects the counts of rows, to write them as Arrow columns."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
@@ -287,6 +287,7 @@ class _Columns:
         self.media: list[tuple[int | float, ...]] = []
 
     def add(self, row: Counted | BadSample) -> None:
+        """Append a row's count, or why it has none."""
         if isinstance(row, BadSample):
             self.rows.append(_NOTHING)
             self.status.append(row.reason)

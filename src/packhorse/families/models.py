@@ -284,6 +284,27 @@ def check_packable(model: Any, *, measured: bool = False) -> None:
         raise refusal(problems)
 
 
+def check_router_loss(config: Any) -> None:
+    """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
+
+    transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
+    it counts padding and placeholders as tokens. A loss that is computed from logits does not have it at all.
+
+    Args:
+        config: the model's; None where it is not known.
+
+    Raises:
+        ConfigError: ``output_router_logits`` is set.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
+            "batches, and token_loss does not add it. Set model.config.get_text_config()."
+            "output_router_logits = False to train without it, or use mode='pad' and model(**batch).loss"
+        )
+
+
 def refusal(problems: Sequence[str]) -> ConfigError:
     """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
     return ConfigError(

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.packed import check_router_loss, model_inputs
+from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
+from packhorse.families.models import check_router_loss
 from packhorse.families.shift_labels import honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose, facts_of, use_attention
 from packhorse.integrations.loss import count_supervised, supervised, token_loss

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -24,11 +24,14 @@ from packhorse.collate.packed import loss_inputs, neat_packed_vlm_collater
 from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import ordered, pad_collate_fn
 from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
+from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.robust import load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Blanks
-from packhorse.pp_media import COUNT_KEYS
+from packhorse.loader.startup import ModelInfo, as_dtype
+from packhorse.pp_media import COUNT_KEYS, prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
 
 logger = getLogger("packhorse.loader")
@@ -430,3 +433,47 @@ class PadBuilder(BatchBuilder):
             pixel_dtype=self.pixel_dtype,
             media_layout=self.media_layout,
         )
+
+
+def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo) -> BatchBuilder:
+    """The batch builder for settings that :func:`~packhorse.loader.startup.check_batches` has accepted."""
+    dtype = as_dtype(config.pixel_dtype) or model.dtype
+    microbatches = config.pipeline_microbatches
+    finish = None if microbatches is None else partial(_chunk_media, microbatches)
+    for_pipeline = microbatches is not None
+    if config.mode == "pad":
+        pad_to = config.pack_size if config.pad_to_size else None
+        return PadBuilder(samples, pad_to, dtype, finish, config.sample_timeout, media_layout=for_pipeline)
+    collater: dict[str, Any] = {
+        "padding_idx": pad_token_id(samples.processor),
+        "max_length": config.pack_size if config.pad_to_size else None,
+        "attn_implementation": config.attention or model.attention,
+        "pixel_dtype": dtype,
+        "config": model.config,
+        "media_layout": for_pipeline,
+    }
+    if model.dtype is not None:
+        collater["mask_dtype"] = model.dtype
+    packer = make_packer(config, samples, model)
+    return PackBuilder(samples, packer, collater, finish, config.sample_timeout)
+
+
+def make_packer(
+    config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo
+) -> PackedDatasetWrapper:
+    """What shifts, places and joins samples; see :func:`make_builder`."""
+    return PackedDatasetWrapper(
+        samples,
+        (),
+        config.pack_size,
+        pad_token_id(samples.processor),
+        model.get_rope_index,
+        sequence_alignment=config.alignment,
+        exact=True,
+        on_bad=config.on_bad,
+        ledger=samples.ledger,
+    )
+
+
+def _chunk_media(microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:
+    return dict(prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), microbatches))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,14 @@ from typing import Any
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Ranks
 from packhorse.errors import ConfigError
-from packhorse.families.processors import as_whole_processor
 from packhorse.ledger import Ledger
-from packhorse.loader.assemble import batch_builder, encoding_dataset, make_planner, worker_settings
-from packhorse.loader.budget import Guard, TooManyBad
-from packhorse.loader.build import BatchReport, Built, Ticket
+from packhorse.loader.build import BatchReport, Built, Ticket, make_builder
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import counts_for, open_data
 from packhorse.loader.epoch_stats import (
     EpochAccount,
+    Guard,
     StepFile,
+    TooManyBad,
     close_epoch,
     counted_before,
     lost_before,
@@ -36,16 +34,9 @@ from packhorse.loader.epoch_stats import (
     take_back,
 )
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.model_info import facts_of, refuse_tokenizer
-from packhorse.loader.planner import (
-    plan_lines,
-    record_left_out,
-    refuse_bad,
-    refuse_overlong,
-    warn_of_too_long,
-)
+from packhorse.loader.startup import check_batches, open_data, start_up
 from packhorse.loader.state import Progress, Tally, describe_state
-from packhorse.loader.worker_pool import Feed
+from packhorse.loader.worker_pool import Feed, WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import Dealt, Packs, Shape
 from packhorse.types import Batch, Drop, World
@@ -119,46 +110,22 @@ class Loader:
         self.config = config
         self.world = World.detect() if world is None else world
         self._ranks = Ranks(self.world, group)
-        # What fails on one rank is raised on all of them; steps that may take long have their own names.
+        # What fails on one rank raises on all of them; steps that may take long have their own names.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
-        config, run = self.config, self._ranks.run_on_all_ranks
-        advice = "Give all of them the same settings"
-        self._ranks.same("have different settings", config.of_all_ranks(), advice)
-        self.processor = run("open the processor", partial(as_whole_processor, processor))
-        facts = run("inspect the model", partial(facts_of, model, packed=config.mode == "pack"))
-        self.model_name = facts.name
-        run("check the processor", partial(refuse_tokenizer, self.processor, facts))
-        folder = config.ledger_dir
-        # Held until the first batch is asked for: a loader that is refused leaves no trace in a run's files.
+        config, folder = self.config, self.config.ledger_dir
+        # Buffer entries until iteration starts, so a loader that fails validation never writes to its file.
         self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
-        # What is left out when rows are drawn is the same on all ranks: the first one says it.
-        opening = self.ledger if config.shard_data or self.world.rank == 0 else Ledger()
-        shard = self.world if config.shard_data else None
-        self.dataset = run("open the data", partial(self._open_data, opening, shard))
-        if getattr(self.dataset, "ledger", None) is opening:
-            self.dataset.ledger = self.ledger  # remarks on a row are the entries of the rank that delivers it
-        if counts is None:
-            names, workers = config.dataset_names, config.count_workers
-            counts = counts_for(self.dataset, config.data, names, self.processor, self._ranks, workers)
-        if len(counts) != len(self.dataset):
-            raise ConfigError(f"{len(counts):,} counts for {len(self.dataset):,} examples")
-        self.counts = counts
-        self._samples = encoding_dataset(config, self.dataset, self.processor, self.ledger)
-        self._planner, self._present = make_planner(config, self._samples, counts, facts, self._ranks)
-        if not config.shard_data:
-            advice = (
-                "Give all of them the same settings and the same rows in the same order: copies of the data "
-                "may differ between machines"
-            )
-            self._ranks.same("have different plans", self._planner.name, advice)
-        # What is dealt: everything to all ranks, or this rank's own rows to itself.
+        opened = open_data(config, processor, model, self._ranks, self.ledger)
+        check_batches(config, opened)
+        self._start = start_up(config, opened, self._ranks, counts)
+        self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._start.counts
+        self.model_name = opened.model.name
+        self._samples, self._planner = self._start.samples, self._start.planner
+        # Schedule all packs over all ranks, or this rank's own rows on itself.
         self._dealing = World() if config.shard_data else self.world
         self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
-        self._feed = Feed(
-            batch_builder(config, self._samples, facts), worker_settings(config), self._samples.key
-        )
         self.metrics = Metrics(config.accumulation)
         self.last: BatchReport | None = None
         self.account: EpochAccount | None = None
@@ -166,7 +133,7 @@ class Loader:
         self._steps = StepFile.of(self.ledger)
         self._not_handed_out: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
         self._progress = Progress().under(self._shape)
-        self._now = self._begun()
+        self._now = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
 
     # What there is.
 
@@ -224,7 +191,7 @@ class Loader:
         kept = f"; {free:,} of the {size:,} tokens of a pack are kept free for a placeholder" if free else ""
         lines = [
             f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",
-            *plan_lines(self._planner, self.plan, self.key),
+            *self._planner.describe(self.plan),
             f"{len(self):,} micro steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
             f"{self.straggler_ratio():.4f}",
             self.ledger.summary(len(self.dataset)),
@@ -261,7 +228,7 @@ class Loader:
         kinds: int | None = 0
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.
-            kinds = self._present if self.config.shard_data else None
+            kinds = self._start.media_kinds if self.config.shard_data else None
         return partial(ticket_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _hand_out(self, built: Built, waited: float) -> None:
@@ -318,7 +285,17 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
-        self._feed.close()
+        if "_feed" in vars(self):
+            self._feed.close()
+
+    @cached_property
+    def _feed(self) -> Feed:
+        """Builds batches, in workers; made when the first batch is asked for."""
+        config, samples = self.config, self._samples
+        settings = WorkerSettings(
+            config.workers, config.prefetch, config.pin_memory, config.timeout, config.start
+        )
+        return Feed(make_builder(config, samples, self._start.opened.model), settings, samples.key)
 
     # Epochs and resuming.
 
@@ -380,38 +357,21 @@ class Loader:
             raise
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        self._check_same_state(state)
-        progress = self._read_state(state)
-        self._go_to(progress)
-        self._check_packs(state)
-        self._now.before = used = self._used_before(progress)
-        self._progress = replace(self._progress, used=used)
-        self._roll_back(progress)
-        if not self.remaining:  # the epoch was over
-            self._go_to(Progress(self.epoch + 1))
-            return
-        self._now.guard = self._guard(self.plan)
-
-    def _check_same_state(self, state: Any) -> None:
-        """Raise on every rank if they load different states: they would go on with different batches."""
-        self._ranks.same(
+        planner, shard_data = self._planner, self.config.shard_data
+        self._ranks.same(  # they would go on with different batches
             "load different states",
-            describe_state(state, own_rows=self.config.shard_data),
+            describe_state(state, own_rows=shard_data),
             "A run that is killed while its ranks write their checkpoints leaves such states: load the last "
             "checkpoint that all ranks have finished",
         )
-
-    def _read_state(self, state: Mapping[str, Any]) -> Progress:
-        if self.config.shard_data and state.get("shard") != self._shard():
+        if shard_data and state.get("shard") != self._shard():
             raise ConfigError(
                 "with shard_data=True each rank has a plan of its own: the state is of [rank, world size, "
                 f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
                 "shard_data any of them can go on"
             )
-        planner = self._planner
-        return Progress.from_dict(state, self.plan_key, planner.key, planner.contents)
-
-    def _check_packs(self, state: Mapping[str, Any]) -> None:
+        progress = Progress.from_dict(state, self.plan_key, planner.key, planner.contents)
+        self._go_to(progress)
         planned = self._now.packs.digest
         if state.get("packs") != planned:
             raise ConfigError(
@@ -419,19 +379,18 @@ class Loader:
                 f"{planned} from the same counts: another version of scipy may do that. Go on "
                 "with the version that the state was saved with, or set effort=0 from the beginning"
             )
-
-    def _used_before(self, progress: Progress) -> Tally | None:
-        """What was delivered and lost in the used steps of a state: from the state, else from step files."""
-        if progress.used is not None or self.config.shard_data:
-            return progress.used
-        return counted_before(self.ledger, self._ranks, progress)
-
-    def _roll_back(self, progress: Progress) -> None:
-        """Roll the ledger back, or forward, to a state."""
+        used = progress.used  # delivered and lost in the used steps: from the state, else from step files
+        if used is None and not shard_data:
+            used = counted_before(self.ledger, self._ranks, progress)
+        self._now.before, self._progress = used, replace(self._progress, used=used)
+        # Roll the ledger back, or forward, to the state.
         take_back(self.ledger, self.world, progress.epoch, self._unused)
         restore_entries(self.ledger, self.world, progress)
         if self.remaining:
             recall(self.ledger, progress.epoch)
+            self._now.guard = self._guard(self.plan)
+        else:  # the epoch was over
+            self._go_to(Progress(self.epoch + 1))
 
     def _unused(self) -> set[str]:
         """The names of the samples of this epoch that are still to come."""
@@ -448,17 +407,15 @@ class Loader:
         before = self._progress
         self._progress = progress.under(self._shape)
         try:
-            self._now = self._begun(packs)
+            plan = partial(self._plan_epoch, packs)
+            self._now = self._ranks.run_on_all_ranks("plan the packs", plan)
         except BaseException:
             self._progress = before
             raise
         self._not_handed_out = ()
 
-    def _begun(self, packs: Packs | None = None) -> Epoch:
+    def _plan_epoch(self, packs: Packs | None = None) -> Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""
-        return self._ranks.run_on_all_ranks("plan the packs", partial(self._plan_epoch, packs))
-
-    def _plan_epoch(self, packs: Packs | None) -> Epoch:
         progress = self._progress
         if packs is None:
             packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
@@ -467,13 +424,6 @@ class Loader:
             self._ranks.same("have different packs", packs.digest, advice)
         guard = self._guard(packs.plan)
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
-
-    def _open_data(self, ledger: Ledger, shard: World | None) -> Any:
-        dataset = open_data(self.config.data, self.config.dataset_names, ledger, shard)
-        if not len(dataset):
-            where = f" for {self.world}: it has fewer rows than ranks" if self.config.shard_data else ""
-            raise ConfigError(f"there is no example in the data{where}")
-        return dataset
 
     def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
         deal = partial(Dealt, packs, seed=self.config.seed, epoch=progress.epoch)
@@ -491,13 +441,13 @@ class Loader:
         return deal(progress.segments, at_least=most)
 
     def _guard(self, plan: PackPlan) -> Guard:
-        refuse_overlong(self._planner, plan, self.key)
+        self._planner.check_overlong(plan)
         if self.config.on_bad == "raise":
-            refuse_bad(self._planner, self.key)
-        # Which samples are in no pack depends on their counts alone: it is told once.
+            self._planner.check_bad()
+        # Which samples are in no pack depends on their counts alone: it is reported once.
         if not self._told and (self.world.rank == 0 or self.config.shard_data):
-            warn_of_too_long(self._planner, plan, self.key)
-            self._record_left_out(plan, self.ledger)
+            self._planner.warn_of_overlong(plan)
+            self.ledger.record_all(self._planner.left_out(plan))
         self._told = True
         if not len(plan):
             told = self._left_out(plan)
@@ -523,10 +473,6 @@ class Loader:
 
     def _left_out(self, plan: PackPlan) -> Ledger:
         """What is in no pack; the ledger of the first rank alone has it."""
-        told = Ledger()
-        self._record_left_out(plan, told)
-        return told
-
-    def _record_left_out(self, plan: PackPlan, ledger: Ledger) -> None:
-        locations = getattr(self.dataset, "locations", None)  # of data that come from files; costs no reading
-        record_left_out(self._planner, plan, self.key, ledger, locations)
+        ledger = Ledger()
+        ledger.record_all(self._planner.left_out(plan))
+        return ledger

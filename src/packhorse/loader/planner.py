@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,15 @@ import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import Content
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset
-from packhorse.ledger import Ledger
-from packhorse.loader.config import Mode, OnOverlong
+from packhorse.loader.config import LoaderConfig
 from packhorse.plan.cost_model import CostWeights, sample_costs
 from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
 from packhorse.plan.lengths import after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
-from packhorse.plan.plan_file import plan_key
-from packhorse.plan.planning import plan_packs
+from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleFacts
 from packhorse.types import MEDIA_KINDS, Drop, Reason
 from packhorse.utils.files import cache_folder, cache_lock, digest
@@ -43,92 +41,74 @@ _ORDER = 1  # goes up when the same plan is dealt in another order
 _CACHED_FROM = 50_000  # planning fewer samples is quicker than reading a file
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What a plan depends on, beside the counts.
-
-    Attributes:
-        mode: packs, or single samples that are padded.
-        size: the most tokens of a pack (or of a sample), after the shift.
-        reserve: how many of them stay free for a placeholder (:mod:`packhorse.loader.placeholder`), unless
-            every pack of an epoch has media of all ``reserved_kinds``.
-        reserved_kinds: the media of that placeholder, one bit for each kind.
-        alignment: each sample takes up a multiple of so many tokens.
-        on_overlong: what becomes of samples that are longer than a pack.
-        max_patches: of a pack; None for no limit. ``max_media`` and ``max_documents`` likewise.
-        seed: deals samples of one length at random.
-        weights: what tokens and patches cost.
-        spread_datasets: deal packs so that each data set is spread evenly over the epoch.
-        effort: see :func:`~packhorse.neat_packing_vlm.plan_packs`.
-    """
-
-    mode: Mode = "pack"
-    size: int = 8192
-    reserve: int = 0
-    reserved_kinds: int = 0
-    alignment: int = 1
-    on_overlong: OnOverlong = "drop"
-    max_patches: int | None = None
-    max_media: int | None = None
-    max_documents: int | None = None
-    seed: int = 0
-    weights: CostWeights = field(default_factory=CostWeights)
-    spread_datasets: bool = True
-    effort: float | None = None
-
-
-def room_of(settings: PlanSettings) -> int:
-    """The longest sample that fits into a pack, after the shift."""
-    size = settings.size - settings.reserve
-    return size - size % settings.alignment
+def sample_capacity(config: LoaderConfig, reserve: int = 0) -> int:
+    """The longest sample (after the shift) that fits into a pack of which ``reserve`` tokens stay free."""
+    size = config.pack_size - reserve
+    return size - size % config.alignment
 
 
 class Planner:
-    """Plans the epochs of a data set.
+    """Plans the epochs of a dataset.
 
     Args:
-        counts: of every example; those that are not ``ok`` are in no plan.
-        settings: see there.
-        strata: a number for each example that says which data set it is from; None if there is one.
-        cache: where plans are kept: a folder, True for the machine's own, False for nowhere.
+        counts: of every row; those that are not ``ok`` are in no plan.
+        samples: encodes the rows; gives their names and datasets here.
+        config: the settings.
+        weights: what tokens and patches cost.
+        reserve: tokens of each pack that stay free for a placeholder (:mod:`packhorse.loader.placeholder`),
+            unless every pack of an epoch has media of all ``reserved_kinds``.
+        reserved_kinds: the media of that placeholder, one bit for each kind.
         contents: digests of the rows; two datasets with the same counts differ in them.
 
     Attributes:
         facts: what dealing has to know of the samples.
         name: names the plan of every epoch: two loaders with the same name feed the same packs.
-
     """
 
     def __init__(
         self,
         counts: CountColumns,
-        settings: PlanSettings,
-        strata: Integers | None = None,
-        cache: bool | str | os.PathLike[str] = True,
+        samples: PreTokenizedDatasetWrapper,
+        config: LoaderConfig,
+        weights: CostWeights,
+        *,
+        reserve: int = 0,
+        reserved_kinds: int = 0,
         contents: Sequence[Content] = (),
     ) -> None:
-        self.counts, self.settings, self.strata, self.contents = counts, settings, strata, tuple(contents)
+        self.counts, self.samples, self.config, self.weights = counts, samples, config, weights
+        self.reserve, self.reserved_kinds = reserve, reserved_kinds if reserve else 0
+        self.strata, self.contents = _dataset_numbers(samples.dataset), tuple(contents)
         # Where the family cannot promise the number, there is room for what it may be off.
         lengths = after_shift(counts.total) + np.where(
             counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0)
         )
-        if settings.on_overlong == "truncate":
+        if config.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.room)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)
-        self.facts = SampleFacts(self._costs(), self._kinds(), strata if settings.spread_datasets else None)
+        self.facts = SampleFacts(
+            self._costs(), self._kinds(), self.strata if config.spread_datasets else None
+        )
         self.limits = self._limits()
+        self._options: dict[str, Any] = {
+            "limits": self.limits,
+            "alignment": config.alignment,
+            "seed": config.seed,
+            "strata": self.strata,
+            "effort": config.effort,
+        }
         self.key = self._key()
         self.name = hashlib.blake2b(json.dumps(self.key, sort_keys=True).encode(), digest_size=12).hexdigest()
-        self.folder = cache_folder() / "plans" if cache is True else Path(cache) if cache else None
+        self.folder = cache_folder() / "plans" if config.cache_dir is None else Path(config.cache_dir)
 
     @property
     def room(self) -> int:
         """The longest sample that fits into a pack."""
-        return room_of(self.settings)
+        return sample_capacity(self.config, self.reserve)
 
     def plan(self, epoch: int) -> PackPlan:
         """The packs of an epoch; positions in it are those of the examples."""
-        if self.folder is None or len(self.lengths) < _CACHED_FROM or self.settings.mode == "pad":
+        if len(self.lengths) < _CACHED_FROM or self.config.mode == "pad":
             return self._planned(epoch)
         key = {**self.key, "epoch": epoch}
         path = self.folder / f"{self.name}-{epoch}.phplan"
@@ -147,46 +127,36 @@ class Planner:
         return plan
 
     def _planned(self, epoch: int) -> PackPlan:
-        one = self.settings
-        if one.mode == "pad":
+        if self.config.mode == "pad":
             return self._with_reasons(_one_by_one(self.lengths, self.room))
         if self._may_go_without_reserve():
-            plan = self._packed(epoch, room_of(replace(one, reserve=0)))
+            plan = self._packed(epoch, sample_capacity(self.config))
             kinds = np.bitwise_or.reduceat(self.facts.kinds[plan.indices], plan.offsets[:-1])
             # A pack that loses its only sample of a kind has the tokens of that sample free.
-            if bool((kinds & one.reserved_kinds == one.reserved_kinds).all()):
+            if bool((kinds & self.reserved_kinds == self.reserved_kinds).all()):
                 return self._with_reasons(plan)
         return self._with_reasons(self._packed(epoch, self.room))
 
     def _packed(self, epoch: int, capacity: int) -> PackPlan:
-        one = self.settings
-        return plan_packs(
-            self.lengths,
-            capacity,
-            limits=self.limits,
-            alignment=one.alignment,
-            seed=one.seed,
-            epoch=epoch,
-            strata=self.strata,
-            effort=one.effort,
-        )
+        return plan_packs(self.lengths, capacity, epoch=epoch, **self._options)
 
     def reserve_in(self, plan: PackPlan) -> int:
         """How many tokens of each pack of a plan stay free for a placeholder."""
-        return self.settings.reserve if plan.capacity == self.room else 0
+        return self.reserve if plan.capacity == self.room else 0
 
     def _may_go_without_reserve(self) -> bool:
         """Whether it is likely that every pack has media of all reserved kinds, so that it is worth a try."""
-        one = self.settings
-        fitting = (self.lengths > 0) & (self.lengths <= one.size)
+        size = self.config.pack_size
+        fitting = (self.lengths > 0) & (self.lengths <= size)
         # The same rows have to be in the plan of every epoch, with the reserve and without.
-        if not one.reserve or one.on_overlong == "truncate" or (self.lengths[fitting] > self.room).any():
+        truncates = self.config.on_overlong == "truncate"
+        if not self.reserve or truncates or (self.lengths[fitting] > self.room).any():
             return False
-        samples, packs = int(fitting.sum()), max(1, int(self.lengths[fitting].sum()) // one.size)
+        samples, packs = int(fitting.sum()), max(1, int(self.lengths[fitting].sum()) // size)
         lacking = [
             float((self.facts.kinds[fitting] >> bit & 1 == 0).mean())
             for bit in range(len(MEDIA_KINDS))
-            if one.reserved_kinds >> bit & 1
+            if self.reserved_kinds >> bit & 1
         ]
         return bool(samples) and all(packs * share ** (samples / packs) < 1 for share in lacking)
 
@@ -201,7 +171,7 @@ class Planner:
         patches = counts.patches.astype(np.float64)
         # The sidecar's totals do not tell how the patches are shared out: evenly, as most rows' are.
         pairs = patches**2 / np.maximum(1, counts.images + counts.videos)
-        costs = sample_costs(self.lengths, self.settings.weights, patches=patches, patch_pairs=pairs)
+        costs = sample_costs(self.lengths, self.weights, patches=patches, patch_pairs=pairs)
         return np.maximum(costs, 1.0)
 
     def _kinds(self) -> npt.NDArray[np.uint8]:
@@ -211,41 +181,112 @@ class Planner:
         return kinds
 
     def _limits(self) -> dict[str, tuple[Integers, int]]:
-        counts, one = self.counts, self.settings
+        counts, config = self.counts, self.config
         media = counts.images + counts.videos + counts.audios
         wanted = {
-            "patches": (counts.patches, one.max_patches),
-            "media": (media, one.max_media),
-            "documents": (np.ones(len(counts), np.int64), one.max_documents),
+            "patches": (counts.patches, config.max_patches),
+            "media": (media, config.max_media),
+            "documents": (np.ones(len(counts), np.int64), config.max_documents),
         }
         return {name: (values, limit) for name, (values, limit) in wanted.items() if limit is not None}
 
     def _key(self) -> dict[str, Any]:
-        one = self.settings
         media = hashlib.blake2b(digest_size=16)
         for column in (self.facts.kinds, self.counts.patches, self.counts.images, self.counts.videos):
             media.update(np.ascontiguousarray(column).data)
-        weights = one.weights
+        weights = self.weights
         source: Mapping[str, Any] = {
             "order": _ORDER,
-            "mode": one.mode,
+            "mode": self.config.mode,
             "rows": digest(*(part for one in self.contents for part in (one.digest, one.reading))),
             "media": media.hexdigest(),
-            "reserve": [one.reserve, one.reserved_kinds] if one.reserve else 0,
-            "spread": one.spread_datasets,
+            "reserve": [self.reserve, self.reserved_kinds] if self.reserve else 0,
+            "spread": self.config.spread_datasets,
             "weights": [weights.token, weights.token_pair, weights.patch, weights.patch_pair],
         }
-        key = plan_key(
-            self.lengths,
-            self.room,
-            limits=self.limits,
-            alignment=one.alignment,
-            seed=one.seed,
-            strata=self.strata,
-            effort=one.effort,
-            source=source,
-        )
+        key = plan_key(self.lengths, self.room, source=source, **self._options)
         return {name: value for name, value in key.items() if name != "epoch"}
+
+    # Rows that are in no pack.
+
+    def left_out(self, plan: PackPlan) -> list[Drop]:
+        """The ledger entries of the rows that are in no pack of a plan."""
+        counts = self.counts
+        found: list[tuple[int, Reason, str]] = [
+            (index, counts.status[index], _bad_detail(counts, index))
+            for index in np.flatnonzero(~counts.ok).tolist()
+        ]
+        for reason, positions in plan.dropped_by_reason().items():
+            for index in positions[counts.ok[positions]].tolist():
+                detail = self.limit_detail if reason == "over_limit" else ""
+                if reason == "too_long":
+                    detail = too_long_detail(int(self.lengths[index]), self.config, self.reserve)
+                found.append((index, reason, detail))
+        # Only data from files have locations; they cost no reading.
+        locations = getattr(self.samples.dataset, "locations", lambda indices: [""] * len(indices))
+        drops = []
+        for (index, reason, detail), place in zip(
+            found, locations([index for index, _, _ in found]), strict=True
+        ):
+            key = self.samples.key(index)
+            detail = "; ".join(part for part in (detail, place) if part)
+            drops.append(Drop(key, "plan", reason, detail, dataset=key.rpartition("/")[0]))
+        return drops
+
+    @property
+    def limit_detail(self) -> str:
+        """Why a sample is in no pack though its tokens fit."""
+        return f"alone over a limit of a pack ({', '.join(self.limits)})"
+
+    def describe(self, plan: PackPlan) -> list[str]:
+        """A plan in words, with a line for each reason why rows are in no pack, and five of them."""
+        # A plan knows positions only: its own lines on them are replaced by lines with keys.
+        lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
+        keys: dict[str, list[str]] = {}
+        for drop in self.left_out(plan):
+            keys.setdefault(drop.reason, []).append(drop.key)
+        for reason, names in keys.items():
+            some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            lines.append(f"left out   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
+        return lines
+
+    def check_bad(self) -> None:
+        """Raise if a row could not be counted.
+
+        Raises:
+            BadSample: the first such row.
+        """
+        for index in np.flatnonzero(~self.counts.ok)[:1].tolist():
+            reason: Reason = str(self.counts.status[index])  # type: ignore[assignment]
+            detail, key = _bad_detail(self.counts, index), self.samples.key(index)
+            raise BadSample(detail, reason=reason, key=key, stage="plan")
+
+    def check_overlong(self, plan: PackPlan) -> None:
+        """Raise if samples that are longer than a pack are to be an error.
+
+        Raises:
+            ConfigError: ``on_overlong="raise"``, and there is one.
+        """
+        if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
+            raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
+
+    def warn_of_overlong(self, plan: PackPlan) -> None:
+        """Log how many samples are too long for a pack, and which is the longest."""
+        if longest := self._longest(plan):
+            number = len(plan.dropped_by_reason()["too_long"])
+            logger.warning("too_long: %s of %s; %s", f"{number:,}", f"{len(self.counts):,}", longest)
+
+    def _longest(self, plan: PackPlan) -> str:
+        """The longest sample that is too long for a pack, in words; empty if there is none."""
+        positions = plan.dropped_by_reason().get("too_long", ())
+        if not len(positions):
+            return ""
+        totals = self.counts.total
+        longest = int(positions[totals[positions].argmax()])
+        return (
+            f"{self.config.pack_size:,} tokens are below the longest sample ({totals[longest] - 1:,} after "
+            f"the shift, {self.samples.key(longest)})"
+        )
 
 
 def _one_by_one(lengths: Integers, room: int) -> PackPlan:
@@ -262,48 +303,6 @@ def _one_by_one(lengths: Integers, room: int) -> PackPlan:
     )
 
 
-def record_left_out(
-    planner: Planner,
-    plan: PackPlan,
-    key_of: Callable[[int], str],
-    ledger: Ledger,
-    locations: Callable[[list[int]], list[str]] | None = None,
-) -> None:
-    """Write into the ledger which examples are in no pack, and why.
-
-    Args:
-        planner: made the plan.
-        plan: of any epoch.
-        key_of: the name of an example.
-        ledger: is written to.
-        locations: files and lines of examples (see ``MetaDataset.locations``); None where nobody knows.
-    """
-    counts = planner.counts
-    found: list[tuple[int, Reason, str]] = [
-        (index, counts.status[index], _bad_detail(counts, index))
-        for index in np.flatnonzero(~counts.ok).tolist()
-    ]
-    for reason, positions in plan.dropped_by_reason().items():
-        positions = positions[counts.ok[positions]]
-        if not len(positions):
-            continue
-        if reason == "too_long":
-            found += [
-                (index, reason, too_long_detail(int(planner.lengths[index]), planner.settings))
-                for index in positions.tolist()
-            ]
-            continue
-        detail = over_limit_detail(planner) if reason == "over_limit" else ""
-        found += [(index, reason, detail) for index in positions.tolist()]
-    places = [""] * len(found) if locations is None else locations([index for index, _, _ in found])
-    drops = []
-    for (index, reason, detail), place in zip(found, places, strict=True):
-        key = key_of(index)
-        told = "; ".join(part for part in (detail, place) if part)
-        drops.append(Drop(key, "plan", reason, told, dataset=key.rpartition("/")[0]))
-    ledger.record_all(drops)
-
-
 def _bad_detail(counts: CountColumns, index: int) -> str:
     again = "; between runs `packhorse count --retry-bad` looks again"
     hint = again if counts.status[index] in _MAY_HAVE_ARRIVED else ""
@@ -312,77 +311,15 @@ def _bad_detail(counts: CountColumns, index: int) -> str:
     return f"{counts.detail[index]} ({FOUND_WHEN_COUNTED}{hint})"
 
 
-def too_long_detail(length: int, settings: PlanSettings) -> str:
-    """Why a sample of so many tokens (after the shift) is in no pack, in words."""
-    room = room_of(settings)
-    kept = f" ({settings.size:,} less {settings.size - room:,} kept free)" if room < settings.size else ""
-    return f"{length:,} tokens, more than the {room:,} of a pack{kept}"
+def too_long_detail(length: int, config: LoaderConfig, reserve: int) -> str:
+    """Why a sample of ``length`` tokens (after the shift) is in no pack."""
+    size, capacity = config.pack_size, sample_capacity(config, reserve)
+    kept = f" ({size:,} less {size - capacity:,} kept free)" if capacity < size else ""
+    return f"{length:,} tokens, more than the {capacity:,} of a pack{kept}"
 
 
-def over_limit_detail(planner: Planner) -> str:
-    """Why a sample is in no pack that fits by its tokens, in words."""
-    return f"alone over a limit of a pack ({', '.join(planner.limits)})"
-
-
-def plan_lines(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> list[str]:
-    """A plan in words, with a line for each reason why examples are in no pack, and five of them."""
-    # A plan knows positions only: its own lines on them are left for those with names.
-    lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
-    left_out: dict[str, list[int]] = {}
-    for index in np.flatnonzero(~planner.counts.ok).tolist():
-        left_out.setdefault(str(planner.counts.status[index]), []).append(index)
-    for reason, positions in plan.dropped_by_reason().items():
-        if len(good := positions[planner.counts.ok[positions]]):
-            left_out.setdefault(str(reason), []).extend(good.tolist())
-    for name, indices in left_out.items():
-        some = ", ".join(map(key_of, indices[:5])) + (", …" if len(indices) > 5 else "")
-        lines.append(f"left out   {name}: {len(indices):,} of {len(planner.counts):,} ({some})")
-    return lines
-
-
-def warn_of_too_long(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
-    """Say in the log how many samples are too long for a pack, and which is the longest."""
-    positions = plan.dropped_by_reason().get("too_long")
-    if positions is not None and len(positions):
-        number = f"{len(positions):,} of {len(planner.counts):,}"
-        logger.warning("too_long: %s; %s", number, _longest(planner, positions, key_of))
-
-
-def refuse_bad(planner: Planner, key_of: Callable[[int], str]) -> None:
-    """Stop where one bad sample is to stop the run.
-
-    Raises:
-        BadSample: a row could not be counted.
-    """
-    counts = planner.counts
-    for index in np.flatnonzero(~counts.ok)[:1].tolist():
-        reason: Reason = str(counts.status[index])  # type: ignore[assignment]
-        raise BadSample(_bad_detail(counts, index), reason=reason, key=key_of(index), stage="plan")
-
-
-def refuse_overlong(planner: Planner, plan: PackPlan, key_of: Callable[[int], str]) -> None:
-    """Stop where samples that are longer than a pack are to be an error.
-
-    Raises:
-        ConfigError: ``on_overlong="raise"``, and there is one.
-    """
-    positions = plan.dropped_by_reason().get("too_long")
-    if planner.settings.on_overlong == "raise" and positions is not None:
-        told = _longest(planner, positions, key_of)
-        raise ConfigError(f"{told}: raise pack_size or set on_overlong='drop' or 'truncate'")
-
-
-def _longest(planner: Planner, positions: Integers, key_of: Callable[[int], str]) -> str:
-    totals = planner.counts.total
-    longest = int(positions[totals[positions].argmax()])
-    return (
-        f"{planner.settings.size:,} tokens are below the longest sample ({totals[longest] - 1:,} after the "
-        f"shift, {key_of(longest)})"
-    )
-
-
-def strata_of(dataset: Any) -> Integers | None:
-    """A number for each example that says which data set of a mixture it is from; None if there is one."""
+def _dataset_numbers(dataset: Any) -> Integers | None:
+    """For each row the number of its dataset in a mixture; None if there is only one."""
     if not isinstance(dataset, MetaDataset) or len(dataset.lengths()) < 2:
         return None
     sizes = list(dataset.lengths().values())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ Limits = Mapping[str, tuple[npt.ArrayLike, int]]
 """Further limits by name: what each sample takes, and how much of it a pack may hold."""
 
 _LARGEST = 2**31 - 1
+_PLANNER = 1  # goes up when the same lengths give another plan
 
 
 def plan_packs(
@@ -91,6 +94,51 @@ def plan_packs(
         indices = kept.astype(np.int32)[indices]
     plan = PackPlan(offsets, indices, packed, *_dropped(codes), capacity, bound)
     return _with_empty_samples(plan) if empty == "keep" else plan
+
+
+def plan_key(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    limits: Limits | None = None,
+    alignment: int = 1,
+    seed: int | None = None,
+    epoch: int = 0,
+    strata: npt.ArrayLike | None = None,
+    effort: float | None = None,
+    empty: str = "drop",
+    source: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ``plan_packs`` would plan from: a digest of all counts, and the settings.
+
+    It takes the arguments of ``plan_packs``, and as ``source`` anything else that JSON can hold and on which
+    the plan depends: names of data, of the processor.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    tokens = as_integers(lengths, "lengths")
+    columns = {"lengths": tokens} | {
+        f"limit {name}": as_integers(values[0], name) for name, values in (limits or {}).items()
+    }
+    if strata is not None:
+        columns["strata"] = as_integers(strata, "strata")
+    for name, column in sorted(columns.items()):
+        hashed.update(f"{name} {len(column)} ".encode())
+        hashed.update(np.ascontiguousarray(column, "<i8").data)
+    key = {
+        "counts": hashed.hexdigest(),
+        "samples": len(tokens),
+        "capacity": capacity,
+        "alignment": alignment,
+        "limits": {name: int(limit) for name, (_, limit) in (limits or {}).items()},
+        "seed": seed,
+        "epoch": epoch,
+        "effort": effort,
+        "empty": empty,
+        "source": dict(source or {}),
+        "planner": _PLANNER,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(key))
+    return plain
 
 
 def _filled(

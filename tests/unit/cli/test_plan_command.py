@@ -20,7 +20,7 @@ from contract.processors import build
 from count_samples import python_path, save_processor, sidecars, write_chats, write_rows
 from packhorse.cli.app import app
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
-from packhorse.plan.plan_file import load_key
+from packhorse.plan.pack_plan import load_key
 from packhorse.plan.schedule import Packs, SampleFacts
 from packhorse.tools.view.plan_report import stragglers
 from view_samples import BROKEN, chat, write_samples

@@ -16,9 +16,8 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_conversation
 from packhorse.tools.check import check_meta
 from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Request, make_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
 

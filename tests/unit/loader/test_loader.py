@@ -18,7 +18,7 @@ from loader_samples import chat, handed_out, load, mixed, picture, texts
 from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
-from packhorse.loader.data import count_examples
+from packhorse.loader.startup import count_examples
 
 
 @pytest.fixture
@@ -612,8 +612,8 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
 
 
 def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
-    from packhorse.loader.budget import Guard
     from packhorse.loader.build import BatchReport
+    from packhorse.loader.epoch_stats import Guard
 
     guard = Guard(1_000_000, 0, 1024, 0.01, None, Ledger())
     for step in range(30):  # three times its share

@@ -8,8 +8,7 @@ import pytest
 from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, plan_key, plan_packs
-from packhorse.plan.pack_plan import QUARTILES
-from packhorse.plan.plan_file import load_key
+from packhorse.plan.pack_plan import QUARTILES, load_key
 
 LENGTHS = [5, 3, 4, 20, 0, 7, 2]
 

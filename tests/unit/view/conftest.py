@@ -8,9 +8,8 @@ import pytest
 from count_samples import save_processor
 from packhorse.loader import LoaderConfig
 from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import save_book
+from packhorse.tools.view.plan_book import Planned, Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Planned, Request, make_plan
 from packhorse.tools.view.server import make_app
 from view_samples import write_samples
 
@@ -28,7 +27,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> Planned:
 
 @pytest.fixture(scope="package")
 def plan_file(planned: Planned) -> Path:
-    path = Path(planned.opened.request.config.data).parent / "made.phplan"
+    path = Path(planned.request.config.data).parent / "made.phplan"
     save_book(planned, plan_report(planned), path)
     return path
 

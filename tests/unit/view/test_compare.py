@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from packhorse.neat_packing_vlm import plan_packs
+from packhorse.tools.view.plan_book import Planned, make_plan
 from packhorse.tools.view.plan_report import estimated, overflowing, padded_slots, padding, plan_report
-from packhorse.tools.view.plan_request import Planned, make_plan
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_of_many_rows_some_are_estimated(planned: Planned) -> None:
 
 
 def test_a_seed_below_0_is_as_good_as_any_for_a_report(planned: Planned) -> None:
-    request = planned.opened.request
+    request = planned.request
     seeded = replace(request, config=request.config.with_changes(seed=-1))
     found = plan_report(make_plan(seeded, planned.opened), estimates=False)
     assert found["settings"]["seed"] == -1

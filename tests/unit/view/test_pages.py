@@ -18,9 +18,8 @@ from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import plan_packs
 from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import book_of, save_book
+from packhorse.tools.view.plan_book import Planned, Request, book_of, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Planned, Request, make_plan
 from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
 from view_samples import BROKEN, CUT, MALFORMED, SCRIPT, SIZES, SPOKEN, ask
@@ -72,8 +71,8 @@ def test_a_ledger_of_other_data_is_warned_of(planned: Planned) -> None:
 
 
 def test_each_row_that_is_too_long_says_how_long_it_is(planned: Planned, tmp_path: Path) -> None:
-    config = planned.opened.request.config.with_changes(pack_size=100)
-    small = make_plan(replace(planned.opened.request, config=config), planned.opened)
+    config = planned.request.config.with_changes(pack_size=100)
+    small = make_plan(replace(planned.request, config=config), planned.opened)
     report = plan_report(small, estimates=False)
     save_book(small, report, tmp_path / "small.phplan")
     made, again = Book(book_of(small, report), small.opened), Book.open(str(tmp_path / "small.phplan"))
@@ -128,7 +127,7 @@ def test_details_of_ledgers_are_escaped_too(planned: Planned) -> None:
 
 
 def _file(planned: Planned) -> str:
-    path = Path(planned.opened.request.config.data).parent / "again.phplan"
+    path = Path(planned.request.config.data).parent / "again.phplan"
     save_book(planned, plan_report(planned, estimates=False), path)
     return str(path)
 
@@ -256,7 +255,7 @@ def test_a_number_of_thousands_of_digits_is_no_row(app: Any, book: Book) -> None
 
 
 def test_a_search_stops_in_time_and_goes_on_where_it_stopped(book: Book) -> None:
-    from packhorse.tools.view.row_search import find_text
+    from packhorse.tools.view.book import find_text
 
     first = find_text(book, "bar", seconds=-1)
     assert first.next is not None
@@ -283,7 +282,7 @@ def test_ledgers_of_a_run_are_shown_with_their_rows(planned: Planned, tmp_path: 
 def test_a_plan_moved_together_with_its_data_still_opens(
     planned: Planned, tmp_path: Path, saved: str
 ) -> None:
-    home = Path(planned.opened.request.config.data).parent
+    home = Path(planned.request.config.data).parent
     _file(planned)
     shutil.copytree(home, tmp_path / "moved")
     book = Book.open(str(tmp_path / "moved" / "again.phplan"))
@@ -309,12 +308,12 @@ def test_a_plan_of_other_data_is_refused(planned: Planned, tmp_path: Path) -> No
     plan_packs([3, 4], 8).save(tmp_path / "bare.phplan")
     with pytest.raises(ConfigError, match="does not say which data"):
         Book.open(str(tmp_path / "bare.phplan"))
-    home = Path(planned.opened.request.config.data).parent
+    home = Path(planned.request.config.data).parent
     shutil.copytree(home, tmp_path / "grown")
     made = make_plan(
         Request(
-            planned.opened.request.config.with_changes(data=str(tmp_path / "grown" / "meta.json")),
-            planned.opened.request.processor,
+            planned.request.config.with_changes(data=str(tmp_path / "grown" / "meta.json")),
+            planned.request.processor,
         )
     )
     save_book(made, plan_report(made, estimates=False), tmp_path / "grown" / "made.phplan")
@@ -338,7 +337,7 @@ def test_positions_in_three_rows_are_shown_where_the_config_is_known(
 
 
 def test_a_meta_file_is_planned_first_and_needs_a_processor(planned: Planned, saved: str) -> None:
-    meta = planned.opened.request.config.data
+    meta = planned.request.config.data
     with pytest.raises(ConfigError, match="--processor"):
         Book.open(meta)
     book = Book.open(meta, saved, pack_size=512)

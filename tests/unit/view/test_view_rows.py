@@ -18,9 +18,8 @@ from packhorse.loader import LoaderConfig
 from packhorse.tools.view import plots
 from packhorse.tools.view.book import Book, RowFinder
 from packhorse.tools.view.media_shelf import picture, sound
-from packhorse.tools.view.plan_book import book_of, save_book
+from packhorse.tools.view.plan_book import Request, book_of, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Request, make_plan
 from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
 from view_samples import ask, chat

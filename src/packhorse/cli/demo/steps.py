@@ -155,9 +155,8 @@ class Demo:
 
     def make_plan(self) -> None:
         """Plan the packs, and save the plan."""
-        from packhorse.tools.view.plan_book import save_book
+        from packhorse.tools.view.plan_book import Request, make_plan, save_book
         from packhorse.tools.view.plan_report import plan_report
-        from packhorse.tools.view.plan_request import Request, make_plan
 
         command = self._command("plan", "--processor", self.model, "--pack-size", PACK_SIZE)
         self._title(4, f"Which rows share a pack?  {command}")

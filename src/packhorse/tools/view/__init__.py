@@ -1,5 +1,5 @@
 """Looking at a plan: its numbers for the terminal, its packs and rows in a browser.
 
-``planning`` makes the plan that the loader trains, ``report`` puts it into numbers, ``plan_book`` keeps both
-in one file; ``book`` opens that file again, and ``app`` shows it as pages.
+``plan_book`` makes the plan that the loader trains and keeps it in a file, ``plan_report`` puts it into
+numbers; ``book`` opens that file again, and ``server`` shows it as pages.
 """

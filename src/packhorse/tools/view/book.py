@@ -1,4 +1,4 @@
-"""What the pages know: the plan, the examples, why rows are left out, and what ledgers say.
+"""What the pages know: the plan, the rows and how to find them, why rows are left out, what ledgers say.
 
 Opening maps the plan and opens the data files (milliseconds each). The processor, which takes seconds to
 import, is opened in the background, or when the first page needs it.
@@ -7,12 +7,14 @@ import, is opened in the background, or when the first page needs it.
 from __future__ import annotations
 
 import os
+import re
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +23,13 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.formats.meta_file import read_meta
 from packhorse.ledger import Ledger, read_ledgers
+from packhorse.loader.build import make_packer
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.data import open_data
+from packhorse.loader.startup import OpenedData, encoding_dataset, open_rows
 from packhorse.plan.pack_plan import DROP_REASONS
 from packhorse.rows.row_files import JsonRows
-from packhorse.tools.view.plan_book import PlanBook, book_of, open_book
+from packhorse.tools.view.plan_book import PlanBook, Request, book_of, make_plan, open_book, open_request
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.plan_request import Opened, Request, make_plan, open_request
 from packhorse.tools.view.row_encoder import Encoder
 from packhorse.types import Drop, Reason, mask_secrets
 
@@ -88,7 +90,7 @@ class Book:
 
     Args:
         made: the plan and what it was made from.
-        opened: examples and encoder, where they are open already.
+        opened: rows, processor and model, if they are open already.
         ledger: entries of a run, to be shown with the rows.
 
     Attributes:
@@ -99,12 +101,17 @@ class Book:
         marks: what ledgers, and this viewer, have to say of rows, by their position.
     """
 
-    def __init__(self, made: PlanBook, opened: Opened | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, made: PlanBook, opened: OpenedData | None = None, ledger: Ledger | None = None
+    ) -> None:
         self.made, self.plan, self.report = made, made.plan, made.report
-        self.dataset: MetaDataset = opened.dataset if opened is not None else _examples(made.request)
+        config = made.request.config
+        self.dataset: MetaDataset = (
+            open_rows(config.data, config.dataset_names, Ledger()) if opened is None else opened.dataset
+        )
         if len(self.dataset) != self.plan.samples:
             raise ConfigError(
-                f"the plan is of {self.plan.samples:,} rows, {made.request.config.data} has "
+                f"the plan is of {self.plan.samples:,} rows, {config.data} has "
                 f"{len(self.dataset):,} now: plan anew"
             )
         self.names = list(self.dataset.lengths())
@@ -154,10 +161,9 @@ class Book:
         """
         with self._opening:
             if self._encoder is None:
-                self._opened = self._opened or open_request(self.made.request)
-                if self._opened.samples.truncate:  # to what was planned, as the loader does
-                    self._opened.samples.max_length = self.plan.capacity + 1
-                self._encoder = Encoder(self._opened)
+                opened, config = self._opened or open_request(self.made.request), self.made.request.config
+                samples = encoding_dataset(config, opened, self.plan.capacity)
+                self._encoder = Encoder(samples, make_packer(config, samples, opened.model))
             return self._encoder
 
     def warm_up(self, after: float = 2.0) -> None:
@@ -303,15 +309,97 @@ def _says_the_same(one: Drop, other: Drop) -> bool:
     return one.reason == other.reason and same_words
 
 
-def _examples(request: Request) -> MetaDataset:
-    opened: Any = open_data(request.config.data, request.config.dataset_names, Ledger(), None)
-    assert isinstance(opened, MetaDataset)
-    return opened
-
-
 def _is_plan(path: str) -> bool:
     """Whether a file is an Arrow file, as plans are, whatever it is called."""
     if not os.path.isfile(path):
         return path.endswith(".phplan")
     with open(path, "rb") as file:
         return file.read(6) == b"ARROW1"
+
+
+# Searching: by key at once, by text by reading rows for a second or two at a time.
+
+SECONDS = 1.5
+MOST = 50
+
+_BLOCK = 256
+_AROUND = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A row and the text around what was looked for."""
+
+    index: int
+    key: str
+    before: str
+    match: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """What was found.
+
+    Attributes:
+        hits: at most ``MOST``.
+        next: where to go on; None if all rows were looked at.
+        looked_at: how many rows were read now.
+    """
+
+    hits: list[Hit]
+    next: int | None
+    looked_at: int
+
+
+def find_key(book: Book, wanted: str) -> list[int]:
+    """The rows with this key: ``coco/812``, or 812 in every data set."""
+    wanted = wanted.strip()
+    keys = [f"{name}/{wanted}" for name in book.names] if wanted.isdecimal() else [wanted]
+    found = (book.finder.find(key) for key in keys)
+    return [index for index in found if index is not None]
+
+
+def find_text(book: Book, wanted: str, first: int = 0, seconds: float = SECONDS) -> Hits:
+    """Rows in which a text stands, whatever its case, from a position on.
+
+    A row that cannot be parsed is searched as its bytes are.
+    """
+    needle = re.compile(re.escape(wanted), re.IGNORECASE)
+    hits: list[Hit] = []
+    until = time.monotonic() + seconds
+    index, start = first, 0
+    for source in book.dataset.sources:
+        begin, start = start, start + len(source)
+        while index < start:
+            positions = range(index - begin, min(index - begin + _BLOCK, len(source)))
+            rows = source.file.read(source.selection.row(position) for position in positions)
+            for position, row in zip(positions, rows, strict=True):
+                place = begin + position
+                text = book.raw(place) if isinstance(row, BadSample) else _text(row)
+                found = needle.search(text)
+                if found is not None:
+                    hits.append(_hit(book, place, text, *found.span()))
+                    if len(hits) == MOST:
+                        return Hits(hits, place + 1 if place + 1 < len(book) else None, place + 1 - first)
+            index = begin + positions.stop
+            if time.monotonic() > until and index < len(book):
+                return Hits(hits, index, index - first)
+    return Hits(hits, None, max(0, index - first))
+
+
+def _hit(book: Book, index: int, text: str, at: int, end: int) -> Hit:
+    before = ("…" if at > _AROUND else "") + text[max(0, at - _AROUND) : at]
+    after = text[end : end + _AROUND] + ("…" if end + _AROUND < len(text) else "")
+    return Hit(index, book.key(index), before, text[at:end], after)
+
+
+def _text(value: object) -> str:
+    """All texts of a row, one after the other."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return "\n".join(filter(None, map(_text, value.values())))
+    if isinstance(value, list | tuple):
+        return "\n".join(filter(None, map(_text, value)))
+    return ""

@@ -11,12 +11,11 @@ import numpy as np
 
 from packhorse.errors import DATA_ERRORS, is_data_error
 from packhorse.tools.view import plots
-from packhorse.tools.view.book import Book
+from packhorse.tools.view.book import Book, find_key, find_text
 from packhorse.tools.view.media_shelf import MediaShelf, why_not
 from packhorse.tools.view.pack_list import PAGE, PackList, PackQuery, number_in, page_in
 from packhorse.tools.view.plan_report import too_many_bad
 from packhorse.tools.view.row_encoder import Encoder, Medium, Shown
-from packhorse.tools.view.row_search import find_key, find_text
 from packhorse.types import Drop
 
 Values = dict[str, Any]

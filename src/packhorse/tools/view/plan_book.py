@@ -1,8 +1,12 @@
-"""A plan file that says what it was made from, so that a viewer needs nothing else.
+"""The plan that a loader with the same settings trains, and the file it is saved in.
 
-Beside the plan's own key it holds, as JSON: the meta file, the processor and the settings (``made_from``),
-the report (``report``), and why rows that could not be counted are in no pack (``bad``, some 150 bytes a
-row). It stays a plan file like any other: ``PackPlan.load`` opens it.
+:func:`make_plan` runs the loader's own start-up, so it costs what opening a loader costs: milliseconds where
+the rows are counted, the counting where they are not.
+
+The file says what the plan was made from, so a viewer needs nothing else. In addition to the plan's own key
+it holds, as JSON: the meta file, the processor and the settings (``made_from``), the report (``report``), and
+why rows that could not be counted are in no pack (``bad``, about 150 bytes per row). ``PackPlan.load`` opens
+it like any other plan file.
 """
 
 from __future__ import annotations
@@ -13,13 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packhorse.chat import tokenizer_of
+from packhorse.count.columns import CountColumns
+from packhorse.distributed import Ranks
 from packhorse.errors import ConfigError
+from packhorse.families.models import check_packable, model_classes, open_config
+from packhorse.families.processors import open_processor
+from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.planner import PlanSettings, over_limit_detail, too_long_detail
+from packhorse.loader.planner import Planner, too_long_detail
+from packhorse.loader.startup import ModelInfo, OpenedData, inspect_model, open_data, start_up
 from packhorse.media.source import is_address
-from packhorse.plan.pack_plan import PackPlan
-from packhorse.plan.plan_file import load_key
-from packhorse.tools.view.plan_request import Planned, Request
+from packhorse.plan.pack_plan import PackPlan, load_key
+from packhorse.plan.schedule import Packs
+from packhorse.types import Drop, World
 
 _LONGEST_DETAIL = 500
 # What a plan and its packs depend on; where batches are built and how ledgers are kept is the run's affair.
@@ -36,6 +47,127 @@ _SETTINGS = (
     "spread_datasets",
     "effort",
 )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        config: the loader's settings; ``data`` is the meta file.
+        processor: the model's processor, or its folder or hub name.
+        model: folder or hub name of its config, for what tokens and patches cost and for positions; None
+            looks for one next to the processor.
+        epoch: which one is planned.
+        trust_remote_code: run code that comes with the processor.
+    """
+
+    config: LoaderConfig
+    processor: Any
+    model: str | None = None
+    epoch: int = 0
+    trust_remote_code: bool = False
+
+    @property
+    def processor_name(self) -> str:
+        """Where the processor is, or was loaded from."""
+        if isinstance(self.processor, str):
+            return self.processor
+        known = getattr(tokenizer_of(self.processor), "name_or_path", "")
+        return str(known or type(self.processor).__name__)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made from.
+
+    Attributes:
+        request: what was to be planned.
+        opened: rows, processor and model.
+        counts: exact counts of the rows.
+        planner: the loader's.
+        packs: of the requested epoch.
+        reserve: tokens of each pack that stay free for a placeholder.
+    """
+
+    request: Request
+    opened: OpenedData
+    counts: CountColumns
+    planner: Planner
+    packs: Packs
+    reserve: int
+
+    @property
+    def model(self) -> str | None:
+        """Where the config was found that costs and positions are from; None if there was none."""
+        if self.opened.model.config is None:
+            return None
+        return self.request.model or self.request.processor_name
+
+    @property
+    def left_out(self) -> list[Drop]:
+        """Rows that are in no pack, as the loader records them."""
+        return self.planner.left_out(self.packs.plan)
+
+
+def open_request(request: Request) -> OpenedData:
+    """Open rows, processor and model; nothing is counted.
+
+    Raises:
+        ConfigError: one of them is not in order, or there is no row.
+    """
+    processor = request.processor
+    if isinstance(processor, str):
+        processor = open_processor(processor, request.trust_remote_code)
+    return open_data(request.config, processor, _find_model(request), Ranks(World()), Ledger())
+
+
+def make_plan(
+    request: Request, opened: OpenedData | None = None, counts: CountColumns | None = None
+) -> Planned:
+    """Count what was not counted before, and plan.
+
+    Args:
+        request: what is to be planned.
+        opened: its rows and processor, if an earlier plan has opened them.
+        counts: of its rows, if the caller has them.
+
+    Raises:
+        ConfigError: see :func:`open_request`; the model cannot be trained on packs; or a sample is too long,
+            and ``on_overlong="raise"``.
+    """
+    opened = open_request(request) if opened is None else opened
+    if opened.model.config is not None and model_classes(opened.model.config):
+        check_packable(opened.model.config)
+    start = start_up(request.config, opened, Ranks(World()), counts)
+    planner = start.planner
+    plan = planner.plan(request.epoch)
+    planner.check_overlong(plan)
+    packs = Packs(plan, planner.facts)
+    return Planned(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
+
+
+def _find_model(request: Request) -> ModelInfo:
+    """What is known of the model; from a config next to the processor if no model is named.
+
+    Raises:
+        ConfigError: a model was named, and has no config.
+    """
+    path = request.model or request.processor
+    if not isinstance(path, str):
+        return ModelInfo()
+    if (
+        request.model is None
+        and os.path.isdir(path)
+        and not os.path.isfile(os.path.join(path, "config.json"))
+    ):
+        return ModelInfo()
+    try:
+        return inspect_model(open_config(path, request.trust_remote_code), trains=False)
+    except ConfigError:
+        if request.model is None:
+            return ModelInfo()
+        raise
 
 
 @dataclass(frozen=True)
@@ -63,9 +195,7 @@ class PlanBook:
         length = self.too_long.get(index)
         if length is None:
             return self.details.get(reason, "")
-        report, alignment = self.report, self.request.config.alignment
-        settings = PlanSettings(size=report["pack_size"], reserve=report["reserve"], alignment=alignment)
-        return too_long_detail(length, settings)
+        return too_long_detail(length, self.request.config, self.report["reserve"])
 
 
 def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
@@ -75,16 +205,16 @@ def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
         index: (str(counts.status[index]), str(counts.detail[index])[:_LONGEST_DETAIL])
         for index in (~counts.ok).nonzero()[0].tolist()
     }
-    details = {"over_limit": over_limit_detail(planned.planner)}
+    details = {"over_limit": planned.planner.limit_detail}
     plan = packs.plan.with_costs(packs.costs, packs.kinds)
     longer = packs.plan.dropped_by_reason().get("too_long", ())
     too_long = {int(index): int(planned.planner.lengths[index]) for index in longer}
-    return PlanBook(plan, planned.opened.request, report, bad, details, too_long)
+    return PlanBook(plan, planned.request, report, bad, details, too_long)
 
 
 def save_book(planned: Planned, report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a plan with all that a viewer needs; the file appears when it is whole."""
-    made, request = book_of(planned, report), planned.opened.request
+    made, request = book_of(planned, report), planned.request
     home = Path(path).absolute().parent
     settings = {name: getattr(request.config, name) for name in _SETTINGS}
     made_from = {

@@ -21,7 +21,7 @@ from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.plan.schedule import Dealt, Packs, Segment, Shape, Units, deal
-from packhorse.tools.view.plan_request import Planned, Request, make_plan
+from packhorse.tools.view.plan_book import Planned, Request, make_plan
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import OnProgress, Progress
 
@@ -39,17 +39,17 @@ def padding(planned: Planned) -> dict[str, Any]:
     with ``pad_to_size=True``; ``packed_unpadded`` end with their last sample, as the loader hands them out
     one by one.
     """
-    plan, settings = planned.packs.plan, planned.planner.settings
+    plan, config = planned.packs.plan, planned.request.config
     lengths = planned.planner.lengths[plan.indices]
-    aligned = int((lengths + -lengths % settings.alignment).sum())
-    shuffled = random_numbers(settings.seed).permutation(lengths)
+    aligned = int((lengths + -lengths % config.alignment).sum())
+    shuffled = random_numbers(config.seed).permutation(lengths)
     tokens = int(lengths.sum())
     return {
         "batch_size": BATCH,
         "tokens": tokens,
         "random": _wasted(padded_slots(shuffled, BATCH), tokens),
         "by_length": _wasted(padded_slots(np.sort(lengths)[::-1], BATCH), tokens),
-        "packed": _wasted(len(plan) * settings.size, tokens),
+        "packed": _wasted(len(plan) * config.pack_size, tokens),
         "packed_unpadded": _wasted(aligned, tokens),
     }
 
@@ -88,7 +88,7 @@ def estimated(
     guesses = _guesses(planned, rows, progress or Progress("estimating lengths"))
     room = planned.planner.room
     real = planned.planner.lengths[rows]
-    plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.planner.settings.seed)
+    plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.request.config.seed)
     overflow = overflowing(plan, real, room)
     lost = np.zeros(len(rows), bool)
     lost[overflow] = lost[plan.dropped] = True
@@ -108,7 +108,7 @@ def estimated(
 
 
 def _guesses(planned: Planned, rows: Integers, progress: OnProgress) -> Integers:
-    processor = planned.opened.samples.processor
+    processor = planned.opened.processor
     configs = image_config(processor), video_config(processor)
 
     def report(done: int) -> None:
@@ -156,14 +156,14 @@ def plan_report(
         estimates: also compare with estimated lengths, for which rows are read.
         progress: told how many of them were.
     """
-    request, plan, planner = planned.opened.request, planned.packs.plan, planned.planner
+    request, plan, planner = planned.request, planned.packs.plan, planned.planner
     config = request.config
     return {
         "version": VERSION,
         "name": planner.name,
         "meta": str(config.data),
         "processor": request.processor_name,
-        "model": planned.opened.model,
+        "model": planned.model,
         "epoch": request.epoch,
         "settings": {name: getattr(config, name) for name in _SETTINGS},
         "rows": len(planned.counts),
@@ -171,14 +171,14 @@ def plan_report(
         "left_out": len(plan.dropped),
         "packs": len(plan),
         "fewest_packs": plan.bound,
-        "pack_size": planner.settings.size,
+        "pack_size": config.pack_size,
         "reserve": planned.reserve,
         "capacity": plan.capacity,
         "tokens": int(plan.tokens.sum()),
         "supervised": int(planned.counts.supervised[plan.indices].sum()),
         "fill": plan.fill,
         "documents_per_pack": _spread(np.diff(plan.offsets)),
-        "straggler": stragglers(planned.packs, planner.settings.seed, request.epoch, ranks),
+        "straggler": stragglers(planned.packs, config.seed, request.epoch, ranks),
         "reasons": _reasons(planned),
         "bad": int((~planned.counts.ok).sum()),
         "max_bad_share": config.max_bad_share,

@@ -17,13 +17,14 @@ from typing import Any
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors, tokenizer_of
 from packhorse.chat.template import PRIVATE_USE
+from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.encode.preparation import with_sound_in_place
+from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.families import Family
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Blanks
-from packhorse.tools.view.plan_request import Opened
 from packhorse.types import Conversation, Drop, MediaRef, TextPart, mask_secrets
 
 TEMPLATE = "template"
@@ -255,12 +256,12 @@ class Encoder:
     """Shows rows; one at a time, whoever asks.
 
     Args:
-        opened: examples and processor.
+        samples: encodes single rows.
+        packer: shifts samples and computes their positions.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        self.opened = opened
-        self.samples = opened.samples
+    def __init__(self, samples: PreTokenizedDatasetWrapper, packer: PackedDatasetWrapper) -> None:
+        self.samples, self.packer = samples, packer
         self.family, self.processor = self.samples.family, self.samples.processor
         self._lock = threading.Lock()
         self._blanks = Blanks(self.samples)
@@ -268,7 +269,7 @@ class Encoder:
     @property
     def knows_positions(self) -> bool:
         """Whether positions shown are the model's: three rows need its config."""
-        return not self.family.mrope or self.opened.facts.get_rope_index is not None
+        return not self.family.mrope or self.packer.get_rope_index is not None
 
     def conversation(self, index: int) -> Conversation:
         """The row as a conversation.
@@ -276,8 +277,8 @@ class Encoder:
         Raises:
             BadSample: it cannot be read.
         """
-        key = self.opened.dataset.key(index)
-        example = with_sound_in_place(self.opened.dataset[index], self.family, self.processor, key)
+        key = self.samples.key(index)
+        example = with_sound_in_place(self.samples.dataset[index], self.family, self.processor, key)
         return parse_conversation(example, key)
 
     def show(self, index: int) -> Shown:
@@ -298,8 +299,8 @@ class Encoder:
         self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[Medium, ...]
     ) -> Shown:
         sample = self.samples.load(index)
-        prepared = self.opened.packer.prepared(sample)
-        positions = prepared.get("position_ids") if self.opened.packer.has_mrope else None
+        prepared = self.packer.prepared(sample)
+        positions = prepared.get("position_ids") if self.packer.has_mrope else None
         ids = sample["input_ids"].tolist()
         roles = roles_of(self.family, self.processor, conversation, ids)
         runs = runs_of(self.family, self.processor, sample, roles, positions)
@@ -314,7 +315,7 @@ class Encoder:
             media,
             tuple(runs),
             len(ids) - 1,
-            self.opened.packer.room_of(prepared),
+            self.packer.room_of(prepared),
             int((sample["labels"] != IGNORE_INDEX).sum()),
             self._both_ways(sample),
             found=tuple(self.samples.ledger),
@@ -334,11 +335,11 @@ class Encoder:
             return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
     def _blank(self, sample: dict[str, Any]) -> Shown:
-        prepared = self.opened.packer.prepared(sample)
-        positions = prepared.get("position_ids") if self.opened.packer.has_mrope else None
+        prepared = self.packer.prepared(sample)
+        positions = prepared.get("position_ids") if self.packer.has_mrope else None
         count = len(sample["input_ids"])
         runs = runs_of(self.family, self.processor, sample, [TEMPLATE] * count, positions)
-        return Shown(-1, runs=tuple(runs), length=count - 1, room=self.opened.packer.room_of(prepared))
+        return Shown(-1, runs=tuple(runs), length=count - 1, room=self.packer.room_of(prepared))
 
     def _tokens(
         self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any
