@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from packhorse.formats.estimate import LengthColumns, columns_of, estimate_lengths
+from packhorse.formats.estimate import LengthColumns, columns_of, estimate_lengths, outline
 from packhorse.media.resize import resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 from promises import fact, parse, promise, recorded
@@ -90,15 +90,21 @@ def _row(rng: random.Random) -> dict[str, Any]:
 
 
 def row_tokens(row: dict[str, Any]) -> int:
-    """The tokens of one row, in plain Python."""
-    tokens: int = row["_text_tokens"]
-    for height, width in row["mm_inputs_meta"]["images_meta"]:
-        height, width = resize_image(height, width)
-        tokens += (height // 28) * (width // 28)
-    for frames, height, width, fps, duration in row["mm_inputs_meta"]["videos_meta"]:
-        frames = count_sampled_frames(VideoInfo(frames, height, width, fps, duration), SAMPLING)
-        height, width = resize_video(frames, height, width)
-        tokens += (frames // 2) * (height // 32) * (width // 32)
+    """The documented estimate of one row, in plain Python; 500 tokens for a media item without an entry."""
+    seen, meta = outline(row), row.get("mm_inputs_meta") or {}
+    images, videos = meta.get("images_meta") or (), meta.get("videos_meta") or ()
+    text = row.get("_text_tokens")
+    tokens: int = seen.characters // 3 if text is None else text
+    tokens += 500 * (max(0, seen.images - len(images)) + max(0, seen.videos - len(videos)) + seen.audios)
+    factor, bounds = IMAGES["factor"], (IMAGES["min_pixels"], IMAGES["max_pixels"])
+    for height, width in images:
+        height, width = resize_image(height, width, factor, *bounds)
+        tokens += (height // factor) * (width // factor)
+    factor, bounds = VIDEOS["factor"], (VIDEOS["min_pixels"], VIDEOS["max_pixels"])
+    for total, height, width, fps, duration in videos:
+        frames = count_sampled_frames(VideoInfo(total, height, width, fps, duration), SAMPLING)
+        height, width = resize_video(frames, height, width, 2, factor, *bounds)
+        tokens += (frames // 2) * (height // factor) * (width // factor)
     return tokens
 
 
@@ -122,7 +128,7 @@ def report(examples: list[dict[str, Any]], columns: LengthColumns, repeat: int) 
     at_once, found = best(lambda: estimate_lengths(columns, IMAGES, VIDEOS), repeat)
     line("over columns", at_once, count)
     print()
-    by_row = "the same formulas on each row in Python"
+    by_row = "the same estimate in Python on each row"
     differ = int((found.total != np.array(plain)).sum())
     claim = "rows with another estimate over columns"
     promise(claim, differ, 0, baseline=by_row, unit="", at_least=False, kind="exact")
