@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
-from packhorse.chat.template import PRIVATE_USE, chat_template, template_errors, tokenizer_of
+from packhorse.chat.template import PRIVATE_USE, ChatProcessor, template_errors
 
 _OPEN, _CLOSE = chr(PRIVATE_USE[-1]), chr(PRIVATE_USE[-2])
 
@@ -45,22 +45,19 @@ class Frame:
     text: str
 
 
-def find_frame(
-    processor: Any, turns: Sequence[Mapping[str, Any]], count: int, render: Callable[[Any], str]
-) -> Frame | None:
+def find_frame(chat: ChatProcessor, turns: Sequence[Mapping[str, Any]], count: int) -> Frame | None:
     """The frame of turns whose texts are stand-ins 0 to ``count - 1``.
 
     Args:
-        processor: with a chat template of its own or of its tokenizer.
+        chat: the processor that renders them.
         turns: the messages, with :func:`stand_in` for each text.
         count: how many texts there are.
-        render: writes turns as one text.
 
     Returns:
         None if the template looks into the texts, or changes, leaves out or repeats one.
     """
-    text = render(turns)
-    if not _only_writes(processor, turns, text):
+    text = chat.render(turns)
+    if not _only_writes(chat, turns, text):
         return None
     pieces, holes, at = [], [], 0
     found = sorted((text.find(stand_in(number)), number) for number in range(count))
@@ -73,13 +70,12 @@ def find_frame(
     return Frame((*pieces, text[at:]), tuple(holes), text)
 
 
-def _only_writes(processor: Any, turns: Sequence[Mapping[str, Any]], text: str) -> bool:
-    template = chat_template(processor)
-    watching = None if template is None else _watching(template)
+def _only_writes(chat: ChatProcessor, turns: Sequence[Mapping[str, Any]], text: str) -> bool:
+    watching = None if chat.chat_template is None else _watching(chat.chat_template)
     if watching is None:
         return False
     touched: list[str] = []
-    special = getattr(tokenizer_of(processor), "special_tokens_map", {})
+    special = getattr(chat.tokenizer, "special_tokens_map", {})
     watched = [_watch(turn, touched) for turn in turns]
     try:
         again = watching.render(

@@ -109,10 +109,9 @@ def _fake_image(dataset: Any) -> int:
     """How many tokens the fake image adds to a sample without pictures; 0 where none is added."""
     if not isinstance(dataset, PreTokenizedDatasetWrapper) or not dataset.inject_fake_images:
         return 0
-    family = dataset.family
-    if "image" not in family.kinds:
+    if "image" not in dataset.family.kinds:
         return 0
-    counter = TokenCounter(family, dataset.processor)
+    counter = TokenCounter(dataset.encoder)
     example: dict[str, Any] = {"conversation": _PLAIN}
     with suppress(BadSample):  # a template that wants other turns: the packs find room for what it adds
         with_it, without = (
@@ -161,7 +160,7 @@ class Claims:
         Only where samples are ``countable``.
         """
         if self._counter is None:
-            self._counter = TokenCounter(self.dataset.family, self.dataset.processor)
+            self._counter = TokenCounter(self.dataset.encoder)
         try:
             return self._counter.count(self._conversation(index)).count.total
         except DATA_ERRORS as error:
@@ -178,7 +177,7 @@ class Claims:
     def _conversation(self, index: int) -> Conversation:
         """What is encoded for a sample, its fake image included."""
         dataset, key = self.dataset, self.dataset.key(index)
-        example = with_sound_in_place(dataset.dataset[index], dataset.family, dataset.processor, key)
+        example = with_sound_in_place(dataset.dataset[index], dataset.encoder, key)
         if dataset.inject_fake_images and "image" in dataset.family.kinds:
             example = inject_fake_image(example)
         return parse_conversation(example, key)

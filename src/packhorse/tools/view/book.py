@@ -28,7 +28,7 @@ from packhorse.rows.row_files import JsonRows
 from packhorse.tools.view.plan_book import PlanBook, book_of, open_book
 from packhorse.tools.view.plan_report import plan_report
 from packhorse.tools.view.plan_request import Opened, Request, make_plan, open_request
-from packhorse.tools.view.row_encoder import Encoder
+from packhorse.tools.view.row_encoder import RowEncoder
 from packhorse.types import Drop, Reason, mask_secrets
 
 Integers = npt.NDArray[np.int64]
@@ -110,7 +110,7 @@ class Book:
         self.names = list(self.dataset.lengths())
         self._starts = np.cumsum([0, *self.dataset.lengths().values()])
         self._opened = opened
-        self._encoder: Encoder | None = None
+        self._encoder: RowEncoder | None = None
         self._opening, self._marking = threading.Lock(), threading.Lock()
         self.finder = RowFinder(self.dataset)
         self.marks: dict[int, list[Drop]] = defaultdict(list)
@@ -146,7 +146,7 @@ class Book:
         return cls(book_of(planned, plan_report(planned)), planned.opened, entries)
 
     @property
-    def encoder(self) -> Encoder:
+    def encoder(self) -> RowEncoder:
         """What shows rows as the model sees them; opens the processor the first time.
 
         Raises:
@@ -157,7 +157,7 @@ class Book:
                 self._opened = self._opened or open_request(self.made.request)
                 if self._opened.samples.truncate:  # to what was planned, as the loader does
                     self._opened.samples.max_length = self.plan.capacity + 1
-                self._encoder = Encoder(self._opened)
+                self._encoder = RowEncoder(self._opened)
             return self._encoder
 
     def warm_up(self, after: float = 2.0) -> None:
