@@ -20,8 +20,15 @@ from itertools import accumulate
 from typing import Any, cast
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, special_tokens, template_errors
-from packhorse.chat.template_cache import find_frame, stand_in
-from packhorse.count.programs import Assembled, SpecialTokens, Step, assemble, compile_program
+from packhorse.count.programs import (
+    Assembled,
+    SpecialTokens,
+    Step,
+    assemble,
+    compile_program,
+    find_frame,
+    stand_in,
+)
 from packhorse.errors import BadSample, ConfigError, naming
 from packhorse.families import Encoder, MediaSize
 from packhorse.families.encoder import processor_errors

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from packhorse.chat import ChatProcessor
-from packhorse.chat.template_cache import find_frame, stand_in
+from packhorse.count.programs import find_frame, stand_in
 
 TURNS = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": stand_in(0)}]},
