@@ -36,7 +36,7 @@ make_torchvision_importable()
 import torch
 from torch.utils.data import DataLoader
 
-import packhorse.families.base as families_base
+import packhorse.families.encoder as families_encoder
 from packhorse.chat.repeated_tokens import RunTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
 from promises import fact, parse, promise, recorded
@@ -134,7 +134,7 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
         (type(processor), "apply_chat_template", "chat template"),
         (type(processor.tokenizer), "__call__", "tokenizer"),
         (RunTokenizer, "__call__", OURS),  # the processor calls it, but it is not the processor's
-        (families_base, "load_media", "picture decoder"),
+        (families_encoder, "load_media", "picture decoder"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for (owner, name, original), (_, _, label) in zip(originals, patched, strict=True):

@@ -36,7 +36,7 @@ from contract.processors import FAMILIES, processor
 from contract.samples import tone
 from packhorse.count.token_counter import TokenCounter
 from packhorse.errors import BadSample
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.estimate import estimate_sample_length, image_config, video_config
 from packhorse.media import media_size
 from packhorse.types import Conversation, MediaRef, Message, TextPart
@@ -131,7 +131,8 @@ def compare_files(name: str, settings: dict[str, Any], in_row: bool, paths: list
     """Count video files and run the processor itself on their paths; print one line."""
     configured = with_video_settings(name, settings)
     made = processor(name) if in_row else configured
-    family, counter = family_of(made), TokenCounter(family_of(made), made)
+    encoder = Encoder(made)
+    counter = TokenCounter(encoder)
     differ = rejected = 0
     for path in paths:
         ref = MediaRef("video", str(path), settings if in_row else {})
@@ -139,11 +140,11 @@ def compare_files(name: str, settings: dict[str, Any], in_row: bool, paths: list
         said = Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
         (counted,) = counter.count_many([said])
         try:
-            frames, ids = own_call(family, configured, path)
+            frames, ids = own_call(Encoder(configured), path)
         except (IndexError, ValueError, ZeroDivisionError):
             rejected += 1  # the processor has no frames for this file, so there is nothing to compare
             continue
-        size: Any = family.size_of(ref, made)
+        size: Any = encoder.size_of(ref)
         differ += isinstance(counted, BadSample) or counted.count.total != len(ids)
         differ += list(size.indices) != frames
     where = "default" if not settings else f"{settings} in the {'row' if in_row else 'processor'}"
@@ -173,7 +174,8 @@ _PLAIN = str.maketrans("", "", "{}'")
 def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> Tally:
     """Count and encode each; print one line."""
     made = processor(name)
-    family, counter = family_of(made), TokenCounter(family_of(made), made)
+    encoder = Encoder(made)
+    counter = TokenCounter(encoder)
     configs = image_config(made), video_config(made)
     compared = differ = refused = 0
     errors = []
@@ -181,29 +183,27 @@ def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> Tally:
         compared += 1
         (counted,) = counter.count_many([conversation])
         try:
-            real = len(family.encode(conversation, made).tokens["input_ids"])
+            real = len(encoder.encode(conversation).tokens["input_ids"])
         except BadSample as error:
             refused += 1
             differ += not isinstance(counted, BadSample) or counted.reason != error.reason
             continue
         differ += isinstance(counted, BadSample) or counted.count.total != real
-        errors.append(
-            abs(estimate_sample_length(example(family, made, conversation), *configs) - real) / real
-        )
+        errors.append(abs(estimate_sample_length(example(encoder, conversation), *configs) - real) / real)
     return Tally.printed(name, what, "default", compared, differ, refused, errors)
 
 
-def example(family: Any, made: Any, conversation: Conversation) -> dict[str, Any]:
+def example(encoder: Encoder, conversation: Conversation) -> dict[str, Any]:
     """The conversation as a row whose media sizes are known, as the estimate takes it."""
     sizes: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
     for ref in conversation.media:
         video = ref.kind == "video"
-        size: Any = media_size(ref) if video else family.size_of(ref, made)
+        size: Any = media_size(ref) if video else encoder.size_of(ref)
         sizes[ref.kind].append(
             [size.total_frames, size.height, size.width, size.fps, size.duration] if video else size
         )
     return {
-        "conversation": family.turns(conversation),
+        "conversation": encoder.family.turns(conversation),
         "mm_inputs_meta": {
             "images_meta": [list(size) for size in sizes["image"]],
             "videos_meta": sizes["video"],

@@ -237,9 +237,9 @@ MUTANTS = (
     ),
     Mutant(
         "media without a tensor are trained as placeholders",
-        "families/base.py",
-        "if kind not in made:",
-        "if kind not in made and not conversation.media:",
+        "families/encoder.py",
+        "if kind not in returned:",
+        "if kind not in returned and not conversation.media:",
         ("tests/unit/loader/test_wrong_objects.py",),
         quick=True,
     ),

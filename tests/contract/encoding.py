@@ -12,7 +12,7 @@ from contract.calls import Raw
 from contract.cases import conversation
 from contract.processors import processor
 from packhorse.chat import IGNORE_INDEX
-from packhorse.families import Encoded, family_of
+from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation
 
@@ -43,9 +43,9 @@ def make(name: str, case: str, files: Mapping[str, Path]) -> Made:
     turns = conversation(name, case, files)
     parsed = parse_conversation({"conversation": turns}, f"{name}/{case}")
     made = processor(name)
-    family = family_of(made)
-    encoded = family.encode(parsed, made)
-    loaded = family.load(parsed.media, made)
+    encoder = Encoder(made)
+    encoded = encoder.encode(parsed)
+    loaded = encoder.load(parsed.media)
     bare = [
         {**turn, "content": [p if p["type"] == "text" else {"type": p["type"]} for p in turn["content"]]}
         for turn in turns
@@ -56,4 +56,4 @@ def make(name: str, case: str, files: Mapping[str, Path]) -> Made:
         tuple((video.frames, video.metadata.as_dict()) for video in loaded.videos),
         tuple(array for array, _ in loaded.audios),
     )
-    return Made(parsed, encoded, family.labels(made, encoded), raw)
+    return Made(parsed, encoded, encoder.labels(encoded), raw)

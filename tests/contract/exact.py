@@ -16,9 +16,8 @@ from PIL import Image
 
 from contract.processors import FAMILIES, build
 from contract.samples import tone
-from packhorse.chat import tokenizer_of
 from packhorse.errors import BadSample
-from packhorse.families import Family, LoadedMedia
+from packhorse.families import Encoder, LoadedMedia
 from packhorse.media import VideoFrames, VideoMetadata
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
@@ -40,41 +39,34 @@ def image_sizes(every: int) -> list[tuple[int, int]]:
     return sorted({*_ALL_SIZES[::every], *_EDGES})
 
 
-def tokenised(family: Family, processor: Any, rendered: str, text: str) -> list[int]:
-    """The ids of a text that was made of the rendered one."""
-    options = family.text_arguments(processor, rendered)
-    made = tokenizer_of(processor)(text, **options.get("text_kwargs", options))
-    return list(made["input_ids"])
-
-
-def predicted(family: Family, processor: Any, text: str, sizes: Any) -> Ids:
+def predicted(encoder: Encoder, text: str, sizes: Any) -> Ids:
     """The ids of a rendered text, from the sizes of its media; "refused" where the family refuses them."""
     try:
-        whole = family.expanded(processor, text, sizes)
+        whole = encoder.expand(text, sizes)
     except BadSample as error:
         return "refused" if error.reason == "sample_failed" else error.reason
-    ids = tokenised(family, processor, text, whole)
-    outline, left_out = family.outline(processor, text, sizes)
-    assert len(tokenised(family, processor, text, outline)) + left_out == len(ids)
+    ids = encoder.tokenize(whole, rendered=text)
+    outline, omitted = encoder.outline(text, sizes)
+    assert len(encoder.tokenize(outline, rendered=text)) + omitted == len(ids)
     return ids
 
 
-def really(family: Family, processor: Any, text: str, media: LoadedMedia) -> Ids:
+def really(encoder: Encoder, text: str, media: LoadedMedia) -> Ids:
     """The ids that the processor's own call gives; "refused" where it raises."""
     try:
-        return family.call(processor, text, media)["input_ids"][0].tolist()
+        return encoder.family.call(encoder, text, media)["input_ids"][0].tolist()
     except (ValueError, ZeroDivisionError):
         return "refused"
 
 
-def rendered(family: Family, processor: Any, *kinds: str) -> str:
+def rendered(encoder: Encoder, *kinds: str) -> str:
     """A question with media, whose neighbours melt into them where they can, and an answer."""
     parts = [part for kind in kinds for part in ({"type": kind}, {"type": "text", "text": "\n5: the"})]
     turns = [
         {"role": "user", "content": parts},
         {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
     ]
-    return family.render(processor, turns)
+    return encoder.render(turns)
 
 
 def film(frames: int, fps: float | None, step: int, height: int = 20, width: int = 30) -> VideoFrames:
@@ -168,15 +160,16 @@ def samples_frames(video_processor: Any) -> bool:
     return bool(owner.do_sample_frames) or owner.fps is not None or owner.num_frames is not None
 
 
-def own_call(family: Family, processor: Any, path: Path) -> tuple[list[int], list[int]]:
+def own_call(encoder: Encoder, path: Path) -> tuple[list[int], list[int]]:
     """Frames and ids of the processor's own call on a video file, which transformers decodes itself."""
+    processor, family = encoder.processor, encoder.family
     call: dict[str, Any] = {"do_sample_frames": samples_frames(processor.video_processor)}
     seen = processor.video_processor(videos=[str(path)], return_tensors="pt", return_metadata=True, **call)
     (metadata,) = seen["video_metadata"]
     frames = range(metadata.total_num_frames) if metadata.frames_indices is None else metadata.frames_indices
     if family.name == "nemotron_omni":  # writes times of frames only if it is given the metadata
         call["video_metadata"] = metadata
-    text = rendered(family, processor, "video")
-    arguments = family.text_arguments(processor, text) | {"videos_kwargs": call}
+    text = rendered(encoder, "video")
+    arguments = family.text_arguments(encoder, text) | {"videos_kwargs": call}
     whole = processor(text=[text], videos=[[str(path)]], return_tensors="pt", **arguments)
     return [int(number) for number in frames], whole["input_ids"][0].tolist()

@@ -10,7 +10,7 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from contract.exact import film, rendered
 from contract.processors import FAMILIES, build, processor
 from contract.samples import picture, tone
-from packhorse.families import LoadedMedia, family_of
+from packhorse.families import Encoder, LoadedMedia
 
 REMOTE_CODE = {"kimi_vl", "nemotron_parse"}
 RELEASED = tuple(name for name in FAMILIES if name not in REMOTE_CODE)
@@ -56,14 +56,14 @@ def test_a_saved_processor_is_loaded_back_as_the_same(name, tmp_path):
         "video": LoadedMedia([], [film(6, 24.0, 2, 100, 40)], []),
         "audio": LoadedMedia([], [], [(tone(16_000), 16_000)]),
     }
-    family = family_of(loaded)
+    encoder, original = Encoder(loaded), Encoder(made)
     for kind in FAMILIES[name].modalities:
         ((_, size),) = media[kind].sizes()
-        text = rendered(family, loaded, kind)
-        ids = family.call(loaded, text, media[kind])["input_ids"][0].tolist()
-        assert ids == family.call(made, text, media[kind])["input_ids"][0].tolist()
-        content = sum(token in family.media_token_ids(loaded) for token in ids)
-        assert family.media_tokens(loaded, kind, size) == content
+        text = rendered(encoder, kind)
+        ids = encoder.family.call(encoder, text, media[kind])["input_ids"][0].tolist()
+        assert ids == encoder.family.call(original, text, media[kind])["input_ids"][0].tolist()
+        content = sum(token in encoder.media_token_ids for token in ids)
+        assert encoder.media_tokens(kind, size) == content
 
 
 def test_qwen3_omni_counts_videos_by_the_class_of_its_video_processor():
@@ -72,12 +72,12 @@ def test_qwen3_omni_counts_videos_by_the_class_of_its_video_processor():
     other.video_processor = processor("qwen3_vl").video_processor
     counts = []
     for made in (processor("qwen3_omni"), other):
-        family = family_of(made)
+        encoder = Encoder(made)
         media = LoadedMedia([], [film(6, 24.0, 2, 100, 40)], [])
         ((_, size),) = media.sizes()
-        output = family.call(made, rendered(family, made, "video"), media)
-        content = sum(token in family.media_token_ids(made) for token in output["input_ids"][0].tolist())
-        assert family.media_tokens(made, "video", size) == content
-        assert family.media_patches(made, "video", size) == len(output["pixel_values_videos"])
+        output = encoder.family.call(encoder, rendered(encoder, "video"), media)
+        content = sum(token in encoder.media_token_ids for token in output["input_ids"][0].tolist())
+        assert encoder.media_tokens("video", size) == content
+        assert encoder.media_patches("video", size) == len(output["pixel_values_videos"])
         counts.append(content)
     assert counts[0] > 2 * counts[1]

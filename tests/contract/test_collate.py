@@ -19,7 +19,7 @@ from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate_fns import COLLATE_FNS, default_collate_fn, pad_collate_fn
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
@@ -122,7 +122,7 @@ def test_labels_are_the_next_tokens_of_the_answers(name, function, cases, collat
     assert ids.shape == labels.shape == batch["attention_mask"].shape
     following = labels[:, :-1] != IGNORE_INDEX
     assert torch.equal(labels[:, :-1][following], ids[:, 1:][following])
-    media = torch.tensor(sorted(family_of(processor(name)).media_token_ids(processor(name))))
+    media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     assert not torch.isin(labels, media).any()
     for row, case in zip(labels, cases, strict=True):
         said, expected = learned(name, row), answers(name, case, files)
@@ -274,7 +274,7 @@ def test_longer_samples_are_truncated_and_the_others_stay_as_they_are(name, side
 
 
 def media_tokens(name: str, row: torch.Tensor) -> int:
-    ids = family_of(processor(name)).media_token_ids(processor(name))
+    ids = Encoder(processor(name)).media_token_ids
     return int(torch.isin(row, torch.tensor(sorted(ids))).sum())
 
 
@@ -307,7 +307,7 @@ def test_the_fake_image_of_a_sample_is_hidden_from_attention(name, files):
     image = examples(name, ("one image",), files)
     batch = default_collate_fn([*image, inject_fake_image(words)], processor(name))
     plain = default_collate_fn([*image, words], processor(name))
-    media = torch.tensor(sorted(family_of(processor(name)).media_token_ids(processor(name))))
+    media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     hidden = batch["input_ids"][1][batch["attention_mask"][1] == 0]
     shown = batch["input_ids"][1][batch["attention_mask"][1] == 1]
     assert torch.isin(hidden, media).any()

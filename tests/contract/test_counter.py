@@ -19,7 +19,7 @@ from contract.processors import FAMILIES, build, processor
 from packhorse.chat import IGNORE_INDEX
 from packhorse.count.token_counter import QWEN2_PATTERN, Counted, TokenCounter
 from packhorse.errors import BadSample
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation, Message, TextPart
 
@@ -49,7 +49,7 @@ WORDS = (
 
 def counter_of(name: str) -> TokenCounter:
     made = processor(name)
-    return TokenCounter(family_of(made), made)
+    return TokenCounter(Encoder(made))
 
 
 @cache
@@ -67,12 +67,12 @@ def cutting_by_pattern(name: str) -> Any:
 def real(name: str, asked: Conversation, made: Any = None) -> tuple[int, int, Counter[str]] | str:
     """Length, supervised tokens and number of media of the real encoding, or the reason why there is none."""
     made = made or processor(name)
-    family = family_of(made)
+    encoder = Encoder(made)
     try:
-        encoded = family.encode(asked, made)
+        encoded = encoder.encode(asked)
     except BadSample as error:
         return error.reason
-    labels = family.labels(made, encoded)
+    labels = encoder.labels(encoded)
     media = Counter(kind for kind, _ in encoded.sizes)
     return len(encoded.tokens["input_ids"]), int((labels != IGNORE_INDEX).sum()), media
 
@@ -106,8 +106,8 @@ def test_media_tokens_are_told_apart_by_kind(name, files):
         asked = parse_conversation({"conversation": conversation(name, case, files)})
         one = counter_of(name).count(asked)
         made = processor(name)
-        ids = family_of(made).encode(asked, made).tokens["input_ids"].tolist()
-        content = sum(token in family_of(made).media_token_ids(made) for token in ids)
+        ids = Encoder(made).encode(asked).tokens["input_ids"].tolist()
+        content = sum(token in Encoder(made).media_token_ids for token in ids)
         assert {k: getattr(one.count, k) for k in ("image", "video", "audio")} == {
             **dict.fromkeys(("image", "video", "audio"), 0),
             kind: content,
@@ -127,13 +127,13 @@ def test_every_case_is_counted_as_it_is_encoded_by_a_tokenizer_with_a_known_patt
     asked = parse_conversation({"conversation": conversation(name, case, files)}, "row/7")
     expected = real(name, asked, made)
     # The second and third go the short way, if there is one.
-    assert list(map(counted, TokenCounter(family_of(made), made).count_many([asked] * 3))) == [expected] * 3
+    assert list(map(counted, TokenCounter(Encoder(made)).count_many([asked] * 3))) == [expected] * 3
 
 
 @pytest.mark.parametrize("name", BY_WORD)
 def test_random_texts_are_counted_as_they_are_encoded_by_a_tokenizer_with_a_known_pattern(name):
     made = cutting_by_pattern(name)
-    counter = TokenCounter(family_of(made), made)
+    counter = TokenCounter(Encoder(made))
     asked = random_texts(name)
     counter.count_many(asked)  # a shape must come again to be worth a program
     with mock.patch.object(TokenCounter, "_count_whole", return_value="long") as long_way:
@@ -158,21 +158,20 @@ def random_texts(seed: str) -> list[Conversation]:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_random_texts_are_counted_as_they_are_encoded(name):
-    made = processor(name)
-    family, counter = family_of(made), counter_of(name)
+    counter = counter_of(name)
     asked = random_texts(name)
     for one, result in zip(asked, counter.count_many(asked), strict=True):
         expected = real(name, one)
         assert counted(result) == expected, one
     # The same, each on the long way.
     with mock.patch.object(TokenCounter, "_assembled", return_value=None):
-        again = TokenCounter(family, made).count_many(asked)
+        again = counter_of(name).count_many(asked)
     assert list(map(counted, again)) == list(map(counted, counter.count_many(asked)))
 
 
 def test_most_conversations_go_the_short_way_with_a_tokenizer_that_cuts_by_a_known_pattern():
     made = cutting_by_pattern("qwen2_vl")
-    counter = TokenCounter(family_of(made), made)
+    counter = TokenCounter(Encoder(made))
     said = [Message("user", (TextPart("What is it?"),)), Message("assistant", (TextPart("A cat."),))]
     counter.count(Conversation(tuple(said)))  # a shape must come again to be worth a program
     with mock.patch.object(TokenCounter, "_count_whole", side_effect=AssertionError):
@@ -182,7 +181,7 @@ def test_most_conversations_go_the_short_way_with_a_tokenizer_that_cuts_by_a_kno
 @pytest.mark.parametrize("texts", [("<|image_", "pad|> hi"), ("<|im_", "end|>"), ("a <|image_pad|>",)])
 def test_a_special_token_spread_over_parts_is_seen(texts):
     made = cutting_by_pattern("qwen2_vl")
-    counter = TokenCounter(family_of(made), made)
+    counter = TokenCounter(Encoder(made))
     asked = Message("user", tuple(map(TextPart, texts)))
     plain = Message("user", tuple(TextPart("hi there") for _ in texts))
     answer = Message("assistant", (TextPart("A cat."),))
@@ -192,16 +191,16 @@ def test_a_special_token_spread_over_parts_is_seen(texts):
 
 def test_settings_do_not_depend_on_the_last_call_of_the_tokenizer():
     made = build("qwen2_vl")
-    settings = TokenCounter(family_of(made), made).settings()
+    settings = TokenCounter(Encoder(made)).settings()
     made.tokenizer(["a", "a cat sleeps"], padding=True, truncation=True, max_length=3)
-    assert TokenCounter(family_of(made), made).settings() == settings
+    assert TokenCounter(Encoder(made)).settings() == settings
 
 
 def test_settings_of_a_processor_that_cannot_describe_itself_are_those_of_its_parts():
     made = build("kimi_vl")
-    settings = TokenCounter(family_of(made), made).settings()
+    settings = TokenCounter(Encoder(made)).settings()
     made.image_processor.in_token_limit = 7
-    assert TokenCounter(family_of(made), made).settings() != settings
+    assert TokenCounter(Encoder(made)).settings() != settings
 
 
 def test_what_a_turn_holds_beside_its_content_is_counted_too():
@@ -210,7 +209,7 @@ def test_what_a_turn_holds_beside_its_content_is_counted_too():
         "{{ message['role'] }}",
         "{{ message['role'] }}{{ message.get('mood', '') }}",
     )
-    counter = TokenCounter(family_of(made), made)
+    counter = TokenCounter(Encoder(made))
     plain = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
     moody = [{**plain[0], "mood": "angry, very angry"}, plain[1]]
     asked = [parse_conversation({"conversation": turns}) for turns in (plain, moody, plain)]
@@ -232,17 +231,17 @@ def test_settings_know_the_tokenizer_the_template_and_the_budget_of_pixels_but_n
 
     made = build("qwen2_vl")
     made.tokenizer = copy.deepcopy(made.tokenizer)  # processors of one family share theirs
-    settings = TokenCounter(family_of(made), made).settings()
+    settings = TokenCounter(Encoder(made)).settings()
     made.save_pretrained(tmp_path)
     assert str(tmp_path) not in str(settings)
     again = AutoProcessor.from_pretrained(tmp_path)
-    assert TokenCounter(family_of(again), again).settings() == settings
+    assert TokenCounter(Encoder(again)).settings() == settings
     for change in (
         lambda: setattr(made.image_processor, "size", {"shortest_edge": 56 * 56, "longest_edge": 12345}),
         lambda: setattr(made, "chat_template", made.chat_template + " "),
         lambda: made.tokenizer.add_tokens(["<a new one>"]),
     ):
         change()
-        changed = TokenCounter(family_of(made), made).settings()
+        changed = TokenCounter(Encoder(made)).settings()
         assert changed != settings
         settings = changed

@@ -8,7 +8,7 @@ from PIL import Image
 from contract.calls import Raw, own_batch
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, tone, turns
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.media import VideoInfo
 
 EVERY = tuple(FAMILIES)
@@ -17,8 +17,9 @@ HEARING = tuple(name for name in EVERY if "audio" in FAMILIES[name].modalities)
 
 
 def content_tokens(name, batch):
-    family, made = family_of(processor(name)), processor(name)
-    content = family.media_token_ids(made)
+    made = processor(name)
+    encoder = Encoder(made)
+    content = encoder.media_token_ids
     return sum(token in content for token in batch["input_ids"][0].tolist())
 
 
@@ -40,7 +41,8 @@ def image_sizes(number, seed):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_images_of_any_size(name):
-    family, made = family_of(processor(name)), processor(name)
+    made = processor(name)
+    encoder = Encoder(made)
     refused = 0
     for height, width in image_sizes(40, name):
         image = Image.new("RGB", (width, height), "olive")
@@ -49,41 +51,44 @@ def test_images_of_any_size(name):
         except ValueError:
             refused += 1  # a shape that the processor does not take
             continue
-        predicted = family.media_tokens(made, "image", (height, width))
+        predicted = encoder.media_tokens("image", (height, width))
         assert predicted == content_tokens(name, batch), (height, width)
     assert refused < 10
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "nemotron_parse"])
 def test_three_images_of_any_size_in_one_sample(name):
-    family, made = family_of(processor(name)), processor(name)
+    made = processor(name)
+    encoder = Encoder(made)
     for seed in range(4):
         sizes = [(60 + h % 500, 60 + w % 500) for h, w in image_sizes(3, f"{name}{seed}")]
         images = tuple(Image.new("RGB", (width, height)) for height, width in sizes)
         batch = own_batch(name, [Raw(turns(*["image"] * 3), images=images)])
-        predicted = sum(family.media_tokens(made, "image", size, 3) for size in sizes)
+        predicted = sum(encoder.media_tokens("image", size, 3) for size in sizes)
         assert predicted == content_tokens(name, batch), sizes
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_videos_of_any_size(name):
-    family, made = family_of(processor(name)), processor(name)
+    made = processor(name)
+    encoder = Encoder(made)
     draw = random.Random(name)
     for _ in range(12):
         frames, height, width = draw.randint(2, 9), draw.randint(20, 400), draw.randint(20, 400)
         sample = Raw(turns("video"), clips=(clip(frames, width, height, step=draw.randint(1, 50)),))
         info = VideoInfo(frames, height, width, 24.0, None)
-        assert family.media_tokens(made, "video", info) == content_tokens(name, own_batch(name, [sample]))
+        assert encoder.media_tokens("video", info) == content_tokens(name, own_batch(name, [sample]))
 
 
 @pytest.mark.parametrize("name", HEARING)
 def test_sounds_of_any_length(name):
-    family, made = family_of(processor(name)), processor(name)
+    made = processor(name)
+    encoder = Encoder(made)
     draw = random.Random(name)
     lengths = (400, 401, 1599, 1600, 1601, 15_999, 16_000, 16_001, 480_000, 480_001)
     for samples in (*lengths, *(draw.randint(400, 90_000) for _ in range(12))):
         batch = own_batch(name, [Raw(turns("audio"), sounds=(tone(samples),))])
-        assert family.media_tokens(made, "audio", samples) == content_tokens(name, batch), samples
+        assert encoder.media_tokens("audio", samples) == content_tokens(name, batch), samples
 
 
 def test_a_budget_per_frame_is_kept():
@@ -110,4 +115,4 @@ def test_a_budget_per_frame_is_kept():
             )
             tokens = output["video_grid_thw"][0].prod().item() // made.video_processor.merge_size**2
             info = VideoInfo(frames, height, width, 24.0, None)
-            assert family_of(made).media_tokens(made, "video", info) == tokens
+            assert Encoder(made).media_tokens("video", info) == tokens

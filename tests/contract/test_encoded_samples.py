@@ -13,7 +13,7 @@ import torch
 from contract.processors import FAMILIES, build, processor
 from contract.samples import picture, tone
 from contract.test_tokenized import IMAGE, TEXT, answers, chat, follows_the_policy, say, wrap
-from packhorse.chat import answer_spans, renderer
+from packhorse.chat import answer_spans
 from packhorse.collate_fns import (
     COLLATE_FNS,
     default_collate_fn,
@@ -23,7 +23,7 @@ from packhorse.collate_fns import (
 )
 from packhorse.datasets import PreTokenizedDatasetWrapper, RobustDatasetWrapper, open_meta_dataset
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.ledger import Ledger
 
@@ -43,7 +43,7 @@ def heard() -> dict[str, Any]:
 
 
 def media_in(name: str, ids: torch.Tensor) -> int:
-    media = torch.tensor(sorted(family_of(processor(name)).media_token_ids(processor(name))))
+    media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     return int(torch.isin(ids, media).sum())
 
 
@@ -187,8 +187,9 @@ def test_tool_calls_are_part_of_the_answer_also_where_contents_are_texts() -> No
         "{% endfor %}"
     )
     turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "A", "tool_calls": ["b"]}]
-    text = renderer(made)(turns)
-    ((start, end),) = answer_spans(made, turns, text)
+    encoder = Encoder(made)
+    text = encoder.render(turns)
+    ((start, end),) = answer_spans(encoder, turns, text)
     assert text[start:end] == "A<tool_call>b</tool_call><|im_end|>"
 
 

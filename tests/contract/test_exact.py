@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from contract.exact import conversations, film, image_sizes, predicted, really, rendered, tokenised
+from contract.exact import conversations, film, image_sizes, predicted, really, rendered
 from contract.media_files import write_film
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import BadSample
 from packhorse.families import FAMILIES as KNOWN
-from packhorse.families import Generic, LoadedMedia, family_of
-from packhorse.families.expansion import put_in, shortened, written_out
+from packhorse.families import Encoder, Generic, LoadedMedia
+from packhorse.families.media_sizes import fill_placeholders, shorten, write_out
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
@@ -22,21 +22,21 @@ RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
 slow = pytest.mark.slow
 
 
-def check_images(family, made, sizes):
+def check_images(encoder, sizes):
     """Compare them all; how many there were, and how many of them were refused."""
-    text, refused = rendered(family, made, "image"), 0
+    text, refused = rendered(encoder, "image"), 0
     for height, width in sizes:
         image = Image.new("RGB", (width, height))
-        real = really(family, made, text, LoadedMedia([image], [], []))
-        assert predicted(family, made, text, [("image", (height, width))]) == real, (height, width)
+        real = really(encoder, text, LoadedMedia([image], [], []))
+        assert predicted(encoder, text, [("image", (height, width))]) == real, (height, width)
         refused += real == "refused"
-    print(f"{family.name}: {len(sizes)} image sizes, all equal, {refused} of them refused by both")
+    print(f"{encoder.family.name}: {len(sizes)} image sizes, all equal, {refused} of them refused by both")
     return refused
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_images_of_every_shape(name):
-    refused = check_images(family_of(processor(name)), processor(name), image_sizes(every=47))
+    refused = check_images(Encoder(processor(name)), image_sizes(every=47))
     assert refused < 20
 
 
@@ -45,7 +45,7 @@ def test_images_of_every_shape(name):
 def test_images_on_a_fine_grid_of_sizes(name):
     sizes = image_sizes(every=6)
     assert len(sizes) >= 400
-    assert check_images(family_of(processor(name)), processor(name), sizes) < 0.25 * len(sizes)
+    assert check_images(Encoder(processor(name)), sizes) < 0.25 * len(sizes)
 
 
 def as_released(name):
@@ -65,29 +65,29 @@ def as_released(name):
 @pytest.mark.parametrize("name", [name for name in EVERY if FAMILIES[name].bundled])
 def test_images_of_every_shape_with_the_budgets_of_released_models(name):
     made = as_released(name)
-    assert check_images(family_of(made), made, image_sizes(every=60)) < 20
+    assert check_images(Encoder(made), image_sizes(every=60)) < 20
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "nemotron_parse"])
 def test_several_images_in_one_sample(name):
-    family, made = family_of(processor(name)), processor(name)
-    text = rendered(family, made, "image", "image", "image")
+    encoder = Encoder(processor(name))
+    text = rendered(encoder, "image", "image", "image")
     sizes = image_sizes(every=211)
     for three in zip(sizes[::3], sizes[1::3], sizes[2::3], strict=False):
         media = LoadedMedia([Image.new("RGB", (width, height)) for height, width in three], [], [])
-        real = really(family, made, text, media)
-        assert predicted(family, made, text, [("image", size) for size in three]) == real, three
+        real = really(encoder, text, media)
+        assert predicted(encoder, text, [("image", size) for size in three]) == real, three
 
 
 def check_films(name, numbers, rates):
-    family, made = family_of(processor(name)), processor(name)
-    text, refused = rendered(family, made, "video"), 0
+    encoder = Encoder(processor(name))
+    text, refused = rendered(encoder, "video"), 0
     cases = [(frames, fps) for frames in numbers for fps in rates]
     for at, (frames, fps) in enumerate(cases):
         step = (1, 2, 13, 400)[at % 4]
         media = LoadedMedia([], [film(frames, fps, step, 20 + at % 40, 30 + at % 7)], [])
-        real = really(family, made, text, media)
-        assert predicted(family, made, text, media.sizes()) == real, (frames, fps, step)
+        real = really(encoder, text, media)
+        assert predicted(encoder, text, media.sizes()) == real, (frames, fps, step)
         refused += real == "refused"
     print(f"{name}: {len(cases)} videos, all equal, {refused} of them refused by both")
     return refused
@@ -111,23 +111,23 @@ def user_asks(*parts):
     return Conversation((Message("user", parts), Message("assistant", (TextPart("A cat."),))))
 
 
-def compared(family, made, conversation):
+def compared(encoder, conversation):
     """Ids or the reason of a refusal: as predicted from headers, and as encoded."""
     try:
-        family.check(conversation)
-        text = family.render(made, family.turns(conversation))
-        family.check_placeholders(made, text, conversation)
-        sizes = [(ref.kind, family.size_of(ref, made)) for ref in conversation.media]
-        ours = tokenised(family, made, text, family.expanded(made, text, sizes))
+        encoder.family.check(conversation)
+        text = encoder.render(encoder.family.turns(conversation))
+        encoder.check_placeholders(text, conversation)
+        sizes = [(ref.kind, encoder.size_of(ref)) for ref in conversation.media]
+        ours = encoder.tokenize(encoder.expand(text, sizes), rendered=text)
         images = sum(kind == "image" for kind, _ in sizes)
-        content = sum(family.media_tokens(made, kind, size, images) for kind, size in sizes)
-        assert content == sum(token in family.media_token_ids(made) for token in ours)
-        outline, left_out = family.outline(made, text, sizes)
-        assert len(tokenised(family, made, text, outline)) + left_out == len(ours)
+        content = sum(encoder.media_tokens(kind, size, images) for kind, size in sizes)
+        assert content == sum(token in encoder.media_token_ids for token in ours)
+        outline, omitted = encoder.outline(text, sizes)
+        assert len(encoder.tokenize(outline, rendered=text)) + omitted == len(ours)
     except BadSample as error:
         ours = error.reason
     try:
-        theirs = family.encode(conversation, made).tokens["input_ids"].tolist()
+        theirs = encoder.encode(conversation).tokens["input_ids"].tolist()
     except BadSample as error:
         theirs = error.reason
     return ours, theirs
@@ -147,20 +147,20 @@ def films(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SEEING)
 def test_video_files_by_their_headers(name, films):
-    family, made = family_of(processor(name)), processor(name)
+    encoder = Encoder(processor(name))
     wishes = ({}, {"fps": 0.7}, {"fps": 4}, {"num_frames": 5}, {"frame_indices": [0]}, {"max_frames": 9})
     for at, path in enumerate(films):
         for options in (wishes[0], wishes[1 + at % 5], {"frame_indices": [0, 10_000]}):
-            ours, theirs = compared(family, made, user_asks(MediaRef("video", str(path), options)))
+            ours, theirs = compared(encoder, user_asks(MediaRef("video", str(path), options)))
             assert ours == theirs, (path.name, options)
     assert ours == "broken_media"  # there is no frame 10,000
 
 
 def check_conversations(name, number, files):
-    family, made = family_of(processor(name)), processor(name)
+    encoder = Encoder(processor(name))
     refused = 0
     for conversation in conversations(name, number, files):
-        ours, theirs = compared(family, made, conversation)
+        ours, theirs = compared(encoder, conversation)
         assert ours == theirs, conversation
         refused += isinstance(ours, str)
     print(f"{name}: {number} conversations, all equal, {refused} of them refused by both")
@@ -180,22 +180,22 @@ def test_a_thousand_conversations_over_the_families(name, files):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_patches_are_the_positions_of_the_vision_encoder(name):
-    family, made = family_of(processor(name)), processor(name)
+    encoder = Encoder(processor(name))
     for height, width in ((60, 100), (300, 200), (90, 500)):
         media = LoadedMedia([Image.new("RGB", (width, height))], [], [])
-        output = family.call(made, rendered(family, made, "image"), media)
-        counted = family.media_patches(made, "image", (height, width))
+        output = encoder.family.call(encoder, rendered(encoder, "image"), media)
+        counted = encoder.media_patches("image", (height, width))
         assert counted == positions(name, output, "image") > 0
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_patches_of_a_video(name):
-    family, made = family_of(processor(name)), processor(name)
+    encoder = Encoder(processor(name))
     for frames, height, width in ((4, 60, 100), (6, 100, 40)):
         media = LoadedMedia([], [film(frames, 24.0, 2, height, width)], [])
-        output = family.call(made, rendered(family, made, "video"), media)
+        output = encoder.family.call(encoder, rendered(encoder, "video"), media)
         ((_, size),) = media.sizes()
-        assert family.media_patches(made, "video", size) == positions(name, output, "video") > 0
+        assert encoder.media_patches("video", size) == positions(name, output, "video") > 0
 
 
 def positions(name, output, kind):
@@ -214,7 +214,7 @@ def positions(name, output, kind):
 def test_sound_has_no_patches():
     for name in EVERY:
         if "audio" in FAMILIES[name].modalities:
-            assert family_of(processor(name)).media_patches(processor(name), "audio", 16_000) == 0
+            assert Encoder(processor(name)).media_patches("audio", 16_000) == 0
 
 
 def test_every_family_says_how_far_its_counts_can_be_off():
@@ -222,31 +222,36 @@ def test_every_family_says_how_far_its_counts_can_be_off():
         assert family.off_by == 0 if family.exact else family.off_by is None
 
 
+def written(encoder, kind, size):
+    """The text that the processor tokenises for one media item."""
+    return write_out(encoder.family.pieces(encoder, kind, size))
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "kimi_k25", "gemma4", "phi4_mm"])
 def test_an_unlisted_processor_is_counted_on_blank_media(name):
-    generic, family, made = Generic(), family_of(processor(name)), processor(name)
+    generic, encoder = Encoder(processor(name), Generic()), Encoder(processor(name))
     size = (90, 130)
-    assert generic.expansion(made, "image", size) == family.expansion(made, "image", size)
-    assert generic.media_tokens(made, "image", size) == family.media_tokens(made, "image", size)
+    assert written(generic, "image", size) == written(encoder, "image", size)
+    assert generic.media_tokens("image", size) == encoder.media_tokens("image", size)
     if name in ("qwen2_vl", "qwen3_vl"):  # of the others it does not know whose the frames are
         film_size = VideoInfo(4, 40, 60, 10.0, 9.0, (0, 30, 61, 90))
-        assert generic.expansion(made, "video", film_size) == family.expansion(made, "video", film_size)
+        assert written(generic, "video", film_size) == written(encoder, "video", film_size)
     if name not in ("gemma4", "phi4_mm"):
-        assert generic.media_patches(made, "image", size) == family.media_patches(made, "image", size)
+        assert generic.media_patches("image", size) == encoder.media_patches("image", size)
 
 
 def test_a_conversation_with_blank_media_is_as_long_as_the_real_one(files):
-    family, made = Generic(), processor("qwen3_vl")
+    encoder = Encoder(processor("qwen3_vl"), Generic())
     for kind, names in (("image", ("wide.png", "large.png")), ("video", ("film.mp4", "slow.mp4"))):
         refs = [MediaRef(kind, str(files[name])) for name in names]
         real = user_asks(refs[0], TextPart("And then?"), refs[1])
-        sizes = [(ref.kind, family.size_of(ref, made)) for ref in refs]
-        blank = family.encode(family.blanked(real, sizes), made).tokens["input_ids"]
-        assert blank.tolist() == family.encode(real, made).tokens["input_ids"].tolist()
+        sizes = [(ref.kind, encoder.size_of(ref)) for ref in refs]
+        blank = encoder.encode(encoder.blank_media(real, sizes)).tokens["input_ids"]
+        assert blank.tolist() == encoder.encode(real).tokens["input_ids"].tolist()
 
 
 def test_preloaded_frames_count_as_they_are():
-    family, made = family_of(processor("qwen3_vl")), processor("qwen3_vl")
+    encoder = Encoder(processor("qwen3_vl"))
     frames = np.zeros((3, 40, 60, 3), np.uint8)
     metadata = {
         "total_num_frames": 90,
@@ -255,29 +260,30 @@ def test_preloaded_frames_count_as_they_are():
         "width": 640,
         "frames_indices": [0, 44, 89],
     }
-    ours, theirs = compared(family, made, user_asks(MediaRef("video", frames, {"video_metadata": metadata})))
+    ours, theirs = compared(encoder, user_asks(MediaRef("video", frames, {"video_metadata": metadata})))
     assert ours == theirs
 
 
 def test_a_typed_content_token_is_counted_as_encoding_counts_it():
     """Gemma 3's soft token is no placeholder: it stays one token, and encoding then refuses the sample."""
-    family, made = family_of(processor("gemma3")), processor("gemma3")
+    made = processor("gemma3")
+    encoder = Encoder(made)
     conversation = user_asks(TextPart(f"What is {made.tokenizer.image_token}?"))
-    text = family.render(made, family.turns(conversation))
-    ids = tokenised(family, made, text, family.expanded(made, text, []))
-    assert sum(token in family.media_token_ids(made) for token in ids) == 1
+    text = encoder.render(encoder.family.turns(conversation))
+    ids = encoder.tokenize(encoder.expand(text, []), rendered=text)
+    assert sum(token in encoder.media_token_ids for token in ids) == 1
     with pytest.raises(BadSample, match="1 media tokens where its media need 0"):
-        family.encode(conversation, made)
+        encoder.encode(conversation)
 
 
 def test_each_kind_is_written_in_its_own_order_wherever_the_template_puts_it():
     marks = {"image": "<i>", "video": "<v>"}
-    text = put_in("<v> a <i> b <i>", marks, ("image", "image", "video"), ("1", "2", "<i>"))
+    text = fill_placeholders("<v> a <i> b <i>", marks, ("image", "image", "video"), ("1", "2", "<i>"))
     assert text == "<i> a 1 b 2"
-    assert put_in("a <i>", {}, ("image",), ("1",)) == "a <i>"
+    assert fill_placeholders("a <i>", {}, ("image",), ("1",)) == "a <i>"
 
 
-def test_only_tokens_that_nothing_can_split_are_shortened():
+def test_only_tokens_that_nothing_can_split_are_shorten():
     pieces = [("<img>", 1), ("<pad>", 3), ("word ", 2), ("<pad>", 0)]
-    assert written_out(pieces) == "<img><pad><pad><pad>word word "
-    assert shortened(pieces, {"<img>", "<pad>"}) == ("<img><pad>word word ", 2)
+    assert write_out(pieces) == "<img><pad><pad><pad>word word "
+    assert shorten(pieces, {"<img>", "<pad>"}) == ("<img><pad>word word ", 2)

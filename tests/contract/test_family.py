@@ -15,7 +15,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.chat.labels import TOKEN_KEYS
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES as DECLARED
-from packhorse.families import family_of
+from packhorse.families import Encoder, family_of
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MediaRef
 
@@ -43,7 +43,7 @@ def test_what_was_tokenised_is_known_and_gives_the_same_labels(name, case, made)
     sample = made(name, case)
     # The processors of these two come with their models: what they do with a tokenizer is their own affair.
     assert (sample.encoded.read is None) == (name in {"kimi_vl", "nemotron_parse"})
-    again = family_of(processor(name)).labels(processor(name), replace(sample.encoded, read=None))
+    again = Encoder(processor(name)).labels(replace(sample.encoded, read=None))
     assert torch.equal(sample.labels, again)
 
 
@@ -83,7 +83,7 @@ def test_labels_give_back_the_answers_and_their_stop_tokens(name, case, made):
 @every_sample
 def test_media_tokens_are_not_learned_and_labels_are_ids(name, case, made):
     sample = made(name, case)
-    media = torch.tensor(sorted(family_of(processor(name)).media_token_ids(processor(name))))
+    media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     ids, labels = sample.encoded.tokens["input_ids"], sample.labels
     assert labels.shape == ids.shape
     assert not torch.isin(labels, media).any()
@@ -93,26 +93,26 @@ def test_media_tokens_are_not_learned_and_labels_are_ids(name, case, made):
 @every_sample
 def test_media_tokens_are_counted_without_decoding(name, case, made, files, monkeypatch):
     sample = made(name, case)
-    family, its = family_of(processor(name)), processor(name)
-    monkeypatch.setattr("packhorse.families.base.load_media", None)
+    encoder = Encoder(processor(name))
+    monkeypatch.setattr("packhorse.families.encoder.load_media", None)
     refs = sample.conversation.media
-    sizes = [(ref.kind, family.size_of(ref, its)) for ref in refs]
+    sizes = [(ref.kind, encoder.size_of(ref)) for ref in refs]
     images = sum(kind == "image" for kind, _ in sizes)
-    predicted = sum(family.media_tokens(its, kind, size, images) for kind, size in sizes)
-    content = family.media_token_ids(its)
+    predicted = sum(encoder.media_tokens(kind, size, images) for kind, size in sizes)
+    content = encoder.media_token_ids
     assert predicted == sum(token in content for token in sample.encoded.tokens["input_ids"].tolist())
     assert (predicted > 0) is bool(refs and content)
 
 
 @every_sample
 def test_every_tensor_is_divided_among_its_media(name, case, made):
-    family, encoded = family_of(processor(name)), made(name, case).encoded
+    encoder, encoded = Encoder(processor(name)), made(name, case).encoded
     for key, value in encoded.media.items():
-        layout = family.layout[key]
+        layout = encoder.family.layout[key]
         if layout.owner == "sample":
             assert value.shape[0] == 1
             continue
-        rows = family.rows(processor(name), encoded, key)
+        rows = encoder.rows(encoded, key)
         assert len(rows) == sum(kind in layout.kinds for kind, _ in encoded.sizes)
         assert sum(rows) == value.shape[0]
         assert min(rows) >= 1
@@ -140,26 +140,26 @@ def test_a_kind_of_media_that_the_family_lacks_is_refused(name, case, files):
 @every_family
 def test_a_typed_placeholder_is_refused(name, files):
     made = processor(name)
-    family = family_of(made)
-    for placeholder in family.placeholders(made).values():
+    encoder = Encoder(made)
+    for placeholder in encoder.placeholders.values():
         for role, case in (("user", "text"), ("assistant", "one image")):
             said = conversation(name, case, files)
             turn = next(turn for turn in said if turn["role"] == role)
             turn["content"].append({"type": "text", "text": f"Look: {placeholder}"})
             with pytest.raises(BadSample, match="cannot be told from a medium") as caught:
-                family.encode(parse_conversation({"conversation": said}), made)
+                encoder.encode(parse_conversation({"conversation": said}))
             assert caught.value.reason == "media_mismatch"
 
 
 @every_family
 def test_a_typed_content_token_is_refused(name, files):
     made = processor(name)
-    family = family_of(made)
-    for number in family.media_token_ids(made):
+    encoder = Encoder(made)
+    for number in encoder.media_token_ids:
         token = made.tokenizer.convert_ids_to_tokens(number)
         said = turns(question=f"Look: {token}")
         with pytest.raises(BadSample) as caught:
-            family.encode(parse_conversation({"conversation": said}), made)
+            encoder.encode(parse_conversation({"conversation": said}))
         assert caught.value.reason == "media_mismatch"
 
 
@@ -209,48 +209,50 @@ def returning(name, **extra):
 @every_family
 def test_a_tensor_that_nobody_declared_stops_the_run(name):
     made = returning(name, surprise=torch.zeros(1, 7))
-    family = family_of(made)
-    assert family is family_of(processor(name))
+    encoder = Encoder(made)
+    assert encoder.family is family_of(processor(name))
     with pytest.raises(
         ConfigError, match=r"'surprise' of shape \(1, 7\), which family '.*' does not declare"
     ):
-        family.encode(parse_conversation({"conversation": turns()}), made)
+        encoder.encode(parse_conversation({"conversation": turns()}))
 
 
 @every_family
 def test_a_tensor_of_another_shape_than_declared_stops_the_run(name, files):
-    family = family_of(processor(name))
-    key, layout = next((k, v) for k, v in family.layout.items() if "image" in v.kinds)
+    layouts = family_of(processor(name)).layout
+    key, layout = next((k, v) for k, v in layouts.items() if "image" in v.kinds)
     if layout.rows_from:
         key = layout.rows_from
-    made = returning(name, **{key: torch.ones(3, 3, 3, dtype=torch.long)})
+    encoder = Encoder(returning(name, **{key: torch.ones(3, 3, 3, dtype=torch.long)}))
     said = conversation(name, "one image", files)
     # A grid of another shape also changes how many patches are expected.
     with pytest.raises(
         ConfigError, match=r"of shape \(\d+, .*; for {'image': 1} .* expects \d+ along axis 0"
     ):
-        family.encode(parse_conversation({"conversation": said}), made)
+        encoder.encode(parse_conversation({"conversation": said}))
 
 
 @every_family
 def test_every_declared_tensor_is_one_that_the_processor_returns(name, made):
-    family = family_of(processor(name))
+    encoder = Encoder(processor(name))
     samples = [made(family_name, case) for family_name, case in ACCEPTED if family_name == name]
     seen = {key for sample in samples for key in sample.encoded.media}
     later = {"second_per_grid_ts"} if name == "qwen2_vl" else set()  # from Qwen2.5-VL on
-    assert seen == family.layout.keys() - later
+    assert seen == encoder.family.layout.keys() - later
 
 
 @every_family
 def test_a_family_is_found_by_its_class_and_declares_itself_fully(name):
-    family = family_of(processor(name))
-    assert FAMILIES[name].class_name in family.processor_classes
-    assert set(family.kinds) == FAMILIES[name].modalities
-    for key, layout in family.layout.items():
-        assert set(layout.kinds) <= set(family.kinds), key
-        assert layout.rows_from is None or layout.rows_from in family.layout, key
+    encoder = Encoder(processor(name))
+    assert FAMILIES[name].class_name in encoder.family.processor_classes
+    assert set(encoder.family.kinds) == FAMILIES[name].modalities
+    for key, layout in encoder.family.layout.items():
+        assert set(layout.kinds) <= set(encoder.family.kinds), key
+        assert layout.rows_from is None or layout.rows_from in encoder.family.layout, key
         assert layout.rows_from is None or layout.owner == "rows", key
-    assert family.fill.keys() <= {key for key, layout in family.layout.items() if layout.ragged}
+    assert encoder.family.fill.keys() <= {
+        key for key, layout in encoder.family.layout.items() if layout.ragged
+    }
 
 
 def test_no_two_families_serve_one_class():
@@ -266,26 +268,26 @@ def test_every_case_is_taken_by_some_family():
 @pytest.mark.parametrize("name", [n for n in EVERY if "audio" in FAMILIES[n].modalities])
 def test_sound_that_is_too_short_is_refused_and_a_little_longer_is_not(name):
     made = processor(name)
-    family = family_of(made)
-    for samples, enough in ((family.least_samples - 1, False), (family.least_samples, True)):
+    encoder = Encoder(made)
+    for samples, enough in ((encoder.family.least_samples - 1, False), (encoder.family.least_samples, True)):
         said = turns("audio")
         said[0]["content"][0]["audio"] = (torch.zeros(samples).numpy(), 16_000)
         parsed = parse_conversation({"conversation": said}, "a/1")
         if enough:
-            encoded = family.encode(parsed, made)
+            encoded = encoder.encode(parsed)
             assert encoded.sizes == (("audio", samples),)
             assert all(torch.isfinite(value.float()).all() for value in encoded.media.values())
         else:
-            with pytest.raises(BadSample, match=f"needs at least {family.least_samples}"):
-                family.encode(parsed, made)
+            with pytest.raises(BadSample, match=f"needs at least {encoder.family.least_samples}"):
+                encoder.encode(parsed)
 
 
 def test_references_stay_as_they_were(files):
     ref = MediaRef("image", str(files["wide.png"]))
     before = repr(ref)
     made = processor("qwen2_vl")
-    family_of(made).size_of(ref, made)
-    family_of(made).load([ref], made)
+    Encoder(made).size_of(ref)
+    Encoder(made).load([ref])
     assert repr(ref) == before
 
 
@@ -300,13 +302,13 @@ def asked(*files):
 def test_videos_of_different_length_in_one_sample_are_refused(name, files):
     two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
     with pytest.raises(BadSample, match=r"a/1: the processor refuses it: .*equal size"):
-        family_of(processor(name)).encode(two, processor(name))
+        Encoder(processor(name)).encode(two)
 
 
 def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):
     made = processor("qwen3_omni")
     two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
-    encoded = family_of(made).encode(two, made)
+    encoded = Encoder(made).encode(two)
     # All frames are taken, 10 and 1 in a second; two frames are a patch.
     assert encoded.media["video_second_per_grid"].tolist() == pytest.approx([2 / 10, 2 / 1])
 
@@ -347,8 +349,9 @@ def test_nemotron_parse_uses_the_task_prompt_where_the_user_says_nothing(files):
         (NemotronParse(task_prompt="<s><output_markdown>"), page, "<s><output_markdown>", ""),
         (NemotronParse(stop="</s>"), silent, TASK_PROMPT, "</s>"),
     ):
-        encoded = family.encode(said, made)
-        labels = family.labels(made, encoded)
+        encoder = Encoder(made, family)
+        encoded = encoder.encode(said)
+        labels = encoder.labels(encoded)
         assert encoded.text == prompt + "A cat." + stop
         assert made.tokenizer.decode(labels[labels != IGNORE_INDEX]) == "A cat." + stop
 
@@ -362,14 +365,14 @@ def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_left_o
     said = conversation("qwen2_vl", "one image", files)
     said[0]["content"].append({"type": "text", "text": "<|image_pad|>"})
     with pytest.raises(BadSample, match="1 times for 1 media, 1 of them typed out in a text"):
-        family_of(made).encode(parse_conversation({"conversation": said}), made)
+        Encoder(made).encode(parse_conversation({"conversation": said}))
 
 
 def test_a_template_that_refuses_a_conversation_makes_a_bad_sample():
     made = build("qwen2_vl")
     made.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadSample, match="the chat template refuses it: roles must alternate") as caught:
-        family_of(made).encode(asked(), made)
+        Encoder(made).encode(asked())
     assert caught.value.reason == "wrong_format"
 
 
@@ -378,7 +381,7 @@ def test_a_film_three_pixels_high_is_not_taken_for_channels(name):
     film, metadata = clip(4, width=90, height=3)
     said = turns("video")
     said[0]["content"][0] |= {"video": film, "video_metadata": metadata}
-    encoded = family_of(processor(name)).encode(parse_conversation({"conversation": said}), processor(name))
+    encoded = Encoder(processor(name)).encode(parse_conversation({"conversation": said}))
     ((_, size),) = encoded.sizes
     assert (size.total_frames, size.height, size.width) == (4, 3, 90)
 
@@ -387,7 +390,7 @@ def test_smolvlm_keeps_its_own_template_and_joins_the_frames_of_a_sample(files):
     made = build("smolvlm")
     made.chat_template = made.chat_template.replace("<end_of_utterance>", "<end_of_utterance> .")
     two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
-    encoded = family_of(made).encode(two, made)
+    encoded = Encoder(made).encode(two)
     assert "A cat.<end_of_utterance> .\n" in encoded.text
     # One frame a second: 1 of the first film and 5 of the second, none of them padding.
     assert (

@@ -18,7 +18,7 @@ from packhorse import World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import model_inputs
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.loader.build import Ticket
@@ -64,7 +64,7 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
         ((blank_kind, blank),) = blanks.samples(1 << bit)
         assert blank_kind in FAMILIES[name].modalities
         keys = [key for key in blank if key in samples.family.layout]
-        media = samples.family.media_token_ids(processor(name))
+        media = samples.encoder.media_token_ids
         assert any({kind, blank_kind} <= {*samples.family.layout[key].kinds} for key in keys)
         assert bool((blank["labels"] == IGNORE_INDEX).all())
         assert any(token in media for token in blank["input_ids"].tolist())
@@ -127,7 +127,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     other_order = ((2, 1, 0),) if mode == "pack" else ((2,), (1,), (0,))
     apart = [build[Ticket(0, 0, ((number,),), 0)].batch for number in range(3)]
     others = [gradients(model, build[Ticket(0, 0, other_order, 0)].batch), gradients(model, *apart)]
-    media = torch.tensor(sorted(loader._samples.family.media_token_ids(processor(name))))
+    media = torch.tensor(sorted(loader._samples.encoder.media_token_ids))
     ids, labels = placed.batch["input_ids"], placed.batch["labels"]
     learns_it = {**placed.batch, "labels": torch.where(torch.isin(ids, media), ids, labels)}
     wrong_loss, wrong = gradients(model, learns_it)
@@ -203,10 +203,10 @@ def test_a_placeholder_takes_a_small_part_of_a_pack(name: str) -> None:
                 "audio": 16_000,
             }[kind]
             # Two tokens around it; in a family with times or tiles, also what is written between those.
-            assert tokens <= samples.family.media_tokens(made, kind, square) + 24
+            assert tokens <= samples.encoder.media_tokens(kind, square) + 24
 
 
 def test_the_placeholder_of_smolvlm_is_one_frame_and_not_seventeen_tiles() -> None:
     made = with_default_budgets("smolvlm")
-    assert family_of(made).media_tokens(made, "image", (56, 56)) == 17 * 64
+    assert Encoder(made).media_tokens("image", (56, 56)) == 17 * 64
     assert reserved("smolvlm", made) == {"image": 66, "video": 66, "all": 66}

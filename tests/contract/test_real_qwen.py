@@ -14,8 +14,8 @@ import pytest
 
 from contract.processors import build
 from contract.samples import picture
-from packhorse.chat import IGNORE_INDEX, turn_markers
-from packhorse.families import family_of
+from packhorse.chat import IGNORE_INDEX
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 
 ASSETS = Path(os.environ.get("PACKHORSE_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
@@ -124,13 +124,13 @@ def runs(labels):
 @pytest.mark.parametrize("name", PAIRS)
 def test_labels_are_exact_on_generated_conversations(name):
     made = real(name)
-    family = family_of(made)
+    encoder = Encoder(made)
     draw = random.Random(name)
     stop = "<|im_end|>"
     for number in range(CONVERSATIONS):
         conversation, answers = generated(draw, name)
-        encoded = family.encode(conversation, made)
-        labels = family.labels(made, encoded)
+        encoded = encoder.encode(conversation)
+        labels = encoder.labels(encoded)
         learned = [made.tokenizer.decode(run) for run in runs(labels.tolist())]
         assert len(learned) == len(answers), number
         for text, answer in zip(learned, answers, strict=True):
@@ -142,7 +142,7 @@ def test_labels_are_exact_on_generated_conversations(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_turn_markers_are_those_of_chatml(name):
-    markers = turn_markers(real(name))
+    markers = Encoder(real(name)).turn_markers
     assert real(name).tokenizer.decode(markers.assistant) == "<|im_start|>assistant\n"
     assert real(name).tokenizer.decode([markers.stop]) == "<|im_end|>"
 
@@ -152,15 +152,15 @@ def test_any_cut_keeps_the_labels_of_what_is_left(name):
     from packhorse.chat import label_tokens
 
     made = real(name)
-    family = family_of(made)
+    encoder = Encoder(made)
     draw = random.Random(name + "cut")
-    media = family.media_token_ids(made)
+    media = encoder.media_token_ids
     for _ in range(30):
         conversation, _ = generated(draw, name)
-        encoded = family.encode(conversation, made)
-        whole = family.labels(made, encoded).tolist()
-        spans = family.answer_spans(made, encoded)
+        encoded = encoder.encode(conversation)
+        whole = encoder.labels(encoded).tolist()
+        spans = encoder.family.answer_spans(encoder, encoded.turns, encoded.text)
         ids = encoded.tokens["input_ids"].tolist()
         for length in {draw.randint(0, len(ids)) for _ in range(12)}:
-            cut = label_tokens(made, encoded.text, spans, ids[:length], media)
+            cut = label_tokens(encoder, encoded.text, spans, ids[:length], media)
             assert cut == whole[:length]

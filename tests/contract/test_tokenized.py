@@ -20,7 +20,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _inject_thinking_prefix_tokens, pad_collate_fn
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.ledger import Ledger
 
 CHATTING = [name for name, fixture in FAMILIES.items() if fixture.chats]
@@ -62,14 +62,14 @@ def answers(name: str, sample: dict[str, torch.Tensor]) -> str:
 @pytest.mark.parametrize("name", CHATTING)
 def test_a_sample_has_ids_labels_and_every_media_tensor_of_its_family(name: str) -> None:
     sample = wrap(name, IMAGE)[0]
-    family = family_of(processor(name))
+    encoder = Encoder(processor(name))
     length = len(sample["input_ids"])
     assert {"input_ids", "attention_mask", "labels"} <= sample.keys()
     counts = {key: int(sample.pop(key)) for key in ("n_images", "n_videos")}
     assert counts == {"n_images": 1, "n_videos": 0}
     for key, value in sample.items():
-        assert key in family.layout or value.shape == (length,), key
-    assert any(key in family.layout for key in sample)
+        assert key in encoder.family.layout or value.shape == (length,), key
+    assert any(key in encoder.family.layout for key in sample)
     assert answers(name, sample).lstrip().startswith("A cat.")
     assert bool((sample["attention_mask"] == 1).all())
 
@@ -77,7 +77,7 @@ def test_a_sample_has_ids_labels_and_every_media_tensor_of_its_family(name: str)
 @pytest.mark.parametrize("name", CHATTING)
 def test_the_fake_image_is_there_and_unseen(name: str) -> None:
     with_fake, without = wrap(name, TEXT)[0], wrap(name, TEXT, inject_fake_images=False)[0]
-    family = family_of(processor(name))
+    encoder = Encoder(processor(name))
     seen = with_fake["attention_mask"] == 1
     visible, plain = with_fake["input_ids"][seen].tolist(), without["input_ids"].tolist()
     if name in ("gemma3", "smolvlm"):
@@ -88,8 +88,8 @@ def test_the_fake_image_is_there_and_unseen(name: str) -> None:
     assert visible == plain, "nothing of it is visible"
     assert answers(name, with_fake) == answers(name, without)
     assert bool((with_fake["labels"][~seen] == IGNORE_INDEX).all())
-    assert any(key in family.layout for key in with_fake)
-    assert not any(key in family.layout for key in without)
+    assert any(key in encoder.family.layout for key in with_fake)
+    assert not any(key in encoder.family.layout for key in without)
 
 
 def test_examples_are_not_changed() -> None:
@@ -172,15 +172,15 @@ def test_whatever_is_cut_a_model_of_the_family_takes_the_rest(name: str, turns: 
         return
     length = len(sample["input_ids"])
     assert length <= limit
-    family = family_of(processor(name))
-    media_ids = torch.tensor(sorted(family.media_token_ids(processor(name))))
+    encoder = Encoder(processor(name))
+    media_ids = torch.tensor(sorted(encoder.media_token_ids))
     counts = ("n_images", "n_videos")
-    per_token = {key: value for key, value in sample.items() if key not in (*family.layout, *counts)}
+    per_token = {key: value for key, value in sample.items() if key not in (*encoder.family.layout, *counts)}
     assert {len(value) for value in per_token.values()} == {length}
     ids, labels = sample["input_ids"], sample["labels"]
     assert torch.equal(labels[labels != IGNORE_INDEX], ids[labels != IGNORE_INDEX])
     assert not torch.isin(labels, media_ids).any()
-    assert any(key in family.layout for key in sample), "the vision tower runs on every rank"
+    assert any(key in encoder.family.layout for key in sample), "the vision tower runs on every rank"
     batch = pad_collate_fn([sample], processor(name))
     shifted = batch["input_ids"]
     assert torch.isin(shifted, media_ids).sum() == torch.isin(ids, media_ids).sum(), (

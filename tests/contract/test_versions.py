@@ -9,8 +9,8 @@ import pytest
 
 from packhorse.errors import ConfigError
 from packhorse.families import FAMILIES, Family, family_of
-from packhorse.families import base as versions
-from packhorse.families.base import check_transformers, is_at_least
+from packhorse.families import processors as versions
+from packhorse.families.processors import check_transformers, is_at_least
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from contract.exact import own_call, rendered, samples_frames, tokenised, with_video_settings
+from contract.exact import own_call, rendered, samples_frames, with_video_settings
 from contract.media_files import write_film
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import ConfigError
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.media import (
     VideoInfo,
     VideoSampling,
@@ -47,31 +47,27 @@ def video_files(tmp_path_factory):
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("wishes", SETTINGS, ids=str)
 def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, wishes, video_files):
-    configured, default = with_video_settings(name, wishes), processor(name)
-    family = family_of(configured)
-    text = rendered(family, configured, "video")
+    encoder, default = Encoder(with_video_settings(name, wishes)), Encoder(processor(name))
+    text = rendered(encoder, "video")
     for path in video_files:
-        expected, ids = own_call(family, configured, path)
+        expected, ids = own_call(encoder, path)
         # On the processor, and in the row.
-        for made, options in ((configured, {}), (default, wishes)):
+        for other, options in ((encoder, {}), (default, wishes)):
             ref = MediaRef("video", str(path), options)
-            size = family.size_of(ref, made)
+            size = other.size_of(ref)
             assert list(size.indices) == expected, (path.name, options)
-            loaded = load_media(ref, sampling=family.video_sampling(made))
+            loaded = load_media(ref, sampling=other.video_sampling)
             assert list(loaded.metadata.frames_indices) == expected
-            assert tokenised(family, made, text, family.expanded(made, text, [("video", size)])) == ids
+            assert other.tokenize(other.expand(text, [("video", size)]), rendered=text) == ids
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_encoded_ids_of_a_file_are_those_of_the_processors_own_call(name, video_files):
-    made = processor(name)
-    family = family_of(made)
+    encoder = Encoder(processor(name))
     for path in video_files[:3]:
         question = (MediaRef("video", str(path)), TextPart("\n5: the"))
         conversation = Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
-        assert (
-            family.encode(conversation, made).tokens["input_ids"].tolist() == own_call(family, made, path)[1]
-        )
+        assert encoder.encode(conversation).tokens["input_ids"].tolist() == own_call(encoder, path)[1]
 
 
 class SampledError(Exception):
@@ -159,7 +155,7 @@ def test_a_row_may_limit_the_number_of_frames_for_every_family(name):
 def test_frames_given_as_a_list_are_all_taken(name):
     frames = [np.zeros((20, 30, 3), np.uint8)] * 7
     made = processor(name)
-    size = family_of(made).size_of(MediaRef("video", frames), made)
+    size = Encoder(made).size_of(MediaRef("video", frames))
     assert size.indices == tuple(range(7))
 
 

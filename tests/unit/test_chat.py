@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
 from packhorse.chat import (
     IGNORE_INDEX,
     CannotAlign,
+    ChatProcessor,
     TurnMarkers,
     answer_spans,
     label_tokens,
-    renderer,
     shift_tokens,
-    turn_markers,
 )
 from packhorse.errors import ConfigError
 
@@ -74,11 +72,10 @@ def learned(processor: Any, labels: list[int]) -> list[str]:
 
 
 def labelled(processor: Any, turns: Any, ids: list[int] | None = None, media: Any = ()) -> list[int]:
-    text = renderer(processor)(turns)
-    spans = answer_spans(processor, turns, text)
-    return label_tokens(
-        processor, text, spans, ids_of(processor, text) if ids is None else ids, frozenset(media)
-    )
+    chat = ChatProcessor(processor)
+    text = chat.render(turns)
+    spans = answer_spans(chat, turns, text)
+    return label_tokens(chat, text, spans, ids_of(processor, text) if ids is None else ids, frozenset(media))
 
 
 TALK = said(
@@ -144,7 +141,7 @@ def test_a_template_that_trims_is_followed(name: str) -> None:
     turns = said(
         ("system", " Hi "), ("user", " model\n "), ("assistant", "  A cat. \n"), ("assistant", " \n")
     )
-    stop = turn_markers(made).stop_text
+    stop = ChatProcessor(made).turn_markers.stop_text
     assert learned(made, labelled(made, turns)) == [f"A cat.{stop}", stop]
 
 
@@ -168,7 +165,7 @@ def test_thoughts_are_learned_where_the_template_keeps_them() -> None:
     assert learned(made, labelled(made, turns)) == ["A cat.<|im_end|>", thinks + "<|im_end|>"]
     assert learned(made, labelled(made, turns[:3])) == ["A cat.<|im_end|>"]
     plain = said(("user", "Who?"), ("assistant", thinks), ("user", "Who?"), ("assistant", "A cat."))
-    assert "<think>\n\n</think>\n\nA cat." in renderer(made)(plain)
+    assert "<think>\n\n</think>\n\nA cat." in ChatProcessor(made).render(plain)
     assert learned(made, labelled(made, plain)) == ["A cat.<|im_end|>"] * 2
 
 
@@ -218,7 +215,7 @@ def test_a_tokenizer_without_offsets_does_not_guess() -> None:
 
 
 def test_cut_ids_have_the_labels_of_what_is_left() -> None:
-    ids = ids_of(Talker(), renderer(Talker())(TALK))
+    ids = ids_of(Talker(), ChatProcessor(Talker()).render(TALK))
     whole = labelled(Talker(), TALK)
     for length in range(len(ids)):
         assert labelled(Talker(), TALK, ids[:length]) == whole[:length]
@@ -245,7 +242,7 @@ WITH_IMAGES = [
 def test_expanded_media_move_the_labels_and_any_cut_keeps_them(expansion: str) -> None:
     made = Talker()
     media = {made.tokenizer.convert_tokens_to_ids(PAD)}
-    ids = ids_of(made, renderer(made)(WITH_IMAGES).replace(PAD, expansion))
+    ids = ids_of(made, ChatProcessor(made).render(WITH_IMAGES).replace(PAD, expansion))
     whole = labelled(made, WITH_IMAGES, ids, media)
     assert learned(made, whole) == ANSWERS
     assert not media & set(whole)
@@ -258,7 +255,7 @@ def test_padding_is_not_learned_on_either_side(pad: str, monkeypatch: pytest.Mon
     made = Talker()
     number = made.tokenizer.convert_tokens_to_ids(pad)
     monkeypatch.setattr(type(made.tokenizer), "pad_token_id", number, raising=False)
-    ids, whole = ids_of(made, renderer(made)(TALK)), labelled(made, TALK)
+    ids, whole = ids_of(made, ChatProcessor(made).render(TALK)), labelled(made, TALK)
     none, more = [IGNORE_INDEX] * 5, [number] * 5
     assert labelled(made, TALK, more + ids) == none + whole
     assert labelled(made, TALK, ids + more) == whole + none
@@ -270,7 +267,7 @@ def test_padding_with_the_stop_token_does_not_hide_where_answers_end(monkeypatch
     stop, image = (made.tokenizer.convert_tokens_to_ids(t) for t in ("<end_of_utterance>", "<image>"))
     monkeypatch.setattr(type(made.tokenizer), "pad_token_id", stop, raising=False)
     turns = [{"role": "user", "content": [{"type": "image"}]}, *said(("assistant", "A cat."))]
-    ids = ids_of(made, renderer(made)(turns).replace("<image>", "<image>" * 9))
+    ids = ids_of(made, ChatProcessor(made).render(turns).replace("<image>", "<image>" * 9))
     whole = labelled(made, turns, ids, {image})
     assert learned(made, whole) == ["A cat.<end_of_utterance>"]
     none, more = [IGNORE_INDEX] * 5, [stop] * 5
@@ -287,7 +284,7 @@ def test_media_in_an_answer_are_not_learned(template: str, tokens: int) -> None:
     media = {made.tokenizer.convert_tokens_to_ids(PAD)}
     shows = [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": "nice."}]
     turns = [*said(("user", "Draw.")), {"role": "assistant", "content": shows}]
-    ids = ids_of(made, renderer(made)(turns).replace(PAD, PAD * tokens))
+    ids = ids_of(made, ChatProcessor(made).render(turns).replace(PAD, PAD * tokens))
     labels = labelled(made, turns, ids, media)
     assert not media & set(labels)
     text = "".join(learned(made, labels))
@@ -298,7 +295,7 @@ def test_a_beginning_of_text_token_that_the_processor_added_is_counted() -> None
     made = Talker("{% for m in messages %}{{ m['role'] }}: {{ m['content'][0]['text'] }}\n{% endfor %}")
     made.tokenizer = tokenizer("gemma3")
     turns = said(("user", "Hm?"), ("assistant", "A cat."))
-    ids = list(made.tokenizer(renderer(made)(turns))["input_ids"])
+    ids = list(made.tokenizer(ChatProcessor(made).render(turns))["input_ids"])
     assert ids[0] == made.tokenizer.bos_token_id
     assert learned(made, labelled(made, turns, ids)) == ["A cat.\n"]  # the full stop takes the newline
 
@@ -312,7 +309,7 @@ def test_a_beginning_of_text_token_that_the_processor_added_is_counted() -> None
     ],
 )
 def test_ids_of_another_conversation_are_refused(other: Any) -> None:
-    ids = ids_of(Talker(), renderer(Talker())(other))
+    ids = ids_of(Talker(), ChatProcessor(Talker()).render(other))
     with pytest.raises(CannotAlign):
         labelled(Talker(), TALK, ids)
 
@@ -320,7 +317,7 @@ def test_ids_of_another_conversation_are_refused(other: Any) -> None:
 def test_what_a_hook_puts_behind_the_marker_is_not_learned() -> None:
     made = Talker(TEMPLATES["gemma4"], name="gemma4")
     turns = said(("user", "Hm?"), ("assistant", "A cat."), ("user", "<|turn>model\n"), ("assistant", "Yes"))
-    text = renderer(made)(turns)
+    text = ChatProcessor(made).render(turns)
     thought = "<|channel>thought\n<channel|>"
     ids = ids_of(made, text.replace("<|turn>model\n", "<|turn>model\n" + thought))
     assert learned(made, labelled(made, turns, ids)) == ["A cat.<turn|>", "Yes<turn|>"]
@@ -343,12 +340,12 @@ def test_what_a_hook_puts_behind_the_marker_is_not_learned() -> None:
 )
 def test_turn_markers_are_those_of_the_template(name: str, opening: str, stop: str) -> None:
     made = Talker(TEMPLATES[name], name=name)
-    markers = turn_markers(made)
+    markers = ChatProcessor(made).turn_markers
     assert made.tokenizer.decode(markers.assistant) == opening
     assert made.tokenizer.decode([markers.stop]) == stop == markers.stop_text
 
 
-def test_turn_markers_are_found_once_per_tokenizer_and_template() -> None:
+def test_turn_markers_are_found_once() -> None:
     class Counting(Talker):
         rendered = 0
 
@@ -356,16 +353,14 @@ def test_turn_markers_are_found_once_per_tokenizer_and_template() -> None:
             Counting.rendered += 1
             return super().apply_chat_template(conversation, **options)
 
-    gemma = Counting(TEMPLATES["gemma3"], name="gemma3")
-    assert turn_markers(gemma) is turn_markers(gemma)
+    gemma = ChatProcessor(Counting(TEMPLATES["gemma3"], name="gemma3"))
+    assert gemma.turn_markers is gemma.turn_markers
     assert Counting.rendered == 1
-    other = Counting(TEMPLATES["gemma3"].replace("model", "robot"), name="gemma3")
-    assert turn_markers(other) != turn_markers(gemma)
 
 
 def test_a_template_without_a_stop_token_has_none() -> None:
     made = Talker("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}")
-    markers = turn_markers(made)
+    markers = ChatProcessor(made).turn_markers
     assert markers == TurnMarkers(tuple(ids_of(made, "\n[assistant]")), None, "\n[assistant]")
 
 
@@ -376,8 +371,7 @@ def test_a_processor_without_a_template_has_no_markers() -> None:
     mute: Any = Mute()
     mute.tokenizer = tokenizer("nemotron_parse")
     with pytest.raises(CannotAlign, match="Mute has no chat template"):
-        turn_markers(mute)
-    gc.collect()
+        _ = ChatProcessor(mute).turn_markers
 
 
 def test_tokens_are_shifted_once_and_nothing_else() -> None:
@@ -449,7 +443,7 @@ ROLES = st.sampled_from(["user", "assistant", "assistant", "tool"])
 @given(turns=st.lists(st.tuples(ROLES, WORDS), min_size=1, max_size=6))
 def test_labels_always_read_as_the_answers(name: str, turns: list[tuple[str, str]]) -> None:
     made = Talker(TEMPLATES[name], name=name)
-    stop = turn_markers(made).stop_text
+    stop = ChatProcessor(made).turn_markers.stop_text
     assert stop in TOKEN_SETS[name].more or stop == TOKEN_SETS[name].eos
     answers = [text for role, text in turns if role == "assistant"]
     if name in ("gemma3", "gemma4"):

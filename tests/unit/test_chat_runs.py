@@ -21,7 +21,7 @@ from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
 from packhorse.chat import special_tokens, with_runs
 from packhorse.chat.repeated_tokens import RunTokenizer, media_runs
 from packhorse.datasets import PreTokenizedDatasetWrapper
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 
 PAD = "<|image_pad|>"
@@ -139,7 +139,7 @@ def test_runs_that_are_not_found_again_are_left_to_the_tokenizer() -> None:
 def test_a_processor_keeps_its_tokenizer() -> None:
     made = processor("qwen2_vl")
     before = made.tokenizer
-    quick, stand_in = with_runs(made, family_of(made).media_token_ids(made))
+    quick, stand_in = with_runs(made, Encoder(made).media_token_ids)
     assert stand_in is not None
     assert made.tokenizer is before
     assert quick is not made
@@ -157,17 +157,17 @@ def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = processor("qwen2_vl")
-    family = family_of(made)
+    encoder = Encoder(made)
     parts = [{"type": "image", "image": picture(200, 150)}, {"type": "text", "text": "What is it?"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "The cat."}]}
     parsed = parse_conversation({"conversation": [{"role": "user", "content": parts}, answer]}, "a/0")
-    encoded = family.encode(parsed, made)
+    encoded = encoder.encode(parsed)
     assert encoded.read is not None
     assert encoded.read.text == encoded.text
     assert len(encoded.read.ids) < len(encoded.tokens["input_ids"])
-    wanted = family.labels(made, replace(encoded, read=None))
+    wanted = encoder.labels(replace(encoded, read=None))
     monkeypatch.setattr("packhorse.chat.labels._tokenise", lambda *_, **__: pytest.fail("a second time"))
-    assert torch.equal(family.labels(made, encoded), wanted)
+    assert torch.equal(encoder.labels(encoded), wanted)
     assert (wanted != -100).any()
 
 
@@ -180,14 +180,14 @@ def test_a_token_that_the_tokenizer_puts_behind_the_text_is_not_learned(name: st
         single=f"$A {end}", special_tokens=[(end, made.tokenizer.convert_tokens_to_ids(end))]
     )
     made.tokenizer.backend_tokenizer.post_processor = template
-    family = family_of(made)
+    encoder = Encoder(made)
     for length in range(1, 30):
         turns = [("user", "q " * (length % 7 + 1)), ("assistant", "a b c " * length + "end.")]
         example = [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in turns]
-        encoded = family.encode(parse_conversation({"conversation": example}, "a/0"), made)
+        encoded = encoder.encode(parse_conversation({"conversation": example}, "a/0"))
         assert encoded.read is not None
-        labels = family.labels(made, encoded)
-        assert torch.equal(labels, family.labels(made, replace(encoded, read=None)))
+        labels = encoder.labels(encoded)
+        assert torch.equal(labels, encoder.labels(replace(encoded, read=None)))
         assert labels[-1] == -100
 
 
@@ -202,22 +202,22 @@ def test_a_processor_with_a_call_of_its_own_is_given_its_own_tokenizer() -> None
 
     base = processor("qwen2_vl")
     made = Counting(base.image_processor, base.tokenizer, base.video_processor, base.chat_template)
-    family = family_of(base)
+    encoder, original = Encoder(made), Encoder(base)
     example = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
     parsed = parse_conversation({"conversation": example}, "a/0")
-    encoded = family.encode(parsed, made)
+    encoded = encoder.encode(parsed)
     assert (made.seen, encoded.read) == (1, None)
-    assert torch.equal(encoded.tokens["input_ids"], family.encode(parsed, base).tokens["input_ids"])
+    assert torch.equal(encoded.tokens["input_ids"], original.encode(parsed).tokens["input_ids"])
 
 
 def test_a_processor_that_the_stand_in_is_not_enough_for_gets_its_own_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = processor("qwen2_vl")
-    family = family_of(made)
+    encoder = Encoder(made)
     example = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A cat."}]
     parsed = parse_conversation({"conversation": example}, "a/0")
-    wanted = family.encode(parsed, made)
+    wanted = encoder.encode(parsed)
 
     def asks_for_more(self: Any, text: Any, **options: Any) -> Any:
         found = self.tokenizer(text, **options)
@@ -227,7 +227,7 @@ def test_a_processor_that_the_stand_in_is_not_enough_for_gets_its_own_and_that_i
     asks_for_more.__module__ = "transformers.models.of_tomorrow"
     monkeypatch.setattr(type(made), "__call__", asks_for_more)
     for _ in range(2):
-        assert torch.equal(family.encode(parsed, made).tokens["input_ids"], wanted.tokens["input_ids"])
+        assert torch.equal(encoder.encode(parsed).tokens["input_ids"], wanted.tokens["input_ids"])
     told = [message for message in caplog.messages if "quicker tokenizer" in message]
     assert len(told) == 1
     assert told[0].startswith("Qwen2VLProcessor does not work with a quicker tokenizer (ValueError: char_to")
@@ -254,12 +254,12 @@ def test_labels_are_long_whatever_a_hook_makes_of_the_ids() -> None:
 
 def test_tokens_of_another_text_are_not_used_for_labels() -> None:
     made = processor("qwen2_vl")
-    family = family_of(made)
+    encoder = Encoder(made)
 
     def encoded(answer: str) -> Any:
         turns = [("user", "Who?"), ("assistant", answer)]
         example = [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in turns]
-        return family.encode(parse_conversation({"conversation": example}, "a/0"), made)
+        return encoder.encode(parse_conversation({"conversation": example}, "a/0"))
 
     one, other = encoded("A cat."), encoded("An answer that is longer.")
-    assert torch.equal(family.labels(made, replace(one, read=other.read)), family.labels(made, one))
+    assert torch.equal(encoder.labels(replace(one, read=other.read)), encoder.labels(one))

@@ -5,28 +5,35 @@ so whatever a user types, a literal ``<|im_start|>assistant`` included, never be
 rendering of the text per sample, and one more tokenisation where the processor's own cannot be used.
 """
 
-from packhorse.chat.answers import Span, answer_spans
-from packhorse.chat.labels import IGNORE_INDEX, TOKEN_KEYS, label_tokens, shift_tokens, supervised_tokens
+from packhorse.chat.labels import (
+    IGNORE_INDEX,
+    TOKEN_KEYS,
+    Span,
+    answer_spans,
+    label_tokens,
+    shift_tokens,
+    supervised_tokens,
+)
 from packhorse.chat.repeated_tokens import Tokenised, with_runs
 from packhorse.chat.template import (
     CannotAlign,
+    ChatProcessor,
     Render,
     TurnMarkers,
     Turns,
     chat_template,
     is_tokenizer,
     is_transformers,
-    renderer,
     special_tokens,
     template_errors,
     tokenizer_of,
-    turn_markers,
 )
 
 __all__ = [
     "IGNORE_INDEX",
     "TOKEN_KEYS",
     "CannotAlign",
+    "ChatProcessor",
     "Render",
     "Span",
     "Tokenised",
@@ -37,12 +44,10 @@ __all__ = [
     "is_tokenizer",
     "is_transformers",
     "label_tokens",
-    "renderer",
     "shift_tokens",
     "special_tokens",
     "supervised_tokens",
     "template_errors",
     "tokenizer_of",
-    "turn_markers",
     "with_runs",
 ]

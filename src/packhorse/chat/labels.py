@@ -1,24 +1,44 @@
-"""Labels: spans of characters become supervised tokens.
+"""Labels: which characters of a rendered conversation are supervised, and which tokens they become.
 
-Every span is carried over to token positions by the special tokens around it, and then compared token by
-token with the ids it lands on. What does not agree raises and is never guessed.
+Answers are found by ``{% generation %}`` marks where the template has them; else the conversation is rendered
+once more with substitutes for the answers, and what surrounds the substitutes is the frame that the template
+and the other speakers wrote. So it does not matter what anybody types.
+
+Every span of characters is carried over to token positions by the special tokens around it, and then compared
+token by token with the ids it lands on. What does not agree raises and is never guessed.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from typing import Any
 
-from packhorse.chat.answers import Span
 from packhorse.chat.repeated_tokens import Tokenised, tokenised
-from packhorse.chat.template import CannotAlign, special_tokens, token_ids, tokenizer_of
+from packhorse.chat.template import (
+    PRIVATE_USE,
+    CannotAlign,
+    ChatProcessor,
+    Render,
+    TurnMarkers,
+    Turns,
+    template_errors,
+    token_ids,
+)
 from packhorse.errors import ConfigError
+
+Span = tuple[int, int]
+
+IGNORE_INDEX = -100
+"""The label of a token that is not learned. Written nowhere else."""
 
 TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """Tensors with one entry per token, whatever the family."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def shift_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,25 +65,160 @@ def shift_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
     return shifted
 
 
-IGNORE_INDEX = -100
-"""The label of a token that is not learned. Written nowhere else."""
+# --- from answers to characters ---------------------------------------------------------------------------
+
+
+def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Span]:
+    """Where the assistant turns stand in the rendered ``text``, each with its end-of-turn token.
+
+    Args:
+        chat: the processor that rendered the text.
+        turns: the messages that ``text`` was rendered from.
+        text: the rendered conversation, media placeholders not yet expanded.
+        render: renders turns; None for ``chat.render``.
+
+    Raises:
+        CannotAlign: the template writes something that does not lead back to the answers.
+    """
+    template, markers = chat.chat_template, chat.turn_markers
+    if template is not None and _GENERATION.search(template):
+        spans = _marked_spans(chat, template, turns, text)
+    else:
+        spans = _stand_in_spans(render or chat.render, turns, text, markers)
+    closed = (_up_to_stop(text, span, markers.stop_text) for span in spans)
+    return [(start, end) for start, end in closed if start < end]
+
+
+def _marked_spans(chat: ChatProcessor, template: str, turns: Turns, text: str) -> list[Span]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = getattr(chat.tokenizer, "special_tokens_map", {})
+    render: Any = render_jinja_template  # it returns a pair, whatever its annotation says
+    rendered, marks = render(
+        [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **special
+    )
+    if rendered[0] != text:
+        raise CannotAlign("the template renders differently when its generation marks are asked for")
+    return [(start, end) for start, end in marks[0]]
+
+
+def _stand_in_spans(render: Render, turns: Turns, text: str, markers: TurnMarkers) -> list[Span]:
+    """Render with a stand-in for each piece of each answer; what lies around the stand-ins is the frame."""
+    answers: list[str] = []
+    mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
+
+    def stand_in(answer: str) -> str:
+        answers.append(answer)
+        return f"{mark}{len(answers) - 1}{mark}"
+
+    masked = [_replace_text(turn, stand_in) if turn["role"] == "assistant" else turn for turn in turns]
+    if not answers:
+        return []
+    try:
+        frame = re.split(f"{mark}(\\d+){mark}", render(masked))
+    except template_errors() as error:
+        raise CannotAlign(f"the template refuses stand-ins for the answers: {error}") from error
+    if [int(number) for number in frame[1::2]] != list(range(len(answers))):
+        raise CannotAlign("the template does not write every answer exactly once")
+    return _fit(text, frame[0::2], answers, markers.assistant_text)
+
+
+def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
+    """The turn with its texts replaced, an empty one added where it has none, and no other field.
+
+    What the template writes of other fields (``tool_calls``, ``reasoning_content``) is then not in the frame:
+    it is part of the answer.
+    """
+    content = turn["content"]
+    if isinstance(content, str):
+        return {"role": turn["role"], "content": replace(content)}
+    parts = [{**p, "text": replace(p["text"])} if p.get("type") == "text" else p for p in content or ()]
+    if not any(part.get("type") == "text" for part in parts):
+        parts.append({"type": "text", "text": replace("")})
+    return {"role": turn["role"], "content": parts}
+
+
+def _fit(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
+    """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template.
+
+    Args:
+        text: the rendered conversation.
+        frame: what stands before, between and behind the answers.
+        answers: as they were said.
+        opening: how the template opens an assistant turn, empty where that is not known.
+    """
+    cut = [_at_opening(piece, opening) for piece in frame[:-1]]
+    heads = [*(head for head, _, _ in cut), frame[-1]]
+    if not text.startswith(heads[0]):
+        raise CannotAlign("the rendered text does not begin as its frame does")
+    spans: list[Span] = []
+    at = len(heads[0])
+    for answer, (_, extra, opened), behind in zip(answers, cut, heads[1:], strict=True):
+        last = len(spans) == len(answers) - 1
+        span = _as_said(text, at, answer, extra, behind, last)
+        if span is None and opened:
+            span = _rewritten(text, at, answer, behind, last)
+        if span is None:
+            raise CannotAlign(f"the template changes the answer {answer[:40]!r}")
+        spans.append(span)
+        at = span[1] + len(behind)
+    return spans
+
+
+def _at_opening(piece: str, opening: str) -> tuple[str, str, bool]:
+    """A piece of the frame up to the opening of a turn, what it has behind that, and whether it has one."""
+    head, found, extra = piece.rpartition(opening) if opening else ("", "", "")
+    return (head + found, extra, True) if found else (piece, "", False)
+
+
+def _as_said(text: str, at: int, answer: str, extra: str, behind: str, last: bool) -> Span | None:
+    start = at + len(extra)
+    for form in (answer, answer.strip(), answer.lstrip(), answer.rstrip(), answer.strip("\n")):
+        end = start + len(form)
+        ends = not last or end + len(behind) == len(text)
+        if ends and text.startswith(extra + form, at) and text.startswith(behind, end):
+            return start, end
+    return None
+
+
+def _rewritten(text: str, at: int, answer: str, behind: str, last: bool) -> Span | None:
+    """All that the template writes in the turn, for an answer that it rewrites (one that thinks, mostly)."""
+    end = len(text) - len(behind) if last else text.find(behind, at)
+    # In the middle, what follows must not be found too early.
+    certain = last or (behind and behind not in answer)
+    return (at, end) if certain and at <= end and text.startswith(behind, end) else None
+
+
+def _up_to_stop(text: str, span: Span, stop: str) -> Span:
+    """The span with the stop token that follows it, and with nothing behind a stop token it holds already."""
+    start, end = span
+    if not stop:
+        return span
+    follows = re.compile(rf"\s*{re.escape(stop)}").match(text, end)
+    if follows:
+        return start, follows.end()
+    held = text[start:end].rstrip()  # generation marks may take in the newline after the turn
+    return (start, start + len(held)) if held.endswith(stop) else span
+
+
+# --- from characters to tokens ----------------------------------------------------------------------------
 
 
 def label_tokens(
-    processor: Any, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+    chat: ChatProcessor, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
 ) -> list[int]:
     """Labels for ``ids``: the id itself inside the spans, :data:`IGNORE_INDEX` elsewhere.
 
     Arguments and errors are those of :func:`supervised_tokens`.
     """
     labels = [IGNORE_INDEX] * len(ids)
-    for start, end in supervised_tokens(processor, text, spans, ids, media_ids):
+    for start, end in supervised_tokens(chat, text, spans, ids, media_ids):
         labels[start:end] = ids[start:end]
     return labels
 
 
 def supervised_tokens(
-    processor: Any,
+    chat: ChatProcessor,
     text: str,
     spans: Sequence[Span],
     ids: Sequence[int],
@@ -73,7 +228,7 @@ def supervised_tokens(
     """Where the spans of a text are in its ids: first and behind-last token of each piece, media left out.
 
     Args:
-        processor: its tokenizer made ``ids``.
+        chat: its tokenizer made ``ids``.
         text: the rendered conversation with unexpanded placeholders.
         spans: characters of ``text`` to supervise, none of them empty.
         ids: the tokens of ``text`` with placeholders expanded; may be padded, or cut at the end.
@@ -85,24 +240,12 @@ def supervised_tokens(
     """
     if not spans:
         return []
-    return _places(tokenizer_of(processor), text, spans, ids, media_ids, read)
-
-
-def _places(
-    tokenizer: Any,
-    text: str,
-    spans: Sequence[Span],
-    ids: Sequence[int],
-    media_ids: frozenset[int],
-    known: Tokenised | None,
-) -> list[Span]:
-    """Where the spans are in ``ids``, without the media in them."""
-    special = frozenset(special_tokens(tokenizer).values()) - media_ids
+    tokenizer = chat.tokenizer
+    special = frozenset(chat.special_tokens.values()) - media_ids
     pad = getattr(tokenizer, "pad_token_id", None)
 
-    def read(bos: bool, padded: bool) -> list[Span]:
-        tokens = _tokenise(tokenizer, text, spans, add_special_tokens=bos)
-        return over(tokens, padded)
+    def tokenise(bos: bool, padded: bool) -> list[Span]:
+        return over(_tokenise(tokenizer, text, spans, add_special_tokens=bos), padded)
 
     def over(tokens: Tokenised, padded: bool) -> list[Span]:
         low, high = _without_padding(tokens.ids, ids, pad) if padded else (0, len(ids))
@@ -110,17 +253,17 @@ def _places(
         found = _carried_over(tokens.ids, pieces, ids[low:high], special)
         return [(low + start, low + end) for start, end in found]
 
-    if known is not None and known.text == text:
+    if read is not None and read.text == text:
         with suppress(CannotAlign):
-            return over(known, padded=False)
+            return over(read, padded=False)
     try:
-        return read(bos=False, padded=False)
+        return tokenise(bos=False, padded=False)
     except CannotAlign:
         # Pad tokens may hide the stop tokens they are equal to. And where no special token comes before an
         # answer, the one that the tokenizer puts in front must be counted.
         for bos, padded in ((False, True), (True, False), (True, True)):
             with suppress(CannotAlign):
-                return read(bos, padded)
+                return tokenise(bos, padded)
         raise
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
-from packhorse.chat.template import is_transformers, remembered, special_tokens
+from packhorse.chat.template import is_transformers, special_tokens
 
 # What a single text, which is neither padded nor cut, can be asked for with.
 _PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
@@ -132,23 +132,18 @@ class RunTokenizer:
 def media_runs(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
     """Text and id of those tokens of ``ids`` that are the same written alone and among their like."""
     special = special_tokens(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
 
-    def make() -> dict[str, int]:
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+    def stays(text: str, number: int) -> bool:
+        token = added.get(number)
+        if token is None or token.single_word or token.normalized:
+            return False  # what it becomes depends on its neighbours
+        if any(text + text[0] in other for other in special):
+            return False  # two of them may begin another token
+        made = tokenizer(text * 3, add_special_tokens=False)
+        return list(made["input_ids"]) == [number] * 3
 
-        def stays(text: str, number: int) -> bool:
-            token = added.get(number)
-            if token is None or token.single_word or token.normalized:
-                return False  # what it becomes depends on what stands beside it
-            if any(text + text[0] in other for other in special):
-                return False  # two of them may begin another token
-            made = tokenizer(text * 3, add_special_tokens=False)
-            return list(made["input_ids"]) == [number] * 3
-
-        wanted = {text: number for text, number in special.items() if number in ids}
-        return {text: number for text, number in wanted.items() if stays(text, number)}
-
-    return remembered(tokenizer, ("runs", len(special), ids), make)
+    return {text: number for text, number in special.items() if number in ids and stays(text, number)}
 
 
 def with_runs(processor: Any, ids: frozenset[int]) -> tuple[Any, RunTokenizer | None]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from packhorse.errors import PackhorseError
 
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns], str]
-T = TypeVar("T")
 
 PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that stand in for texts: no template writes them, and hardly anybody types them."""
@@ -43,15 +42,63 @@ class TurnMarkers:
     stop_text: str = ""
 
 
-def renderer(processor: Any) -> Render:
-    """The function that writes a list of turns as one text, with the processor's own chat template."""
+class ChatProcessor:
+    """A processor with its tokenizer and chat template; what they say is looked up once.
 
-    def render(turns: Turns) -> str:
-        text = processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
+    Args:
+        processor: of any kind, or a tokenizer. Changes made to it after the first use are not noticed.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """See :func:`tokenizer_of`."""
+        return tokenizer_of(self.processor)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """See :func:`chat_template`."""
+        return chat_template(self.processor)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """See :func:`special_tokens`."""
+        return special_tokens(self.tokenizer)
+
+    @cached_property
+    def turn_markers(self) -> TurnMarkers:
+        r"""How the template opens and closes an assistant turn.
+
+        ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what surrounds an
+        answer in a rendered example. A blank at the end of the opening belongs to the answer's first token
+        and is not part of it.
+
+        Raises:
+            CannotAlign: the template does not write a user turn and an answer one after the other.
+        """
+        return _derive_markers(self)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a list of parts, and not the list."""
+        turn = {"role": "user", "content": [{"type": "text", "text": chr(PRIVATE_USE[0])}]}
+        try:
+            text = self.apply_chat_template([turn])
+        except template_errors(TypeError, ValueError):
+            return False
+        return chr(PRIVATE_USE[0]) in text and not any(quoted in text for quoted in ("'text'", '"text"'))
+
+    def apply_chat_template(self, turns: Turns) -> str:
+        """Render turns as one text with the processor's own method."""
+        text = self.processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
         # Some processors take one conversation for a batch of one.
         return str(text[0] if isinstance(text, list) else text)
 
-    return render
+    def render(self, turns: Turns) -> str:
+        """Render turns as one text, media placeholders not expanded."""
+        return self.apply_chat_template(turns)
 
 
 def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
@@ -90,55 +137,18 @@ def chat_template(processor: Any) -> str | None:
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Text -> id of the tokens that a tokenizer never splits: special and added ones."""
-
-    def make() -> dict[str, int]:
-        found = dict(getattr(tokenizer, "get_added_vocab", dict)())
-        for token in getattr(tokenizer, "all_special_tokens", ()):
-            found.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
-        return {token: number for token, number in found.items() if token}
-
-    if not hasattr(type(tokenizer), "__len__"):
-        return make()
-    # Asked for at every sample, and slow where there are thousands. Adding a token changes the length.
-    return remembered(tokenizer, len(tokenizer), make)
+    found = dict(getattr(tokenizer, "get_added_vocab", dict)())
+    for token in getattr(tokenizer, "all_special_tokens", ()):
+        found.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
+    return {token: number for token, number in found.items() if token}
 
 
-_memory: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-
-
-def remembered(tokenizer: Any, key: Any, make: Callable[[], T]) -> T:
-    """What ``make`` makes, made once for a tokenizer and a key; forgotten with the tokenizer."""
-    try:
-        known = _memory.setdefault(tokenizer, {})
-    except TypeError:  # a tokenizer that cannot be a key is asked every time
-        return make()
-    if key not in known:
-        known[key] = make()
-    found: T = known[key]
-    return found
-
-
-def turn_markers(processor: Any) -> TurnMarkers:
-    r"""How the template opens and closes an assistant turn; found once per tokenizer and template.
-
-    ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what stands around an
-    answer in a rendered example. A blank at the end of the opening belongs to the answer's first token and is
-    not part of it.
-
-    Raises:
-        CannotAlign: the template does not write a user turn and an answer one after the other.
-    """
-    tokenizer, template = tokenizer_of(processor), chat_template(processor)
-    key = (type(processor).__qualname__, template)
-    return remembered(tokenizer, key, lambda: _derive_markers(processor, tokenizer, template))
-
-
-def _derive_markers(processor: Any, tokenizer: Any, template: str | None) -> TurnMarkers:
-    special = special_tokens(tokenizer)
+def _derive_markers(chat: ChatProcessor) -> TurnMarkers:
+    tokenizer, template, special = chat.tokenizer, chat.chat_template, chat.special_tokens
     if template is not None and all(token in template and token in special for token in _CHATML):
         opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
         return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
-    between, behind = _around_an_answer(processor)
+    between, behind = _around_an_answer(chat)
     between = between.rstrip(" ")
     ends = token_ids(tokenizer(behind, add_special_tokens=False))
     opening = token_ids(tokenizer(between, add_special_tokens=False))
@@ -155,17 +165,17 @@ def _derive_markers(processor: Any, tokenizer: Any, template: str | None) -> Tur
     return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
 
 
-def _around_an_answer(processor: Any) -> tuple[str, str]:
-    """What a rendered example has between a question and its answer, and behind the answer."""
-    if not hasattr(processor, "apply_chat_template"):
-        raise CannotAlign(f"{type(processor).__name__} has no chat template")
+def _around_an_answer(chat: ChatProcessor) -> tuple[str, str]:
+    """What a rendered example has between a question and its answer, and after the answer."""
+    if not hasattr(chat.processor, "apply_chat_template"):
+        raise CannotAlign(f"{type(chat.processor).__name__} has no chat template")
     question, answer = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
     texts = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
     # Texts first: a template that wants texts would print a list of parts as Python does.
     for example in (texts, parts):
         try:
-            text = renderer(processor)(example)
+            text = chat.apply_chat_template(example)
         except template_errors(TypeError, ValueError):
             continue
         if text.count(question) == 1 == text.count(answer):

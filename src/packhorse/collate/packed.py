@@ -20,8 +20,8 @@ from packhorse.collate.pixel_buffer import are_pixels
 from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.families.base import is_at_least
 from packhorse.families.models import check_packable, check_router_loss, unwrap
+from packhorse.families.processors import is_at_least
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import TensorLayout
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from packhorse.chat import CannotAlign, is_transformers, template_errors, tokenizer_of
 from packhorse.errors import ConfigError
-from packhorse.families import Family, Generic
+from packhorse.families import Encoder, Family, Generic
 
 __all__ = [
     "NOT_MADE_FOR_IT",
@@ -152,7 +152,7 @@ def render(processor: Any, family: Family, turns: Turns) -> str:
         ConfigError: it has no ``apply_chat_template``.
     """
     if is_transformers(processor) and not isinstance(family, Generic):
-        return family.render(processor, turns)
+        return Encoder(processor, family).render(turns)
     method = getattr(processor, "apply_chat_template", None)
     if method is None:
         raise ConfigError(f"{type(processor).__name__} has no apply_chat_template")

@@ -25,7 +25,7 @@ from packhorse.collate.raw_prepare import (
     rendered,
 )
 from packhorse.errors import ConfigError
-from packhorse.families import Family, Generic, family_of
+from packhorse.families import Encoder, Family, Generic, family_of
 
 __all__ = ["Batch", "Hook", "default_collate_fn", "finish", "llava_onevision_collate_fn", "padded_to"]
 
@@ -175,9 +175,9 @@ def _check_media(batch: Batch, ready: Sequence[Ready], processor: Any, family: F
 
 
 def _one_by_one(ready: Sequence[Ready], processor: Any, family: Family, max_length: int | None) -> Batch:
-    samples = []
+    samples, encoder = [], Encoder(processor, family)
     for one in ready:
-        encoded = family.encode(one.decoded(), processor)
+        encoded = encoder.encode(one.decoded())
         samples.append({**encoded.tokens, **encoded.media})
     side = padding_side(processor)
     batch = pad_samples(samples, family, pad_token_id(processor), side=side)

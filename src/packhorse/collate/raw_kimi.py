@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import TOKEN_KEYS, tokenizer_of
+from packhorse.chat import TOKEN_KEYS, ChatProcessor, tokenizer_of
 from packhorse.chat.template import is_transformers
 from packhorse.collate.finish import Counts
 from packhorse.collate.padded import pad_samples
@@ -18,7 +18,7 @@ from packhorse.collate.raw_default import finish, padded_to
 from packhorse.collate.raw_limit import Batch, within_length
 from packhorse.collate.raw_media import _extract_media_from_conversations
 from packhorse.collate.raw_prepare import Ready, hide_fakes, make_ready, rendered
-from packhorse.families import Family, family_of
+from packhorse.families import Encoder, Family, family_of
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote, media_pad_id
 from packhorse.types import MediaKind
 
@@ -163,7 +163,7 @@ def kimi_k25_vl_collate_fn(
 def _encoded(one: Ready, text: str, processor: Any, family: Family) -> Batch:
     """One sample: tensors per token [S] and its media, placeholders expanded."""
     if is_transformers(processor):
-        encoded = family.encode(one.decoded(), processor)
+        encoded = Encoder(processor, family).encode(one.decoded())
         return {**encoded.tokens, **encoded.media}
     images, options = one.media.images, dict[str, Any]()
     if images and names(processor, "images") and not names(processor, "medias"):
@@ -181,7 +181,7 @@ def _encoded(one: Ready, text: str, processor: Any, family: Family) -> Batch:
     mask = sample["attention_mask"].reshape(-1) if "attention_mask" in sample else torch.ones_like(ids)
     grids = sample.get("grid_thws")
     if grids is not None:
-        pad = media_pad_id(processor)
+        pad = media_pad_id(ChatProcessor(processor))
         if len(grids) and not bool((ids == pad).any()):
             raise ValueError(f"no placeholder (id {pad}) in the ids for {len(grids)} images")
         ids, mask = _expand_image_tokens(ids, mask, grids, pad, _merge_kernel(processor))
@@ -222,7 +222,10 @@ def _cut(
 def _spans(sample: Batch, one: Ready, processor: Any, family: Family) -> Iterator[tuple[MediaKind, int, int]]:
     """Kind, first and behind-last token of each medium, in the order of the text."""
     ids = sample["input_ids"]
-    pads = {"image": media_pad_id(processor), "video": getattr(processor, "video_token_id", None)}
+    pads = {
+        "image": media_pad_id(ChatProcessor(processor)),
+        "video": getattr(processor, "video_token_id", None),
+    }
     places: dict[MediaKind, Iterator[int]] = {}
     tokens: dict[MediaKind, Iterator[int]] = {}
     for _, grid_key, kind in _GRIDS:
@@ -241,4 +244,5 @@ def _units(one: Ready, kind: MediaKind, processor: Any, family: Family) -> list[
     if kind == "image":
         return [1] * len(one.media.images)
     sizes = [size for found, size in one.media.sizes() if found == "video"]
-    return [family.item_rows(processor, "video_grid_thw", "video", size) for size in sizes]
+    encoder = Encoder(processor, family)
+    return [family.item_rows(encoder, "video_grid_thw", "video", size) for size in sizes]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, answer_spans, label_tokens, tokenizer_of, turn_markers
+from packhorse.chat import IGNORE_INDEX, CannotAlign, ChatProcessor, answer_spans, label_tokens, tokenizer_of
 from packhorse.chat.template import is_transformers
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import (
@@ -28,7 +28,7 @@ from packhorse.collate.processor_call import (
     tolerated,
 )
 from packhorse.errors import ConfigError
-from packhorse.families import Encoded, Family, Generic, family_of
+from packhorse.families import Encoder, Family, Generic, family_of
 from packhorse.types import MEDIA_KINDS
 
 _STOP_TEXTS = frozenset(
@@ -118,7 +118,7 @@ def is_stop(token: int, processor: Any) -> bool:
         if text in _STOP_TEXTS or (text and text == getattr(tokenizer, "eos_token", None)):
             return True
     try:
-        return token == turn_markers(processor).stop
+        return token == ChatProcessor(processor).turn_markers.stop
     except tolerated(processor, CannotAlign):
         return False
 
@@ -205,12 +205,12 @@ def make_labels(
     input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
 ) -> torch.Tensor:
     """:func:`build_labels_from_template` without a report of rows in which nothing is learned."""
-    family = family_of(processor)
-    media = media_ids(processor, family)
+    encoder = Encoder(processor)
+    media = media_ids(processor, encoder.family)
 
     def row(ids: list[int], conversation: Turns) -> list[int]:
         try:
-            return _laid_over(ids, conversation, processor, family, media)
+            return _laid_over(ids, conversation, encoder, media)
         except CannotAlign:
             pass
         try:
@@ -245,7 +245,7 @@ def media_ids(processor: Any, family: Family) -> frozenset[int]:
     known: frozenset[int] = frozenset()
     if callable(getattr(tokenizer, "convert_tokens_to_ids", None)):
         with suppress(*tolerated(processor, ConfigError)):
-            known = family.media_token_ids(processor)
+            known = Encoder(processor, family).media_token_ids
     if known and not isinstance(family, Generic):
         return known
     owners = (processor, tokenizer)
@@ -256,18 +256,17 @@ def media_ids(processor: Any, family: Family) -> frozenset[int]:
 # --- the rendered text laid over the ids ------------------------------------------------------------------
 
 
-def _laid_over(
-    ids: list[int], conversation: Turns, processor: Any, family: Family, media: frozenset[int]
-) -> list[int]:
+def _laid_over(ids: list[int], conversation: Turns, encoder: Encoder, media: frozenset[int]) -> list[int]:
+    processor, family = encoder.processor, encoder.family
     turns = plain_turns(conversation, family)
     try:
         text = render(processor, family, turns)
         if isinstance(family, Generic) or not is_transformers(processor):
-            spans = answer_spans(processor, turns, text, lambda changed: render(processor, family, changed))
+            spans = answer_spans(encoder, turns, text, lambda changed: render(processor, family, changed))
         else:
-            spans = family.answer_spans(processor, Encoded(text, turns, {}, {}))
-        labels = label_tokens(processor, text, spans, ids, media)
-        return labels if turn_markers(processor).stop is not None else _with_stops(labels, ids, processor)
+            spans = family.answer_spans(encoder, turns, text)
+        labels = label_tokens(encoder, text, spans, ids, media)
+        return labels if encoder.turn_markers.stop is not None else _with_stops(labels, ids, processor)
     except CannotAlign:
         raise
     except tolerated(processor, ConfigError) as error:
@@ -321,7 +320,7 @@ def _markers(processor: Any) -> tuple[list[int], int]:
     """
     if type(processor).__name__ not in _IMSTART_TEMPLATE_PROCESSORS:
         with suppress(*tolerated(processor, CannotAlign)):
-            found = turn_markers(processor)
+            found = ChatProcessor(processor).turn_markers
             if found.assistant and found.stop is not None:
                 return list(found.assistant), found.stop
     tokenizer = tokenizer_of(processor)

@@ -15,7 +15,7 @@ from packhorse.collate.finish import Counts, Records
 from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated
 from packhorse.collate.raw_labels import _extract_assistant_text
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import Family, family_of
+from packhorse.families import Encoder, Family, family_of
 from packhorse.formats.estimate import image_config, image_tokens
 from packhorse.media import image_size
 from packhorse.types import MEDIA_KINDS, Conversation, MediaRef
@@ -98,7 +98,8 @@ def _estimate_media_tokens(conversation: Turns, processor: Any) -> int:
 def _tokens(family: Family, processor: Any, ref: MediaRef, images: int) -> int:
     if family.exact and ref.kind in family.kinds:
         try:
-            return family.media_tokens(processor, ref.kind, family.size_of(ref, processor), images)
+            encoder = Encoder(processor, family)
+            return encoder.media_tokens(ref.kind, encoder.size_of(ref), images)
         except (BadSample, ValueError):
             return 0  # it cannot be read, or the processor will refuse it; who loads it says why
         except tolerated(processor):

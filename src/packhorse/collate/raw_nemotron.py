@@ -15,7 +15,7 @@ from packhorse.collate.raw_labels import report_unsupervised, search_answers
 from packhorse.collate.raw_limit import Batch
 from packhorse.collate.raw_prepare import make_ready
 from packhorse.encode.robust import Batch as Samples
-from packhorse.families import Encoded
+from packhorse.families import Encoder
 from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
 from packhorse.formats.conversation import sounds_beside
 
@@ -115,13 +115,14 @@ def nemotron_parse_collate_fn(
         if not one.media.images:
             raise family.bad(f"sample {place} of the batch has no image", one.conversation)
     turns = [plain_turns(one.turns, family) for one in ready]
-    texts = [family.render(processor, each) for each in turns]
+    encoder = Encoder(processor, family)
+    texts = [encoder.render(each) for each in turns]
     images = [one.media.images[0] for one in ready]
     options = {"padding": True, "add_special_tokens": False, "return_tensors": "pt"}
     batch = cast_pixels(dict(call(processor, images=images, text=texts, **options)), pixel_dtype)
     ids = batch["input_ids"]
     mask = batch.setdefault("attention_mask", torch.ones_like(ids))
-    labels = _labels(ids, mask, turns, texts, processor, family)
+    labels = _labels(ids, mask, turns, texts, encoder)
     report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
     batch["labels"] = labels
     made = shifted(counted(batch, Counts([1] * len(ready))), family)
@@ -135,14 +136,12 @@ def _labels(
     mask: torch.Tensor,
     turns: Sequence[list[dict[str, Any]]],
     texts: Sequence[str],
-    processor: Any,
-    family: NemotronParse,
+    encoder: Encoder,
 ) -> torch.Tensor:
+    processor, family = encoder.processor, encoder.family
     try:
         rows = [
-            label_tokens(
-                processor, text, family.answer_spans(processor, Encoded(text, each, {}, {})), row, frozenset()
-            )
+            label_tokens(encoder, text, family.answer_spans(encoder, each, text), row, frozenset())
             for row, text, each in zip(ids.tolist(), texts, turns, strict=True)
         ]
     except tolerated(processor, CannotAlign):

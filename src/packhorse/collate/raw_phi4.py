@@ -18,7 +18,7 @@ from packhorse.collate.raw_default import finish
 from packhorse.collate.raw_limit import Batch
 from packhorse.collate.raw_prepare import Opened, decode, hide_fakes, open_batch, rendered
 from packhorse.errors import ConfigError
-from packhorse.families import Family, Generic, family_of
+from packhorse.families import Encoder, Family, Generic, family_of
 from packhorse.formats.conversation import sounds_beside
 from packhorse.media import load_audio
 
@@ -79,9 +79,7 @@ def _with_template(processor: Any) -> Any:
         return processor
     placeholders: dict[str, str] = {}
     with suppress(ConfigError):  # the model's own processor numbers them
-        placeholders = {
-            str(kind): text for kind, text in family_of(processor).placeholders(processor).items()
-        }
+        placeholders = {str(kind): text for kind, text in Encoder(processor).placeholders.items()}
 
     def apply_chat_template(turns: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         numbers = {"image": count(1), "audio": count(1)}

@@ -19,7 +19,7 @@ from packhorse.collate.processor_call import logger, plain_turns, render
 from packhorse.collate.raw_labels import media_ids
 from packhorse.encode.preparation import fake_tokens, with_sound_in_place
 from packhorse.errors import ConfigError
-from packhorse.families import Family, Generic, LoadedMedia, MediaSize
+from packhorse.families import Encoder, Family, Generic, LoadedMedia, MediaSize
 from packhorse.formats.conversation import parse_conversation
 from packhorse.media import load_image
 from packhorse.types import Conversation, MediaKind, MediaRef, Part
@@ -113,10 +113,11 @@ def open_batch(
                 f"sample {place} of the batch has input_ids and no conversation: these samples are already "
                 "encoded, use pad_collate_fn"
             )
-    family.check_template(processor)
+    encoder = Encoder(processor, family)
+    encoder.check_template()
     records, opened = records_of(examples), []
     for example, key in zip(examples, keys_of(examples), strict=True):
-        placed = with_sound_in_place(example, family, processor, key) if sound else example
+        placed = with_sound_in_place(example, encoder, key) if sound else example
         opened.append(Opened(placed, parse_conversation(placed, key), records))
     return opened
 
@@ -163,20 +164,20 @@ def check_text(conversation: Conversation, processor: Any, family: Family) -> No
     Only for transformers' processors of known families, which would mix up the media without a word.
     """
     if is_transformers(processor) and not isinstance(family, Generic):
-        text = family.rendered(processor, conversation)
-        family.check_placeholders(processor, text, conversation)
+        encoder = Encoder(processor, family)
+        encoder.check_placeholders(encoder.render_conversation(conversation), conversation)
 
 
 def _loaded(
     turns: Sequence[Mapping[str, Any]], conversation: Conversation, processor: Any, family: Family
 ) -> tuple[list[dict[str, Any]], LoadedMedia]:
-    media = LoadedMedia([], [], [])
+    media, encoder = LoadedMedia([], [], []), Encoder(processor, family)
 
     def load(ref: MediaRef) -> Any:
         if ref.kind == "image":
             media.images.append(load_image(ref.source))
             return media.images[-1]
-        one = family.load([ref], processor)
+        one = encoder.load([ref])
         media.videos.extend(one.videos)
         media.audios.extend(one.audios)
         return one.videos[0].frames if one.videos else one.audios[0][0]
@@ -221,7 +222,7 @@ def all_media(ready: Sequence[Ready]) -> LoadedMedia:
 
 def grouped_options(ready: Sequence[Ready], processor: Any, family: Family) -> dict[str, Any]:
     """Options of a transformers processor's call that say what its media are (``videos_kwargs``, …)."""
-    arguments = family.call_arguments(processor, all_media(ready))
+    arguments = family.call_arguments(Encoder(processor, family), all_media(ready))
     return {name: value for name, value in arguments.items() if name not in _MEDIA_ARGUMENTS}
 
 
@@ -259,7 +260,7 @@ def _fake_span(ids: torch.Tensor, one: Ready, processor: Any, family: Family) ->
     # With other media beside it, what the processor makes of them has to be known too.
     if _tells_placeholders(processor, family) and (is_transformers(processor) or not beside):
         sizes = _sizes(one, processor, family) if beside else []
-        return fake_tokens(family, processor, ids.tolist(), one.conversation, sizes)
+        return fake_tokens(Encoder(processor, family), ids.tolist(), one.conversation, sizes)
     owners = (processor, tokenizer_of(processor))
     told = {getattr(owner, "image_token_id", None) for owner in owners} - {None}
     content = told or media_ids(processor, family)
@@ -278,13 +279,14 @@ def _sizes(one: Ready, processor: Any, family: Family) -> list[tuple[MediaKind, 
     refs = one.conversation.media
     if len(one.media.sizes()) == len(refs):
         return one.media.sizes(ref.kind for ref in refs)
-    return [(ref.kind, family.size_of(ref, processor)) for ref in refs]
+    encoder = Encoder(processor, family)
+    return [(ref.kind, encoder.size_of(ref)) for ref in refs]
 
 
 def _tells_placeholders(processor: Any, family: Family) -> bool:
     if isinstance(family, Generic) or not hasattr(tokenizer_of(processor), "convert_tokens_to_ids"):
         return False
     try:
-        return "image" in family.placeholders(processor)
+        return "image" in Encoder(processor, family).placeholders
     except ConfigError:  # a small object by the name of a known class
         return False

@@ -28,7 +28,7 @@ from packhorse.collate.raw_prepare import (
     rendered,
 )
 from packhorse.errors import MissingDependency
-from packhorse.families import Family, LoadedMedia, family_of
+from packhorse.families import Encoder, Family, LoadedMedia, family_of
 from packhorse.media import load_image, local_path, probe_video
 from packhorse.types import MediaRef
 
@@ -132,7 +132,7 @@ def _for_package(ref: MediaRef, processor: Any, family: Family) -> dict[str, Any
     if ref.kind == "image":
         return {**options, "image": load_image(ref.source)}
     if ref.kind == "audio":
-        ((array, _),) = family.load([ref], processor).audios
+        ((array, _),) = Encoder(processor, family).load([ref]).audios
         return {**options, "audio": array}
     path = local_path(ref.source)
     if path is not None and "frame_indices" not in options and "video_metadata" not in options:
@@ -140,7 +140,7 @@ def _for_package(ref: MediaRef, processor: Any, family: Family) -> dict[str, Any
         if "num_frames" in options:
             options["nframes"] = options.pop("num_frames")
         return {**options, "video": path}
-    (video,) = family.load([ref], processor).videos
+    (video,) = Encoder(processor, family).load([ref]).videos
     told, taken = video.metadata, len(video.frames)
     rates = (
         {}

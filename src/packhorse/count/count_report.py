@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, tokenizer_of
+from packhorse.chat import IGNORE_INDEX, CannotAlign
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.count.sidecar import Sidecar
 from packhorse.errors import BadSample
-from packhorse.families import Family, family_of
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta_file import DatasetConfig
 from packhorse.formats.sharegpt import convert_row
@@ -226,13 +226,12 @@ def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetRe
 _NOT_IN_HEADERS = ("broken_media", "missing_media", "media_too_large")
 
 
-def verify_counts(files: Sequence[CountedFile], processor: Any, rows: int, seed: int) -> Verified:
+def verify_counts(files: Sequence[CountedFile], encoder: Encoder, rows: int, seed: int) -> Verified:
     """Encode ``rows`` random rows and compare their counts; costs what encoding them costs.
 
     Compared are the numbers that the head of this module lists. A row that was counted but that
     the processor refuses, or the other way round, is a difference too.
     """
-    family = family_of(processor)
     ends = list(accumulate(len(counted.sidecar) for counted in files))
     total = ends[-1] if ends else 0
     failed, not_encoded = [], []
@@ -242,7 +241,7 @@ def verify_counts(files: Sequence[CountedFile], processor: Any, rows: int, seed:
         counted, row = files[which], place - (ends[which - 1] if which else 0)
         key = row_key(counted.config.name, row)
         predicted = counted.sidecar.row(row)
-        real = _real_counts(counted, row, family, processor)
+        real = _real_counts(counted, row, encoder)
         if isinstance(real, BadSample) and real.reason in _NOT_IN_HEADERS and predicted["status"] == OK:
             not_encoded.append(f"{key}: {real.detail}")
         elif differences := "; ".join(_differences(predicted, real)):
@@ -271,47 +270,40 @@ def _differences(predicted: dict[str, Any], real: dict[str, int] | BadSample) ->
             yield f"{name} predicted {predicted[name]}, real {found}"
 
 
-def _real_counts(
-    counted: CountedFile, row: int, family: Family, processor: Any
-) -> dict[str, int] | BadSample:
+def _real_counts(counted: CountedFile, row: int, encoder: Encoder) -> dict[str, int] | BadSample:
     config, key = counted.config, row_key(counted.config.name, row)
     try:
         example = convert_row(
             counted.file[row], config.rules, key=key, dataset=config.name, record=Ledger().record
         )
         conversation = parse_conversation(example, key)
-        encoded = family.encode(conversation, processor)
-        labels = family.labels(processor, encoded)
+        encoded = encoder.encode(conversation)
+        labels = encoder.labels(encoded)
     except BadSample as error:
         return error
     except CannotAlign as error:
         return BadSample(str(error), key=key, stage="encode")
     ids = encoded.tokens["input_ids"].tolist()
-    content = family.media_token_ids(processor)
-    media = sum(token in content for token in ids)
+    media = sum(token in encoder.media_token_ids for token in ids)
     real = {"total": len(ids), "text": len(ids) - media, "media": media}
-    real |= _by_kind(family, processor, conversation, ids, media)
+    real |= _by_kind(encoder, conversation, ids, media)
     return real | {"supervised": int((labels != IGNORE_INDEX).sum())}
 
 
-def _by_kind(
-    family: Family, processor: Any, conversation: Conversation, ids: Sequence[int], media: int
-) -> dict[str, int]:
+def _by_kind(encoder: Encoder, conversation: Conversation, ids: Sequence[int], media: int) -> dict[str, int]:
     """Media tokens of each kind, as far as the ids alone tell kinds apart."""
     kinds = {ref.kind for ref in conversation.media}
     if len(kinds) < 2:
         return {kind: media if kind in kinds else 0 for kind in MEDIA_KINDS}
-    content, tokens = family.media_token_ids(processor), _kind_tokens(family, processor)
+    content, tokens = encoder.media_token_ids, _kind_tokens(encoder)
     # A kind without a token of its own is written with that of another.
     apart = kinds <= set(tokens) and set(tokens.values()) == content and len(tokens) == len(content)
     return {kind: ids.count(token) for kind, token in tokens.items()} if apart else {}
 
 
-def _kind_tokens(family: Family, processor: Any) -> dict[MediaKind, int]:
+def _kind_tokens(encoder: Encoder) -> dict[MediaKind, int]:
     """The token of each kind that has one under its own name."""
-    tokenizer = tokenizer_of(processor)
-    owners = (processor, tokenizer)
-    names = {kind: [getattr(owner, f"{kind}_token", None) for owner in owners] for kind in family.kinds}
-    texts = {kind: next((name for name in found if name is not None), None) for kind, found in names.items()}
-    ids = {kind: tokenizer.convert_tokens_to_ids(text) for kind, text in texts.items() if text is not None}
+    texts = {kind: encoder.find_token(f"{kind}_token") for kind in encoder.family.kinds}
+    convert = encoder.tokenizer.convert_tokens_to_ids
+    ids = {kind: convert(text) for kind, text in texts.items() if text is not None}
     return {kind: number for kind, number in ids.items() if isinstance(number, int)}

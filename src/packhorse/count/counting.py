@@ -153,7 +153,7 @@ def count_meta(
         seconds=time.monotonic() - started,
         counting_seconds=counting,
         counted_rows=sum(job.counted_rows for job in jobs.values()),
-        verified=verify_counts(counted, work.counter().processor, verify, seed) if verify else None,
+        verified=verify_counts(counted, work.counter().encoder, verify, seed) if verify else None,
         files=tuple(counted),
     )
 

@@ -21,7 +21,7 @@ from packhorse.chat import template_errors
 from packhorse.count.columns import COUNTS, OK, count_schema
 from packhorse.count.sidecar import CHECK, batch_digest, counter_settings, data_source
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.families.processors import open_processor
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta_file import DatasetConfig
@@ -136,10 +136,10 @@ def make_counter(processor: Any) -> TokenCounter:
     """
     from packhorse.count.token_counter import TokenCounter
 
-    family = family_of(processor)
+    encoder = Encoder(processor)
     turns = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
     try:
-        family.render(processor, turns)
+        encoder.render(turns)
     except template_errors():
         pass  # there is a template, which wants more than this; rows will tell
     except (ValueError, AttributeError) as error:
@@ -148,7 +148,7 @@ def make_counter(processor: Any) -> TokenCounter:
             f"{type(processor).__name__} has no chat template, so its conversations cannot be counted: set "
             f"tokenizer.chat_template and save the processor again ({why})"
         ) from error
-    return TokenCounter(family, processor)
+    return TokenCounter(encoder)
 
 
 def check_media_dir(config: DatasetConfig) -> None:

@@ -483,11 +483,10 @@ def places_of(dataset: MetaDataset, processor: Any) -> list[Place]:
         ConfigError: there is no processor under that path.
     """
     from packhorse.count.token_counter import TokenCounter
-    from packhorse.families import family_of
+    from packhorse.families import Encoder
     from packhorse.families.processors import as_processor
 
-    processor = as_processor(processor)
-    counter = counter_settings(TokenCounter(family_of(processor), processor))
+    counter = counter_settings(TokenCounter(Encoder(as_processor(processor))))
     return [
         Place.of(source.file, Settings.with_counter(counter, source.config)) for source in dataset.sources
     ]

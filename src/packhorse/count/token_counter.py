@@ -19,22 +19,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
-from packhorse.chat import (
-    CannotAlign,
-    chat_template,
-    label_tokens,
-    special_tokens,
-    template_errors,
-    tokenizer_of,
+from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, special_tokens, template_errors
+from packhorse.count.programs import (
+    Assembled,
+    SpecialTokens,
+    Step,
+    assemble,
+    compile_program,
+    find_frame,
+    stand_in,
 )
-from packhorse.chat.labels import IGNORE_INDEX
-from packhorse.chat.template import token_ids
-from packhorse.chat.template_cache import find_frame, stand_in
-from packhorse.count.programs import Assembled, SpecialTokens, Step, assemble, compile_program
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
-from packhorse.families.base import Encoded, Family
-from packhorse.families.expansion import REFUSALS, Pieces
-from packhorse.families.media_sizes import MediaSize
+from packhorse.errors import BadSample, ConfigError, naming
+from packhorse.families import Encoder, MediaSize
+from packhorse.families.encoder import processor_errors
+from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaRef, Message, TextPart, TokenCount
 
 _NUMBERS = (r"\p{N}", r"\p{N}{1,3}")
@@ -220,19 +218,17 @@ class TokenCounter:
     """Counts conversations for one processor.
 
     Args:
-        family: of the processor, see :func:`packhorse.families.family_of`.
-        processor: the processor that will encode them.
+        encoder: the processor that will encode them.
     """
 
-    def __init__(self, family: Family, processor: Any) -> None:
-        self.family, self.processor = family, processor
-        self._tokenizer = tokenizer_of(processor)
-        special = special_tokens(self._tokenizer)
-        self._special = SpecialTokens(special)
-        written = family.placeholders(processor).values()
-        self._typed = SpecialTokens(special | dict.fromkeys(written, -1))
-        fast = getattr(self._tokenizer, "is_fast", False) and hasattr(self._tokenizer, "_tokenizer")
-        self._lengths = TokenLengths(self._tokenizer) if fast else None
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.family = encoder, encoder.family
+        self._special = SpecialTokens(encoder.special_tokens)
+        written = encoder.placeholders.values()
+        self._typed = SpecialTokens(encoder.special_tokens | dict.fromkeys(written, -1))
+        tokenizer = encoder.tokenizer
+        fast = getattr(tokenizer, "is_fast", False) and hasattr(tokenizer, "_tokenizer")
+        self._lengths = TokenLengths(tokenizer) if fast else None
         self._programs: dict[Shape, tuple[list[Step], bool] | None] = {}
         self._seen: set[Shape] = set()
         self._media_of_sizes: dict[Any, tuple[tuple[MediumCount, ...], list[Written]]] = {}
@@ -284,13 +280,13 @@ class TokenCounter:
 
     def settings(self) -> dict[str, Any]:
         """All that decides a count beside the conversation, for the key under which counts are kept."""
-        described = _without_places(_description(self.processor))
+        described = _without_places(_description(self.encoder.processor))
         return {
             "counter": COUNTER_VERSION,
             "family": self.family.name,
             "processor": json.loads(json.dumps(described, sort_keys=True, default=str)),
-            "tokenizer": _digest_of(self._tokenizer),
-            "template": chat_template(self.processor),
+            "tokenizer": _digest_of(self.encoder.tokenizer),
+            "template": self.encoder.chat_template,
         }
 
     # --- the short way -----------------------------------------------------------------------------------
@@ -325,7 +321,7 @@ class TokenCounter:
         if made is None:
             return None
         if adds_special:
-            made.fixed += self._tokenizer.num_special_tokens_to_add(pair=False)
+            made.fixed += self.encoder.tokenizer.num_special_tokens_to_add(pair=False)
         return made, media
 
     def _program(self, shape: Shape, conversation: Conversation) -> tuple[list[Step], bool] | None:
@@ -341,83 +337,71 @@ class TokenCounter:
         return self._programs[shape]
 
     def _compiled(self, conversation: Conversation) -> tuple[list[Step], bool] | None:
-        family, processor = self.family, self.processor
+        encoder = self.encoder
         masked, count = _with_stand_ins(conversation)
-        turns = family.turns(masked)
+        turns = self.family.turns(masked)
         try:
-            frame = find_frame(processor, turns, count, lambda asked: family.render(processor, asked))
+            frame = find_frame(encoder, turns, count)
             if frame is None:
                 return None
-            family.check_placeholders(processor, frame.text, masked)
-            spans = family.answer_spans(processor, Encoded(frame.text, turns, {}, {}))
+            encoder.check_placeholders(frame.text, masked)
+            spans = self.family.answer_spans(encoder, turns, frame.text)
         except template_errors(BadSample, CannotAlign):
             return None  # the long way says what is wrong with it
-        known = family.placeholders(processor)
+        known = encoder.placeholders
         if any(ref.kind not in known for ref in conversation.media):
             return None
         placeholders = [known[ref.kind] for ref in conversation.media]
         steps = compile_program(frame, spans, placeholders, self._special)
-        return None if steps is None else (steps, _adds_special(family, processor, frame.text))
+        adds_special = encoder.text_options(frame.text).get("add_special_tokens", True)
+        return None if steps is None else (steps, bool(adds_special))
 
     # --- the long way ------------------------------------------------------------------------------------
 
     def _count_whole(self, conversation: Conversation) -> Counted:
         """Render, write the media out, tokenise, label: all that encoding does, but no medium is decoded."""
-        family, processor = self.family, self.processor
+        encoder, family = self.encoder, self.family
         family.check(conversation)
-        turns = family.turns(conversation)
-        text = family.rendered(processor, conversation)
-        family.check_placeholders(processor, text, conversation)
+        text = encoder.render_conversation(conversation)
+        encoder.check_placeholders(text, conversation)
         media, _ = self._media(conversation.media, conversation.key)
         sizes = [(medium.kind, medium.size) for medium in media]
-        outline, left_out = family.outline(processor, text, sizes, conversation.key)
-        special = _adds_special(family, processor, text)
-        ids = token_ids(self._tokenizer(outline, add_special_tokens=special))
+        outline, omitted = encoder.outline(text, sizes, conversation.key)
+        ids = encoder.tokenize(outline, rendered=text)
+        content = encoder.media_token_ids
         try:
-            spans = family.answer_spans(processor, Encoded(text, turns, {}, {}))
-            labels = label_tokens(processor, text, spans, ids, family.media_token_ids(processor))
+            spans = family.answer_spans(encoder, family.turns(conversation), text)
+            labels = label_tokens(encoder, text, spans, ids, content)
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
         learned = sum(label != IGNORE_INDEX for label in labels)
-        content = family.media_token_ids(processor)
-        found = sum(token in content for token in ids) + left_out
+        found = sum(token in content for token in ids) + omitted
         expected = sum(medium.tokens for medium in media)
         if family.exact and found != expected:
             raise family.bad(f"{found} media tokens where its media need {expected}", conversation)
-        return self._result(len(ids) + left_out, learned, media)
+        return self._result(len(ids) + omitted, learned, media)
 
     # --- both --------------------------------------------------------------------------------------------
 
     def _media(self, refs: Sequence[MediaRef], key: str) -> tuple[tuple[MediumCount, ...], list[Written]]:
         """The counts of a sample's media and what is written for each, from the sizes in their headers."""
-        family, processor = self.family, self.processor
+        encoder = self.encoder
         with naming(key):
-            sizes = tuple((ref.kind, family.size_of(ref, processor)) for ref in refs)
+            sizes = tuple((ref.kind, encoder.size_of(ref)) for ref in refs)
         known = self._media_of_sizes.get(sizes)
         if known is None:
             images = sum(kind == "image" for kind, _ in sizes)
-            try:
+            with processor_errors(key):
                 counts = tuple(
                     MediumCount(
                         kind,
                         size,
-                        family.media_tokens(processor, kind, size, images),
-                        family.media_patches(processor, kind, size, images),
+                        encoder.media_tokens(kind, size, images),
+                        encoder.media_patches(kind, size, images),
                     )
                     for kind, size in sizes
                 )
-                pieces = family.pieces_together(processor, sizes)
-            except PackhorseError:
-                raise
-            except REFUSALS as error:
-                detail = f"the processor refuses it: {error}"
-                raise BadSample(detail, reason="sample_failed", key=key, stage="encode") from error
-            except DATA_ERRORS as error:
-                if not is_data_error(error):
-                    raise
-                detail = f"the processor fails on it: {type(error).__name__}: {error}"
-                raise BadSample(detail, reason="sample_failed", key=key, stage="encode") from error
-            known = counts, [self._cut(one) for one in pieces]
+            known = counts, [self._cut(one) for one in encoder.pieces_of(sizes, key)]
             # Not by the number of entries: one may hold hundreds of media, and such rows are all different.
             self._media_held += len(sizes)
             if self._media_held > _MOST_MEDIA:
@@ -478,12 +462,6 @@ def _with_stand_ins(conversation: Conversation) -> tuple[Conversation, int]:
                 parts.append(part)
         messages.append(Message(message.role, tuple(parts)))
     return Conversation(tuple(messages), conversation.key), number
-
-
-def _adds_special(family: Family, processor: Any, text: str) -> bool:
-    """Whether the tokenizer is left to put its own tokens around a text."""
-    arguments = family.text_arguments(processor, text)
-    return bool(arguments.get("text_kwargs", arguments).get("add_special_tokens", True))
 
 
 def _digest_of(tokenizer: Any) -> str:

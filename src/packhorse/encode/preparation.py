@@ -11,18 +11,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from packhorse.chat import tokenizer_of
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
-from packhorse.families import Family, MediaSize
+from packhorse.families import Encoder
+from packhorse.families.media_sizes import Sizes
 from packhorse.formats.conversation import sound_in_place
-from packhorse.types import Conversation, MediaKind, MediaRef
+from packhorse.types import Conversation, MediaRef
 
 T = TypeVar("T")
 
 
-def with_sound_in_place(
-    example: Mapping[str, Any], family: Family, processor: Any, key: str = ""
-) -> Mapping[str, Any]:
+def with_sound_in_place(example: Mapping[str, Any], encoder: Encoder, key: str = "") -> Mapping[str, Any]:
     """The example with sound beside its conversation made a part of it (see :func:`sound_in_place`).
 
     Raises:
@@ -32,7 +30,7 @@ def with_sound_in_place(
         return example
     placeholders: list[str] = []
     with suppress(ConfigError):  # a small object by the name of a known class names none
-        placeholders = [family.placeholders(processor)["audio"]] if "audio" in family.kinds else []
+        placeholders = [encoder.placeholders["audio"]] if "audio" in encoder.family.kinds else []
     return sound_in_place(example, placeholders, key)
 
 
@@ -62,11 +60,7 @@ def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], p
 
 
 def fake_tokens(
-    family: Family,
-    processor: Any,
-    ids: Sequence[int],
-    conversation: Conversation,
-    sizes: Sequence[tuple[MediaKind, MediaSize]],
+    encoder: Encoder, ids: Sequence[int], conversation: Conversation, sizes: Sizes
 ) -> tuple[int, int]:
     """First and behind-last token that the fake image brought into a sample, brackets and newlines included.
 
@@ -75,8 +69,7 @@ def fake_tokens(
     melts with the image's own newlines into one token, goes with them.)
 
     Args:
-        family: of the processor.
-        processor: made the ids.
+        encoder: made the ids.
         ids: of the sample, without padding.
         conversation: with the fake image, its first one.
         sizes: of its media, in the order of the text.
@@ -84,29 +77,22 @@ def fake_tokens(
     Raises:
         BadSample: the chat template refuses the conversation without the image.
     """
-    plain = _plain_ids(family, processor, _without_first_image(conversation), sizes)
+    plain = _plain_ids(encoder, _without_first_image(conversation), sizes)
     first = _common(ids, plain)
     behind = _common(ids[::-1], plain[first:][::-1])
     return first, len(ids) - behind
 
 
-def _plain_ids(
-    family: Family,
-    processor: Any,
-    without: Conversation,
-    sizes: Sequence[tuple[MediaKind, MediaSize]],
-) -> list[int]:
+def _plain_ids(encoder: Encoder, without: Conversation, sizes: Sizes) -> list[int]:
     """The tokens of the conversation without the fake image; its other media are expanded."""
-    text = family.rendered(processor, without)
+    text = encoder.render_conversation(without)
     if without.media:
-        if not family.exact:
-            return [int(token) for token in family.encode(without, processor).tokens["input_ids"]]
+        if not encoder.family.exact:
+            return [int(token) for token in encoder.encode(without).tokens["input_ids"]]
         fake = [kind for kind, _ in sizes].index("image")
         rest = [size for place, size in enumerate(sizes) if place != fake]
-        text = family.expanded(processor, text, rest, without.key)
-    arguments = family.text_arguments(processor, text)
-    options = arguments.get("text_kwargs", arguments)  # some processors take them flat
-    return list(tokenizer_of(processor)(text, **options)["input_ids"])
+        text = encoder.expand(text, rest, without.key)
+    return encoder.tokenize(text)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, tokenizer_of
+from packhorse.chat import IGNORE_INDEX, CannotAlign
 from packhorse.chat.labels import TOKEN_KEYS
 from packhorse.encode.preparation import fake_tokens, run_hook, with_sound_in_place
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import family_of
-from packhorse.families.base import Encoded
+from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, shows_a_picture
 from packhorse.ledger import Ledger
@@ -83,8 +82,9 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             raise ConfigError("truncate=True without max_length: say how many tokens a sample may have")
         self.processor, self.max_length, self.truncate = processor, max_length, truncate
         self.inject_fake_images, self.post_tokenize_hook = inject_fake_images, post_tokenize_hook
-        self.family = family_of(processor)
-        self.family.check_template(processor)
+        self.encoder = Encoder(processor)
+        self.family = self.encoder.family
+        self.encoder.check_template()
 
     def load(self, idx: int) -> dict[str, torch.Tensor]:
         """Encode one sample.
@@ -106,7 +106,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = with_sound_in_place(example, self.family, self.processor, key)
+        example = with_sound_in_place(example, self.encoder, key)
         # Before a fake image hides that there is nothing.
         conversation = parse_conversation(example, key)
         self.family.check(conversation)
@@ -138,15 +138,15 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def _labelled(self, conversation: Conversation, fake: bool) -> dict[str, torch.Tensor]:
         import torch
 
-        encoded = self.family.encode(conversation, self.processor)
+        encoded = self.encoder.encode(conversation)
         if fake:  # before the hook, which may move tokens and their mask
             ids = encoded.tokens["input_ids"].tolist()
-            first, behind = fake_tokens(self.family, self.processor, ids, conversation, encoded.sizes)
+            first, behind = fake_tokens(self.encoder, ids, conversation, encoded.sizes)
             encoded.tokens["attention_mask"][first:behind] = 0
         if self.post_tokenize_hook is not None:
             encoded = self._hooked(encoded, conversation)
         try:
-            labels = self.family.labels(self.processor, encoded)
+            labels = self.encoder.labels(encoded)
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
         kinds = Counter(kind for kind, _ in encoded.sizes)
@@ -173,8 +173,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return replace(encoded, tokens=tokens, media=media)
 
     def _media_tokens(self, ids: torch.Tensor) -> Counter[int]:
-        media_ids = self.family.media_token_ids(self.processor)
-        return Counter(token for token in ids.tolist() if token in media_ids)
+        return Counter(token for token in ids.tolist() if token in self.encoder.media_token_ids)
 
     def is_per_token(self, name: str, value: Any, length: int) -> bool:
         """Whether a tensor has one entry per token, along its last axis."""
@@ -182,7 +181,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _check_end(self, sample: Mapping[str, torch.Tensor], key: str) -> None:
         """Refuse a sample that ends in a medium: shifting labels by one cuts the last token."""
-        if int(sample["input_ids"][-1]) in self.family.media_token_ids(self.processor):
+        if int(sample["input_ids"][-1]) in self.encoder.media_token_ids:
             what = "its last token is a medium's, and is cut when labels are shifted"
             raise BadSample(what, reason="media_mismatch", key=key, stage="encode")
 
@@ -211,8 +210,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _may_fit(self, conversation: Conversation, limit: int) -> bool:
         """Whether it could fit, judged by its text alone, which costs no media."""
-        text = self.family.rendered(self.processor, conversation)
-        return len(tokenizer_of(self.processor)(text, add_special_tokens=False)["input_ids"]) <= limit
+        text = self.encoder.render_conversation(conversation)
+        return len(self.encoder.tokenizer(text, add_special_tokens=False)["input_ids"]) <= limit
 
     def _with_cut_answer(
         self, conversation: Conversation, fake: bool, limit: int, too_long: str

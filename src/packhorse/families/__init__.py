@@ -1,13 +1,13 @@
 """Model families: what differs from one processor to the next, and nothing else.
 
-``family_of(processor)`` finds the family; ``family.encode(conversation, processor)`` makes one sample.
-Importing this imports neither torch nor transformers.
+``Encoder(processor)`` finds the family of a processor; ``Encoder(processor).encode(conversation)`` makes one
+sample. Importing this imports neither torch nor transformers.
 """
 
 from typing import Any
 
 from packhorse.chat import is_tokenizer
-from packhorse.families.base import Encoded, Family, check_transformers
+from packhorse.families.encoder import Encoded, Encoder, Family
 from packhorse.families.gemma3 import Gemma3
 from packhorse.families.gemma4 import Gemma4
 from packhorse.families.generic import Generic, generic_for
@@ -19,6 +19,7 @@ from packhorse.families.media_sizes import LoadedMedia, MediaSize
 from packhorse.families.nemotron_omni import NemotronOmni
 from packhorse.families.nemotron_parse import NemotronParse
 from packhorse.families.phi4_mm import Phi4MM
+from packhorse.families.processors import check_transformers
 from packhorse.families.qwen3_omni import Qwen3Omni
 from packhorse.families.qwen_vl import Qwen2VL, Qwen3VL
 from packhorse.families.smolvlm import SmolVLM
@@ -26,6 +27,7 @@ from packhorse.families.smolvlm import SmolVLM
 __all__ = [
     "FAMILIES",
     "Encoded",
+    "Encoder",
     "Family",
     "Generic",
     "LoadedMedia",
@@ -74,4 +76,5 @@ def family_of(processor: Any) -> Family:
                 if name in family.processor_classes:
                     check_transformers(family.name, family.min_transformers)
                     return family
-    return generic_for(type(processor), is_tokenizer(processor))
+    kind: type = type(processor)
+    return generic_for(kind, is_tokenizer(processor))

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
-from packhorse.families.expansion import Pieces
-from packhorse.families.media_sizes import frame_times
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import Pieces, frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 # The feature extractor's call cuts longer clips.
@@ -41,8 +40,9 @@ class Gemma4(Family):
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = {"video": "5.19"}
     both_ways: ClassVar[str | None] = "mm_token_type_ids"
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Squares of pooled patches in the resized picture; a token per four frames of sound."""
+        processor = encoder.processor
         if kind == "image":
             return _tokens(processor.image_processor, *size)
         if kind == "video":
@@ -53,16 +53,17 @@ class Gemma4(Family):
         frames: int = max(0, samples // ears.hop_length + 1)
         return math.ceil(frames / _FRAMES_PER_TOKEN)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Without those that fill up the budget, which are masked; none for sound."""
         if kind == "audio":
             return 0
-        owner = processor.image_processor if kind == "image" else processor.video_processor
-        return int(self.media_tokens(processor, kind, size) * owner.pooling_kernel_size**2)
+        owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
+        return int(self.media_tokens(encoder, kind, size) * owner.pooling_kernel_size**2)
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Brackets; frames have their minute and second in front and a blank between them."""
-        tokens = self.media_tokens(processor, kind, size)
+        processor = encoder.processor
+        tokens = self.media_tokens(encoder, kind, size)
         if kind == "image":
             return [(processor.boi_token, 1), (processor.image_token, tokens), (processor.eoi_token, 1)]
         if kind == "audio":

@@ -10,22 +10,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
-from packhorse.chat import (
-    answer_spans,
-    chat_template,
-    is_transformers,
-    renderer,
-    template_errors,
-    tokenizer_of,
-)
-from packhorse.chat.labels import TOKEN_KEYS
+from packhorse.chat import TOKEN_KEYS, answer_spans, is_transformers
 from packhorse.errors import ConfigError
-from packhorse.families.base import Encoded, Family
-from packhorse.families.expansion import Pieces
-from packhorse.families.media_sizes import LoadedMedia
-from packhorse.families.probe import blank
+from packhorse.families.encoder import Encoded, Encoder, Family
+from packhorse.families.media_sizes import LoadedMedia, Pieces
 from packhorse.types import MEDIA_KINDS, Conversation, MediaKind, TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -37,7 +28,6 @@ _GRIDS: tuple[tuple[str, str, MediaKind], ...] = (
     ("pixel_values", "image_grid_hw", "image"),
     ("pixel_values_videos", "video_grid_thw", "video"),
 )
-_PROBE = "\ue000"
 
 
 class Generic(Family):
@@ -60,50 +50,45 @@ class Generic(Family):
         # Entries are added when a tensor is seen for the first time, and never changed.
         self._known: dict[str, TensorLayout] = {}
         self.layout = self._known  # type: ignore[misc]
-        self._wants_parts: dict[str | None, bool] = {}
 
-    def placeholders(self, processor: Any) -> dict[MediaKind, str]:
+    def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
         """The tokens that the processor or its tokenizer names; nothing for a kind it does not name."""
-        owners = (processor, tokenizer_of(processor))
-        found = {}
-        for kind in self.kinds:
-            names = (getattr(owner, f"{kind}_token", None) for owner in owners)
-            token = next((name for name in names if name is not None), None)
-            if token is not None:
-                found[kind] = str(token)
-        return found
+        tokens = {kind: encoder.find_token(f"{kind}_token") for kind in self.kinds}
+        return {kind: token for kind, token in tokens.items() if token is not None}
 
-    def media_token_ids(self, processor: Any) -> frozenset[int]:
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """The ids of the placeholders that are tokens."""
-        tokenizer = tokenizer_of(processor)
+        tokenizer = encoder.tokenizer
         unknown = getattr(tokenizer, "unk_token_id", None)
-        ids = (tokenizer.convert_tokens_to_ids(token) for token in self.placeholders(processor).values())
+        ids = (tokenizer.convert_tokens_to_ids(token) for token in encoder.placeholders.values())
         return frozenset(int(number) for number in ids if number is not None and number != unknown)
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """What a blank medium of this size gets."""
-        return blank(self, processor, kind, size).tokens
+        return encoder.probe(kind, size).tokens
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """As many as a blank medium of this size has; 0 where the processor returns no grid that tells it."""
-        return 0 if kind == "audio" else blank(self, processor, kind, size).patches
+        return 0 if kind == "audio" else encoder.probe(kind, size).patches
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """What the processor writes for a blank medium of this size, read back from the ids."""
-        return blank(self, processor, kind, size).pieces
+        return encoder.probe(kind, size).pieces
 
-    def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
         """The conversation as one text, with contents in the form that the template takes."""
-        return renderer(processor)(self._in_form(processor, turns))
+        return encoder.apply_chat_template(_in_form(encoder, turns))
 
-    def answer_spans(self, processor: Any, encoded: Encoded) -> list[tuple[int, int]]:
-        """The characters of ``encoded.text`` that are supervised."""
-        return answer_spans(processor, self._in_form(processor, encoded.turns), encoded.text)
+    def answer_spans(
+        self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str
+    ) -> list[tuple[int, int]]:
+        """The supervised characters of ``text``, which was rendered from ``turns``."""
+        return answer_spans(encoder, _in_form(encoder, turns), text)
 
-    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """As transformers' processors take them; flat lists for any other object."""
-        if is_transformers(processor):
-            return super().call_arguments(processor, media)
+        if is_transformers(encoder.processor):
+            return super().call_arguments(encoder, media)
         given = {
             "images": media.images,
             "videos": [video.frames for video in media.videos],
@@ -111,27 +96,19 @@ class Generic(Family):
         }
         return {name: value for name, value in given.items() if value}
 
-    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
         """As transformers' processors take them; a plain option for any other object."""
-        arguments = super().text_arguments(processor, text)
-        return arguments if is_transformers(processor) else dict(arguments.get("text_kwargs", {}))
+        arguments = super().text_arguments(encoder, text)
+        return arguments if is_transformers(encoder.processor) else dict(arguments.get("text_kwargs", {}))
 
-    def _in_form(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Turns of text alone become plain strings for a template that would print a list of parts."""
-        template = chat_template(processor)
-        if template not in self._wants_parts:
-            self._wants_parts[template] = _takes_parts(processor)
-        if self._wants_parts[template]:
-            return [dict(turn) for turn in turns]
-        return [{**turn, "content": _joined(turn["content"])} for turn in turns]
-
-    def _sorted_out(self, encoded: Encoded, output: Mapping[str, Any]) -> Encoded:
+    def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
+        """As every family, once the layout of tensors seen for the first time is known."""
         counts = Counter(kind for kind, _ in encoded.sizes)
         length = output["input_ids"].shape[-1]
         for key, value in output.items():
             if key not in TOKEN_KEYS and key not in self._known:
                 self._known[key] = _layout_of(key, value, output, counts, length)
-        return super()._sorted_out(encoded, output)
+        super().sort_output(encoded, output)
 
 
 class TextOnly(Generic):
@@ -181,14 +158,11 @@ def _layout_of(
     )
 
 
-def _takes_parts(processor: Any) -> bool:
-    """Whether the template writes the text of a list of parts, and not the list."""
-    turn = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
-    try:
-        text = renderer(processor)([turn])
-    except template_errors(TypeError, ValueError):
-        return False
-    return _PROBE in text and not any(quoted in text for quoted in ("'text'", '"text"'))
+def _in_form(encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Turns of text alone become plain strings for a template that would print a list of parts."""
+    if encoder.takes_parts:
+        return [dict(turn) for turn in turns]
+    return [{**turn, "content": _joined(turn["content"])} for turn in turns]
 
 
 def _joined(content: Any) -> Any:
@@ -197,21 +171,18 @@ def _joined(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-_served: dict[type, Generic] = {}
-
-
-def generic_for(processor_class: type, text_only: bool = False) -> Generic:
+@cache
+def generic_for(processor_class: type, text_only: bool) -> Generic:
     """The generic family of a processor class (of tokenizers, if text_only).
 
-    For a processor it says what is not exact, the first time.
+    One for each class, since collate functions must know the tensors that encoding has seen. For a processor,
+    the first call warns about what is not exact.
     """
-    if processor_class not in _served and text_only:
-        _served[processor_class] = TextOnly()
-    elif processor_class not in _served:
-        logger.warning(
-            "%s is no processor that Packhorse knows, so it is encoded from its template and call alone: %s",
-            processor_class.__name__,
-            "; ".join(Generic.caveats),
-        )
-        _served[processor_class] = Generic()
-    return _served[processor_class]
+    if text_only:
+        return TextOnly()
+    logger.warning(
+        "%s is no processor that Packhorse knows, so it is encoded from its template and call alone: %s",
+        processor_class.__name__,
+        "; ".join(Generic.caveats),
+    )
+    return Generic()

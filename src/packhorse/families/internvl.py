@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family
-from packhorse.families.expansion import Pieces, Sizes, same_number_of_frames
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import Pieces, Sizes, check_equal_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _PATCHES_PER_TOKEN = 4  # pixel shuffle halves both sides; the processor does not know it
@@ -24,23 +23,24 @@ class InternVL(Family):
         "videos of one sample must have the same number of frames: the processor refuses others",
     )
 
-    def media_token_ids(self, processor: Any) -> frozenset[int]:
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """One token for all pictures; the placeholder of a video is gone when it is expanded."""
-        return frozenset({int(tokenizer_of(processor).context_image_token_id)})
+        return frozenset({int(encoder.tokenizer.context_image_token_id)})
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The same number for each tile and each frame."""
-        return int(processor.image_seq_length) * self.item_rows(processor, "pixel_values", kind, size)
+        return int(encoder.processor.image_seq_length) * self.item_rows(encoder, "pixel_values", kind, size)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Four for each token."""
-        return _PATCHES_PER_TOKEN * self.media_tokens(processor, kind, size)
+        return _PATCHES_PER_TOKEN * self.media_tokens(encoder, kind, size)
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Brackets around an image; frames are numbered lines."""
+        processor = encoder.processor
         start, pad, end = processor.start_image_token, processor.image_token, processor.end_image_token
         if kind == "image":
-            return [(start, 1), (pad, self.media_tokens(processor, kind, size)), (end, 1)]
+            return [(start, 1), (pad, self.media_tokens(encoder, kind, size)), (end, 1)]
         written: list[tuple[str, int]] = []
         for number in range(1, size.total_frames + 1):
             line = "\n" if number > 1 else ""
@@ -51,16 +51,16 @@ class InternVL(Family):
             )
         return written
 
-    def pieces_together(self, processor: Any, sizes: Sizes) -> list[Pieces]:
+    def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """All films must have the same number of frames."""
-        same_number_of_frames(sizes)
-        return super().pieces_together(processor, sizes)
+        check_equal_frames(sizes)
+        return super().pieces_together(encoder, sizes)
 
-    def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
+    def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """Tiles with the thumbnail, or frames."""
         if kind == "video":
             return int(size.total_frames)
-        owner = processor.image_processor
+        owner = encoder.processor.image_processor
         height, width = size
         tile = owner.size["height"] * owner.size["width"]
         columns, rows = _canvas(height, width, tile, owner.min_patches, owner.max_patches)

@@ -7,13 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from packhorse.chat import tokenizer_of
+from packhorse.chat import ChatProcessor
 from packhorse.errors import ConfigError
-from packhorse.families.base import Family
-from packhorse.families.expansion import Pieces
+from packhorse.families.encoder import Encoder, Family
 from packhorse.families.kimi_vl import merged
-from packhorse.families.media_sizes import LoadedMedia, frame_times
-from packhorse.families.probe import blank
+from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
@@ -36,39 +34,39 @@ class KimiK25(Family):
     }
     min_transformers: ClassVar[str] = "5.13"
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Never scaled up; scaled down to the budget of patches, then padded to whole groups."""
         if kind == "image":
-            return _tokens(processor.image_processor, *size)
-        frames = _tokens(processor.video_processor, size.height, size.width)
-        return frames * self.item_rows(processor, "video_grid_thw", kind, size)
+            return _tokens(encoder.processor.image_processor, *size)
+        frames = _tokens(encoder.processor.video_processor, size.height, size.width)
+        return frames * self.item_rows(encoder, "video_grid_thw", kind, size)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out; frames are one token together, but each has its patches."""
         if kind == "image":
-            owner = processor.image_processor
+            owner = encoder.processor.image_processor
             return int(_tokens(owner, *size) * owner.merge_size**2)
-        owner = processor.video_processor
+        owner = encoder.processor.video_processor
         return int(size.total_frames * _tokens(owner, size.height, size.width) * owner.merge_size**2)
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Each chunk of a video has the time of its first frame in front, and brackets."""
         if kind != "video":
-            return super().pieces(processor, kind, size, images_in_sample)
-        owner = processor.video_processor
+            return super().pieces(encoder, kind, size, images_in_sample)
+        owner = encoder.processor.video_processor
         tokens = _tokens(owner, size.height, size.width)
         written: list[tuple[str, int]] = []
         for seconds in frame_times(size)[:: owner.temporal_patch_size]:
             written += (
                 (f"{_clock(seconds)}<|media_begin|>video<|media_content|>", 1),
-                (processor.video_token, tokens),
+                (encoder.processor.video_token, tokens),
                 ("<|media_end|>", 1),
             )
         return written
 
-    def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
+    def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """A video's chunks."""
-        chunk = processor.video_processor.temporal_patch_size
+        chunk = encoder.processor.video_processor.temporal_patch_size
         chunks: int = math.ceil(size.total_frames / chunk)
         return chunks
 
@@ -86,15 +84,15 @@ def _tokens(owner: Any, height: int, width: int) -> int:
     return merged(height, scale, factor) * merged(width, scale, factor)
 
 
-def media_pad_id(processor: Any) -> int:
+def media_pad_id(chat: ChatProcessor) -> int:
     """The id of ``<|media_pad|>``: what the processor or its tokenizer says, else the released model's."""
-    tokenizer = tokenizer_of(processor)
+    tokenizer = chat.tokenizer
     convert = getattr(tokenizer, "convert_tokens_to_ids", None)
     found = convert(_MEDIA_PAD) if callable(convert) else None
     unknown = getattr(tokenizer, "unk_token_id", None)
     told = (
-        getattr(processor, "media_placeholder_token_id", None),
-        getattr(processor, "image_token_id", None),
+        getattr(chat.processor, "media_placeholder_token_id", None),
+        getattr(chat.processor, "image_token_id", None),
         None if found == unknown else found,
     )
     return next((number for number in told if isinstance(number, int)), _MEDIA_PAD_ID)
@@ -119,40 +117,40 @@ class KimiK25Remote(Family):
         "media tokens are counted by running the processor on a blank image of the same size",
     )
 
-    def placeholders(self, processor: Any) -> dict[MediaKind, str]:
+    def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
         """Fixed by the model."""
         return {"image": _MEDIA_PAD}
 
-    def media_token_ids(self, processor: Any) -> frozenset[int]:
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """The id of ``<|media_pad|>``."""
-        return frozenset({media_pad_id(processor)})
+        return frozenset({media_pad_id(encoder)})
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """What a blank image of this size gets: the processor does not say it otherwise."""
-        return blank(self, processor, kind, size).tokens
+        return encoder.probe(kind, size).tokens
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """As many as a blank image of this size has."""
-        return blank(self, processor, kind, size).patches
+        return encoder.probe(kind, size).patches
 
-    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
         """The template writes all special tokens there are."""
         return {"add_special_tokens": False}
 
-    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """All images in one list."""
         return {"images": media.images} if media.images else {}
 
-    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, each placeholder repeated as often as its image has tokens."""
         import torch
 
-        output = dict(super().call(processor, text, media))
+        output = dict(super().call(encoder, text, media))
         grids = output.get("grid_thws")
         if grids is None:
             return output
-        (pad,) = self.media_token_ids(processor)
-        rows, columns = getattr(processor.image_processor, "merge_kernel_size", (2, 2))
+        (pad,) = encoder.media_token_ids
+        rows, columns = getattr(encoder.processor.image_processor, "merge_kernel_size", (2, 2))
         counts = [(height // rows) * (width // columns) for _, height, width in grids.tolist()]
         ids = output["input_ids"][0]
         found = int((ids == pad).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
+from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import LoadedMedia
 from packhorse.types import MediaLayout, TensorLayout
 
@@ -20,9 +20,9 @@ class KimiVL(Family):
         "image_grid_hws": TensorLayout(("image",), "item"),
     }
 
-    def media_tokens(self, processor: Any, kind: Any, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: Any, size: Any, images_in_sample: int = 1) -> int:
         """Scaled down to ``in_token_limit`` patches, then padded to whole groups of patches."""
-        owner = processor.image_processor
+        owner = encoder.processor.image_processor
         height, width = size
         patches = max(1, (height // owner.patch_size) * (width // owner.patch_size))
         scale = min(1.0, math.sqrt(owner.in_token_limit / patches))
@@ -31,16 +31,16 @@ class KimiVL(Family):
             width, scale, owner.patch_size * columns
         )
 
-    def media_patches(self, processor: Any, kind: Any, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: Any, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out."""
-        rows, columns = processor.image_processor.merge_kernel_size
-        return int(self.media_tokens(processor, kind, size) * rows * columns)
+        rows, columns = encoder.processor.image_processor.merge_kernel_size
+        return int(self.media_tokens(encoder, kind, size) * rows * columns)
 
-    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """All images in one list."""
         return {"images": media.images} if media.images else {}
 
-    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
         """The template writes all special tokens there are."""
         return {"add_special_tokens": False}
 

@@ -6,8 +6,8 @@ import math
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
-from packhorse.families.expansion import Pieces, Sizes, same_number_of_frames
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import Pieces, Sizes, check_equal_frames
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 
@@ -29,37 +29,38 @@ class LlavaOnevision(Family):
         "videos in one batch (or one sample) must have the same number of frames: the model takes no others",
     )
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """A newline token ends an image, and each row of a tiled one."""
+        processor = encoder.processor
         side = int(math.sqrt(processor.num_image_tokens))
         if kind == "video":
             return int(size.total_frames) * math.ceil(side / 2) ** 2 + 1
         if images_in_sample > 1:
             tokens = processor.num_image_tokens + 1
         else:
-            tokens = processor.num_image_tokens + _tile_tokens(processor, side, *size)
+            tokens = processor.num_image_tokens + _tile_tokens(encoder, side, *size)
         return int(tokens - (processor.vision_feature_select_strategy == "default"))
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Those of a tile, for each tile and each frame; an image alone is tiled and also seen whole."""
         tiles = 1
         if kind == "video":
             tiles = size.total_frames
         elif images_in_sample == 1:
-            owner = processor.image_processor
+            owner = encoder.processor.image_processor
             height, width = _best_canvas(*size, _canvases(owner))
             tiles += (height // owner.size["height"]) * (width // owner.size["width"])
-        return int(tiles * processor.num_image_tokens)
+        return int(tiles * encoder.processor.num_image_tokens)
 
-    def pieces_together(self, processor: Any, sizes: Sizes) -> list[Pieces]:
+    def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """All films must have the same number of frames."""
-        same_number_of_frames(sizes)
-        return super().pieces_together(processor, sizes)
+        check_equal_frames(sizes)
+        return super().pieces_together(encoder, sizes)
 
 
-def _tile_tokens(processor: Any, side: int, height: int, width: int) -> int:
+def _tile_tokens(encoder: Encoder, side: int, height: int, width: int) -> int:
     """Tokens of the tiles without their padding, and one for the end of each row."""
-    owner = processor.image_processor
+    owner = encoder.processor.image_processor
     tile_height, tile_width = owner.size["height"], owner.size["width"]
     best_height, best_width = _best_canvas(height, width, _canvases(owner))
     rows, columns = side * (best_height // tile_height), side * (best_width // tile_width)
@@ -67,7 +68,7 @@ def _tile_tokens(processor: Any, side: int, height: int, width: int) -> int:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    most_tiles = int(processor.vision_aspect_ratio.removeprefix("anyres_max_"))
+    most_tiles = int(encoder.processor.vision_aspect_ratio.removeprefix("anyres_max_"))
     shrink = math.sqrt(rows * columns / (most_tiles * side**2))
     if shrink > 1.1:
         rows, columns = int(rows // shrink), int(columns // shrink)

@@ -1,15 +1,19 @@
-"""The media of one conversation: decoded, or their sizes alone.
+"""The media of one conversation: decoded, or their sizes alone, and what sizes become in the text.
 
-A size is what decides how many tokens a medium has. It comes from the decoded medium or, without decoding
-one, from its header; both give the same number.
+A size decides how many tokens a media item has. It comes from the decoded item or, without decoding it, from
+its header; both give the same number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from packhorse.errors import BadSample
 from packhorse.media import (
@@ -32,6 +36,12 @@ MediaSize = tuple[int, int] | VideoInfo | int
 """(height, width) of an image; the :class:`VideoInfo` of the frames that are *fed* (``total_frames`` being
 their number, ``indices`` which of the original they are); the number of samples of a sound at the family's
 rate."""
+
+Sizes = Sequence[tuple[MediaKind, MediaSize]]
+"""Kind and size of each media item of a sample, in the order of the conversation."""
+
+Pieces = Sequence[tuple[str, int]]
+"""Texts in order, and how often each is written in a row."""
 
 _RATE_OF_UNKNOWN = 24
 """What processors take for the rate of a video whose rate nobody knows."""
@@ -124,3 +134,112 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
         "take fewer frames (fps, num_frames or max_frames)",
     )
     return size
+
+
+def check_equal_frames(sizes: Sizes) -> None:
+    """Refuse videos of different numbers of frames, for processors that make one tensor of them.
+
+    Raises:
+        ValueError: as the processor does.
+    """
+    numbers = sorted({size.total_frames for _, size in sizes if isinstance(size, VideoInfo)})
+    if len(numbers) > 1:
+        found = ", ".join(map(str, numbers))
+        raise ValueError(f"videos of {found} frames in one sample, expected the same number for each")
+
+
+# --- the text of media ------------------------------------------------------------------------------------
+
+
+def blank_ref(kind: MediaKind, size: Any, sampling_rate: int) -> MediaRef:
+    """A blank media item of a size: a white image or video, or silence."""
+    if kind == "image":
+        height, width = size
+        return MediaRef(kind, Image.new("RGB", (width, height), "white"))
+    if kind == "audio":
+        return MediaRef(kind, (np.zeros(size, np.float32), sampling_rate))
+    frames = np.full((size.total_frames, size.height, size.width, 3), 255, np.uint8)
+    numbers = list(frame_numbers(size))
+    # As frames that were sampled before, so that they keep their times.
+    metadata = {
+        "total_num_frames": max(numbers) + 1,
+        "fps": size.fps,
+        "height": size.height,
+        "width": size.width,
+        "duration": size.duration,
+        "frames_indices": numbers,
+    }
+    return MediaRef(kind, frames, {"video_metadata": metadata})
+
+
+def split_runs(text: str, token: str) -> Pieces:
+    """The text cut into runs of a token and what is between them."""
+    runs: list[tuple[str, int]] = []
+    for number, between in enumerate(text.split(token)):
+        if number and runs and runs[-1][0] == token:
+            runs[-1] = (token, runs[-1][1] + 1)
+        elif number:
+            runs.append((token, 1))
+        if between:
+            runs.append((between, 1))
+    return runs
+
+
+def write_out(pieces: Pieces) -> str:
+    """The text in full.
+
+    >>> write_out([("<img>", 1), ("<pad>", 3), ("</img>", 1)])
+    '<img><pad><pad><pad></img>'
+    """
+    return "".join(text * times for text, times in pieces)
+
+
+def shorten(pieces: Pieces, whole_tokens: Container[str]) -> tuple[str, int]:
+    """The text with every repeated token written once, and how many tokens were omitted.
+
+    >>> shorten([("<img>", 1), ("<pad>", 3), ("</img>", 1)], {"<img>", "<pad>", "</img>"})
+    ('<img><pad></img>', 2)
+
+    Args:
+        pieces: what the processor writes.
+        whole_tokens: texts that the tokenizer makes one token of, whatever their neighbours
+            (:func:`packhorse.chat.special_tokens`); no other is shortened.
+    """
+    texts, omitted = [], 0
+    for text, times in pieces:
+        if times > 1 and text in whole_tokens:
+            texts.append(text)
+            omitted += times - 1
+        else:
+            texts.append(text * times)
+    return "".join(texts), omitted
+
+
+def fill_placeholders(
+    text: str, placeholders: Mapping[MediaKind, str], kinds: Iterable[MediaKind], texts: Iterable[str]
+) -> str:
+    """The rendered text with the text of each media item in place of its placeholder.
+
+    As the processors do it: the first placeholder of a kind is the first media item of that kind, wherever
+    the template has put it.
+
+    >>> places = {"image": "<i>", "video": "<v>"}
+    >>> fill_placeholders("a <i> b <v> c <i>", places, ("image", "image", "video"), "123")
+    'a 1 b 3 c 2'
+
+    Args:
+        text: one placeholder per media item.
+        placeholders: of each kind; a kind that has none is not written.
+        kinds: of each media item, in the order of the conversation.
+        texts: of each media item, in the same order.
+    """
+    waiting: dict[str, list[str]] = {}
+    for kind, written in zip(kinds, texts, strict=True):
+        if kind in placeholders:
+            waiting.setdefault(placeholders[kind], []).append(written)
+    if not waiting:
+        return text
+    queues: dict[str, Iterator[str]] = {token: iter(found) for token, found in waiting.items()}
+    longest_first = sorted(waiting, key=len, reverse=True)
+    pattern = "|".join(re.escape(token) for token in longest_first)
+    return re.sub(pattern, lambda found: next(queues[found.group()]), text)

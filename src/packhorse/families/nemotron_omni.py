@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.chat import tokenizer_of
-from packhorse.families.base import Family
-from packhorse.families.expansion import Pieces
-from packhorse.families.media_sizes import LoadedMedia, frame_numbers
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_numbers
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
@@ -38,14 +36,15 @@ class NemotronOmni(Family):
     min_transformers: ClassVar[str] = "5.18"
     least_samples: ClassVar[int] = 320  # below two frames, normalising gives NaN
 
-    def media_token_ids(self, processor: Any) -> frozenset[int]:
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """One token for images and frames, one for sound."""
-        tokenizer = tokenizer_of(processor)
-        names = (processor.image_token, processor.audio_token)
+        tokenizer = encoder.tokenizer
+        names = (encoder.processor.image_token, encoder.processor.audio_token)
         return frozenset(int(tokenizer.convert_tokens_to_ids(name)) for name in names)
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Patches in groups of two by two; frames in pairs; sound thinned out by stages of two."""
+        processor = encoder.processor
         if kind == "image":
             height, width = size
             rows, columns = _image_grid(processor.image_processor, height, width, images_in_sample)
@@ -59,16 +58,17 @@ class NemotronOmni(Family):
             frames = math.ceil(frames / 2)
         return max(1, frames)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out; two frames are embedded together. None for sound."""
         if kind == "audio":
             return 0
-        owner = processor.image_processor if kind == "image" else processor.video_processor
-        return self.media_tokens(processor, kind, size, images_in_sample) * _group(owner) ** 2
+        owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
+        return self.media_tokens(encoder, kind, size, images_in_sample) * _group(owner) ** 2
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Brackets; frames are lines of two, with their numbers and times in words."""
-        tokens = self.media_tokens(processor, kind, size, images_in_sample)
+        processor = encoder.processor
+        tokens = self.media_tokens(encoder, kind, size, images_in_sample)
         start, pad, end = processor.image_start_token, processor.image_token, processor.image_end_token
         if kind == "image":
             return [(start, 1), (pad, tokens), (end, 1)]
@@ -82,7 +82,7 @@ class NemotronOmni(Family):
             written += ((f"{line}{label}: {start}", 1), (pad, tokens // len(labels)), (end, 1))
         return written
 
-    def item_rows(self, processor: Any, key: str, kind: MediaKind, size: Any) -> int:
+    def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
         """A video's frames."""
         return int(size.total_frames)
 
@@ -93,9 +93,9 @@ class NemotronOmni(Family):
         if videos > 1:
             raise self.bad(f"{videos} videos: {self.name} takes one in a sample", conversation)
 
-    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """Video metadata is one object, not a list."""
-        arguments = super().call_arguments(processor, media)
+        arguments = super().call_arguments(encoder, media)
         if media.videos:
             from transformers.video_utils import VideoMetadata
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from packhorse.families.base import Encoded, Family
-from packhorse.families.expansion import Pieces
-from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import LoadedMedia, Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 TASK_PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
@@ -39,26 +38,26 @@ class NemotronParse(Family):
     def __init__(self, task_prompt: str | None = None, stop: str = "") -> None:
         self.task_prompt, self.stop = task_prompt, stop
 
-    def placeholders(self, processor: Any) -> dict[MediaKind, str]:
+    def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
         """The decoder's text does not mention the image."""
         return {}
 
-    def media_token_ids(self, processor: Any) -> frozenset[int]:
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """None: the decoder attends to the encoder's output."""
         return frozenset()
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """None."""
         return 0
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Those of a page, which has one size; 0 where the processor does not tell it."""
-        owner = getattr(processor, "image_processor", processor)
+        owner = getattr(encoder.processor, "image_processor", encoder.processor)
         page = getattr(owner, "final_size", None) or getattr(owner, "image_size", None) or (0, 0)
         height, width = page
         return int(height // _PATCH) * int(width // _PATCH)
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Nothing."""
         return []
 
@@ -68,17 +67,19 @@ class NemotronParse(Family):
         if len(conversation.media) > 1:
             raise self.bad(f"{len(conversation.media)} images: {self.name} takes one page", conversation)
 
-    def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
         """Prompt and answer."""
         return "".join(text for text, _ in self._pieces(turns))
 
-    def answer_spans(self, processor: Any, encoded: Encoded) -> list[tuple[int, int]]:
-        """Where the answers stand."""
+    def answer_spans(
+        self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str
+    ) -> list[tuple[int, int]]:
+        """Where the answers are."""
         spans, at = [], 0
-        for text, learned in self._pieces(encoded.turns):
-            if learned and text:
-                spans.append((at, at + len(text)))
-            at += len(text)
+        for piece, learned in self._pieces(turns):
+            if learned and piece:
+                spans.append((at, at + len(piece)))
+            at += len(piece)
         return spans
 
     def _pieces(self, turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
@@ -91,11 +92,11 @@ class NemotronParse(Family):
             return [(TASK_PROMPT, False), *answers]
         return [(text + self.stop, True) if learned else (text, False) for text, learned in said]
 
-    def call_arguments(self, processor: Any, media: LoadedMedia) -> dict[str, Any]:
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """The page."""
         return {"images": media.images} if media.images else {}
 
-    def text_arguments(self, processor: Any, text: str) -> dict[str, Any]:
+    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
         """The prompt writes its special tokens itself."""
         return {"add_special_tokens": False}
 

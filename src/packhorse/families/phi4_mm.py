@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
+from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import LoadedMedia
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
@@ -33,35 +33,35 @@ class Phi4MM(Family):
     fill: ClassVar[Mapping[str, float]] = {"image_attention_mask": 1.0}
     least_samples: ClassVar[int] = 400
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Every second patch each way of what is not padding, and the end of each row."""
         if kind == "image":
-            owner = processor.image_processor
+            owner = encoder.processor.image_processor
             rows, columns = _half_patches(*size, owner.size["height"], owner.patch_size, owner.dynamic_hd)
             return _GLOBAL_TOKENS + rows * columns + rows
-        ears = processor.audio_processor
+        ears = encoder.processor.audio_processor
         frames = ((size - ears.win_length) // ears.hop_length + 1) * ears.audio_feat_stride
         tokens: int = math.ceil(math.ceil(frames / ears.audio_compression_rate) / ears.audio_downsample_rate)
         return tokens
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Those of a crop, for each crop and for the whole picture; none for sound."""
         if kind == "audio":
             return 0
-        owner = processor.image_processor
-        self.media_tokens(processor, kind, size)  # refuses what the processor refuses
+        owner = encoder.processor.image_processor
+        self.media_tokens(encoder, kind, size)  # refuses what the processor refuses
         height, width = size
         across, down = _crops(height, width, owner.size["height"], owner.dynamic_hd)
         return int((1 + across * down) * (owner.size["height"] // owner.patch_size) ** 2)
 
-    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, with a mask for sound also where a single clip needs none.
 
         In a batch with a longer clip it does.
         """
         import torch
 
-        output = dict(super().call(processor, text, media))
+        output = dict(super().call(encoder, text, media))
         if media.audios and "audio_attention_mask" not in output:
             clips, frames = output["audio_input_features"].shape[:2]
             output["audio_attention_mask"] = torch.ones(clips, frames, dtype=torch.bool)

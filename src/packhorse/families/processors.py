@@ -1,14 +1,11 @@
-"""Counting one part of a data file: a task goes in, an Arrow record batch comes out as bytes.
-
-This is what runs in the worker processes of an engine. A process opens the processor and each data file once.
-Rows are read and converted exactly as :class:`~packhorse.datasets.MetaDataset` does it; media are looked at
-through their headers. Every row comes out, with its counts or with the reason why it has none. Memory is a
-block of rows, whatever the size of a part.
-"""
+"""Open processors, and check which transformers is installed."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -83,3 +80,45 @@ def _torchvision_hint() -> str:
         f"torchvision {torchvision} may not match torch {torch}: install the torchvision that was built for "
         "this torch, from the same index"
     )
+
+
+def is_at_least(least: str) -> bool:
+    """Whether the installed transformers is of this version or a newer one; True if it is not installed."""
+    installed = installed_transformers()
+    return installed is None or _numbers(installed) >= _numbers(least)
+
+
+def check_transformers(what: str, least: str) -> None:
+    """Raise if the installed transformers is older than something needs.
+
+    Args:
+        what: needs it, for the message: ``"kimi_k25"``.
+        least: the oldest version that it works with.
+
+    Raises:
+        ConfigError: naming both versions and the line that installs the newer one.
+    """
+    if not is_at_least(least):
+        raise ConfigError(
+            f"{what} needs transformers {least} or newer, and {installed_transformers()} is installed: "
+            f"pip install 'transformers>={least}'"
+        )
+
+
+def installed_transformers() -> str | None:
+    """The version of transformers; None if there is none."""
+    imported = sys.modules.get("transformers")
+    return getattr(imported, "__version__", None) or _installed()
+
+
+@cache
+def _installed() -> str | None:
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from packhorse.families.base import Family
+from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import LoadedMedia
 from packhorse.families.qwen_vl import VISION, image_tokens, patches_of, video_tokens
 from packhorse.media import VideoFrames
@@ -35,8 +35,9 @@ class Qwen3Omni(Family):
     mrope: ClassVar[bool] = True
     least_samples: ClassVar[int] = 320  # the window's half must fit into the clip after it is cut
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Sound is thinned out eightfold in chunks of a second, each rounded up."""
+        processor = encoder.processor
         if kind == "image":
             return image_tokens(processor.image_processor, size)
         if kind == "video":
@@ -46,27 +47,27 @@ class Qwen3Omni(Family):
             rest = -(-rest // 2)
         return int(chunks * _CHUNK_TOKENS + rest)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out; none for sound."""
-        return patches_of(processor, kind, self.media_tokens(processor, kind, size))
+        return patches_of(encoder, kind, self.media_tokens(encoder, kind, size))
 
-    def load(self, refs: Iterable[MediaRef], processor: Any) -> LoadedMedia:
+    def load(self, encoder: Encoder, refs: Iterable[MediaRef]) -> LoadedMedia:
         """Decode the media; sound ends at a whole hop."""
-        media = super().load(refs, processor)
-        hop = processor.feature_extractor.hop_length
+        media = super().load(encoder, refs)
+        hop = encoder.processor.feature_extractor.hop_length
         audios = [(array[: len(array) // hop * hop], rate) for array, rate in media.audios]
         return LoadedMedia(media.images, media.videos, audios)
 
-    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, with each video's own time per temporal patch.
 
         The processor knows one rate for all videos of a call, 1 frame per second unless it is told another.
         """
         import torch
 
-        output = dict(super().call(processor, text, media))
+        output = dict(super().call(encoder, text, media))
         if media.videos:
-            patch = processor.video_processor.temporal_patch_size
+            patch = encoder.processor.video_processor.temporal_patch_size
             seconds = [patch / _frames_per_second(video) for video in media.videos]
             output["video_second_per_grid"] = torch.tensor(seconds, dtype=torch.float32)
         return output

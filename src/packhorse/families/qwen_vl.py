@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from packhorse.chat.labels import TOKEN_KEYS
-from packhorse.families.base import Family, token_named
-from packhorse.families.expansion import Pieces
-from packhorse.families.media_sizes import LoadedMedia, frame_times
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_times
 from packhorse.media import VideoInfo
 from packhorse.media.resize import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
@@ -34,7 +33,7 @@ class Qwen2VL(Family):
     layout: ClassVar[MediaLayout] = {**VISION, "second_per_grid_ts": TensorLayout(("video",), "item")}
     mrope: ClassVar[bool] = True
 
-    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's own output, the tensors of the tokens made here.
 
         transformers looks at every token before it makes a tensor of them, which takes as long as a tenth of
@@ -42,12 +41,12 @@ class Qwen2VL(Family):
         """
         import torch
 
-        arguments = self.call_arguments(processor, media) | self.text_arguments(processor, text)
+        arguments = self.call_arguments(encoder, media) | self.text_arguments(encoder, text)
         for kind in ("images", "videos"):
             if kind in arguments:
                 own = arguments.get(f"{kind}_kwargs", {})
                 arguments[f"{kind}_kwargs"] = {**own, "return_tensors": "pt"}
-        output: Mapping[str, Any] = processor(text=[text], **arguments)
+        output: Mapping[str, Any] = encoder.processor(text=[text], **arguments)
 
         def tensor(key: str, value: Any) -> torch.Tensor:
             if isinstance(value, torch.Tensor):
@@ -57,15 +56,15 @@ class Qwen2VL(Family):
 
         return {key: tensor(key, value) for key, value in output.items()}
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
         if kind == "image":
-            return image_tokens(processor.image_processor, size)
-        return video_tokens(processor.video_processor, size)
+            return image_tokens(encoder.processor.image_processor, size)
+        return video_tokens(encoder.processor.video_processor, size)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The grid multiplied out: a token is a square of ``merge_size`` patches a side."""
-        return patches_of(processor, kind, self.media_tokens(processor, kind, size))
+        return patches_of(encoder, kind, self.media_tokens(encoder, kind, size))
 
 
 class Qwen3VL(Qwen2VL):
@@ -75,14 +74,15 @@ class Qwen3VL(Qwen2VL):
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen3VLProcessor",)
     layout: ClassVar[MediaLayout] = VISION
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Each temporal patch of a video has its time and brackets of its own, inside the template's."""
+        processor = encoder.processor
         if kind != "video":
-            return super().pieces(processor, kind, size, images_in_sample)
-        pad = token_named(processor, "video_token")
+            return super().pieces(encoder, kind, size, images_in_sample)
+        pad = encoder.token("video_token")
         start, end = processor.vision_start_token, processor.vision_end_token
         times = middle_times(size, processor.video_processor.temporal_patch_size)
-        tokens = self.media_tokens(processor, kind, size) // len(times)
+        tokens = self.media_tokens(encoder, kind, size) // len(times)
         written: list[tuple[str, int]] = []
         for seconds in times:
             written += ((f"<{seconds:.1f} seconds>{start}", 1), (pad, tokens), (end, 1))
@@ -126,11 +126,11 @@ def video_tokens(video_processor: Any, info: VideoInfo, budget: tuple[int, int] 
     return int(math.ceil(frames / patch) * height * width // factor**2)
 
 
-def patches_of(processor: Any, kind: MediaKind, tokens: int) -> int:
+def patches_of(encoder: Encoder, kind: MediaKind, tokens: int) -> int:
     """Patches under so many content tokens; sound has none."""
     if kind == "audio":
         return 0
-    owner = processor.image_processor if kind == "image" else processor.video_processor
+    owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
     return int(tokens * owner.merge_size**2)
 
 

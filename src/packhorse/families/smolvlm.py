@@ -9,10 +9,8 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.chat import chat_template, tokenizer_of
-from packhorse.families.base import Family
-from packhorse.families.expansion import Pieces, Sizes
-from packhorse.families.media_sizes import LoadedMedia, frame_times
+from packhorse.families.encoder import Encoder, Family
+from packhorse.families.media_sizes import LoadedMedia, Pieces, Sizes, frame_times
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
@@ -36,27 +34,29 @@ class SmolVLM(Family):
     }
     caveats: ClassVar[tuple[str, ...]] = ("an image and a video in one sample are refused",)
 
-    def media_token_ids(self, processor: Any) -> frozenset[int]:
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """One token for images and frames."""
-        return frozenset({int(tokenizer_of(processor).convert_tokens_to_ids(processor.image_token))})
+        return frozenset({int(encoder.tokenizer.convert_tokens_to_ids(encoder.processor.image_token))})
 
-    def media_tokens(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """The same number for each tile, for the whole picture, and for each frame."""
+        processor = encoder.processor
         if kind == "video":
             return int(size.total_frames * processor.image_seq_len)
         rows, columns = _tiles(processor.image_processor, *size)
         return int((rows * columns + 1) * processor.image_seq_len)
 
-    def media_patches(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Those of a tile, for each tile, for the whole picture, and for each frame."""
-        tokens = int(processor.image_seq_len)
-        side = processor.image_processor.max_image_size["longest_edge"]
-        return self.media_tokens(processor, kind, size) // tokens * _patches(side, tokens)
+        tokens = int(encoder.processor.image_seq_len)
+        side = encoder.processor.image_processor.max_image_size["longest_edge"]
+        return self.media_tokens(encoder, kind, size) // tokens * _patches(side, tokens)
 
-    def pieces(self, processor: Any, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
         """Tiles by row and column, and the whole picture; frames with their times, and words around them."""
+        processor = encoder.processor
         if kind == "video":
-            return _film(processor, size, size.total_frames)
+            return _film(encoder, size, size.total_frames)
         rows, columns = _tiles(processor.image_processor, *size)
         fake, pad = processor.fake_image_token, (processor.image_token, int(processor.image_seq_len))
         written: list[tuple[str, int]] = []
@@ -67,13 +67,13 @@ class SmolVLM(Family):
         gap = "\n\n" if rows else ""
         return [*written, (f"{gap}{fake}{processor.global_image_token}", 1), pad, (fake, 1)]
 
-    def pieces_together(self, processor: Any, sizes: Sizes) -> list[Pieces]:
+    def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """Every video is said to have as many frames as the longest one."""
         films: list[Any] = [size for kind, size in sizes if kind == "video"]
         if not films:
-            return super().pieces_together(processor, sizes)
+            return super().pieces_together(encoder, sizes)
         most = max(film.total_frames for film in films)
-        return [_film(processor, film, most) for film in films]
+        return [_film(encoder, film, most) for film in films]
 
     def check(self, conversation: Conversation) -> None:
         """Refuse images beside videos."""
@@ -81,22 +81,22 @@ class SmolVLM(Family):
         if {ref.kind for ref in conversation.media} == {"image", "video"}:
             raise self.bad("an image and a video: smolvlm's processor keeps the pixels of one", conversation)
 
-    def render(self, processor: Any, turns: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
         """With the processor's own template, which it replaces by another when it sees a video."""
         return str(
-            processor.apply_chat_template(
+            encoder.processor.apply_chat_template(
                 list(turns),
-                chat_template=chat_template(processor),
+                chat_template=encoder.chat_template,
                 tokenize=False,
                 add_generation_prompt=False,
             )
         )
 
-    def call(self, processor: Any, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output; the frames of several videos one after the other, as one sample's tiles."""
         import torch
 
-        output = dict(super().call(processor, text, media))
+        output = dict(super().call(encoder, text, media))
         if media.videos:
             for key in ("pixel_values", "pixel_attention_mask"):
                 films = zip(output[key], media.videos, strict=True)
@@ -104,8 +104,9 @@ class SmolVLM(Family):
         return output
 
 
-def _film(processor: Any, info: VideoInfo, frames: int) -> Pieces:
+def _film(encoder: Encoder, info: VideoInfo, frames: int) -> Pieces:
     """A video: how many frames are said to come, their times, and each as a whole picture."""
+    processor = encoder.processor
     fake, pad = processor.fake_image_token, (processor.image_token, int(processor.image_seq_len))
     times = frame_times(info)
     seconds = int(times[-1] if info.duration is None else info.duration)

@@ -13,15 +13,12 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import Family
-from packhorse.families.expansion import REFUSALS
-from packhorse.families.media_sizes import MediaSize
+from packhorse.families import Encoder, Family, MediaSize
+from packhorse.families.encoder import REFUSALS
+from packhorse.families.media_sizes import blank_ref
 from packhorse.ledger import Ledger
 from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS, MediaKind
@@ -38,7 +35,7 @@ def kinds_in(bits: int) -> tuple[MediaKind, ...]:
     return tuple(kind for bit, kind in enumerate(MEDIA_KINDS) if bits >> bit & 1)
 
 
-def smallest_media(family: Family, processor: Any, kind: MediaKind) -> MediaSize:
+def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     """The size of the media item of a kind that has the fewest tokens.
 
     Found by the family's own count over small sizes. A family that has to run the processor to count gets
@@ -47,21 +44,21 @@ def smallest_media(family: Family, processor: Any, kind: MediaKind) -> MediaSize
     Raises:
         ConfigError: the processor accepts none of them.
     """
-    rate = family.sampling_rate
+    family = encoder.family
     shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MOST_PIXELS] if family.exact else []
     shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
     shapes = shapes or [(_SIDE, _SIDE)]
     sizes: dict[MediaKind, list[MediaSize]] = {
         "image": list(shapes),
         "video": [VideoInfo(n, h, w, None, None, tuple(range(n))) for h, w in shapes for n in _FRAMES],
-        "audio": [rate * tenths // 10 for tenths in _TENTHS],
+        "audio": [family.sampling_rate * tenths // 10 for tenths in _TENTHS],
     }
     if not family.exact:
         return sizes[kind][-1]
     counted: list[tuple[int, int]] = []
     for place, size in enumerate(sizes[kind]):
         with suppress(*REFUSALS):
-            tokens = family.media_tokens(processor, kind, size)
+            tokens = encoder.media_tokens(kind, size)
             if tokens:
                 counted.append((tokens, place))
     if not counted:
@@ -71,14 +68,10 @@ def smallest_media(family: Family, processor: Any, kind: MediaKind) -> MediaSize
 
 def blank_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
     """A conversation with one blank media item of a size, or with none."""
-    blank: Any = None
-    if kind == "image" and isinstance(size, tuple):
-        blank = Image.new("RGB", (size[1], size[0]), "white")
-    elif isinstance(size, VideoInfo):
-        blank = [Image.new("RGB", (size.width, size.height), "white")] * size.total_frames
-    elif isinstance(size, int):
-        blank = (np.zeros(size, np.float32), sampling_rate)
-    media = [] if kind is None else [{"type": kind, kind: blank}]
+    media = []
+    if kind is not None:
+        blank = blank_ref(kind, size, sampling_rate)
+        media = [{"type": kind, kind: blank.source, **blank.options}]
     full_stop = {"type": "text", "text": "."}
     turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
     return {"conversation": [{"role": role, "content": content} for role, content in turns]}
@@ -122,13 +115,13 @@ class Blanks:
     def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
         """The smallest media item that fills the tensors of a kind, and its own kind."""
         if kind not in self._smallest:
-            family, processor = self.dataset.family, self.dataset.processor
+            encoder, family = self.dataset.encoder, self.dataset.family
             keys = {other: _tensors(family, other) for other in family.kinds}
             alike = [other for other in family.kinds if keys[other] == keys.get(kind)] or [kind]
-            sizes = {other: smallest_media(family, processor, other) for other in alike}
+            sizes = {other: smallest_media(encoder, other) for other in alike}
             best = alike[0]
             if len(alike) > 1:
-                best = min(alike, key=lambda other: family.media_tokens(processor, other, sizes[other]))
+                best = min(alike, key=lambda other: encoder.media_tokens(other, sizes[other]))
             self._smallest[kind] = best, sizes[best]
         return self._smallest[kind]
 
@@ -155,7 +148,7 @@ class Blanks:
         The token behind them goes when labels are shifted.
         """
         ids = sample["input_ids"].tolist()
-        media = self.dataset.family.media_token_ids(self.dataset.processor)
+        media = self.dataset.encoder.media_token_ids
         places = [place for place, token in enumerate(ids) if token in media] or [0]
         kept = slice(max(0, places[0] - 1), places[-1] + 3)
         return {

@@ -578,7 +578,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
     try:
-        example = with_sound_in_place(dataset[index], counter.family, counter.processor, str(index))
+        example = with_sound_in_place(dataset[index], counter.encoder, str(index))
         return counter.count(parse_conversation(example, str(index)))
     except DATA_ERRORS as error:
         if not is_data_error(error):

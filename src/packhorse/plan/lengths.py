@@ -363,7 +363,7 @@ def _fake_image_tokens(dataset: Rows) -> int:
     family = dataset.family
     if "image" not in family.kinds:
         return 0
-    counter = TokenCounter(family, dataset.processor)
+    counter = TokenCounter(dataset.encoder)
     example: dict[str, Any] = {"conversation": _PLAIN}
     with suppress(BadSample):  # a template that needs other turns: overflow handling covers what is added
         with_image, without = (
@@ -415,7 +415,7 @@ class LazyLengths:
             if self._wrapper is None:
                 return len(load_sample(self.dataset, index)["input_ids"].reshape(-1))
             if self._counter is None:
-                self._counter = TokenCounter(self._wrapper.family, self._wrapper.processor)
+                self._counter = TokenCounter(self._wrapper.encoder)
             return self._counter.count(_encoded_conversation(self._wrapper, index)).count.total
         except DATA_ERRORS as error:
             if not is_data_error(error):
@@ -430,7 +430,7 @@ class LazyLengths:
 def _encoded_conversation(dataset: PreTokenizedDatasetWrapper, index: int) -> Conversation:
     """Return what is encoded for a sample, its fake image included."""
     key = dataset.key(index)
-    example = with_sound_in_place(dataset.dataset[index], dataset.family, dataset.processor, key)
+    example = with_sound_in_place(dataset.dataset[index], dataset.encoder, key)
     if dataset.inject_fake_images and "image" in dataset.family.kinds:
         example = inject_fake_image(example)
     return parse_conversation(example, key)

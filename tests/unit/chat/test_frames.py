@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from packhorse.chat.template_cache import find_frame, stand_in
+from packhorse.chat import ChatProcessor
+from packhorse.count.programs import find_frame, stand_in
 
 TURNS = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": stand_in(0)}]},
@@ -19,11 +20,12 @@ LOOP = (
 def frame(template: str, turns=TURNS):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(asked):
-        return render_jinja_template([list(asked)], chat_template=template, add_generation_prompt=False)[0][0]
+    def render(asked, **_):
+        return render_jinja_template([asked], chat_template=template, add_generation_prompt=False)[0][0]
 
-    processor = SimpleNamespace(chat_template=template, tokenizer=SimpleNamespace(special_tokens_map={}))
-    return find_frame(processor, turns, 2, render)
+    tokenizer = SimpleNamespace(special_tokens_map={})
+    made = SimpleNamespace(chat_template=template, tokenizer=tokenizer, apply_chat_template=render)
+    return find_frame(ChatProcessor(made), turns, 2)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +100,8 @@ def test_a_template_that_looks_into_texts_or_changes_them_has_none(body):
 
 
 def test_a_processor_without_a_single_template_has_none():
-    processor = SimpleNamespace(chat_template=None, tokenizer=SimpleNamespace(chat_template=None))
-    assert find_frame(processor, TURNS, 2, str) is None
+    tokenizer = SimpleNamespace(chat_template=None)
+    made = SimpleNamespace(
+        chat_template=None, tokenizer=tokenizer, apply_chat_template=lambda turns, **_: str(turns)
+    )
+    assert find_frame(ChatProcessor(made), TURNS, 2) is None

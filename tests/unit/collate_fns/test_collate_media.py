@@ -112,7 +112,7 @@ RAW = {
     [(name, kind) for name in FAMILIES for kind in sorted(FAMILIES[name].modalities) if FAMILIES[name].chats],
 )
 def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
-    from packhorse.families import family_of
+    from packhorse.families import Encoder
 
     raw = RAW[kind]
     media = iter(
@@ -127,7 +127,7 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
         for turn in raw.conversation
     ]
     ids = own_batch(name, [raw])["input_ids"][0].tolist()
-    content = family_of(processor(name)).media_token_ids(processor(name))
+    content = Encoder(processor(name)).media_token_ids
     placeholders = len(raw.images) + len(raw.clips) + len(raw.sounds)
     assert (
         _estimate_media_tokens(conversation, processor(name))

@@ -10,6 +10,7 @@ from contract.processors import processor
 from contract.samples import clip, picture, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
+from packhorse.families import Encoder
 from packhorse.families.kimi_k25 import KimiK25Remote
 from packhorse.ledger import Ledger
 
@@ -193,8 +194,9 @@ def test_an_unknown_token_is_not_taken_for_the_placeholder():
             return 7
 
     stub = SimpleNamespace(tokenizer=Unknowing())
-    assert KimiK25Remote().media_token_ids(stub) == {163605}
-    assert KimiK25Remote().media_token_ids(SimpleNamespace(tokenizer=CharTokenizer())) == {MEDIA}
+    assert Encoder(stub, KimiK25Remote()).media_token_ids == {163605}
+    stub = SimpleNamespace(tokenizer=CharTokenizer())
+    assert Encoder(stub, KimiK25Remote()).media_token_ids == {MEDIA}
 
 
 def test_a_processor_that_does_not_take_text_alone_is_not_asked_to():

@@ -19,7 +19,7 @@ from packhorse.count.sidecar import Sidecar, counts_of
 from packhorse.count.token_counter import TokenCounter
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MEDIA_KINDS
 from row_files import WRITERS
@@ -39,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, qwen: Any) -> Path:
 
 
 def one_by_one(dataset: Any, qwen: Any) -> Iterator[tuple[Any, ...]]:
-    counter = TokenCounter(family_of(qwen), qwen)
+    counter = TokenCounter(Encoder(qwen))
     for index in range(len(dataset)):
         try:
             counted = counter.count(parse_conversation(dataset[index], dataset.key(index)))

@@ -29,7 +29,7 @@ from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar, counts_of
 from packhorse.datasets import open_meta_dataset, open_rows
 from packhorse.errors import BadSample, ConfigError, MissingDependency, SystemFault
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.media import image_size, load_audio, load_image, load_video, read_bytes, remote
 from packhorse.tools.check import check_meta
@@ -347,7 +347,7 @@ def test_a_missing_driver_names_the_example_of_a_list_and_the_sample_that_is_enc
     with pytest.raises(MissingDependency, match=r"^1: gs://bucket/a.png cannot be opened"):
         packhorse.load(examples, qwen, model="unchecked", world=World(), pack_size=256)
     with pytest.raises(MissingDependency, match=r"^coco/1: gs://bucket/a.png cannot be opened"):
-        family_of(qwen).encode(parse_conversation(examples[1], "coco/1"), qwen)
+        Encoder(qwen).encode(parse_conversation(examples[1], "coco/1"))
 
 
 def test_a_missing_driver_of_a_media_folder_is_found_though_the_rows_were_counted_before(

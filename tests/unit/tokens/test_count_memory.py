@@ -9,7 +9,7 @@ from PIL import Image
 from contract.processors import processor
 from packhorse.count import token_counter as count
 from packhorse.count.token_counter import TokenCounter
-from packhorse.families import family_of
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import Conversation
 
@@ -37,9 +37,9 @@ def test_media_are_forgotten_by_their_number_and_every_count_stays_the_same(
     most: int, asked: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = processor("qwen2_vl")
-    expected = [TokenCounter(family_of(made), made).count(one) for one in asked]
+    expected = [TokenCounter(Encoder(made)).count(one) for one in asked]
     monkeypatch.setattr(count, "_MOST_MEDIA", most)
-    counter = TokenCounter(family_of(made), made)
+    counter = TokenCounter(Encoder(made))
     for one, wanted in zip([*asked, *asked], [*expected, *expected], strict=True):
         assert counter.count(one) == wanted
         held = sum(map(len, counter._media_of_sizes))

@@ -12,10 +12,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from packhorse.chat import tokenizer_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
-from packhorse.families.expansion import REFUSALS
+from packhorse.families.encoder import REFUSALS
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta_file import DatasetConfig
 from packhorse.formats.sharegpt import PLACEHOLDER, ShareGptFormat, convert_row
@@ -191,16 +190,16 @@ class EncodingRules:
 
     def shape(self, kind: MediaKind, size: tuple[int, int], images: int, name: str) -> list[Found]:
         """Whether the processor refuses a picture of this (height, width) for its shape."""
-        family, processor = self.counter.family, self.counter.processor
+        encoder, family = self.counter.encoder, self.counter.family
         if kind != "image" or kind not in family.kinds or max(size) <= _UNEVEN * min(size):
             return []
         try:
-            family.media_tokens(processor, kind, size, images)
+            encoder.media_tokens(kind, size, images)
         except REFUSALS as error:
             height, width = size
             what = (
                 f"{name} is {width:,} x {height:,}, sides of 1 to {max(size) / min(size):,.0f}; "
-                f"{type(processor).__name__} (family {family.name}) refuses it: {error}"
+                f"{type(encoder.processor).__name__} (family {family.name}) refuses it: {error}"
             )
             return [found("extreme_aspect_ratio", what, "error")]
         return []
@@ -227,9 +226,9 @@ def _special_texts(counter: TokenCounter) -> set[str]:
 
     Added tokens that are not special (``<think>``, ``<tool_call>``) are text like any other.
     """
-    tokenizer: Any = tokenizer_of(counter.processor)
+    tokenizer = counter.encoder.tokenizer
     known = {str(token) for token in getattr(tokenizer, "all_special_tokens", ())}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     known |= {str(token.content) for token in added.values() if getattr(token, "special", False)}
-    known |= set(counter.family.placeholders(counter.processor).values())
+    known |= set(counter.encoder.placeholders.values())
     return {token for token in known if token}

@@ -30,7 +30,7 @@ from packhorse.plan.pack_plan import DROP_REASONS
 from packhorse.rows.row_files import JsonRows
 from packhorse.tools.view.plan_book import PlanBook, Request, book_of, make_plan, open_book, open_request
 from packhorse.tools.view.plan_report import plan_report
-from packhorse.tools.view.row_encoder import Encoder
+from packhorse.tools.view.row_encoder import RowEncoder
 from packhorse.types import Drop, Reason, mask_secrets
 
 Integers = npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class Book:
         self.names = list(self.dataset.lengths())
         self._starts = np.cumsum([0, *self.dataset.lengths().values()])
         self._opened = opened
-        self._encoder: Encoder | None = None
+        self._encoder: RowEncoder | None = None
         self._opening, self._marking = threading.Lock(), threading.Lock()
         self.finder = RowFinder(self.dataset)
         self.marks: dict[int, list[Drop]] = defaultdict(list)
@@ -153,7 +153,7 @@ class Book:
         return cls(book_of(planned, plan_report(planned)), planned.opened, entries)
 
     @property
-    def encoder(self) -> Encoder:
+    def encoder(self) -> RowEncoder:
         """What shows rows as the model sees them; opens the processor the first time.
 
         Raises:
@@ -163,7 +163,7 @@ class Book:
             if self._encoder is None:
                 opened, config = self._opened or open_request(self.made.request), self.made.request.config
                 samples = encoding_dataset(config, opened, self.plan.capacity)
-                self._encoder = Encoder(samples, make_packer(config, samples, opened.model))
+                self._encoder = RowEncoder(samples, make_packer(config, samples, opened.model))
             return self._encoder
 
     def warm_up(self, after: float = 2.0) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from packhorse.errors import BadSample
 from packhorse.media import VideoFrames, load_media
-from packhorse.tools.view.row_encoder import Encoder
+from packhorse.tools.view.row_encoder import RowEncoder
 from packhorse.types import MediaRef
 
 FRAMES = 8
@@ -39,7 +39,7 @@ class MediaShelf:
         encoder: knows the rows, and how videos are sampled.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: RowEncoder) -> None:
         self.encoder = encoder
         self._frames = lru_cache(maxsize=16)(self._video)
 
@@ -84,7 +84,7 @@ class MediaShelf:
         ref = self._ref(row, number)
         if ref.kind != "video":
             raise LookupError(f"medium {number} is no video")
-        video = load_media(ref, sampling=self.encoder.family.video_sampling(self.encoder.processor))
+        video = load_media(ref, sampling=self.encoder.samples.encoder.video_sampling)
         assert isinstance(video, VideoFrames)
         total = len(video.frames)
         places = np.unique(np.linspace(0, total - 1, min(total, FRAMES)).astype(int)).tolist()

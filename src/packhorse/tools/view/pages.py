@@ -15,7 +15,7 @@ from packhorse.tools.view.book import Book, find_key, find_text
 from packhorse.tools.view.media_shelf import MediaShelf, why_not
 from packhorse.tools.view.pack_list import PAGE, PackList, PackQuery, number_in, page_in
 from packhorse.tools.view.plan_report import too_many_bad
-from packhorse.tools.view.row_encoder import Encoder, Medium, Shown
+from packhorse.tools.view.row_encoder import Medium, RowEncoder, Shown
 from packhorse.types import Drop
 
 Values = dict[str, Any]
@@ -46,7 +46,7 @@ class Pages:
         return MediaShelf(self.book.encoder)
 
     @property
-    def encoder(self) -> Encoder:
+    def encoder(self) -> RowEncoder:
         """See :attr:`Book.encoder`."""
         return self.book.encoder
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors, tokenizer_of
+from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors
 from packhorse.chat.template import PRIVATE_USE
 from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.encode.preparation import with_sound_in_place
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
-from packhorse.families import Family
+from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Blanks
@@ -61,24 +61,21 @@ class Run:
     beyond: bool = False
 
 
-def roles_of(family: Family, processor: Any, conversation: Conversation, ids: Sequence[int]) -> list[str]:
+def roles_of(encoder: Encoder, conversation: Conversation, ids: Sequence[int]) -> list[str]:
     """Who says each token; the template, wherever that cannot be told for certain."""
     roles = [TEMPLATE] * len(ids)
-    media = family.media_token_ids(processor)
     with suppress(BadSample):
-        text = family.rendered(processor, conversation)
-        for role, spans in _spans_by_role(family, processor, conversation, text).items():
+        text = encoder.render_conversation(conversation)
+        for role, spans in _spans_by_role(encoder, conversation, text).items():
             with suppress(CannotAlign):
-                labels = label_tokens(processor, text, spans, ids, media)
+                labels = label_tokens(encoder, text, spans, ids, encoder.media_token_ids)
                 for place, label in enumerate(labels):
                     if label != IGNORE_INDEX:
                         roles[place] = role
     return roles
 
 
-def _spans_by_role(
-    family: Family, processor: Any, conversation: Conversation, text: str
-) -> dict[str, list[Span]]:
+def _spans_by_role(encoder: Encoder, conversation: Conversation, text: str) -> dict[str, list[Span]]:
     """Where the texts of each speaker stand in the rendered conversation."""
     mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
     said: list[tuple[str, str]] = []
@@ -93,9 +90,8 @@ def _spans_by_role(
         return {**turn, "content": parts}
 
     try:
-        frame = re.split(
-            f"{mark}(\\d+){mark}", family.render(processor, list(map(masked, family.turns(conversation))))
-        )
+        rendered = encoder.render(list(map(masked, encoder.family.turns(conversation))))
+        frame = re.split(f"{mark}(\\d+){mark}", rendered)
     except template_errors(TypeError, ValueError, LookupError):
         return {}
     if [int(number) for number in frame[1::2]] != list(range(len(said))):
@@ -125,19 +121,17 @@ def _fitted(text: str, frame: Sequence[str], said: Sequence[tuple[str, str]]) ->
 
 
 def runs_of(
-    family: Family, processor: Any, sample: Mapping[str, Any], roles: Sequence[str], positions: Any = None
+    encoder: Encoder, sample: Mapping[str, Any], roles: Sequence[str], positions: Any = None
 ) -> list[Run]:
     """The runs of an encoded sample.
 
     Args:
-        family: of the processor.
-        processor: its tokenizer decodes.
+        encoder: its tokenizer decodes.
         sample: ``input_ids``, ``labels`` and ``attention_mask`` [S], not shifted.
         roles: who says each token.
         positions: [S - 1] or [3, S - 1], after the shift; None for numbers from 0 on.
     """
-    tokenizer = tokenizer_of(processor)
-    media = family.media_token_ids(processor)
+    tokenizer, media = encoder.tokenizer, encoder.media_token_ids
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
     seen = sample["attention_mask"].tolist()
     last = len(ids) - 1
@@ -252,8 +246,8 @@ class Shown:
         return any(drop.reason == "truncated" for drop in self.found)
 
 
-class Encoder:
-    """Shows rows; one at a time, whoever asks.
+class RowEncoder:
+    """Encodes rows to be shown, one at a time.
 
     Args:
         samples: encodes single rows.
@@ -262,7 +256,7 @@ class Encoder:
 
     def __init__(self, samples: PreTokenizedDatasetWrapper, packer: PackedDatasetWrapper) -> None:
         self.samples, self.packer = samples, packer
-        self.family, self.processor = self.samples.family, self.samples.processor
+        self.family = self.samples.family
         self._lock = threading.Lock()
         self._blanks = Blanks(self.samples)
 
@@ -278,7 +272,7 @@ class Encoder:
             BadSample: it cannot be read.
         """
         key = self.samples.key(index)
-        example = with_sound_in_place(self.samples.dataset[index], self.family, self.processor, key)
+        example = with_sound_in_place(self.samples.dataset[index], self.samples.encoder, key)
         return parse_conversation(example, key)
 
     def show(self, index: int) -> Shown:
@@ -302,8 +296,8 @@ class Encoder:
         prepared = self.packer.prepared(sample)
         positions = prepared.get("position_ids") if self.packer.has_mrope else None
         ids = sample["input_ids"].tolist()
-        roles = roles_of(self.family, self.processor, conversation, ids)
-        runs = runs_of(self.family, self.processor, sample, roles, positions)
+        roles = roles_of(self.samples.encoder, conversation, ids)
+        runs = runs_of(self.samples.encoder, sample, roles, positions)
         tokens = self._tokens(ids, sample["labels"].tolist(), roles, positions)
         if not self.knows_positions and any(run.medium for run in runs):
             # Counted through they would be wrong from the first medium on.
@@ -338,13 +332,13 @@ class Encoder:
         prepared = self.packer.prepared(sample)
         positions = prepared.get("position_ids") if self.packer.has_mrope else None
         count = len(sample["input_ids"])
-        runs = runs_of(self.family, self.processor, sample, [TEMPLATE] * count, positions)
+        runs = runs_of(self.samples.encoder, sample, [TEMPLATE] * count, positions)
         return Shown(-1, runs=tuple(runs), length=count - 1, room=self.packer.room_of(prepared))
 
     def _tokens(
         self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any
     ) -> tuple[TokenRow, ...]:
-        tokenizer, last = tokenizer_of(self.processor), len(ids) - 1
+        tokenizer, last = self.samples.encoder.tokenizer, len(ids) - 1
         return tuple(
             TokenRow(
                 place,

@@ -1,0 +1,698 @@
+"""Families and the encoder: a family bound to a processor, used to count, encode, check and view.
+
+A :class:`Family` declares facts (which processors it serves, its media tensors, its media tokens) and how its
+processor is called. What all families share is written once, in :class:`Encoder`: one conversation goes in;
+ids and media tensors of one sample come out, as the processor itself makes them. A new family is one file and
+one entry in :data:`packhorse.families.FAMILIES`; the contract suite then tests all of it.
+
+Encoding costs what the processor's call costs; counting media tokens is arithmetic on sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from logging import getLogger
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from packhorse.chat import (
+    IGNORE_INDEX,
+    TOKEN_KEYS,
+    ChatProcessor,
+    Tokenised,
+    answer_spans,
+    is_transformers,
+    supervised_tokens,
+    template_errors,
+    with_runs,
+)
+from packhorse.chat.repeated_tokens import RunTokenizer
+from packhorse.chat.template import token_ids
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
+from packhorse.families.media_sizes import (
+    LoadedMedia,
+    MediaSize,
+    Pieces,
+    Sizes,
+    blank_ref,
+    fill_placeholders,
+    shorten,
+    size_of,
+    split_runs,
+    write_out,
+)
+from packhorse.families.processors import check_transformers
+from packhorse.media import VideoSampling, describe, load_media
+from packhorse.types import (
+    Conversation,
+    MediaKind,
+    MediaLayout,
+    MediaRef,
+    Message,
+    Reason,
+    TextPart,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+logger = getLogger(__name__)
+
+REFUSALS = (ValueError, ArithmeticError)
+"""What a processor raises for a media item that it cannot take; some divide by a side that has become 0."""
+
+_ALL_FRAMES = VideoSampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sample as the processor made it, not yet labelled.
+
+    Attributes:
+        text: the rendered conversation, placeholders not expanded.
+        turns: the messages it was rendered from.
+        tokens: tensors of shape [S] by key, ``input_ids`` and ``attention_mask`` at least.
+        media: media tensors by key, as the family's layout declares them.
+        sizes: kind and size of each media item, in the order of the text.
+        read: how the text was tokenised, each media token once; None if unknown.
+    """
+
+    text: str
+    turns: Sequence[Mapping[str, Any]]
+    tokens: dict[str, torch.Tensor]
+    media: dict[str, torch.Tensor]
+    sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
+    read: Tokenised | None = None
+
+
+class Family:
+    """A model family; subclasses declare what differs.
+
+    Attributes:
+        name: for messages and tests.
+        processor_classes: names of the processor classes it serves.
+        layout: every media tensor the processor may return.
+        fill: what ragged tensors are padded with, where that is not 0.
+        kinds: the media it takes.
+        exact: whether :meth:`media_tokens` and :meth:`pieces` equal what the processor does.
+        off_by: by how many tokens a sample's count can be wrong; None if unknown.
+        caveats: what it cannot promise, in words.
+        sampling_rate: of audio, as the model wants it.
+        least_samples: shorter audio has no token, or breaks the feature extractor.
+        chats: whether conversations are written by a chat template.
+        mrope: the model's positions are three rows (time, height, width), not one, found from media grids.
+        both_ways: the tensor per token that marks media whose tokens attend to each other bidirectionally.
+        listed: whether its processors are known, and tested, by their class.
+        min_transformers: the oldest transformers it works with, and
+        min_transformers_for: for single kinds of media, where they need a newer one.
+    """
+
+    name: ClassVar[str]
+    processor_classes: ClassVar[tuple[str, ...]] = ()
+    layout: ClassVar[MediaLayout] = MappingProxyType({})
+    fill: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    kinds: ClassVar[tuple[MediaKind, ...]] = ("image",)
+    exact: ClassVar[bool] = True
+    off_by: ClassVar[int | None] = 0
+    caveats: ClassVar[tuple[str, ...]] = ()
+    sampling_rate: ClassVar[int] = 16_000
+    least_samples: ClassVar[int] = 1
+    chats: ClassVar[bool] = True
+    mrope: ClassVar[bool] = False
+    both_ways: ClassVar[str | None] = None
+    listed: ClassVar[bool] = True
+    min_transformers: ClassVar[str] = "5.12"
+    min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
+
+    # --- media in the text: arithmetic on sizes, no pixel is needed --------------------------------------
+
+    def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
+        """What the chat template writes for one media item of each kind, before it is expanded."""
+        return {kind: encoder.token(f"{kind}_token") for kind in self.kinds}
+
+    def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
+        """The ids that stand for the content of media (not for the brackets around it)."""
+        names = (encoder.token(f"{kind}_token") for kind in self.kinds)
+        return frozenset(encoder.tokenizer.convert_tokens_to_ids(name) for name in names)
+
+    def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """How many content tokens a media item of this size has, without a pixel of it.
+
+        Args:
+            encoder: with a processor of the family.
+            kind: image, video or audio.
+            size: see :data:`MediaSize`; ``encoder.size_of`` reads it from a header.
+            images_in_sample: how many images the sample has, where that matters.
+
+        Raises:
+            ValueError: the processor rejects a media item of this size.
+        """
+        raise NotImplementedError(f"{self.name} has no {kind} tokens")
+
+    def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """How many positions the vision encoder attends over for a media item of this size; 0 for audio.
+
+        Padding up to the size of a tile counts, since it is computed; tiles that only fill up a batch do not.
+        Arguments and errors are those of :meth:`media_tokens`. 0 if a family does not say.
+        """
+        return 0
+
+    def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
+        """What the processor writes in the text in place of one media item's placeholder.
+
+        Here: the placeholder, once per token of content. Brackets, times and the like are added by the
+        families whose processors write them; what the template has written stays around it. Arguments and
+        errors are those of :meth:`media_tokens`.
+        """
+        tokens = self.media_tokens(encoder, kind, size, images_in_sample)
+        return [(encoder.placeholders[kind], tokens)]
+
+    def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
+        """:meth:`pieces` of each media item of one sample; overridden where they depend on each other.
+
+        Raises:
+            ValueError: the processor rejects them.
+        """
+        images = sum(kind == "image" for kind, _ in sizes)
+        return [self.pieces(encoder, kind, size, images) for kind, size in sizes]
+
+    def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
+        """How many rows a media item has in a tensor whose layout is ``"rows"`` without ``rows_from``."""
+        raise NotImplementedError(f"{self.name} does not say how many rows of '{key}' a media item has")
+
+    # --- how a conversation is checked and rendered ------------------------------------------------------
+
+    def check(self, conversation: Conversation) -> None:
+        """Refuse what the family cannot take, before anything is loaded.
+
+        Raises:
+            BadSample: it has a media item of a kind that the family does not take, or is empty.
+            ConfigError: it has a media item for which the installed transformers is too old.
+        """
+        if not conversation.messages:
+            raise self.bad("a conversation without turns", conversation, "empty_conversation")
+        for ref in conversation.media:
+            if ref.kind not in self.kinds:
+                known = ", ".join(self.kinds)
+                raise self.bad(f"a part of type {ref.kind}; {self.name} takes {known}", conversation)
+            if ref.kind in self.min_transformers_for:
+                check_transformers(f"{ref.kind} of {self.name}", self.min_transformers_for[ref.kind])
+
+    def turns(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them: media parts hold their type alone."""
+        return [
+            {
+                **message.extras,
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind}
+                    for part in message.parts
+                ],
+            }
+            for message in conversation.messages
+        ]
+
+    def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as one text, placeholders not expanded."""
+        return encoder.apply_chat_template(turns)
+
+    def answer_spans(
+        self, encoder: Encoder, turns: Sequence[Mapping[str, Any]], text: str
+    ) -> list[tuple[int, int]]:
+        """The supervised characters of ``text``, which was rendered from ``turns``."""
+        return answer_spans(encoder, turns, text)
+
+    # --- how the processor is called ---------------------------------------------------------------------
+
+    def load(self, encoder: Encoder, refs: Iterable[MediaRef]) -> LoadedMedia:
+        """Decode the media of one conversation.
+
+        Raises:
+            BadSample: a media item cannot be loaded, or an audio clip is too short for the family.
+        """
+        loaded = LoadedMedia([], [], [])
+        lists: dict[MediaKind, list[Any]] = {
+            "image": loaded.images,
+            "video": loaded.videos,
+            "audio": loaded.audios,
+        }
+        for ref in refs:
+            # Looked up only for a video: a processor that takes none need not say how it samples.
+            sampling = encoder.video_sampling if ref.kind == "video" else None
+            item: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
+            if ref.kind == "audio":
+                self.check_audio_length(ref, len(item[0]))
+            lists[ref.kind].append(item)
+        return loaded
+
+    def check_audio_length(self, ref: MediaRef, samples: Any) -> None:
+        """Refuse an audio clip that is too short for the family."""
+        if samples < self.least_samples:
+            raise BadSample(
+                f"{describe(ref.source)}: {samples} samples at {self.sampling_rate:,} Hz, "
+                f"{self.name} needs at least {self.least_samples}",
+                reason="broken_media",
+                stage="encode",
+            )
+
+    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
+        """Keyword arguments of the processor's call for the media of one conversation."""
+        arguments: dict[str, Any] = {}
+        if media.images:
+            arguments["images"] = [media.images]
+        if media.videos:
+            arguments["videos"] = [[video.frames for video in media.videos]]
+            arguments["videos_kwargs"] = {
+                "video_metadata": [video.metadata.as_dict() for video in media.videos],
+                "do_sample_frames": False,
+                # Otherwise frames 1 or 3 pixels high are taken for channels.
+                "input_data_format": "channels_last",
+            }
+        if media.audios:
+            arguments["audio"] = [array for array, _ in media.audios]
+            arguments["audio_kwargs"] = {"sampling_rate": self.sampling_rate}
+        return arguments
+
+    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
+        """Keyword arguments of the processor's call for the text; lengths and padding are ours to decide."""
+        bos = getattr(encoder.tokenizer, "bos_token", None)
+        # A template that writes the beginning-of-text token itself must not get a second one.
+        written = bos is not None and text.startswith(bos)
+        return {"text_kwargs": {"add_special_tokens": False}} if written else {}
+
+    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
+        """The processor's own output for one conversation, with a batch axis of one."""
+        arguments = self.call_arguments(encoder, media) | self.text_arguments(encoder, text)
+        output: Mapping[str, Any] = encoder.processor(text=[text], return_tensors="pt", **arguments)
+        return output
+
+    def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
+        """Put what the processor returned into ``encoded``: tensors per token, and media tensors.
+
+        Raises:
+            ConfigError: the layout does not declare one of them.
+        """
+        for key, value in output.items():
+            if key in TOKEN_KEYS:
+                encoded.tokens[key] = value[0]
+            elif key in self.layout and hasattr(value, "shape"):
+                encoded.media[key] = value
+            else:
+                what = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"({type(value)})"
+                known = ", ".join(self.layout)
+                raise ConfigError(
+                    f"the processor returned '{key}' {what}, which family '{self.name}' does not declare as "
+                    f"a tensor of its layout ({known}): add it there, or it would be lost"
+                )
+
+    def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
+        """The error that refuses a conversation."""
+        return BadSample(detail, reason=reason, key=conversation.key, stage="encode")
+
+
+@contextmanager
+def processor_errors(key: str) -> Iterator[None]:
+    """Raise what a processor raises for one sample as a :class:`BadSample` with this key."""
+    try:
+        yield
+    except PackhorseError:
+        raise
+    except REFUSALS as error:
+        what = f"the processor refuses it: {error}"
+        raise BadSample(what, reason="sample_failed", key=key, stage="encode") from error
+    except DATA_ERRORS as error:
+        if not is_data_error(error):
+            raise
+        what = f"the processor fails on it: {type(error).__name__}: {error}"
+        raise BadSample(what, reason="sample_failed", key=key, stage="encode") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the processor makes of a blank media item.
+
+    Attributes:
+        tokens: its content tokens.
+        patches: its rows in a tensor of patches; 0 if there is no such tensor.
+        pieces: what the processor writes in place of its placeholder.
+    """
+
+    tokens: int
+    patches: int
+    pieces: Pieces
+
+
+class Encoder(ChatProcessor):
+    """A family bound to a processor.
+
+    What the processor says of itself is looked up once and kept. A pickled encoder holds the processor and
+    the family alone; the rest is looked up again in the other process.
+
+    Args:
+        processor: the model's processor, or a tokenizer for text alone. Changes made to it after the first
+            use are not noticed.
+        family: how it is called; None for :func:`family_of`.
+    """
+
+    def __init__(self, processor: Any, family: Family | None = None) -> None:
+        super().__init__(processor)
+        if family is None:
+            from packhorse.families import family_of  # the list imports the families, and they this module
+
+            family = family_of(processor)
+        self.family = family
+        self._probes: dict[tuple[MediaKind, Any], Probe] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.processor, self.family)
+
+    # --- what the processor says -------------------------------------------------------------------------
+
+    def find_token(self, name: str) -> str | None:
+        """The token that the processor or its tokenizer has under this name; None if neither has one."""
+        tokens = (getattr(owner, name, None) for owner in (self.processor, self.tokenizer))
+        return next((str(token) for token in tokens if token is not None), None)
+
+    def token(self, name: str) -> str:
+        """:meth:`find_token`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        token = self.find_token(name)
+        if token is None:
+            raise ConfigError(f"{type(self.processor).__name__} has no {name}, and neither has its tokenizer")
+        return token
+
+    @cached_property
+    def placeholders(self) -> dict[MediaKind, str]:
+        """What the chat template writes for one media item of each kind, before it is expanded."""
+        return self.family.placeholders(self)
+
+    @cached_property
+    def media_token_ids(self) -> frozenset[int]:
+        """The ids that stand for the content of media (not for the brackets around it)."""
+        return self.family.media_token_ids(self)
+
+    @cached_property
+    def video_sampling(self) -> VideoSampling:
+        """How the processor samples frames; all frames if it does not say."""
+        owner = getattr(self.processor, "video_processor", None)
+        return VideoSampling() if owner is None else VideoSampling.from_processor(self.processor)
+
+    @cached_property
+    def _quick(self) -> tuple[Encoder, RunTokenizer] | None:
+        """An encoder whose tokenizer reads runs of a media token once; None if the processor allows none."""
+        if not self.family.listed:
+            return None
+        processor, tokenizer = with_runs(self.processor, self.media_token_ids)
+        return None if tokenizer is None else (Encoder(processor, self.family), tokenizer)
+
+    def check_template(self) -> None:
+        """Refuse a processor that is made for chat templates and was given none.
+
+        Raises:
+            ConfigError: it has none, so that no sample could be rendered.
+        """
+        processor = self.processor
+        if not self.family.chats or not hasattr(processor, "chat_template"):
+            return  # one without the attribute has its own way of rendering
+        # Those of transformers do not ask their tokenizer for one.
+        owners = (processor,) if is_transformers(processor) else (processor, self.tokenizer)
+        if all(getattr(owner, "chat_template", None) is None for owner in owners):
+            raise ConfigError(
+                f"{type(processor).__name__} has no chat template: set processor.chat_template (released "
+                "models bring theirs along with AutoProcessor.from_pretrained)"
+            )
+
+    # --- a conversation as text --------------------------------------------------------------------------
+
+    def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as one text, placeholders not expanded."""
+        return self.family.render(self, turns)
+
+    def render_conversation(self, conversation: Conversation) -> str:
+        """:meth:`render` of a conversation.
+
+        Raises:
+            BadSample: the chat template rejects it.
+        """
+        try:
+            return self.render(self.family.turns(conversation))
+        except template_errors() as error:
+            what = f"the chat template refuses it: {error}"
+            raise self.family.bad(what, conversation, "wrong_format") from error
+
+    def check_placeholders(self, text: str, conversation: Conversation) -> None:
+        """Refuse a rendered text that has not one placeholder for each media item, or has one typed out."""
+        wanted = Counter(ref.kind for ref in conversation.media)
+        expected: Counter[str] = Counter()
+        for kind, placeholder in self.placeholders.items():
+            expected[placeholder] += wanted[kind]
+        for placeholder, number in expected.items():
+            found = text.count(placeholder)
+            typed = sum(message.text.count(placeholder) for message in conversation.messages)
+            if found != number or typed:
+                what = f"the rendered text holds '{placeholder}' {found} times for {number} media"
+                if typed:
+                    what += f", {typed} of them typed out in a text: cannot be told from a medium"
+                raise self.family.bad(what, conversation)
+
+    def text_options(self, text: str) -> Mapping[str, Any]:
+        """Options with which the processor's call tokenises a rendered text."""
+        arguments = self.family.text_arguments(self, text)
+        options: Mapping[str, Any] = arguments.get("text_kwargs", arguments)  # some processors take them flat
+        return options
+
+    def tokenize(self, text: str, rendered: str | None = None) -> list[int]:
+        """The ids of a text that was made of a rendered one, as the processor's call tokenises it."""
+        return token_ids(self.tokenizer(text, **self.text_options(text if rendered is None else rendered)))
+
+    # --- media, from sizes alone -------------------------------------------------------------------------
+
+    def size_of(self, ref: MediaRef) -> MediaSize:
+        """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded.
+
+        Raises:
+            BadSample: :meth:`load` would refuse it, as far as the header shows.
+        """
+        sampling = self.video_sampling if ref.kind == "video" else _ALL_FRAMES
+        size = size_of(ref, sampling, self.family.sampling_rate)
+        if ref.kind == "audio":
+            self.family.check_audio_length(ref, size)
+        return size
+
+    def media_tokens(self, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """See :meth:`Family.media_tokens`."""
+        return self.family.media_tokens(self, kind, size, images_in_sample)
+
+    def media_patches(self, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
+        """See :meth:`Family.media_patches`."""
+        return self.family.media_patches(self, kind, size, images_in_sample)
+
+    def pieces_of(self, sizes: Sizes, key: str = "") -> list[Pieces]:
+        """What the processor writes for each media item of one sample; see :meth:`Family.pieces`.
+
+        Raises:
+            BadSample: the processor rejects them.
+        """
+        with processor_errors(key):
+            return self.family.pieces_together(self, sizes)
+
+    def expand(self, text: str, sizes: Sizes, key: str = "") -> str:
+        """A rendered text as the processor tokenises it, from the sizes of its media alone.
+
+        :meth:`tokenize` gives it the ids of :meth:`encode`.
+
+        Args:
+            text: the rendered conversation, with one placeholder per media item.
+            sizes: of its media.
+            key: of the sample, for the error.
+
+        Raises:
+            BadSample: the processor rejects the media, as :meth:`encode` would say.
+        """
+        texts = [write_out(pieces) for pieces in self.pieces_of(sizes, key)]
+        return fill_placeholders(text, self.placeholders, [kind for kind, _ in sizes], texts)
+
+    def outline(self, text: str, sizes: Sizes, key: str = "") -> tuple[str, int]:
+        """:meth:`expand` with every repeated token written once, and how many tokens that omits.
+
+        The length of a sample is the number of tokens of the outline and those omitted. Only tokens that the
+        tokenizer never splits or joins to a neighbour are shortened, so the count stays exact; it costs the
+        text alone, however large the media.
+        """
+        if not sizes:
+            return text, 0
+        short = [shorten(pieces, self.special_tokens) for pieces in self.pieces_of(sizes, key)]
+        kinds = [kind for kind, _ in sizes]
+        outlined = fill_placeholders(text, self.placeholders, kinds, [written for written, _ in short])
+        return outlined, sum(omitted for _, omitted in short)
+
+    def probe(self, kind: MediaKind, size: Any) -> Probe:
+        """What the processor makes of a blank media item of this size; each size is tried once.
+
+        For processors whose arithmetic is unknown. Costs a whole call of the processor, and is right only if
+        the size alone decides.
+
+        Raises:
+            BadSample: the processor rejects it.
+        """
+        if (kind, size) not in self._probes:
+            blank = blank_ref(kind, size, self.family.sampling_rate)
+            encoded = self.encode(Conversation((Message("user", (blank,)),)))
+            ids = encoded.tokens["input_ids"].tolist()
+            tokens = sum(token in self.media_token_ids for token in ids)
+            counted = [key for key in encoded.media if self.family.layout[key].rows_from is not None]
+            patches = sum(sum(self.rows(encoded, key)) for key in counted)
+            self._probes[kind, size] = Probe(tokens, patches, self._read_pieces(encoded, ids, tokens))
+        return self._probes[kind, size]
+
+    def _read_pieces(self, encoded: Encoded, ids: list[int], tokens: int) -> Pieces:
+        """What the ids read as where the text has the placeholder; else the placeholder, once per token."""
+        ((kind, _),) = encoded.sizes
+        placeholder = self.placeholders.get(kind)
+        if placeholder is None:
+            return []
+        before, _, after = encoded.text.partition(placeholder)
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        read = str(self.tokenizer.decode(ids, **options))
+        start = read.find(before)
+        end = len(read) - len(after)
+        if start < 0 or start + len(before) > end or not read.endswith(after):
+            return [(placeholder, tokens)]
+        # Its tokens apart from what surrounds them, so that they are known to be the same ones.
+        return split_runs(read[start + len(before) : end], placeholder)
+
+    def blank_media(self, conversation: Conversation, sizes: Sizes) -> Conversation:
+        """The conversation with a blank media item of the same size for each of its own.
+
+        If a family is not exact, encoding this gives the length of the sample without decoding its media; the
+        processor still does all its work.
+        """
+        blanks = iter([blank_ref(kind, size, self.family.sampling_rate) for kind, size in sizes])
+        messages = [
+            replace(
+                message,
+                parts=tuple(next(blanks) if isinstance(part, MediaRef) else part for part in message.parts),
+            )
+            for message in conversation.messages
+        ]
+        return replace(conversation, messages=tuple(messages))
+
+    # --- encoding ----------------------------------------------------------------------------------------
+
+    def load(self, refs: Iterable[MediaRef]) -> LoadedMedia:
+        """Decode the media of one conversation; see :meth:`Family.load`."""
+        return self.family.load(self, refs)
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Load the media, render the template, run the processor on this one conversation.
+
+        Raises:
+            BadSample: a media item cannot be loaded, the text and the media do not agree, or the template or
+                the processor rejects them.
+            ConfigError: the processor returns a tensor that the layout does not declare, or of another shape.
+        """
+        family = self.family
+        family.check(conversation)
+        text = self.render_conversation(conversation)
+        self.check_placeholders(text, conversation)
+        with naming(conversation.key):
+            media = self.load(conversation.media)
+        with processor_errors(conversation.key):
+            output, read = self._call(text, media)
+        sizes = media.sizes(ref.kind for ref in conversation.media)
+        encoded = Encoded(text, family.turns(conversation), {}, {}, tuple(sizes), read)
+        family.sort_output(encoded, output)
+        self._check_media(encoded, conversation)
+        return encoded
+
+    def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], Tokenised | None]:
+        """The processor's output, if possible with a tokenizer that is quicker over media; and its tokens."""
+        if self._quick is None:
+            return self.family.call(self, text, media), None
+        quick, tokenizer = self._quick
+        try:
+            return self.family.call(quick, text, media), tokenizer.read
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
+            # The sample may be at fault, or a processor that wants more of its tokenizer than there is.
+            output = self.family.call(self, text, media)
+            _warn_slow_tokenizer(type(self.processor).__name__, f"{type(error).__name__}: {error}")
+            return output, None
+
+    def labels(self, encoded: Encoded) -> torch.Tensor:
+        """Labels [S] of an encoded sample: the answers and their end-of-turn tokens, nothing else.
+
+        Raises:
+            CannotAlign: see :func:`packhorse.chat.supervised_tokens`.
+        """
+        import torch
+
+        spans = self.family.answer_spans(self, encoded.turns, encoded.text)
+        ids = encoded.tokens["input_ids"]
+        labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
+        for start, end in supervised_tokens(
+            self, encoded.text, spans, ids.tolist(), self.media_token_ids, encoded.read
+        ):
+            labels[start:end] = ids[start:end]
+        return labels
+
+    def rows(self, encoded: Encoded, key: str) -> list[int]:
+        """How many entries along axis 0 of a media tensor belong to each of its items, in text order.
+
+        Only for tensors whose axis 0 is owned by items or their rows; one owned by the sample is not divided.
+        """
+        family = self.family
+        layout = family.layout[key]
+        items = [(kind, size) for kind, size in encoded.sizes if kind in layout.kinds]
+        if layout.owner == "sample":
+            raise ConfigError(f"axis 0 of '{key}' is the sample's, not its media's ({family.name})")
+        if layout.owner == "item":
+            return [1] * len(items)
+        if layout.rows_from is None:
+            return [family.item_rows(self, key, kind, size) for kind, size in items]
+        if layout.rows_from not in encoded.media:
+            raise ConfigError(f"the processor returned '{key}' without '{layout.rows_from}' ({family.name})")
+        grid = encoded.media[layout.rows_from]
+        entries = iter(grid.reshape(len(grid), -1).prod(1).tolist())
+        return [sum(next(entries) for _ in range(n)) for n in self.rows(encoded, layout.rows_from)]
+
+    def _check_media(self, encoded: Encoded, conversation: Conversation) -> None:
+        """Refuse a sample whose media tensors or media tokens do not agree with its media.
+
+        Raises:
+            BadSample: the processor returned no tensor for a media item, or more or fewer media tokens than
+                the media need (if the family is exact).
+            ConfigError: axis 0 of a media tensor is not as long as the layout says.
+        """
+        family = self.family
+        returned = {kind for key in encoded.media for kind in family.layout[key].kinds}
+        counts = Counter(kind for kind, _ in encoded.sizes)
+        for kind, number in counts.items():
+            if kind not in returned:
+                what = f"the processor returned no tensor for its {number} {kind}(s)"
+                raise family.bad(what, conversation)
+        if family.exact:
+            ids = encoded.tokens["input_ids"]
+            found = sum(int((ids == token).sum()) for token in self.media_token_ids)
+            needed = sum(self.media_tokens(kind, size, counts["image"]) for kind, size in encoded.sizes)
+            if found != needed:
+                raise family.bad(f"{found} media tokens where its media need {needed}", conversation)
+        for key, value in encoded.media.items():
+            layout = family.layout[key]
+            expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
+            if value.shape[0] != expected:
+                raise ConfigError(
+                    f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
+                    f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
+                )
+
+
+@cache
+def _warn_slow_tokenizer(processor: str, why: str) -> None:
+    logger.warning("%s does not work with a quicker tokenizer (%s): encoding takes longer", processor, why)
