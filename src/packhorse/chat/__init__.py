@@ -6,7 +6,14 @@ rendering of the text per sample, and one more tokenisation where the processor'
 """
 
 from packhorse.chat.answers import Span, answer_spans
-from packhorse.chat.labels import IGNORE_INDEX, TOKEN_KEYS, label_tokens, shift_tokens, supervised_tokens
+from packhorse.chat.labels import (
+    IGNORE_INDEX,
+    TOKEN_KEYS,
+    label_tokens,
+    shift_tokens,
+    supervised_tokens,
+    token_keys,
+)
 from packhorse.chat.repeated_tokens import Tokenised, with_runs
 from packhorse.chat.template import (
     CannotAlign,
@@ -42,6 +49,7 @@ __all__ = [
     "special_tokens",
     "supervised_tokens",
     "template_errors",
+    "token_keys",
     "tokenizer_of",
     "turn_markers",
     "with_runs",

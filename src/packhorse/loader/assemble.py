@@ -7,7 +7,7 @@ from logging import getLogger
 from typing import Any
 
 from packhorse.collate.packed import check_router_loss
-from packhorse.collate.packed_dataset import PackedDatasetWrapper
+from packhorse.collate.packer import Packer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
@@ -121,7 +121,7 @@ def make_planner(
 def batch_builder(
     config: LoaderConfig, samples: PreTokenizedDatasetWrapper, facts: ModelFacts
 ) -> BatchBuilder:
-    """What makes batches of tickets, in workers."""
+    """What makes batches of work items, in workers."""
     dtype = as_dtype(config.pixel_dtype) or facts.dtype
     finish = _finish(config)
     if config.mode == "pad":
@@ -137,17 +137,7 @@ def batch_builder(
         )
     check_router_loss(facts.config)
     padding = pad_token_id(samples.processor)
-    packer = PackedDatasetWrapper(
-        samples,
-        (),
-        config.pack_size,
-        padding,
-        facts.get_rope_index,
-        sequence_alignment=config.alignment,
-        exact=True,
-        on_bad=config.on_bad,
-        ledger=samples.ledger,
-    )
+    packer = Packer(config.pack_size, padding, facts.get_rope_index, config.alignment, samples.family)
     collater: dict[str, Any] = {
         "padding_idx": padding,
         "max_length": config.pack_size if config.pad_to_size else None,

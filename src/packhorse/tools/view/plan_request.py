@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from packhorse.chat import tokenizer_of
-from packhorse.collate.packed_dataset import PackedDatasetWrapper
+from packhorse.collate.packer import Packer
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Ranks
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
@@ -91,7 +91,7 @@ class Opened:
         return replace(self, request=request, samples=samples)
 
     @cached_property
-    def packer(self) -> PackedDatasetWrapper:
+    def packer(self) -> Packer:
         """Shifts, places and joins samples as the loader does."""
         builder = batch_builder(self.request.config, self.samples, self.facts)
         assert isinstance(builder, PackBuilder)  # the settings of a plan are always those of packs

@@ -24,7 +24,7 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Blanks
 from packhorse.tools.view.plan_request import Opened
-from packhorse.types import Conversation, Drop, MediaRef, TextPart, mask_secrets
+from packhorse.types import Conversation, Drop, MediaRef, Sample, TextPart, mask_secrets
 
 TEMPLATE = "template"
 """Who speaks where the chat template does."""
@@ -297,9 +297,9 @@ class Encoder:
     def _shown(
         self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[Medium, ...]
     ) -> Shown:
-        sample = self.samples.load(index)
-        prepared = self.opened.packer.prepared(sample)
-        positions = prepared.get("position_ids") if self.opened.packer.has_mrope else None
+        encoded = self.samples.load_sample(index)
+        positions = self.opened.packer.prepare(encoded).position_ids
+        sample = encoded.per_token
         ids = sample["input_ids"].tolist()
         roles = roles_of(self.family, self.processor, conversation, ids)
         runs = runs_of(self.family, self.processor, sample, roles, positions)
@@ -314,7 +314,7 @@ class Encoder:
             media,
             tuple(runs),
             len(ids) - 1,
-            self.opened.packer.room_of(prepared),
+            self.opened.packer.padded_length(len(ids) - 1),
             int((sample["labels"] != IGNORE_INDEX).sum()),
             self._both_ways(sample),
             found=tuple(self.samples.ledger),
@@ -333,12 +333,11 @@ class Encoder:
             samples = self._blanks.samples(kinds)
             return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
-    def _blank(self, sample: dict[str, Any]) -> Shown:
-        prepared = self.opened.packer.prepared(sample)
-        positions = prepared.get("position_ids") if self.opened.packer.has_mrope else None
-        count = len(sample["input_ids"])
-        runs = runs_of(self.family, self.processor, sample, [TEMPLATE] * count, positions)
-        return Shown(-1, runs=tuple(runs), length=count - 1, room=self.opened.packer.room_of(prepared))
+    def _blank(self, sample: Sample) -> Shown:
+        packer, length = self.opened.packer, len(sample) - 1
+        positions = packer.prepare(sample).position_ids
+        runs = runs_of(self.family, self.processor, sample.per_token, [TEMPLATE] * len(sample), positions)
+        return Shown(-1, runs=tuple(runs), length=length, room=packer.padded_length(length))
 
     def _tokens(
         self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any
