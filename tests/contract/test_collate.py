@@ -58,7 +58,7 @@ OURS = {"video_second_per_grid", "batch_num_images"}
 def fresh_ledger(monkeypatch):
     """An empty ledger in place of the process's own."""
     ledger = Ledger()
-    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: ledger)
+    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: ledger)
     return ledger
 
 

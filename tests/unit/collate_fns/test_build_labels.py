@@ -34,7 +34,7 @@ def learned(tokenizer, ids, labels) -> list[str]:
 @pytest.fixture
 def ledger(monkeypatch):
     made = Ledger()
-    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: made)
+    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: made)
     return made
 
 

@@ -33,7 +33,7 @@ def image(source) -> dict:
 @pytest.fixture
 def ledger(monkeypatch):
     made = Ledger()
-    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: made)
+    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: made)
     return made
 
 

@@ -197,7 +197,7 @@ def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, 
     from contract.samples import clip
 
     ledger = Ledger()
-    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: ledger)
+    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: ledger)
     frames, metadata = clip(6)
     video = {"type": "video", "video": frames, "video_metadata": metadata}
     film = {"conversation": said(("user", [video]), ("assistant", "A cat."))}

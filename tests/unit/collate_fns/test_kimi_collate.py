@@ -28,7 +28,7 @@ def seen(*sizes: tuple[int, int], answer: str = "A cat.") -> dict:
 @pytest.fixture
 def ledger(monkeypatch):
     made = Ledger()
-    monkeypatch.setattr("packhorse.ledger.default_ledger", lambda: made)
+    monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: made)
     return made
 
 
