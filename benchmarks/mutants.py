@@ -87,7 +87,7 @@ MUTANTS = (
         "positions do not restart with a document",
         "collate/packer.py",
         'row["position_ids"] = torch.arange(len(ids))',
-        'row["position_ids"] = torch.arange(len(ids)) + place',
+        'row["position_ids"] = torch.arange(len(ids)) + number',
         ("tests/unit/neat_packing_vlm/test_pack.py",),
     ),
     Mutant(

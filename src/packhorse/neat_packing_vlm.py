@@ -8,12 +8,8 @@ from packhorse.collate.packed_dataset import (
     neat_pack_dataset_vlm,
     pack_lengths,
 )
-from packhorse.collate.packer import (
-    MEDIA_KEYS,
-    _build_packed_vlm_sample,
-    _compute_mrope_position_ids,
-    _shift_sample,
-)
+from packhorse.collate.packer import MEDIA_KEYS, _build_packed_vlm_sample, _shift_sample
+from packhorse.families.positions import mrope_position_ids as _compute_mrope_position_ids
 from packhorse.formats.estimate import estimate_image_tokens as _estimate_image_tokens
 from packhorse.formats.estimate import estimate_sample_length as _estimate_sample_length
 from packhorse.formats.estimate import estimate_video_tokens as _estimate_video_tokens

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -316,6 +316,106 @@ class Conversation:
     def media(self) -> tuple[MediaRef, ...]:
         """All media in the order in which the text mentions them."""
         return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _TokenTensors:
+    """What samples and packs share: tensors with one entry per token along their last axis, and counts.
+
+    Attributes:
+        tokens: ``input_ids``, ``attention_mask`` and further tensors per token [S], by key.
+        labels: [S]; None where nothing is supervised yet.
+        position_ids: [S], or [3, S] with mRoPE; None leaves positions to the collate function.
+        loss_weights: [S]; None weighs all supervised tokens alike.
+        num_items: how many media items there are of each kind.
+    """
+
+    tokens: Mapping[str, torch.Tensor]
+    labels: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    loss_weights: torch.Tensor | None = None
+    num_items: Mapping[MediaKind, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return int(self.tokens["input_ids"].shape[-1])
+
+    @property
+    def per_token(self) -> dict[str, torch.Tensor]:
+        """Every tensor per token by its key, labels and positions included."""
+        others = {"labels": self.labels, "position_ids": self.position_ids}
+        return {**self.tokens, **{key: value for key, value in others.items() if value is not None}}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sample(_TokenTensors):
+    """One encoded sample.
+
+    Attributes:
+        media: the media tensors by key, as the family's :data:`MediaLayout` declares them.
+        key: names the row (``coco/812``); empty if unknown.
+    """
+
+    media: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    key: str = ""
+
+    def with_per_token(self, tensors: Mapping[str, torch.Tensor]) -> Sample:
+        """The sample with these tensors in place of its :attr:`per_token`."""
+        tokens = {key: value for key, value in tensors.items() if key not in ("labels", "position_ids")}
+        labels, positions = tensors.get("labels"), tensors.get("position_ids")
+        return replace(self, tokens=tokens, labels=labels, position_ids=positions)
+
+    def cut(self, kept: slice) -> Sample:
+        """The sample with these tokens alone; media stay."""
+        return self.with_per_token({key: value[..., kept] for key, value in self.per_token.items()})
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """The documented dict; ``n_images`` and ``n_videos`` are in it if there are media."""
+        import torch
+
+        kinds: tuple[MediaKind, ...] = ("image", "video") if any(self.num_items.values()) else ()
+        counts = {f"n_{kind}s": torch.tensor(self.num_items.get(kind, 0)) for kind in kinds}
+        return {**self.per_token, **self.media, **counts}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedSample(_TokenTensors):
+    """Several samples joined into one sequence; ``attention_mask`` holds document numbers from 1.
+
+    Attributes:
+        media: the tensors to join along axis 0, by key; nothing is copied before the batch is made.
+        seq_lens: tokens of each document.
+        seq_lens_padded: the same with what fills it up to ``alignment``.
+        items_per_document: images and videos of each document; None if unknown.
+        alignment: each document takes up a multiple of this many tokens.
+    """
+
+    media: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    seq_lens: Sequence[int] = ()
+    seq_lens_padded: Sequence[int] = ()
+    items_per_document: Sequence[int] | None = None
+    alignment: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """An order for one batch.
+
+    Attributes:
+        epoch: the epoch of the loader.
+        step: the micro-step of the epoch's current segment.
+        packs: the samples of each pack (in padded batches: one sample each).
+        kinds: the media that some rank has in this step, one bit for each kind: the batch needs all of them.
+    """
+
+    epoch: int
+    step: int
+    packs: tuple[tuple[int, ...], ...]
+    kinds: int = 0
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """All samples, in order."""
+        return tuple(index for pack in self.packs for index in pack)
 
 
 @dataclass(frozen=True, slots=True)

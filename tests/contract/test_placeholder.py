@@ -21,10 +21,9 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import Encoder
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
-from packhorse.loader.build import Ticket
 from packhorse.loader.placeholder import Blanks
 from packhorse.media import VideoInfo
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, WorkItem
 
 CHATS = [name for name, family in FAMILIES.items() if family.chats]
 ROWS = [
@@ -63,14 +62,14 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
             continue
         ((blank_kind, blank),) = blanks.samples(1 << bit)
         assert blank_kind in FAMILIES[name].modalities
-        keys = [key for key in blank if key in samples.family.layout]
+        keys = [key for key in blank.media if key in samples.family.layout]
         media = samples.encoder.media_token_ids
         assert any({kind, blank_kind} <= {*samples.family.layout[key].kinds} for key in keys)
-        assert bool((blank["labels"] == IGNORE_INDEX).all())
-        assert any(token in media for token in blank["input_ids"].tolist())
-        assert int(blank["input_ids"][-1]) not in media, "the shift would cut it"
-        assert all(len(blank[key]) == len(blank["labels"]) for key in ("input_ids", "attention_mask"))
-        assert blanks.lengths(1 << bit) == [len(blank["input_ids"]) - 1]
+        assert bool((blank.labels == IGNORE_INDEX).all())
+        assert any(token in media for token in blank.tokens["input_ids"].tolist())
+        assert int(blank.tokens["input_ids"][-1]) not in media, "the shift would cut it"
+        assert {value.shape[-1] for value in blank.per_token.values()} == {len(blank)}
+        assert blanks.lengths(1 << bit) == [len(blank) - 1]
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -79,8 +78,8 @@ def test_each_placeholder_of_several_kinds_is_named_by_the_media_that_it_holds(n
     named = Blanks(samples).samples(bits(name))
     assert len({kind for kind, _ in named}) == len(named)
     for kind, blank in named:
-        layouts = [layout for key, layout in samples.family.layout.items() if key in blank]
-        assert any(kind in layout.kinds for layout in layouts), (kind, sorted(blank))
+        layouts = [layout for key, layout in samples.family.layout.items() if key in blank.media]
+        assert any(kind in layout.kinds for layout in layouts), (kind, sorted(blank.media))
 
 
 def gradients(model: Any, *batches: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -111,7 +110,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     )
     build = loader._feed.builder
     packs = ((0, 1, 2),) if mode == "pack" else ((0,), (1,), (2,))
-    plain, placed = build[Ticket(0, 0, packs, 0)], build[Ticket(0, 0, packs, bits(name))]
+    plain, placed = build[WorkItem(0, 0, packs, 0)], build[WorkItem(0, 0, packs, bits(name))]
     layout = loader._samples.family.layout
     there = {kind for key in placed.batch if key in layout for kind in layout[key].kinds}
 
@@ -125,8 +124,8 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     loss, ours = gradients(model, plain.batch)
     with_it, theirs = gradients(model, placed.batch)
     other_order = ((2, 1, 0),) if mode == "pack" else ((2,), (1,), (0,))
-    apart = [build[Ticket(0, 0, ((number,),), 0)].batch for number in range(3)]
-    others = [gradients(model, build[Ticket(0, 0, other_order, 0)].batch), gradients(model, *apart)]
+    apart = [build[WorkItem(0, 0, ((number,),), 0)].batch for number in range(3)]
+    others = [gradients(model, build[WorkItem(0, 0, other_order, 0)].batch), gradients(model, *apart)]
     media = torch.tensor(sorted(loader._samples.encoder.media_token_ids))
     ids, labels = placed.batch["input_ids"], placed.batch["labels"]
     learns_it = {**placed.batch, "labels": torch.where(torch.isin(ids, media), ids, labels)}
@@ -152,7 +151,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
 def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None:
     model = tiny_model("qwen2_vl")
     loader = packhorse.load(ROWS, processor("qwen2_vl"), model=model, mode=mode, pack_size=256)
-    built = loader._feed.builder[Ticket(0, 0, (), 3)]
+    built = loader._feed.builder[WorkItem(0, 0, (), 3)]
     loss, found = gradients(model, built.batch)
 
     assert built.report.filler

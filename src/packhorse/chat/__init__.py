@@ -13,6 +13,7 @@ from packhorse.chat.labels import (
     label_tokens,
     shift_tokens,
     supervised_tokens,
+    token_keys,
 )
 from packhorse.chat.repeated_tokens import Tokenised, with_runs
 from packhorse.chat.template import (
@@ -48,6 +49,7 @@ __all__ = [
     "special_tokens",
     "supervised_tokens",
     "template_errors",
+    "token_keys",
     "tokenizer_of",
     "with_runs",
 ]

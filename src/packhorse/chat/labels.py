@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from typing import Any
@@ -41,12 +41,33 @@ TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_id
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def shift_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+_PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids"})
+
+
+def token_keys(values: Mapping[str, Any], media: Container[str] = ()) -> list[str]:
+    """Names of the entries with one value per token, in a sample or a batch of unknown origin.
+
+    These are the known names, and tensors shaped like ``input_ids`` that are no ``media``. This is the only
+    place that tells tokens from media by their shape.
+    """
+    shape = getattr(values.get("input_ids"), "shape", None)
+    return [
+        key
+        for key, value in values.items()
+        if value is not None
+        and (
+            key in _PER_TOKEN
+            or (key not in media and shape is not None and getattr(value, "shape", None) == shape)
+        )
+    ]
+
+
+def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[str, Any]:
     """The one autoregressive shift: each position gets the label of the next token.
 
     Takes tensors of one sample ([S]) or a batch ([B, S]; ``position_ids`` also [3, B, S]); returns a new dict
-    of views one token shorter: ``labels`` without the first, every other token tensor without the last.
-    All that is not one entry per token stays.
+    of views one token shorter: ``labels`` without the first, every other token tensor
+    (see :func:`token_keys`) without the last. Everything else stays.
 
     Raises:
         ConfigError: there are no labels, or a token tensor has another length than they.
@@ -55,9 +76,7 @@ def shift_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"cannot shift without 'labels', only {', '.join(batch)}")
     shifted = dict(batch)
     length = batch["labels"].shape[-1]
-    for key in ("labels", *TOKEN_KEYS, "position_ids"):
-        if key not in batch:
-            continue
+    for key in token_keys(batch, media):
         shape = tuple(batch[key].shape)
         if shape[-1] != length or len(shape) > (3 if key == "position_ids" else 2):
             raise ConfigError(f"'{key}' is {shape}, expected one entry for each of {length} labels")

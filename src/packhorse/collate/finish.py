@@ -9,16 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packhorse.chat import TOKEN_KEYS, shift_tokens
+from packhorse.chat import shift_tokens, token_keys
+from packhorse.collate.packer import media_keys
 from packhorse.collate.pixel_buffer import are_pixels
 from packhorse.collate.processor_call import logger
 from packhorse.encode.robust import Batch
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import FAMILIES, Family
+from packhorse.families import Family
 from packhorse.ledger import Ledger, default_ledger
 from packhorse.types import Action, Drop, Reason
-
-_SHIFTED_THERE = frozenset({*TOKEN_KEYS, "labels", "position_ids"})
 
 
 def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> list[int]:
@@ -72,9 +71,7 @@ def shifted(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
     Losses of transformers take ``shift_labels`` that can be viewed as one row.
     """
-    result = shift_tokens(batch)
-    for key in per_token(batch, family) - _SHIFTED_THERE:
-        result[key] = batch[key][:, :-1]
+    result = shift_tokens(batch, media_keys(family))
     return with_shift_labels(
         {key: value if value is batch[key] else value.contiguous() for key, value in result.items()}
     )
@@ -89,18 +86,9 @@ def with_shift_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**batch, "shift_labels": batch["labels"]}
 
 
-def per_token(batch: Mapping[str, Any], family: Family) -> set[str]:
-    """Keys of tensors [B, S] that have an entry for each token, those that only this processor has included.
-
-    No media tensor of any family is taken for one, whatever its shape.
-    """
-    shape = batch["input_ids"].shape
-    media = {key for known in (*FAMILIES, family) for key in known.layout}
-    return {
-        key
-        for key, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.shape == shape and key not in media
-    }
+def per_token(batch: Mapping[str, Any], family: Family) -> list[str]:
+    """Keys of tensors with an entry for each token, those that only this processor has included."""
+    return token_keys(batch, media_keys(family))
 
 
 @dataclass(frozen=True, slots=True)

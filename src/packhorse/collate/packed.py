@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.collate.finish import Counts, check_present, counted, with_shift_labels
 from packhorse.collate.masks import Segments, additive, block_causal_mask, positions_tell, segments
-from packhorse.collate.packer import MEDIA_KEYS, Parts, join, layout_of, layouts_of
+from packhorse.collate.packer import all_media_keys, join, layout_of, stack_tokens, to_pack
 from packhorse.collate.pixel_buffer import are_pixels
 from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
@@ -23,14 +22,13 @@ from packhorse.families import Family
 from packhorse.families.models import check_packable, check_router_loss, unwrap
 from packhorse.families.processors import is_at_least
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
-from packhorse.types import TensorLayout
+from packhorse.types import MEDIA_KINDS, PackedSample, TensorLayout
 
 Pack = Mapping[str, Any]
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention", "varlen")
 """The attention backends that packed batches are made for."""
 
-_OF_THE_PACK = frozenset({"seq_lens", "seq_lens_padded", "n_images", "n_videos", "n_audios"})
 _INFORMATION = frozenset({"_packed_seq_ids", *COUNT_KEYS.values(), MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY})
 _LABELS = frozenset({"labels", "shift_labels"})
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -93,12 +91,52 @@ def neat_packed_vlm_collater(
         ConfigError: a pack is None, an unknown backend, packs longer than ``max_length``, or a backend that
             cannot do what the family needs.
     """
+    packs, family = read_packs(batch)
+    return collate_packs(
+        packs,
+        family,
+        padding_idx,
+        max_length,
+        attn_implementation,
+        materialize_4d_mask=materialize_4d_mask,
+        pixel_dtype=pixel_dtype,
+        mask_dtype=mask_dtype,
+        config=config,
+        media_layout=media_layout,
+    )
+
+
+def read_packs(batch: Sequence[Pack]) -> tuple[list[PackedSample], Family | None]:
+    """The packs of a batch, and their family if they say it.
+
+    Raises:
+        ConfigError: a pack is None.
+    """
+    check_present(batch)
+    family = next((pack["_family"] for pack in batch if pack.get("_family") is not None), None)
+    return [to_pack(pack, family) for pack in batch], family
+
+
+def collate_packs(
+    packs: Sequence[PackedSample],
+    family: Family | None,
+    padding_idx: int = 0,
+    max_length: int | None = None,
+    attn_implementation: str | None = "sdpa",
+    *,
+    materialize_4d_mask: bool = True,
+    pixel_dtype: torch.dtype | None = torch.bfloat16,
+    mask_dtype: torch.dtype = torch.float32,
+    config: Any = None,
+    media_layout: bool = False,
+) -> dict[str, Any]:
+    """:func:`neat_packed_vlm_collater` of typed packs; ``family`` is that of their samples."""
     backend = "sdpa" if attn_implementation is None else attn_implementation
     if backend not in ATTENTION:
         raise ConfigError(f"{attn_implementation=}: expected one of {', '.join(ATTENTION)}, or None")
-    if not batch:
+    if not packs:
         return {}
-    rows = PackedRows(batch, padding_idx, max_length)
+    rows = PackedRows(packs, family, padding_idx, max_length)
     if not materialize_4d_mask and backend in ("sdpa", "eager"):
         backend = _DOCUMENT_NUMBERS
     made = _with_attention(rows, backend, mask_dtype, config)
@@ -212,46 +250,27 @@ def _backends_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
 class PackedRows:
     """The packs of a batch, and how their tensors are put together."""
 
-    def __init__(self, batch: Sequence[Pack], padding_idx: int, max_length: int | None) -> None:
-        check_present(batch)
-        self.packs, self.padding_idx = batch, padding_idx
-        longest = max(pack["input_ids"].shape[-1] for pack in batch)
+    def __init__(
+        self,
+        packs: Sequence[PackedSample],
+        family: Family | None,
+        padding_idx: int,
+        max_length: int | None,
+    ) -> None:
+        self.packs, self.family, self.padding_idx = packs, family, padding_idx
+        longest = max(map(len, packs))
         if max_length is not None and longest > max_length:
             raise ConfigError(
                 f"a pack of {longest:,} tokens in a batch of max_length={max_length:,}: make max_length at "
                 "least the pack_size of the dataset"
             )
         self.length = longest if max_length is None else max_length
-        self.alignments = [int(pack.get("_alignment", 1)) for pack in batch]
-        self.family: Family | None = next((p["_family"] for p in batch if p.get("_family") is not None), None)
+        self.alignments = [pack.alignment for pack in packs]
 
     def tokens(self) -> dict[str, Any]:
         """Tensors per token, padded on the right."""
-        keys = dict.fromkeys(key for pack in self.packs for key in pack if self._is_per_token(key, pack))
-        made = {}
-        for key in keys:
-            given = [pack.get(key) for pack in self.packs]
-            axes = {tuple(value.shape[:-1]) for value in given if value is not None}
-            if len(axes) > 1 or (key == "position_ids" and any(value is None for value in given)):
-                raise ConfigError(
-                    f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
-                )
-            (lead,) = axes
-            dtype = next(value.dtype for value in given if value is not None)
-            fill = {"input_ids": self.padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
-            whole = torch.full((*lead, len(given), self.length), fill, dtype=dtype)
-            for row, value in enumerate(given):
-                if value is not None:
-                    whole[..., row, : value.shape[-1]] = value
-            made[key] = whole
-        return made
-
-    def _is_per_token(self, key: str, pack: Pack) -> bool:
-        if key in ("labels", "position_ids", *TOKEN_KEYS):
-            return pack[key] is not None
-        passed_over = key in _OF_THE_PACK or key in MEDIA_KEYS or key.startswith("_")
-        value = pack[key]
-        return not passed_over and isinstance(value, torch.Tensor) and value.shape == pack["input_ids"].shape
+        rows = [pack.per_token for pack in self.packs]
+        return stack_tokens(rows, self.length, self.padding_idx)
 
     def both_ways(self, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Tokens that see each other in both directions, bool [B, S]; None where the family has none."""
@@ -292,9 +311,9 @@ class PackedRows:
         none = torch.iinfo(documents.dtype).max
         following = torch.where(documents > 0, documents, none).flip(-1).cummin(-1).values.flip(-1)
         for row, pack in enumerate(self.packs):
-            media: Any = pack.get("_media_per_document")
+            media = pack.items_per_document or ()
             hiding = set(owner[row][(documents[row] == 0) & (owner[row] == following[row])].tolist())
-            for number in sorted(hiding) if media is not None else ():
+            for number in sorted(hiding) if media else ():
                 if media[number - 1] > 1:
                     raise ConfigError(
                         f"document {number} of row {row} hides tokens beside {media[number - 1]} media, "
@@ -303,19 +322,22 @@ class PackedRows:
 
     def media(self, pixel_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """Media tensors of all packs, joined in one copy."""
-        return {
-            key: join(key, parts, self.family, pixel_dtype if are_pixels(key, parts.dtype) else None)
-            for key, (parts, _) in self._media_parts().items()
-        }
+        joined = {}
+        for key in all_media_keys(self.packs):
+            parts = [part for pack in self.packs for part in pack.media.get(key, ())]
+            dtype = pixel_dtype if are_pixels(key, parts[0].dtype) else None
+            joined[key] = join(key, parts, self.family, dtype)
+        return joined
 
     def whose_media(self) -> dict[str, Any]:
         """The layout of each media tensor, and its entries for each pack; nothing without media."""
-        found = self._media_parts()
-        if not found:
+        keys = all_media_keys(self.packs)
+        if not keys:
             return {}
+        rows = {key: [sum(map(len, pack.media.get(key, ()))) for pack in self.packs] for key in keys}
         return {
-            MEDIA_LAYOUT_KEY: {key: self._layout(key) for key in found},
-            MEDIA_ROWS_KEY: {key: torch.tensor(rows) for key, (_, rows) in found.items()},
+            MEDIA_LAYOUT_KEY: {key: self._layout(key) for key in keys},
+            MEDIA_ROWS_KEY: {key: torch.tensor(numbers) for key, numbers in rows.items()},
         }
 
     def _layout(self, key: str) -> TensorLayout:
@@ -323,36 +345,9 @@ class PackedRows:
         # Families differ in what they have under a name; where the family is not known, rows tell all.
         return layout if self.family is not None else TensorLayout(layout.kinds, "sample")
 
-    def _media_parts(self) -> dict[str, tuple[Parts, list[int]]]:
-        """The parts of each media tensor, and how many entries of it each pack has."""
-        found: dict[str, tuple[Parts, list[int]]] = {}
-        for number, pack in enumerate(self.packs):
-            for key, value in pack.items():
-                if (
-                    key in _OF_THE_PACK
-                    or key.startswith("_")
-                    or value is None
-                    or self._is_per_token(key, pack)
-                ):
-                    continue
-                parts, rows = found.setdefault(key, (Parts(), [0] * len(self.packs)))
-                own = value if isinstance(value, list) else [value]
-                parts.extend(own)
-                rows[number] = sum(map(len, own))
-        return found
-
     def counts(self) -> Counts:
-        """Images, videos and sounds of each pack."""
-        images, videos = (
-            [int(pack.get(name, 0)) for pack in self.packs] for name in ("n_images", "n_videos")
-        )
-        table = layouts_of(self.family)
-        sound = (
-            rows
-            for key, (_, rows) in self._media_parts().items()
-            if key in table and (table[key].kinds, table[key].owner) == (("audio",), "item")
-        )
-        return Counts(images, videos, next(sound, ()))
+        """Images, videos and audio clips of each pack."""
+        return Counts(*([pack.num_items.get(kind, 0) for pack in self.packs] for kind in MEDIA_KINDS))
 
 
 def _varlen_arguments(found: Segments) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.collate.packer import _build_packed_vlm_sample, _compute_mrope_position_ids, _shift_sample
+from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
@@ -27,7 +27,7 @@ from packhorse.plan.eligibility import Eligibility, check_eligibility
 from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.types import Action, Drop, Flags, Integers, Reason
+from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -125,6 +125,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         self.sequence_alignment, self.exact = sequence_alignment, exact
         self.has_mrope = get_rope_index is not None
         self.family: Family | None = getattr(inner_dataset, "family", None)
+        self.packer = Packer(pack_size, padding_idx, get_rope_index, sequence_alignment, self.family)
         self._lazy_lengths = LazyLengths(inner_dataset, encode=on_overflow == "carry")
         self._carries = on_overflow != "drop" and not exact and self._lazy_lengths.available
         if len(bins) and self.family is not None and self.family.mrope and not self.has_mrope:
@@ -166,17 +167,18 @@ class PackedDatasetWrapper(ReplacingDataset):
         failures: list[tuple[int, BaseException]] = []
         for index in left_out:
             length = self._lazy_lengths.lengths([index])[0]
-            failures.append((index, self._no_room(idx, self._aligned(length - 1))))
-        samples, used = [], 0
+            failures.append((index, self._no_room(idx, self.packer.padded_length(length - 1))))
+        samples: list[Sample] = []
+        used = 0
         for index in chosen:
             try:
-                sample = self.prepared(load_sample(self.inner_dataset, index))
+                sample = self._prepared(index)
             except DATA_ERRORS as error:
                 if self.on_bad == "raise" or not is_data_error(error):
                     raise
                 failures.append((index, error))
                 continue
-            room = self.room_of(sample)
+            room = self.packer.padded_length(len(sample))
             if used + room > self.pack_size:
                 failures.append((index, self._no_room(idx, room, self.pack_size - used)))
                 continue
@@ -186,23 +188,13 @@ class PackedDatasetWrapper(ReplacingDataset):
             raise EmptyPack(self.key(idx), failures)
         for index, failure in failures:
             self._record_sample(index, failure)
-        return self.joined(samples)
+        return pack_to_dict(self.packer.join(samples), self.family)
 
-    def joined(self, samples: Sequence[dict[str, Any]], *, keep_parts: bool = False) -> dict[str, Any]:
-        """A pack of samples as :meth:`sample` and :meth:`prepared` make them; they have to fit.
-
-        With ``keep_parts``, pixels stay a list of the samples' own tensors, for a collater that copies them.
-        """
-        mrope = self.has_mrope and all("position_ids" in sample for sample in samples)
-        return _build_packed_vlm_sample(
-            samples,
-            self.pack_size,
-            self.padding_idx,
-            mrope,
-            self.sequence_alignment,
-            family=self.family,
-            keep_parts=keep_parts,
-        )
+    def _prepared(self, index: int) -> Sample:
+        sample = load_sample(self.inner_dataset, index)
+        if "input_ids" not in sample:
+            raise not_encoded(self.inner_dataset)
+        return self.packer.prepare(to_sample(sample, self.family))
 
     def dealt(self, idx: int) -> tuple[list[int], list[int]]:
         """The samples of a pack, its own and those it takes in, and its own that no pack has room for."""
@@ -210,7 +202,7 @@ class PackedDatasetWrapper(ReplacingDataset):
             return [int(index) for index in self.bins[idx]], []
         first = idx - idx % GROUP
         bins = tuple(tuple(int(i) for i in self.bins[n]) for n in range(first, min(first + GROUP, len(self))))
-        rooms = {index: self._aligned(n - 1) for index, n in self._lengths(bins).items()}
+        rooms = {index: self.packer.padded_length(n - 1) for index, n in self._lengths(bins).items()}
         packs, left_out = _redealt(bins, tuple(rooms.items()), self.pack_size)
         return list(packs[idx - first]), list(left_out[idx - first])
 
@@ -234,20 +226,6 @@ class PackedDatasetWrapper(ReplacingDataset):
             for index in self.dealt(idx)[0]:
                 self._enter(index, failure, "replaced" if replaced else "left_out")
         logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "left out", error, more)
-
-    def room_of(self, sample: dict[str, Any]) -> int:
-        """How many tokens of a pack a shifted sample takes up."""
-        return self._aligned(len(sample["input_ids"].reshape(-1)))
-
-    def sample(self, index: int) -> dict[str, Any] | None:
-        """One sample, shifted and with its positions; None if it fails, which is recorded."""
-        try:
-            return self.prepared(load_sample(self.inner_dataset, index))
-        except DATA_ERRORS as error:
-            if self.on_bad == "raise" or not is_data_error(error):
-                raise
-            self._record_sample(index, error)
-            return None
 
     def _record_sample(
         self, index: int, error: BaseException, more: str = "", *, replaced: bool = False
@@ -279,28 +257,6 @@ class PackedDatasetWrapper(ReplacingDataset):
         if left is not None:
             detail = f"{room:,} tokens where pack {idx} has {left:,} left"
         return BadSample(detail, reason="pack_full", stage="plan")
-
-    def prepared(self, sample: Any) -> dict[str, Any]:
-        """An encoded sample, shifted and with its positions.
-
-        Raises:
-            BadSample: it has no two tokens.
-            ConfigError: it is not encoded.
-        """
-        if "input_ids" not in sample:
-            raise not_encoded(self.inner_dataset)
-        if len(sample["input_ids"].reshape(-1)) < 2:
-            raise BadSample("a single token has no next one to learn", reason="empty_sample", stage="encode")
-        positions = None
-        if self.get_rope_index is not None:
-            positions = _compute_mrope_position_ids(sample, self.get_rope_index)
-        placed = dict(sample) if positions is None else {**sample, "position_ids": positions}
-        if positions is None:
-            placed.pop("position_ids", None)
-        return _shift_sample(placed, has_mrope=positions is not None)
-
-    def _aligned(self, length: int) -> int:
-        return max(length, 0) + -max(length, 0) % self.sequence_alignment
 
 
 def not_encoded(dataset: Any) -> ConfigError:

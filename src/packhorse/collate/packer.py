@@ -1,24 +1,24 @@
-"""Joining samples into a pack: encoded samples go in, one sequence comes out that remembers its documents.
+"""Join encoded samples into packs: one sequence that remembers its documents.
 
-Costs one copy of the tokens. Pixels are not copied here when the caller keeps them as parts
-(:class:`~packhorse.collate.packer.Parts`).
+Costs one copy of the tokens; pixels are not copied before the batch is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS, shift_tokens
+from packhorse.chat import IGNORE_INDEX, shift_tokens, token_keys
 from packhorse.collate.pixel_buffer import already_joined, room_for
-from packhorse.errors import ConfigError
+from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES, Family, Generic
 from packhorse.families.positions import RopeIndex, mrope_position_ids
-from packhorse.types import MediaKind, MediaLayout, TensorLayout
+from packhorse.types import MEDIA_KINDS, MediaKind, MediaLayout, PackedSample, Sample, TensorLayout
 
 # A key that several families declare is joined alike in all of them, but for what one of them calls ragged.
 _DECLARED: MediaLayout = {
@@ -30,20 +30,7 @@ _FILL: Mapping[str, float] = {key: value for family in FAMILIES for key, value i
 MEDIA_KEYS: tuple[str, ...] = tuple(dict.fromkeys(key for family in FAMILIES for key in family.layout))
 """Every media tensor of every family, from their layouts."""
 
-
-class Parts(list[torch.Tensor]):
-    """Tensors that are to be joined along axis 0, not yet copied; ``torch.cat`` takes it as it is."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the joined tensor: axes that differ are filled up to the largest."""
-        sizes = [max(sides) for sides in zip(*(part.shape[1:] for part in self), strict=True)]
-        return torch.Size([sum(len(part) for part in self), *sizes])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the parts."""
-        return self[0].dtype
+_COUNTS: Mapping[str, MediaKind] = {f"n_{kind}s": kind for kind in MEDIA_KINDS}
 
 
 def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> TensorLayout:
@@ -57,7 +44,7 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
     Raises:
         ConfigError: no family declares it, or it is no tensor.
     """
-    table = layouts_of(family)
+    table = _DECLARED if family is None else family.layout
     if key in table:
         return table[key]
     wrong = [value for value in values if value is not None and not hasattr(value, "shape")]
@@ -71,11 +58,6 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
     )
 
 
-def layouts_of(family: Family | None) -> MediaLayout:
-    """The table of a family, or of all where it is not known."""
-    return _DECLARED if family is None else family.layout
-
-
 def _named_layout(key: str) -> TensorLayout:
     """One entry per medium, but for pixels that come with a grid."""
     kind: MediaKind = "video" if "video" in key else "audio" if "audio" in key else "image"
@@ -84,32 +66,66 @@ def _named_layout(key: str) -> TensorLayout:
     return TensorLayout((kind,), "rows" if grid else "item", grid, ragged)
 
 
-def holds_media(key: str, value: Any) -> bool:
+def media_keys(family: Family | None) -> set[str]:
+    """Names that are media, whatever shape a tensor has: those of every family, and of this one."""
+    return {*MEDIA_KEYS, *(family.layout if family is not None else ())}
+
+
+def all_media_keys(samples: Sequence[Sample | PackedSample]) -> list[str]:
+    """Names of the media tensors that any of the samples has."""
+    return list(dict.fromkeys(key for sample in samples for key in sample.media))
+
+
+def to_sample(
+    values: Mapping[str, Any], family: Family | None, key: str = "", *, strict: bool = False
+) -> Sample:
+    """An encoded sample from its dict; the other way is :meth:`packhorse.types.Sample.to_dict`.
+
+    Args:
+        values: tensors, arrays or lists per token; media as the layout declares them, or as a list with one
+            tensor or array for each media item (its rows where each item has several, else the item itself,
+            without the axis of items); ``n_images`` and its like. Names with an underscore are notes.
+        family: None if unknown: then all families that declare the sample's media have to declare a list
+            alike.
+        key: names the sample.
+        strict: raise for an entry that is neither media nor a note; otherwise it is ignored.
+
+    Raises:
+        ConfigError: no family declares a media tensor, it is no tensor, its list has not one entry for each
+            media item, or an unknown family leaves open what its entries are.
+    """
+    per_token, others = _split(values, family)
+    media = {
+        name: _media_tensor(name, value, values, family)
+        for name, value in others.items()
+        if strict or _holds_media(name, value)
+    }
+    num_items = {kind: _count_items(kind, values.get(name), media, family) for name, kind in _COUNTS.items()}
+    return Sample(tokens={}, media=media, num_items=num_items, key=key).with_per_token(per_token)
+
+
+def _split(
+    values: Mapping[str, Any], family: Family | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors per token of a sample or pack, and what is left without counts and notes."""
+    given = {key: value for key, value in values.items() if value is not None and not key.startswith("_")}
+    per_token = {key: torch.as_tensor(given.pop(key)) for key in token_keys(given, media_keys(family))}
+    for key, value in per_token.items():
+        per_token[key] = value[0] if value.dim() == 2 and len(value) == 1 else value
+    return per_token, {key: value for key, value in given.items() if key not in _COUNTS}
+
+
+def _holds_media(key: str, value: Any) -> bool:
     """Whether a value of an encoded sample is media, not metadata about them (a name, a source)."""
-    if value is None:
-        return False
     items = value if isinstance(value, list | tuple) else [value]
     return key in MEDIA_KEYS or any(hasattr(item, "shape") for item in items)
 
 
-def media_parts(key: str, value: Any, sample: Mapping[str, Any], family: Family | None) -> list[torch.Tensor]:
-    """What a sample holds under a media key, as tensors that :func:`join` joins along axis 0.
-
-    Args:
-        key: of the media.
-        value: a tensor or an array as the layout declares it; or a list with one tensor or array for each
-            media item: its rows where each item has several, else the item itself, without the axis of items.
-        sample: may say how many media items there are.
-        family: None where it is not known: then all families that declare the sample's media have to declare
-            this key alike.
-
-    Raises:
-        ConfigError: no family declares the key, it is no tensor, the list has not one entry for each media
-            item, or an unknown family leaves open what its entries are.
-    """
+def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Family | None) -> torch.Tensor:
+    """What a sample holds under a media key as one tensor; see :func:`to_sample`."""
     layout = layout_of(key, family, [value])
     if not isinstance(value, list | tuple) or not any(hasattr(item, "shape") for item in value):
-        return [_as_tensor(key, value)]
+        return _as_tensor(key, value)
     if family is None:
         layout = _only_layout(key, sample)
     items = [_as_tensor(key, item) for item in value]
@@ -122,7 +138,7 @@ def media_parts(key: str, value: Any, sample: Mapping[str, Any], family: Family 
             f"'{key}' of a sample is a list of {len(items)} tensors, expected {expected}: one per {each}."
             " Join them along axis 0 if they are something else"
         )
-    return items if layout.owner == "rows" else [item.unsqueeze(0) for item in items]
+    return join(key, items if layout.owner == "rows" else [item.unsqueeze(0) for item in items], family)
 
 
 def _only_layout(key: str, sample: Mapping[str, Any]) -> TensorLayout:
@@ -168,7 +184,8 @@ def join(
         return whole
     if len(parts) == 1 and parts[0].dtype == dtype:
         return parts[0]
-    joined = room_for(Parts(parts).shape, dtype)
+    sides = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    joined = room_for((sum(map(len, parts)), *sides), dtype)
     if len(shapes) > 1:
         joined.fill_((_FILL if family is None else family.fill).get(key, 0.0))
     first = 0
@@ -190,36 +207,216 @@ def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None
     raise ConfigError(f"'{key}' has shapes {shapes} in one batch: {why}")
 
 
-def count_items(sample: Mapping[str, Any], kind: str, layouts: MediaLayout) -> int:
-    """How many media of a kind a sample has: its own ``n_images``/``n_videos``, else by its tensors.
+def _count_items(
+    kind: MediaKind, given: Any, media: Mapping[str, torch.Tensor], family: Family | None
+) -> int:
+    """How many media items of a kind a sample has: its own ``n_images`` or the like, else by its tensors.
 
-    These are the entries of the first tensor that has one per medium; else rows of the kind's own tensor.
+    These are the entries of the first tensor that has one per item; else rows of the kind's own tensor.
     """
-    own = sample.get(f"n_{kind}s")
-    if own is not None:
-        return int(own)
-    given = {key: layout for key, layout in layouts.items() if sample.get(key) is not None}
+    if given is not None:
+        return int(given)
+    layouts = {key: layout_of(key, family) for key in media}
     for owner in ("item", "rows", "sample"):
-        for key, layout in given.items():
+        for key, layout in layouts.items():
             fits = layout.kinds[0] == kind and layout.owner == owner
-            if fits and (owner != "rows" or layout.rows_from not in sample):
-                return len(sample[key])
+            if fits and (owner != "rows" or layout.rows_from not in media):
+                return len(media[key])
     return 0
 
 
-def pad_end(tensor: torch.Tensor, number: int, value: float) -> torch.Tensor:
-    """``number`` more entries of ``value`` at the end of the last axis."""
-    return F.pad(tensor, (0, number), value=value) if number else tensor
+def check_tokens(sample: Sample, where: str) -> None:
+    """Raise if a tensor of a sample has not one entry per token.
+
+    Raises:
+        ConfigError: naming the tensor.
+    """
+    for key, value in sample.per_token.items():
+        if value.shape[-1] != len(sample) or value.dim() > (2 if key == "position_ids" else 1):
+            shape = tuple(value.shape)
+            raise ConfigError(
+                f"{where}: '{key}' is {shape}, expected one entry for each of {len(sample)} tokens"
+            )
 
 
-Sample = Mapping[str, Any]
+class Packer:
+    """Shifts samples, gives them positions and joins them into packs.
 
-_COUNTS = ("n_images", "n_videos")
-_PER_TOKEN = frozenset({*TOKEN_KEYS, "labels", "position_ids"})
-_MEDIA = frozenset(MEDIA_KEYS)
+    Args:
+        pack_size: the most tokens of a pack, after the shift.
+        padding_idx: fills documents up to ``sequence_alignment``; the end of a pack is not padded.
+        get_rope_index: for models with mRoPE: :func:`packhorse.families.positions.rope_index` of the model.
+        sequence_alignment: each document takes up a multiple of this many tokens.
+        family: whose layout says how media are joined; None joins every known media tensor along axis 0.
+    """
+
+    def __init__(
+        self,
+        pack_size: int,
+        padding_idx: int = 0,
+        get_rope_index: RopeIndex | None = None,
+        sequence_alignment: int = 1,
+        family: Family | None = None,
+    ) -> None:
+        self.pack_size, self.padding_idx, self.get_rope_index = pack_size, padding_idx, get_rope_index
+        self.sequence_alignment, self.family = sequence_alignment, family
+
+    def prepare(self, sample: Sample) -> Sample:
+        """An encoded sample shifted by one token, with its positions.
+
+        Raises:
+            BadSample: it has fewer than two tokens.
+            ConfigError: it has no labels, or tensors of another length.
+        """
+        if len(sample) < 2:
+            detail = f"sample has {len(sample)} token; at least 2 are needed for the label shift"
+            raise BadSample(detail, reason="empty_sample", stage="encode")
+        positions = None
+        if self.get_rope_index is not None:
+            positions = mrope_position_ids({**sample.tokens, **sample.media}, self.get_rope_index)
+        placed = replace(sample, position_ids=positions)
+        return placed.with_per_token(shift_tokens(placed.per_token))
+
+    def padded_length(self, length: int) -> int:
+        """How many tokens of a pack a document of this many tokens takes up."""
+        return max(length, 0) + -max(length, 0) % self.sequence_alignment
+
+    def join(self, samples: Sequence[Sample]) -> PackedSample:
+        """A pack of prepared samples.
+
+        Positions are the samples' own if all have them; otherwise they restart at 0 with each document. The
+        mask holds document numbers 1, 2, …, and 0 where a token is hidden (a fake image's) or fills up.
+
+        Raises:
+            ConfigError: there are no samples, they do not fit into ``pack_size``, or tensors do not match.
+        """
+        if not samples:
+            raise ConfigError("a pack without samples: expected at least one")
+        mrope = all(sample.position_ids is not None for sample in samples)
+        rows = [_document(sample, number, mrope) for number, sample in enumerate(samples, 1)]
+        lengths = [len(sample) for sample in samples]
+        padded = [self.padded_length(length) for length in lengths]
+        if sum(padded) > self.pack_size:
+            raise ConfigError(
+                f"documents of {padded} tokens, {sum(padded)} together, in a pack of {self.pack_size}"
+            )
+        joined = {}
+        for key in dict.fromkeys(key for row in rows for key in row):
+            columns = (row.get(key, torch.zeros_like(row["input_ids"])) for row in rows)
+            fill = fill_value(key, self.padding_idx)
+            joined[key] = torch.cat(
+                [pad_last(column, width, fill) for column, width in zip(columns, padded, strict=True)], dim=-1
+            )
+        items = [{kind: sample.num_items.get(kind, 0) for kind in MEDIA_KINDS} for sample in samples]
+        media = {
+            key: tuple(sample.media[key] for sample in samples if key in sample.media)
+            for key in all_media_keys(samples)
+        }
+        return PackedSample(
+            labels=joined.pop("labels"),
+            position_ids=joined.pop("position_ids"),
+            tokens=joined,
+            media=media,
+            num_items={kind: sum(numbers[kind] for numbers in items) for kind in MEDIA_KINDS},
+            seq_lens=lengths,
+            seq_lens_padded=padded,
+            items_per_document=[numbers["image"] + numbers["video"] for numbers in items],
+            alignment=self.sequence_alignment,
+        )
 
 
-def _shift_sample(sample: Sample, has_mrope: bool = False) -> dict[str, Any]:
+def _document(sample: Sample, number: int, mrope: bool) -> dict[str, torch.Tensor]:
+    """The tensors per token of one document, the mask turned into its number."""
+    where = f"sample {number - 1} of the pack"
+    if sample.labels is None:
+        raise ConfigError(f"{where} has no labels, only {', '.join(sample.per_token)}")
+    check_tokens(sample, where)
+    row = sample.per_token
+    ids, mask = row["input_ids"], row.get("attention_mask")
+    # A number each, so that documents can be told apart; 0 stays 0, so that hidden tokens stay hidden.
+    row["attention_mask"] = (
+        torch.full_like(ids, number) if mask is None else (mask != 0).to(ids.dtype) * number
+    )
+    if not mrope:
+        row["position_ids"] = torch.arange(len(ids))
+    return row
+
+
+def fill_value(key: str, padding_idx: int) -> int:
+    """What a tensor per token is padded with."""
+    return {"input_ids": padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
+
+
+def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str = "right") -> torch.Tensor:
+    """Pad the last axis to ``width``."""
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (missing, 0) if side == "left" else (0, missing), value=fill) if missing else tensor
+
+
+def stack_tokens(
+    rows: Sequence[Mapping[str, torch.Tensor]], width: int, padding_idx: int, side: str = "right"
+) -> dict[str, Any]:
+    """The tensors per token of several rows as one batch [B, width] (of [3, S]: [3, B, width]).
+
+    Raises:
+        ConfigError: leading axes differ, or only some rows have positions.
+    """
+    stacked = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        given = [row.get(key) for row in rows]
+        axes = {tuple(value.shape[:-1]) for value in given if value is not None}
+        if len(axes) > 1:
+            raise ConfigError(
+                f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
+            )
+        if key == "position_ids" and any(value is None for value in given):
+            raise ConfigError("some samples of the batch have 'position_ids' and some have not")
+        (lead,) = axes
+        dtype = reduce(torch.promote_types, (value.dtype for value in given if value is not None))
+        whole = torch.full((*lead, len(rows), width), fill_value(key, padding_idx), dtype=dtype)
+        for number, value in enumerate(given):
+            if value is not None:
+                first = width - value.shape[-1] if side == "left" else 0
+                whole[..., number, first : first + value.shape[-1]] = value
+        stacked[key] = whole
+    return stacked
+
+
+# --- packs as dicts -----------------------------------------------------------------------------------------
+
+
+def pack_to_dict(pack: PackedSample, family: Family | None) -> dict[str, Any]:
+    """The documented dict of a pack; see :func:`_build_packed_vlm_sample`."""
+    return {
+        **pack.per_token,
+        **{key: join(key, parts, family) for key, parts in pack.media.items()},
+        "seq_lens": pack.seq_lens,
+        "seq_lens_padded": pack.seq_lens_padded,
+        **{name: pack.num_items[kind] for name, kind in _COUNTS.items()},
+        "_family": family,
+        "_alignment": pack.alignment,
+        "_media_per_document": pack.items_per_document,
+    }
+
+
+def to_pack(values: Mapping[str, Any], family: Family | None) -> PackedSample:
+    """A pack from its documented dict."""
+    per_token, media = _split(values, family)
+    seq_lens, padded = media.pop("seq_lens", ()), media.pop("seq_lens_padded", ())
+    return PackedSample(
+        labels=per_token.pop("labels", None),
+        position_ids=per_token.pop("position_ids", None),
+        tokens=per_token,
+        media={key: value if isinstance(value, list) else (value,) for key, value in media.items()},
+        num_items={kind: int(values.get(name, 0)) for name, kind in _COUNTS.items()},
+        seq_lens=seq_lens,
+        seq_lens_padded=padded,
+        items_per_document=values.get("_media_per_document"),
+        alignment=int(values.get("_alignment", 1)),
+    )
+
+
+def _shift_sample(sample: Mapping[str, Any], has_mrope: bool = False) -> dict[str, Any]:
     """Shift one sample by one token: each position gets the label of the next token.
 
     Args:
@@ -229,126 +426,44 @@ def _shift_sample(sample: Sample, has_mrope: bool = False) -> dict[str, Any]:
     Returns:
         A new dict of views one token shorter; media tensors are the same objects.
     """
-    values = {key: torch.as_tensor(sample[key]) for key in _PER_TOKEN if sample.get(key) is not None}
-    ids = values["input_ids"]
-    kept = {key: value for key, value in sample.items() if key not in values}
-    if not has_mrope and "position_ids" in values:
-        kept["position_ids"] = values.pop("position_ids")
-    # What a hook has added per token is cut with the others.
-    more = {key: value for key, value in kept.items() if _is_per_token(key, value, ids)}
-    shifted = shift_tokens(values)
-    return {**kept, **shifted, **{key: value[..., :-1] for key, value in more.items()}}
-
-
-def _is_per_token(key: str, value: Any, ids: torch.Tensor) -> bool:
-    named = key in _MEDIA or key in _PER_TOKEN or key in _COUNTS
-    return not named and isinstance(value, torch.Tensor) and value.shape == ids.shape
-
-
-def _compute_mrope_position_ids(sample: Sample, get_rope_index: RopeIndex) -> torch.Tensor | None:
-    """Positions [3, S] of one sample, or None if ``get_rope_index`` does not take ``input_ids``.
-
-    See :func:`packhorse.families.positions.mrope_position_ids`.
-    """
-    return mrope_position_ids(sample, get_rope_index)
+    names = [key for key in token_keys(sample, MEDIA_KEYS) if has_mrope or key != "position_ids"]
+    return {**sample, **shift_tokens({key: torch.as_tensor(sample[key]) for key in names})}
 
 
 def _build_packed_vlm_sample(
-    samples: Sequence[Sample],
+    samples: Sequence[Mapping[str, Any]],
     pack_size: int,
     padding_idx: int,
     has_mrope: bool = False,
     sequence_alignment: int = 1,
     *,
     family: Family | None = None,
-    keep_parts: bool = False,
 ) -> dict[str, Any]:
     """Join samples that are already shifted into one pack.
 
     Args:
         samples: dicts of :func:`_shift_sample`; with mRoPE each has ``position_ids`` [3, S].
         pack_size: the most tokens the pack may have, alignment included.
-        padding_idx: fills documents up to ``sequence_alignment``; the end of the pack is not padded.
+        padding_idx: see :class:`Packer`, like ``sequence_alignment`` and ``family``.
         has_mrope: positions are the samples' own; otherwise they restart at 0 with each document.
-        sequence_alignment: each document is padded to a multiple of this many tokens.
-        family: whose layout says how media are joined; None joins every known media tensor along axis 0.
-        keep_parts: leave large media tensors as a list of the samples' own, for the collater to copy once.
+        sequence_alignment: see there.
+        family: see there.
 
     Returns:
         ``input_ids`` and ``labels`` [S]; ``attention_mask`` [S]: the document's number 1, 2, …, and 0 where
         a token is hidden (a fake image's) or fills up; ``position_ids`` [S] or [3, S]; further tensors per
         token; media tensors; ``seq_lens`` (tokens of each document, without what fills up) and
-        ``seq_lens_padded``; ``n_images`` and ``n_videos``. In addition, for the collater: ``_family``,
-        ``_alignment`` and ``_media_per_document`` (how many images and videos each document has).
+        ``seq_lens_padded``; ``n_images``, ``n_videos`` and ``n_audios``. In addition, for the collater:
+        ``_family``, ``_alignment`` and ``_media_per_document`` (images and videos of each document).
 
     Raises:
-        ConfigError: there are no samples, they do not fit into ``pack_size``, or tensors do not match.
+        ConfigError: as :meth:`Packer.join`, or a sample has no positions with mRoPE.
     """
-    if not samples:
-        raise ConfigError("a pack without samples: expected at least one")
-    rows = [_tokens_of(sample, place, has_mrope) for place, sample in enumerate(samples)]
-    lengths = [len(row["input_ids"]) for row in rows]
-    padded = [length + -length % sequence_alignment for length in lengths]
-    if sum(padded) > pack_size:
-        raise ConfigError(f"documents of {padded} tokens, {sum(padded)} together, in a pack of {pack_size}")
-    pack: dict[str, Any] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        fill = {"input_ids": padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
-        columns = [row.get(key, torch.zeros_like(row["input_ids"])) for row in rows]
-        missing = [after - before for before, after in zip(lengths, padded, strict=True)]
-        pack[key] = torch.cat([pad_end(c, n, fill) for c, n in zip(columns, missing, strict=True)], dim=-1)
-    pack |= _media_of(samples, family, keep_parts)
-    layouts = layouts_of(family)
-    counts = [[count_items(sample, kind, layouts) for sample in samples] for kind in ("image", "video")]
-    return {
-        **pack,
-        "seq_lens": lengths,
-        "seq_lens_padded": padded,
-        "n_images": sum(counts[0]),
-        "n_videos": sum(counts[1]),
-        "_family": family,
-        "_alignment": sequence_alignment,
-        "_media_per_document": [images + videos for images, videos in zip(*counts, strict=True)],
-    }
-
-
-def _tokens_of(sample: Sample, place: int, has_mrope: bool) -> dict[str, torch.Tensor]:
-    """The tensors per token of one document, the mask turned into its number."""
-    ids = torch.as_tensor(sample["input_ids"]).reshape(-1)
-    more = (key for key, value in sample.items() if _is_per_token(key, value, ids))
-    names = ("input_ids", "labels", "attention_mask", *TOKEN_KEYS, *more)
-    row = {key: torch.as_tensor(sample[key]) for key in names if sample.get(key) is not None}
-    row = {key: value[0] if value.dim() == 2 and len(value) == 1 else value for key, value in row.items()}
-    seen = row.get("attention_mask")
-    # A number each, so that documents can be told apart; 0 stays 0, so that hidden tokens stay hidden.
-    number = place + 1
-    row["attention_mask"] = (
-        torch.full_like(ids, number) if seen is None else (seen != 0).to(ids.dtype) * number
-    )
-    row["position_ids"] = torch.arange(len(ids))
-    if has_mrope:
-        if sample.get("position_ids") is None:
+    packer = Packer(pack_size, padding_idx, None, sequence_alignment, family)
+    typed = [to_sample(sample, family) for sample in samples]
+    for place, sample in enumerate(typed):
+        if has_mrope and sample.position_ids is None:
             raise ConfigError(f"sample {place} of the pack has no position_ids; with mRoPE each needs them")
-        row["position_ids"] = torch.as_tensor(sample["position_ids"])
-    wrong = {key: tuple(value.shape) for key, value in row.items() if value.shape[-1] != len(ids)}
-    if wrong or "labels" not in row:
-        found = wrong or f"no labels, only {', '.join(row)}"
-        raise ConfigError(
-            f"sample {place} of the pack: {found}, expected one entry for each of {len(ids)} ids"
-        )
-    return row
-
-
-def _media_of(samples: Sequence[Sample], family: Family | None, keep_parts: bool) -> dict[str, Any]:
-    media: dict[str, Parts] = {}
-    for sample in samples:
-        for key, value in sample.items():
-            passed_over = key in _PER_TOKEN or key in _COUNTS or key.startswith("_")
-            if passed_over or _is_per_token(key, value, sample["input_ids"]) or not holds_media(key, value):
-                continue
-            media.setdefault(key, Parts()).extend(media_parts(key, value, sample, family))
-    # Numbers are few; what is in floating point is large.
-    return {
-        key: parts if keep_parts and parts.dtype.is_floating_point else join(key, parts, family)
-        for key, parts in media.items()
-    }
+    if not has_mrope:
+        typed = [replace(sample, position_ids=None) for sample in typed]
+    return pack_to_dict(packer.join(typed), family)

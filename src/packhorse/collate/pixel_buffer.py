@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
+
+from packhorse.types import Sample
 
 _LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 _TIMES = 4  # as many pixels for a token as the first sample has, at most
@@ -133,13 +135,15 @@ class PixelRoom:
         self._rooms: dict[str, torch.Tensor] = {}
         self._off = False
 
-    def settle(self, sample: MutableMapping[str, Any]) -> None:
-        """Replace the pixels of a sample by the same ones in this room."""
-        for key, value in sample.items():
-            if self._off:
-                return
-            if isinstance(value, torch.Tensor) and are_pixels(key, value.dtype) and value.is_contiguous():
-                sample[key] = self._put(key, value, len(sample["input_ids"].reshape(-1)))
+    def settle(self, sample: Sample) -> Sample:
+        """The sample with the same pixels in this room."""
+        media = {
+            key: self._put(key, value, len(sample))
+            if are_pixels(key, value.dtype) and value.is_contiguous() and not self._off
+            else value
+            for key, value in sample.media.items()
+        }
+        return replace(sample, media=media)
 
     def _put(self, key: str, value: torch.Tensor, tokens: int) -> torch.Tensor:
         dtype = self._dtype or value.dtype

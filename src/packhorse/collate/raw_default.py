@@ -10,7 +10,8 @@ import torch
 from packhorse.chat import IGNORE_INDEX, chat_template, template_errors
 from packhorse.chat.template import is_transformers
 from packhorse.collate.finish import Counts, cast_pixels, counted, per_token, shifted
-from packhorse.collate.padded import pad_last, pad_samples
+from packhorse.collate.packer import pad_last
+from packhorse.collate.padded import pad_samples
 from packhorse.collate.processor_call import call, logger, pad_token_id, padding_side, takes_grouped_options
 from packhorse.collate.raw_labels import make_labels, report_unsupervised
 from packhorse.collate.raw_limit import Batch, Hook, Made, cut_rows, within_length

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from packhorse.chat import IGNORE_INDEX, tokenizer_of
-from packhorse.collate.padded import pad_last
+from packhorse.collate.packer import pad_last
 from packhorse.collate.processor_call import text_ids
 from packhorse.collate.raw_default import default_collate_fn
 from packhorse.collate.raw_labels import token_id

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.finish import per_token
-from packhorse.collate.padded import pad_last
+from packhorse.collate.packer import stack_tokens
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.collate.raw_labels import media_ids
 from packhorse.collate.raw_media import leave_out, token_length
@@ -250,15 +249,12 @@ def cut_rows(batch: Batch, made: Made, processor: Any, family: Family) -> Batch:
     starts = [_start(batch, row, length) for row, length in enumerate(made.lengths)]
     left = any(start + length == width for start, length in zip(starts, made.lengths, strict=True) if start)
     pad = pad_token_id(processor) if min(made.lengths) < limit else 0
-    result = dict(batch)
-    for key in per_token(batch, family) | ({"position_ids"} & batch.keys()):  # these may be [3, B, S]
-        fill = {"input_ids": pad, "labels": IGNORE_INDEX}.get(key, 0)
-        rows = [
-            pad_last(row[..., start : start + min(length, limit)], limit, fill, "left" if left else "right")
-            for row, start, length in zip(batch[key].unbind(-2), starts, made.lengths, strict=True)
-        ]
-        result[key] = torch.stack(rows, dim=-2)
-    return result
+    keys = per_token(batch, family)
+    rows = [
+        {key: batch[key].select(-2, row)[..., start : start + min(length, limit)] for key in keys}
+        for row, (start, length) in enumerate(zip(starts, made.lengths, strict=True))
+    ]
+    return {**batch, **stack_tokens(rows, limit, pad, "left" if left else "right")}
 
 
 def _start(batch: Mapping[str, Any], row: int, length: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from packhorse.collate.finish import counted, with_shift_labels
-from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater
+from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater, read_packs
 from packhorse.collate.packed_dataset import NeatPackConfig
 
 
@@ -46,7 +46,7 @@ def packed_sequence_thd_vlm_collater(
     """
     if not batch:
         return {}
-    rows = PackedRows(batch, padding_idx, max_length)
+    rows = PackedRows(*read_packs(batch), padding_idx, max_length)
     made = rows.tokens()
     made, found = rows.contiguous(made, rows.both_ways(made) is not None, "Transformer Engine")
     del made["attention_mask"]

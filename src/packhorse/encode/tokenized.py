@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign
-from packhorse.chat.labels import TOKEN_KEYS
+from packhorse.chat import IGNORE_INDEX, CannotAlign, token_keys
 from packhorse.encode.preparation import fake_tokens, run_hook, with_sound_in_place
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import BadSample, ConfigError
@@ -22,7 +21,7 @@ from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, shows_a_picture
 from packhorse.ledger import Ledger
-from packhorse.types import Action, Conversation, Drop, Reason
+from packhorse.types import MEDIA_KINDS, Action, Conversation, Drop, Reason, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +86,10 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         self.encoder.check_template()
 
     def load(self, idx: int) -> dict[str, torch.Tensor]:
+        """:meth:`load_sample` as the documented dict."""
+        return self.load_sample(idx).to_dict()
+
+    def load_sample(self, idx: int) -> Sample:
         """Encode one sample.
 
         Raises:
@@ -100,7 +103,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             )
         return self.encode(example, self.key(idx))
 
-    def encode(self, example: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
+    def encode(self, example: Mapping[str, Any], key: str) -> Sample:
         """Encode an example that need not be in the dataset; ``key`` names it where something is wrong.
 
         Raises:
@@ -111,13 +114,12 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         conversation = parse_conversation(example, key)
         self.family.check(conversation)
         sample, cut = self._labelled(*self._shown(example, conversation)), ""
-        length = len(sample["input_ids"])
-        if self.max_length is not None and length > self.max_length:
-            sample, cut = self._shortened(example, key, length, self.max_length)
+        if self.max_length is not None and len(sample) > self.max_length:
+            sample, cut = self._shortened(example, key, len(sample), self.max_length)
         self._check_end(sample, key)
         if cut:
             self._remark(key, "truncated", cut, "cut")
-        if not (sample["labels"] != IGNORE_INDEX).any():
+        if sample.labels is None or not (sample.labels != IGNORE_INDEX).any():
             self._remark(key, "nothing_supervised", "no token of it is learned", "kept")
         return sample
 
@@ -135,9 +137,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         shorter = {**example, "conversation": example["conversation"][:number]}
         return self._shown(shorter, parse_conversation(shorter, key))
 
-    def _labelled(self, conversation: Conversation, fake: bool) -> dict[str, torch.Tensor]:
-        import torch
-
+    def _labelled(self, conversation: Conversation, fake: bool) -> Sample:
         encoded = self.encoder.encode(conversation)
         if fake:  # before the hook, which may move tokens and their mask
             ids = encoded.tokens["input_ids"].tolist()
@@ -150,20 +150,16 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
         kinds = Counter(kind for kind, _ in encoded.sizes)
-        counts = {f"n_{kind}s": torch.tensor(kinds[kind]) for kind in ("image", "video") if kinds}
-        return {**encoded.tokens, "labels": labels, **encoded.media, **counts}
+        num_items = {kind: kinds[kind] for kind in MEDIA_KINDS}
+        sample = Sample(tokens={}, media=encoded.media, num_items=num_items, key=conversation.key)
+        return sample.with_per_token({"labels": labels, **encoded.tokens})
 
     def _hooked(self, encoded: Encoded, conversation: Conversation) -> Encoded:
         assert self.post_tokenize_hook is not None
         batch = {name: tensor.unsqueeze(0) for name, tensor in encoded.tokens.items()}
         result = run_hook(self.post_tokenize_hook, {**batch, **encoded.media}, self.processor)
-        tokens = {name: result[name][0] for name in TOKEN_KEYS if name in result}
-        length = len(tokens["input_ids"])
-        media = {}
-        for name, value in result.items():
-            if name not in tokens:
-                per_token = self.is_per_token(name, value, length) and value.shape[-2:-1] == (1,)
-                media[name] = value.squeeze(-2) if per_token else value
+        tokens = {name: result[name].squeeze(-2) for name in token_keys(result, self.family.layout)}
+        media = {name: value for name, value in result.items() if name not in tokens}
         before, after = (self._media_tokens(found["input_ids"]) for found in (encoded.tokens, tokens))
         if before != after:
             raise self.family.bad(
@@ -175,19 +171,13 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def _media_tokens(self, ids: torch.Tensor) -> Counter[int]:
         return Counter(token for token in ids.tolist() if token in self.encoder.media_token_ids)
 
-    def is_per_token(self, name: str, value: Any, length: int) -> bool:
-        """Whether a tensor has one entry per token, along its last axis."""
-        return name not in self.family.layout and getattr(value, "shape", ())[-1:] == (length,)
-
-    def _check_end(self, sample: Mapping[str, torch.Tensor], key: str) -> None:
+    def _check_end(self, sample: Sample, key: str) -> None:
         """Refuse a sample that ends in a medium: shifting labels by one cuts the last token."""
-        if int(sample["input_ids"][-1]) in self.encoder.media_token_ids:
+        if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
             what = "its last token is a medium's, and is cut when labels are shifted"
             raise BadSample(what, reason="media_mismatch", key=key, stage="encode")
 
-    def _shortened(
-        self, example: Mapping[str, Any], key: str, length: int, limit: int
-    ) -> tuple[dict[str, torch.Tensor], str]:
+    def _shortened(self, example: Mapping[str, Any], key: str, length: int, limit: int) -> tuple[Sample, str]:
         """The sample without what does not fit, and the words that say so."""
         too_long = f"{length} tokens are more than max_length={limit}"
         if not self.truncate:
@@ -202,7 +192,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             if not self._may_fit(shown, limit):
                 continue
             sample = self._labelled(shown, fake)
-            if len(sample["input_ids"]) <= limit:
+            if len(sample) <= limit:
                 return sample, f"{too_long}: turns {number} to {len(turns) - 1} were cut"
         first = answers[0] if answers else len(turns)
         shown, fake = self._first_turns(example, first, key)
@@ -213,22 +203,17 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         text = self.encoder.render_conversation(conversation)
         return len(self.encoder.tokenizer(text, add_special_tokens=False)["input_ids"]) <= limit
 
-    def _with_cut_answer(
-        self, conversation: Conversation, fake: bool, limit: int, too_long: str
-    ) -> dict[str, torch.Tensor]:
+    def _with_cut_answer(self, conversation: Conversation, fake: bool, limit: int, too_long: str) -> Sample:
         sample = self._labelled(conversation, fake)
         # The shift of labels cuts one token more, so a medium has to end before the last one.
-        cuts_media = self._media_tokens(sample["input_ids"][limit - 1 :])
-        learns = bool((sample["labels"][:limit] != IGNORE_INDEX).any())
+        cuts_media = self._media_tokens(sample.tokens["input_ids"][limit - 1 :])
+        shorter = sample.cut(slice(limit))
+        learns = shorter.labels is not None and bool((shorter.labels != IGNORE_INDEX).any())
         if cuts_media or not learns:
             left = "a medium would be cut in two" if learns else "nothing to learn would be left"
             what = f"{too_long}, and {left}"
             raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
-        length = len(sample["input_ids"])
-        return {
-            name: value[..., :limit] if self.is_per_token(name, value, length) else value
-            for name, value in sample.items()
-        }
+        return shorter
 
     def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
         dataset = key.rpartition("/")[0]

@@ -1,7 +1,7 @@
-"""Building a batch in a worker: a ticket goes in, the batch and a report of what is in it come out.
+"""Build batches from work items, in workers.
 
-A ticket holds everything that has to be known: which samples, of which epoch, and which media the other ranks
-have in that step. So workers never see the plan, and live on from epoch to epoch.
+A work item holds everything that has to be known: which samples, of which epoch, and which media the other
+ranks have in that step. So workers never see the plan, and live on from epoch to epoch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ import torch
 from torch.utils.data import Dataset
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.collate.packed import loss_inputs, neat_packed_vlm_collater
-from packhorse.collate.packed_dataset import PackedDatasetWrapper
-from packhorse.collate.padded import ordered, pad_collate_fn
+from packhorse.collate.packed import collate_packs, loss_inputs
+from packhorse.collate.packer import Packer
+from packhorse.collate.padded import collate_samples, ordered
 from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
 from packhorse.collate.processor_call import pad_token_id
-from packhorse.encode.robust import load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Blanks
 from packhorse.loader.startup import ModelInfo, as_dtype
-from packhorse.pp_media import COUNT_KEYS, prepare_vlm_media_for_pp
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
+from packhorse.pp_media import prepare_vlm_media_for_pp
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, Sample, WorkItem
 
 logger = getLogger("packhorse.loader")
 
@@ -82,30 +81,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 _NO_SAMPLE = -1
 
-Sample = dict[str, Any]
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class Ticket(NamedTuple):
-    """An order for one batch.
-
-    Attributes:
-        epoch: which one.
-        step: the micro step of the epoch's present segment.
-        packs: the samples of each pack (in padded batches: one sample each).
-        kinds: the media that some rank has in this step, one bit for each kind: the batch has to have all of
-            them.
-    """
-
-    epoch: int
-    step: int
-    packs: tuple[tuple[int, ...], ...]
-    kinds: int = 0
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """All samples, in order."""
-        return tuple(index for pack in self.packs for index in pack)
 
 
 BatchReport = BatchInfo
@@ -121,7 +97,7 @@ class Built(NamedTuple):
 
 
 class BatchBuilder(Dataset[Built]):
-    """Builds batches from tickets; see the subclasses.
+    """Builds batches from work items; see the subclasses.
 
     Args:
         samples: encodes single samples; a sample that fails is recorded in its ledger and left out.
@@ -146,48 +122,49 @@ class BatchBuilder(Dataset[Built]):
         index = int(self._at)
         return None if index == _NO_SAMPLE else index
 
-    def __getitem__(self, ticket: Ticket) -> Built:
-        """Encode the samples of a ticket and make a batch of those that can be used."""
+    def __getitem__(self, item: WorkItem) -> Built:
+        """Encode the samples of a work item and make a batch of those that can be used."""
         started = time.perf_counter()
-        self.begin(ticket)
+        self.begin(item)
         packs: list[list[tuple[int, Sample]]] = []
-        for pack in ticket.packs:
+        for pack in item.packs:
             found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
             packs += self.into_rows(found)
-        missing = ticket.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
+        missing = item.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
         rows = [[sample for _, sample in pack] for pack in packs]
         blank = bool(missing) or not rows
         if blank:
             self.add_blank(rows, missing)
-        rows, batch, refused = self._collated(rows, packs, ticket)
-        delivered = {id(s): index for at, pack in enumerate(packs) if at not in refused for index, s in pack}
-        info = self._describe(
-            ticket, self.in_order(rows), delivered, batch, placeholder=blank or bool(refused)
-        )
+        rows, batch, refused = self._collated(rows, packs, item)
+        delivered = {s: index for at, pack in enumerate(packs) if at not in refused for index, s in pack}
+        info = self._describe(item, self.in_order(rows), delivered, batch, placeholder=blank or bool(refused))
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
         return Built(Batch(loss_inputs(finished), info), info)
 
     def _describe(
         self,
-        ticket: Ticket,
+        item: WorkItem,
         rows: list[list[Sample]],
-        delivered: Mapping[int, int],
+        delivered: Mapping[Sample, int],
         batch: Mapping[str, Any],
         *,
         placeholder: bool,
     ) -> BatchInfo:
-        """What a batch is made of; ``delivered`` has the index of each sample's ``id``, of no placeholder."""
-        documents = [[delivered.get(id(sample)) for sample in row] for row in rows]
+        """What a batch is made of; ``delivered`` has the index of each sample, of no placeholder."""
+        documents = [[delivered.get(sample) for sample in row] for row in rows]
         samples = tuple(index for row in documents for index in row if index is not None)
         inside, labels = set(samples), batch["labels"]
-        used = [sample for row in rows for sample in row if id(sample) in delivered]
+        used = [sample for row in rows for sample in row if sample in delivered]
+        images, videos, audios = (
+            tuple(sum(sample.num_items[kind] for sample in row) for row in rows) for kind in MEDIA_KINDS
+        )
         return BatchInfo(
-            ticket.epoch,
-            ticket.step,
+            item.epoch,
+            item.step,
             samples=samples,
-            lost=tuple(index for index in ticket.samples if index not in inside),
-            in_a_row=tuple(index in inside for index in ticket.samples),
+            lost=tuple(index for index in item.samples if index not in inside),
+            in_a_row=tuple(index in inside for index in item.samples),
             tokens=sum(map(self.length, used)),
             slots=labels.numel(),
             supervised=int((labels != IGNORE_INDEX).sum()),
@@ -197,18 +174,28 @@ class BatchBuilder(Dataset[Built]):
             ),
             document_lengths=tuple(tuple(map(self.length, row)) for row in rows),
             document_ids=batch.get("_packed_seq_ids"),
-            num_images=_per_row(batch, "image"),
-            num_videos=_per_row(batch, "video"),
-            num_audios=_per_row(batch, "audio"),
+            num_images=images,
+            num_videos=videos,
+            num_audios=audios,
         )
 
-    def begin(self, ticket: Ticket) -> None:
-        """Get ready for the samples of a ticket; entries of the ledger belong to its epoch from now on."""
-        self.samples.set_epoch(ticket.epoch)
+    def begin(self, item: WorkItem) -> None:
+        """Get ready for the samples of a work item; ledger entries belong to its epoch from now on."""
+        self.samples.set_epoch(item.epoch)
 
     def sample(self, index: int) -> Sample | None:
-        """One sample; None if it cannot be used, which is recorded."""
-        raise NotImplementedError
+        """One sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
+        try:
+            return self.prepare(self.samples.load_sample(index))
+        except DATA_ERRORS as error:
+            if self.samples.on_bad == "raise" or not is_data_error(error):
+                raise
+            self.samples.record(index, error, replaced=False)
+            return None
+
+    def prepare(self, sample: Sample) -> Sample:
+        """An encoded sample as :meth:`collate` takes it."""
+        return sample
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """The samples of a pack in rows: in one, as a rule, and in none if there is no sample."""
@@ -228,21 +215,15 @@ class BatchBuilder(Dataset[Built]):
 
     def length(self, sample: Sample) -> int:
         """How many tokens of the batch a sample takes up."""
-        return int(sample["input_ids"].shape[-1])
+        return len(sample)
 
     def _kinds_of(self, samples: Iterable[Sample]) -> int:
         """The media that samples really have, one bit for each kind."""
         found = 0
         for sample in samples:
             for bit, kind in enumerate(MEDIA_KINDS):
-                count = sample.get(f"n_{kind}s")
-                has = bool(count) if count is not None else kind == "audio" and self._has_sound(sample)
-                found |= has << bit
+                found |= bool(sample.num_items[kind]) << bit
         return found
-
-    def _has_sound(self, sample: Sample) -> bool:
-        layout = self.samples.family.layout
-        return any(key in layout and layout[key].kinds == ("audio",) for key in sample)
 
     def _loaded(self, index: int) -> Sample | None:
         self._at[0] = index
@@ -259,7 +240,7 @@ class BatchBuilder(Dataset[Built]):
             self._at[0] = _NO_SAMPLE
 
     def _collated(
-        self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], ticket: Ticket
+        self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem
     ) -> tuple[list[list[Sample]], dict[str, Any], set[int]]:
         """The rows of the batch, the batch, and the packs that are not in it because collating them fails."""
         try:
@@ -278,7 +259,7 @@ class BatchBuilder(Dataset[Built]):
         if not refused:  # each for itself is good: no sample is at fault
             raise first
         kept = [rows[at] for at in range(len(packs)) if at not in refused]
-        missing = ticket.kinds & ~self._kinds_of(sample for row in kept for sample in row)
+        missing = item.kinds & ~self._kinds_of(sample for row in kept for sample in row)
         if missing or not kept:
             self.add_blank(kept, missing)
         return kept, self.collate(kept), refused
@@ -294,19 +275,13 @@ class BatchBuilder(Dataset[Built]):
         return None
 
 
-def _per_row(batch: Mapping[str, Any], kind: MediaKind) -> tuple[int, ...]:
-    """How many media items of a kind each row has."""
-    counts = batch.get(COUNT_KEYS[kind])
-    return (0,) * len(batch["labels"]) if counts is None else tuple(counts.tolist())
-
-
 class PackBuilder(BatchBuilder):
     """Builds packed batches.
 
     Args:
         samples: see :class:`BatchBuilder`, like ``finish`` and ``sample_timeout``.
         packer: joins samples.
-        collater: keyword arguments for :func:`~packhorse.collate_fns.neat_packed_vlm_collater`.
+        collater: keyword arguments for :func:`~packhorse.collate.packed.collate_packs`.
         finish: see there.
         sample_timeout: see there.
     """
@@ -314,7 +289,7 @@ class PackBuilder(BatchBuilder):
     def __init__(
         self,
         samples: PreTokenizedDatasetWrapper,
-        packer: PackedDatasetWrapper,
+        packer: Packer,
         collater: Mapping[str, Any],
         finish: Finish | None = None,
         sample_timeout: float | None = None,
@@ -324,25 +299,23 @@ class PackBuilder(BatchBuilder):
         self._pool = RoomPool()
         self._pixels: PixelRoom | None = None
 
-    def begin(self, ticket: Ticket) -> None:
+    def begin(self, item: WorkItem) -> None:
         """As above, with room for the pixels of one batch."""
-        self.packer.set_epoch(ticket.epoch)
-        tokens = len(ticket.packs) * self.packer.pack_size
+        super().begin(item)
+        tokens = len(item.packs) * self.packer.pack_size
         self._pixels = PixelRoom(tokens, self.collater.get("pixel_dtype"), self._pool)
 
-    def sample(self, index: int) -> Sample | None:
-        """One sample, shifted and with its positions, its pixels where the batch has them."""
-        found = self.packer.sample(index)
-        if found is not None and self._pixels is not None:
-            self._pixels.settle(found)
-        return found
+    def prepare(self, sample: Sample) -> Sample:
+        """The sample shifted and with its positions, its pixels where the batch has them."""
+        prepared = self.packer.prepare(sample)
+        return prepared if self._pixels is None else self._pixels.settle(prepared)
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
         rows: list[list[tuple[int, Sample]]] = []
         used = self.packer.pack_size
         for index, sample in samples:
-            room = self.packer.room_of(sample)
+            room = self.packer.padded_length(len(sample))
             if room > self.packer.pack_size:
                 what = f"{room:,} tokens, more than a pack has, and more than were counted"
                 bad = BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
@@ -359,9 +332,8 @@ class PackBuilder(BatchBuilder):
 
     def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add documents to the row that has the most room, which was reserved; else a row of their own."""
-        blanks = [self.packer.prepared(sample) for _, sample in self.blanks.samples(kinds)]
-        needed = sum(map(self.packer.room_of, blanks))
-        used = [sum(map(self.packer.room_of, row)) for row in rows]
+        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(kinds)]
+        needed, *used = (sum(self.packer.padded_length(len(s)) for s in row) for row in (blanks, *rows))
         if rows and min(used) + needed <= self.packer.pack_size:
             rows[used.index(min(used))] += blanks
         else:
@@ -370,9 +342,7 @@ class PackBuilder(BatchBuilder):
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
         self._pixels = None  # every sample is there; the room lives on in the batch alone
-        return neat_packed_vlm_collater(
-            [self.packer.joined(row, keep_parts=True) for row in rows], **self.collater
-        )
+        return collate_packs(list(map(self.packer.join, rows)), self.packer.family, **self.collater)
 
 
 class PadBuilder(BatchBuilder):
@@ -400,16 +370,6 @@ class PadBuilder(BatchBuilder):
         super().__init__(samples, finish, sample_timeout)
         self.pad_to, self.pixel_dtype, self.media_layout = pad_to, pixel_dtype, media_layout
 
-    def sample(self, index: int) -> Sample | None:
-        """One sample, not yet shifted."""
-        try:
-            return dict(load_sample(self.samples, index))
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            self.samples.record(index, error, replaced=False)
-            return None
-
     def length(self, sample: Sample) -> int:
         """How many tokens of the batch a sample takes up: the collate function takes off one."""
         return super().length(sample) - 1
@@ -426,9 +386,10 @@ class PadBuilder(BatchBuilder):
         """A padded batch."""
         width = None if self.pad_to is None else self.pad_to + 1
         samples = [sample for row in rows for sample in row]
-        return pad_collate_fn(
+        return collate_samples(
             samples,
-            self.samples.processor,
+            self.samples.family,
+            pad_token_id(self.samples.processor),
             width,
             pixel_dtype=self.pixel_dtype,
             media_layout=self.media_layout,
@@ -458,21 +419,10 @@ def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mode
     return PackBuilder(samples, packer, collater, finish, config.sample_timeout)
 
 
-def make_packer(
-    config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo
-) -> PackedDatasetWrapper:
+def make_packer(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, model: ModelInfo) -> Packer:
     """What shifts, places and joins samples; see :func:`make_builder`."""
-    return PackedDatasetWrapper(
-        samples,
-        (),
-        config.pack_size,
-        pad_token_id(samples.processor),
-        model.get_rope_index,
-        sequence_alignment=config.alignment,
-        exact=True,
-        on_bad=config.on_bad,
-        ledger=samples.ledger,
-    )
+    padding = pad_token_id(samples.processor)
+    return Packer(config.pack_size, padding, model.get_rope_index, config.alignment, samples.family)
 
 
 def _chunk_media(microbatches: int, batch: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from packhorse.count.columns import CountColumns
 from packhorse.distributed import Ranks
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.build import BatchReport, Built, Ticket, make_builder
+from packhorse.loader.build import BatchReport, Built, make_builder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.epoch_stats import (
     EpochAccount,
@@ -39,7 +39,7 @@ from packhorse.loader.state import Progress, Tally, describe_state
 from packhorse.loader.worker_pool import Feed, WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import Dealt, Packs, Shape
-from packhorse.types import Batch, Drop, World
+from packhorse.types import Batch, Drop, WorkItem, World
 
 
 @dataclass
@@ -65,10 +65,10 @@ class Epoch:
     over: bool = False
 
 
-def ticket_of(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> Ticket:
+def work_item_of(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> WorkItem:
     """What a rank is to build in a step; ``kinds`` of None are those that any rank has in it."""
     packs = tuple(map(tuple, dealt.samples(step, rank)))
-    return Ticket(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)
+    return WorkItem(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)
 
 
 logger = getLogger("packhorse.loader")
@@ -213,14 +213,14 @@ class Loader:
             self.ledger.release()
         self._roll_back_stopped()
         asked = time.perf_counter()
-        for built in self._feed.batches(self._tickets(epoch), self.cursor, len(epoch.dealt)):
+        for built in self._feed.batches(self._work_items(epoch), self.cursor, len(epoch.dealt)):
             if epoch is not self._now:
                 return  # set_epoch or load_state_dict in the middle: this iterator is of the past
             self._hand_out(built, time.perf_counter() - asked)
             yield built.batch
             asked = time.perf_counter()
 
-    def _tickets(self, epoch: Epoch) -> Callable[[int], Ticket]:
+    def _work_items(self, epoch: Epoch) -> Callable[[int], WorkItem]:
         """What orders the batches of an epoch.
 
         It holds on to the epoch and not to the loader, whose workers end with the last reference to it.
@@ -229,7 +229,7 @@ class Loader:
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.
             kinds = self._start.media_kinds if self.config.shard_data else None
-        return partial(ticket_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
+        return partial(work_item_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _hand_out(self, built: Built, waited: float) -> None:
         """Count a batch as handed out, and reconcile the epoch after its last one.

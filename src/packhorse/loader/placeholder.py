@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from packhorse.chat import IGNORE_INDEX
@@ -21,7 +22,7 @@ from packhorse.families.encoder import REFUSALS
 from packhorse.families.media_sizes import blank_ref
 from packhorse.ledger import Ledger
 from packhorse.media import VideoInfo
-from packhorse.types import MEDIA_KINDS, MediaKind
+from packhorse.types import MEDIA_KINDS, MediaKind, Sample
 
 _SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
 _SIDES = (7, 14, 20, 28, 32, 40, 48, 56, 64, 80, 100, 112, 128, 160, 200, 224, 256, 320, 400, 512)
@@ -88,10 +89,10 @@ class Blanks:
         # A copy that cuts nothing off and whose remarks go nowhere: a blank is no row of the data.
         self.dataset = copy(dataset)
         self.dataset.ledger, self.dataset.truncate, self.dataset.max_length = Ledger(), False, None
-        self._made: dict[MediaKind | None, dict[str, Any]] = {}
+        self._made: dict[MediaKind | None, Sample] = {}
         self._smallest: dict[MediaKind, tuple[MediaKind, MediaSize]] = {}
 
-    def samples(self, kinds: int) -> list[tuple[MediaKind | None, dict[str, Any]]]:
+    def samples(self, kinds: int) -> list[tuple[MediaKind | None, Sample]]:
         """Encoded samples before the shift, without a supervised token, each with the kind of its media.
 
         There is one for each kind; kinds that fill the same tensors (images and frames of SmolVLM and
@@ -105,12 +106,12 @@ class Blanks:
         """
         chosen = dict(self._smallest_like(kind) for kind in kinds_in(kinds))
         if not chosen:
-            return [(None, dict(self._encoded(None, None)))]
-        return [(kind, dict(self._encoded(kind, size))) for kind, size in chosen.items()]
+            return [(None, self._encoded(None, None))]
+        return [(kind, self._encoded(kind, size)) for kind, size in chosen.items()]
 
     def lengths(self, kinds: int) -> list[int]:
         """How many tokens each of them takes up, after the shift."""
-        return [len(sample["input_ids"]) - 1 for _, sample in self.samples(kinds)]
+        return [len(sample) - 1 for _, sample in self.samples(kinds)]
 
     def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
         """The smallest media item that fills the tensors of a kind, and its own kind."""
@@ -125,7 +126,7 @@ class Blanks:
             self._smallest[kind] = best, sizes[best]
         return self._smallest[kind]
 
-    def _encoded(self, kind: MediaKind | None, size: MediaSize | None) -> dict[str, Any]:
+    def _encoded(self, kind: MediaKind | None, size: MediaSize | None) -> Sample:
         import torch
 
         if kind in self._made:
@@ -138,23 +139,19 @@ class Blanks:
                 f"{self.dataset.family.name} cannot encode a blank {kind or 'text'} ({error.detail}): "
                 "placeholder='never' does without"
             ) from error
-        unlearned = {**sample, "labels": torch.full_like(sample["labels"], IGNORE_INDEX)}
-        self._made[kind] = self._without_words(unlearned)
+        labels = torch.full_like(sample.tokens["input_ids"], IGNORE_INDEX, dtype=torch.int64)
+        self._made[kind] = self._without_words(replace(sample, labels=labels))
         return self._made[kind]
 
-    def _without_words(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def _without_words(self, sample: Sample) -> Sample:
         """The media's own tokens with one on each side: what is said around them costs room and does nothing.
 
         The token behind them goes when labels are shifted.
         """
-        ids = sample["input_ids"].tolist()
+        ids = sample.tokens["input_ids"].tolist()
         media = self.dataset.encoder.media_token_ids
         places = [place for place, token in enumerate(ids) if token in media] or [0]
-        kept = slice(max(0, places[0] - 1), places[-1] + 3)
-        return {
-            name: value[..., kept] if self.dataset.is_per_token(name, value, len(ids)) else value
-            for name, value in sample.items()
-        }
+        return sample.cut(slice(max(0, places[0] - 1), places[-1] + 3))
 
 
 def _tensors(family: Family, kind: MediaKind) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Feeding: tickets go to worker processes, built batches come back in order, whatever happens to a worker.
+"""Work items go to worker processes; built batches come back in order, whatever happens to a worker.
 
 A worker that dies (a decoder that crashes, the system's memory killer) is replaced, and the batches it had
 not finished are built again: what counts as used is what was handed out, so nothing is lost and nothing comes
@@ -26,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packhorse.errors import SystemFault
-from packhorse.loader.build import BatchBuilder, Built, Ticket
+from packhorse.loader.build import BatchBuilder, Built
+from packhorse.types import WorkItem
 
 # What malloc.h of glibc calls them.
 _M_TRIM_THRESHOLD = -1
@@ -90,13 +91,13 @@ class WorkerSettings:
     deaths: int = 2
 
 
-class Tickets(Sampler[Ticket]):
-    """The tickets of an epoch from a step on, made when they are asked for."""
+class WorkItemSampler(Sampler[WorkItem]):
+    """The work items of an epoch from a step on, made when they are asked for."""
 
-    def __init__(self, make: Callable[[int], Ticket], first: int, last: int) -> None:
+    def __init__(self, make: Callable[[int], WorkItem], first: int, last: int) -> None:
         self.make, self.first, self.last = make, first, last
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[WorkItem]:
         return map(self.make, range(self.first, self.last))
 
     def __len__(self) -> int:
@@ -113,14 +114,14 @@ class StagedBuilder(Dataset[Built]):
     def __init__(self, builder: BatchBuilder) -> None:
         self.builder = builder
 
-    def __getitem__(self, ticket: Ticket) -> Built:
+    def __getitem__(self, item: WorkItem) -> Built:
         with self.builder.samples.ledger.staged() as drops:
-            built = self.builder[ticket]
+            built = self.builder[item]
         return built._replace(drops=tuple(drops))
 
 
 class Feed:
-    """Hands out the batches of tickets, in order.
+    """Hands out the batches of work items, in order.
 
     Args:
         builder: builds them.
@@ -131,15 +132,15 @@ class Feed:
     def __init__(self, builder: BatchBuilder, settings: WorkerSettings, name: Callable[[int], str]) -> None:
         self.builder, self.settings, self.name = builder, settings, name
         self._loader: DataLoader[Built] | None = None
-        self._tickets = Tickets(_no_ticket, 0, 0)
+        self._work_items = WorkItemSampler(_no_work_item, 0, 0)
         self._loader_of: WorkerSettings | None = None
         self._turn = 0
 
-    def batches(self, make: Callable[[int], Ticket], first: int, last: int) -> Iterator[Built]:
+    def batches(self, make: Callable[[int], WorkItem], first: int, last: int) -> Iterator[Built]:
         """The batches of the steps from ``first`` to ``last``.
 
         Args:
-            make: the ticket of a step.
+            make: the work item of a step.
             first: the first step.
             last: the step behind the last one.
 
@@ -207,24 +208,24 @@ class Feed:
             for pid, code in ended.items()
         )
 
-    def _judge(self, error: Exception, what: str, died: int, ticket: Ticket) -> None:
+    def _judge(self, error: Exception, what: str, died: int, item: WorkItem) -> None:
         if _TOO_SLOW in what:
             raise SystemFault(
-                f"micro step {ticket.step} did not come within {self.settings.timeout:g} s (timeout): "
-                f"{self._named(ticket)}. A read hangs, or workers are too few: see sample_timeout"
+                f"micro step {item.step} did not come within {self.settings.timeout:g} s (timeout): "
+                f"{self._named(item)}. A read hangs, or workers are too few: see sample_timeout"
             ) from error
         if died <= self.settings.deaths:
             logger.warning(
                 "a worker died (%s); building micro step %s and those behind it again (%s of %s)",
                 what,
-                ticket.step,
+                item.step,
                 died,
                 self.settings.deaths,
             )
             return
         raise SystemFault(
-            f"workers died {died} times over micro step {ticket.step} ({what}), the last time building it "
-            f"alone{self._culprit()}: {self._named(ticket)}. A medium that crashes its decoder, or too "
+            f"workers died {died} times over micro step {item.step} ({what}), the last time building it "
+            f"alone{self._culprit()}: {self._named(item)}. A medium that crashes its decoder, or too "
             "little memory (fewer workers, a smaller prefetch, shared memory)"
         ) from error
 
@@ -234,13 +235,13 @@ class Feed:
             return ", between two samples or before the first (can a worker import all it needs?)"
         return f", at work on {self.name(index)}"
 
-    def _named(self, ticket: Ticket) -> str:
-        names = [self.name(index) for index in ticket.samples]
+    def _named(self, item: WorkItem) -> str:
+        names = [self.name(index) for index in item.samples]
         shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
         return f"samples {shown}" if names else "a batch without samples"
 
     def _iterator(
-        self, make: Callable[[int], Ticket], first: int, last: int, settings: WorkerSettings
+        self, make: Callable[[int], WorkItem], first: int, last: int, settings: WorkerSettings
     ) -> Iterator[Built]:
         workers = _workers_of(getattr(self._loader, "_iterator", None))
         if not all(worker.is_alive() for worker in workers):  # died while nobody waited for a batch
@@ -249,8 +250,8 @@ class Feed:
             self.close()
             self._loader = self._made(settings)
             self._loader_of = settings
-        # Workers that live on get their tickets from this same object.
-        self._tickets.make, self._tickets.first, self._tickets.last = make, first, last
+        # Workers that live on get their work items from this same object.
+        self._work_items.make, self._work_items.first, self._work_items.last = make, first, last
         watched: Iterator[Built] = _watched(iter(self._loader))
         return watched
 
@@ -268,7 +269,7 @@ class Feed:
         return DataLoader(
             StagedBuilder(self.builder),
             batch_size=None,
-            sampler=self._tickets,
+            sampler=self._work_items,
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=settings.pin_memory,
@@ -378,8 +379,8 @@ def _try_get_data(iterator: weakref.ref[Any], timeout: float = _LOOK_AFTER) -> t
             return found
 
 
-def _no_ticket(step: int) -> Ticket:
-    raise IndexError(f"no ticket for step {step}")
+def _no_work_item(step: int) -> WorkItem:
+    raise IndexError(f"no work item for step {step}")
 
 
 def _as_it_is(built: Any) -> Any:

@@ -160,7 +160,7 @@ def test_media_are_joined_in_the_order_of_the_packs_and_converted_on_the_way() -
         return {"pixel_values": torch.full((4, 6), value), "image_grid_thw": torch.tensor([[1, 2, 2]])}
 
     packs = [
-        pack(sample(3, **image(1.0)), sample(3, **image(2.0)), keep_parts=True),
+        pack(sample(3, **image(1.0)), sample(3, **image(2.0))),
         pack(sample(4)),
         pack(sample(4, **image(3.0))),
     ]

@@ -165,6 +165,12 @@ def test_positions_are_padded_and_shifted():
         pad_collate_fn([sample(3, position_ids=torch.arange(3)), sample(3)], STUB)
 
 
+def test_what_a_hook_adds_per_token_is_padded_and_shifted():
+    samples = [sample(3, token_weights=torch.tensor([0.5, 0.25, 1.0])), sample(2)]
+    batch = pad_collate_fn(samples, processor("qwen2_vl"))
+    assert batch["token_weights"].tolist() == [[0.5, 0.25], [0, 0]]
+
+
 def test_types_may_come_with_a_batch_axis_of_one():
     batch = pad_collate_fn([sample(3, mm_token_type_ids=torch.tensor([[0, 1, 0]]))], STUB)
     assert batch["mm_token_type_ids"].tolist() == [[0, 1]]

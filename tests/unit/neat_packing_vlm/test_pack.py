@@ -1,13 +1,14 @@
 """Samples joined into a pack: documents are told apart, nothing hidden comes to light, no pixel is copied."""
 
 import pickle
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
 import torch
 
-from packhorse.collate.packer import Parts, join
-from packhorse.errors import ConfigError
+from packhorse.collate.packer import Packer, join, pack_to_dict, to_pack, to_sample
+from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES, Family
 from packhorse.families.llava_onevision import LlavaOnevision
 from packhorse.families.positions import mrope_position_ids
@@ -90,14 +91,10 @@ def test_alignment_fills_each_document_up_with_mrope_too() -> None:
 
 def test_pixels_stay_the_samples_own_until_the_batch_is_made() -> None:
     samples = [sample(1, 2, **image(4, [1, 2, 2])), sample(4, 5, **image(8, [1, 2, 4], 2.0))]
-    pack = _build_packed_vlm_sample(samples, 8, 0, keep_parts=True)
-    parts = pack["pixel_values"]
-    assert isinstance(parts, Parts)
-    assert parts[0] is samples[0]["pixel_values"]
-    assert (parts.shape, parts.dtype) == ((12, 6), torch.float32)
-    assert torch.cat(parts).shape == (12, 6)
-    assert isinstance(pack["image_grid_thw"], torch.Tensor)
-    assert pickle.loads(pickle.dumps(pack))["pixel_values"].shape == (12, 6)
+    pack = Packer(8).join([to_sample(one, None) for one in samples])
+    assert pack.media["pixel_values"][0] is samples[0]["pixel_values"]
+    assert torch.cat(pack.media["pixel_values"]).shape == (12, 6)
+    assert torch.cat(pickle.loads(pickle.dumps(pack)).media["pixel_values"]).shape == (12, 6)
 
 
 def test_images_of_different_shape_are_filled_up_where_the_family_says_so() -> None:
@@ -124,12 +121,10 @@ def test_pixels_that_come_as_a_list_of_tensors_are_joined_by_the_layout() -> Non
         assert pack["n_images"] == 2
     whole = {"pixel_values": [torch.ones(3, 4, 4), torch.zeros(3, 4, 4)], "n_images": 2}
     both = [sample(1, 2, **whole), sample(3, pixel_values=torch.ones(1, 3, 4, 4), n_images=1)]
-    for keep_parts in (True, False):
-        pack = _build_packed_vlm_sample(both, 8, 0, family=family("gemma3"), keep_parts=keep_parts)
-        joined = torch.cat(list(pack["pixel_values"])) if keep_parts else pack["pixel_values"]
-        assert joined.shape == (3, 3, 4, 4)
-        assert joined[1].sum() == 0
-        assert pack["n_images"] == 3
+    pack = _build_packed_vlm_sample(both, 8, 0, family=family("gemma3"))
+    assert pack["pixel_values"].shape == (3, 3, 4, 4)
+    assert pack["pixel_values"][1].sum() == 0
+    assert pack["n_images"] == 3
 
 
 def test_tiles_of_a_list_are_filled_up_to_the_largest() -> None:
@@ -162,7 +157,7 @@ def test_arrays_are_media_and_notes_are_not() -> None:
             "a list of 1 tensors, expected 2: one per image",
         ),
         ([{"input_ids": torch.tensor([1])}], 8, "no labels"),
-        ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 ids"),
+        ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 tokens"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(samples, size, words) -> None:
@@ -178,6 +173,56 @@ def test_mrope_without_positions_is_refused() -> None:
 def test_media_keys_are_those_of_the_families() -> None:
     assert set(MEDIA_KEYS) == {key for family in FAMILIES for key in family.layout}
     assert {"pixel_values", "image_grid_thw", "image_position_ids", "pixel_values_videos"} <= set(MEDIA_KEYS)
+
+
+# --- typed samples -----------------------------------------------------------------------------------------
+
+
+def test_the_entries_of_a_dict_are_sorted_by_name_and_what_no_family_declares_by_shape() -> None:
+    notes = {"_key": "coco/1", "source": "coco", "video_grid_thw": None}
+    weights = torch.tensor([0.5, 1.0])
+    given = sample(1, 2, **image(2, [1, 1, 2]), token_weights=weights, n_videos=0, **notes)
+    typed = to_sample(given, family("qwen2_vl"), "coco/1")
+    assert typed.tokens.keys() == {"input_ids", "attention_mask", "token_weights"}
+    assert typed.media.keys() == {"pixel_values", "image_grid_thw"}
+    assert typed.num_items == {"image": 1, "video": 0, "audio": 0}
+    assert (len(typed), typed.key, typed.position_ids) == (2, "coco/1", None)
+    media_of_the_same_shape = sample(1, 2, second_per_grid_ts=torch.ones(2))
+    assert to_sample(media_of_the_same_shape, None).tokens.keys() == {"input_ids", "attention_mask"}
+
+
+def test_a_sample_is_the_same_after_a_dict() -> None:
+    typed = to_sample(sample(1, 2, position_ids=torch.arange(2), **image(2, [1, 1, 2])), family("qwen2_vl"))
+    given = typed.to_dict()
+    assert (int(given["n_images"]), int(given["n_videos"])) == (1, 0)
+    again = to_sample(given, family("qwen2_vl"))
+    assert again.per_token.keys() == typed.per_token.keys()
+    assert again.media.keys() == typed.media.keys()
+    assert again.num_items == typed.num_items
+    assert not {"n_images", "n_videos"} & to_sample(sample(1, 2), None).to_dict().keys()
+
+
+def test_a_pack_is_the_same_after_a_dict() -> None:
+    samples = [to_sample(sample(1, 2, **image(2, [1, 1, 2])), None), to_sample(sample(3, n_audios=1), None)]
+    pack = Packer(8, sequence_alignment=2).join(samples)
+    again = to_pack(pack_to_dict(pack, None), None)
+    for name in ("num_items", "seq_lens", "seq_lens_padded", "items_per_document", "alignment"):
+        assert getattr(again, name) == getattr(pack, name)
+    assert all(torch.equal(value, pack.per_token[key]) for key, value in again.per_token.items())
+    assert pack.num_items == {"image": 1, "video": 0, "audio": 1}
+
+
+def test_a_prepared_sample_is_a_new_one_and_the_given_one_stays() -> None:
+    given = to_sample(sample(1, 2, 3), None)
+    prepared = Packer(8).prepare(given)
+    assert (len(given), len(prepared)) == (3, 2)
+    assert prepared.labels is not None
+    assert prepared.labels.tolist() == [2, 3]
+    with pytest.raises(FrozenInstanceError):
+        given.labels = None  # type: ignore[misc]
+    with pytest.raises(BadSample, match="at least 2") as caught:
+        Packer(8).prepare(to_sample(sample(1), None))
+    assert caught.value.reason == "empty_sample"
 
 
 # --- positions ----------------------------------------------------------------------------------------------

@@ -10,24 +10,27 @@ from loader_samples import load, mixed
 from packhorse.collate.packer import join
 from packhorse.collate.pixel_buffer import PixelRoom, RoomPool, Settled, already_joined
 from packhorse.loader import build
+from packhorse.types import Sample
 
 WIDE = 1 << 18  # numbers in a row of pixels: large enough that their place matters
 
 
-def sample(rows: int, tokens: int = 10, seed: int = 0) -> dict[str, torch.Tensor]:
+def sample(rows: int, tokens: int = 10, seed: int = 0) -> Sample:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "input_ids": torch.arange(tokens),
+    media = {
         "pixel_values": torch.randn(rows, WIDE, generator=generator),
         "image_grid_thw": torch.ones(1, 3, dtype=torch.long),
     }
+    return Sample(tokens={"input_ids": torch.arange(tokens)}, media=media)
 
 
-def settled(samples: list[dict[str, torch.Tensor]], dtype: torch.dtype | None) -> list[torch.Tensor]:
+def pixels(samples: list[Sample]) -> list[torch.Tensor]:
+    return [one.media["pixel_values"] for one in samples]
+
+
+def settled(samples: list[Sample], dtype: torch.dtype | None) -> list[torch.Tensor]:
     room = PixelRoom(10 * len(samples), dtype, RoomPool())
-    for one in samples:
-        room.settle(one)
-    return [one["pixel_values"] for one in samples]
+    return pixels([room.settle(one) for one in samples])
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
@@ -36,7 +39,7 @@ def test_settled_pixels_are_joined_without_a_copy_and_are_the_same(
     rows: list[int], dtype: torch.dtype | None
 ) -> None:
     samples = [sample(number, seed=number) for number in rows]
-    wanted = torch.cat([one["pixel_values"] for one in samples]).to(dtype or torch.float32)
+    wanted = torch.cat(pixels(samples)).to(dtype or torch.float32)
     parts = settled(samples, dtype)
     joined = join("pixel_values", parts, dtype=dtype)
     assert joined.data_ptr() == parts[0].data_ptr()
@@ -55,7 +58,7 @@ def test_a_joined_tensor_holds_no_more_memory_than_itself() -> None:
 
 def test_a_sample_left_out_leaves_a_gap_and_the_others_are_copied() -> None:
     samples = [sample(2, seed=1), sample(3, seed=2), sample(1, seed=3)]
-    wanted = torch.cat([samples[0]["pixel_values"], samples[2]["pixel_values"]])
+    wanted = torch.cat(pixels([samples[0], samples[2]]))
     parts = settled(samples, None)
     joined = join("pixel_values", [parts[0], parts[2]])
     assert joined.data_ptr() != parts[0].data_ptr()
@@ -71,15 +74,15 @@ def test_another_order_or_type_is_copied() -> None:
 
 def test_a_sample_with_far_more_pixels_than_the_first_still_fits_in_the_batch() -> None:
     samples = [sample(1, tokens=100, seed=1), sample(40, tokens=5, seed=2), sample(2, seed=3)]
-    wanted = torch.cat([one["pixel_values"] for one in samples])
+    wanted = torch.cat(pixels(samples))
     assert torch.equal(join("pixel_values", settled(samples, None)), wanted)
 
 
 def test_small_pixels_and_other_tensors_stay_where_they_are() -> None:
-    one = {"input_ids": torch.arange(4), "pixel_values": torch.ones(2, 3), "input_features": torch.ones(2, 3)}
-    before = dict(one)
-    PixelRoom(8, torch.bfloat16, RoomPool()).settle(one)
-    assert all(one[key] is before[key] for key in before)
+    media = {"pixel_values": torch.ones(2, 3), "input_features": torch.ones(2, 3)}
+    one = Sample(tokens={"input_ids": torch.arange(4)}, media=media)
+    after = PixelRoom(8, torch.bfloat16, RoomPool()).settle(one)
+    assert all(after.media[key] is media[key] for key in media)
 
 
 def test_tensors_without_entries_are_joined() -> None:
@@ -103,13 +106,13 @@ def test_a_first_part_of_one_row_with_another_stride_is_joined_right() -> None:
     parts = [whole[:2].transpose(0, 1), whole[2:].transpose(0, 1)]
     assert torch.equal(join("pixel_values", parts), torch.cat(parts))
     samples = [
-        {
-            "input_ids": torch.arange(4),
-            "pixel_values": torch.randn(1, 2 * WIDE).as_strided((1, WIDE), (7, 1)),
-        },
+        Sample(
+            tokens={"input_ids": torch.arange(4)},
+            media={"pixel_values": torch.randn(1, 2 * WIDE).as_strided((1, WIDE), (7, 1))},
+        ),
         sample(2),
     ]
-    wanted = torch.cat([one["pixel_values"] for one in samples])
+    wanted = torch.cat(pixels(samples))
     assert torch.equal(join("pixel_values", settled(samples, None)), wanted)
 
 
@@ -136,10 +139,8 @@ def test_a_room_never_asks_for_more_than_its_limit_or_than_the_machine_has(
 
     monkeypatch.setattr(np, "empty", refuse)
     other = sample(4, tokens=2)
-    before = other["pixel_values"]
     room = PixelRoom(10**12, torch.bfloat16, RoomPool())
-    room.settle(other)
-    assert other["pixel_values"] is before
+    assert room.settle(other).media["pixel_values"] is other.media["pixel_values"]
     room.settle(sample(1))  # and asks no more
 
 
@@ -156,7 +157,7 @@ def test_batches_are_the_same_with_and_without_room_for_their_pixels(
     )
     with_room = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
     assert any(one is not None and len(one) > 1 for one in seen)
-    monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: None)
+    monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: sample)
     without = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
     assert len(with_room) == len(without) > 1
     for one, other in zip(with_room, without, strict=True):
@@ -175,22 +176,23 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
         loader = load(rows, 0, 2, pack_size=512, workers=0, pixel_dtype="bfloat16", max_bad_share=None)
         loader.close()
         builder = loader._feed.builder
-        own = builder.packer.sample
+        own = builder.sample
 
         def sometimes(index: int):
             found = own(index)
             if index % 5 == 1 or found is None:
                 return None  # fails
             if index % 7 == 2:  # turns out longer than it was counted
+                tensors = found.per_token
                 longer = {
-                    key: found[key].repeat(1, 9)[0] for key in ("input_ids", "labels", "attention_mask")
+                    key: tensors[key].repeat(1, 9)[0] for key in ("input_ids", "labels", "attention_mask")
                 }
-                return {**found, **longer}
+                return found.with_per_token({**tensors, **longer})
             return found
 
-        monkeypatch.setattr(builder.packer, "sample", sometimes)
+        monkeypatch.setattr(builder, "sample", sometimes)
         if not settle:
-            monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: None)
+            monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: sample)
         return list(loader)
 
     with_room, without = batches(True), batches(False)
@@ -206,9 +208,7 @@ def test_memory_is_used_again_once_nobody_holds_the_batch_and_not_before() -> No
     def batch(seed: int) -> torch.Tensor:
         samples = [sample(3, seed=seed), sample(2, seed=seed + 1)]
         room = PixelRoom(20, None, pool)
-        for one in samples:
-            room.settle(one)
-        return join("pixel_values", [one["pixel_values"] for one in samples])
+        return join("pixel_values", pixels([room.settle(one) for one in samples]))
 
     first = batch(1)
     kept, place = first.clone(), first.data_ptr()

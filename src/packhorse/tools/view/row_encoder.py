@@ -17,7 +17,7 @@ from typing import Any
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors
 from packhorse.chat.template import PRIVATE_USE
-from packhorse.collate.packed_dataset import PackedDatasetWrapper
+from packhorse.collate.packer import Packer
 from packhorse.encode.preparation import with_sound_in_place
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
@@ -25,7 +25,7 @@ from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Blanks
-from packhorse.types import Conversation, Drop, MediaRef, TextPart, mask_secrets
+from packhorse.types import Conversation, Drop, MediaRef, Sample, TextPart, mask_secrets
 
 TEMPLATE = "template"
 """Who speaks where the chat template does."""
@@ -254,7 +254,7 @@ class RowEncoder:
         packer: shifts samples and computes their positions.
     """
 
-    def __init__(self, samples: PreTokenizedDatasetWrapper, packer: PackedDatasetWrapper) -> None:
+    def __init__(self, samples: PreTokenizedDatasetWrapper, packer: Packer) -> None:
         self.samples, self.packer = samples, packer
         self.family = self.samples.family
         self._lock = threading.Lock()
@@ -292,9 +292,9 @@ class RowEncoder:
     def _shown(
         self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[Medium, ...]
     ) -> Shown:
-        sample = self.samples.load(index)
-        prepared = self.packer.prepared(sample)
-        positions = prepared.get("position_ids") if self.packer.has_mrope else None
+        encoded = self.samples.load_sample(index)
+        positions = self.packer.prepare(encoded).position_ids
+        sample = encoded.per_token
         ids = sample["input_ids"].tolist()
         roles = roles_of(self.samples.encoder, conversation, ids)
         runs = runs_of(self.samples.encoder, sample, roles, positions)
@@ -309,7 +309,7 @@ class RowEncoder:
             media,
             tuple(runs),
             len(ids) - 1,
-            self.packer.room_of(prepared),
+            self.packer.padded_length(len(ids) - 1),
             int((sample["labels"] != IGNORE_INDEX).sum()),
             self._both_ways(sample),
             found=tuple(self.samples.ledger),
@@ -328,12 +328,11 @@ class RowEncoder:
             samples = self._blanks.samples(kinds)
             return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
-    def _blank(self, sample: dict[str, Any]) -> Shown:
-        prepared = self.packer.prepared(sample)
-        positions = prepared.get("position_ids") if self.packer.has_mrope else None
-        count = len(sample["input_ids"])
-        runs = runs_of(self.samples.encoder, sample, [TEMPLATE] * count, positions)
-        return Shown(-1, runs=tuple(runs), length=count - 1, room=self.packer.room_of(prepared))
+    def _blank(self, sample: Sample) -> Shown:
+        length = len(sample) - 1
+        positions = self.packer.prepare(sample).position_ids
+        runs = runs_of(self.samples.encoder, sample.per_token, [TEMPLATE] * len(sample), positions)
+        return Shown(-1, runs=tuple(runs), length=length, room=self.packer.padded_length(length))
 
     def _tokens(
         self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any
