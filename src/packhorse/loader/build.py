@@ -30,6 +30,7 @@ from packhorse.loader.placeholder import Blanks
 from packhorse.plan.eligibility import load
 from packhorse.pp_media import COUNT_KEYS
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaKind
+from packhorse.utils.pool import set_note
 
 logger = getLogger("packhorse.loader")
 
@@ -77,7 +78,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, previous)
 
 
-_NO_SAMPLE = -1
+NO_SAMPLE = -1
 
 Sample = dict[str, Any]
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
@@ -134,14 +135,6 @@ class BatchBuilder(Dataset[Built]):
     ) -> None:
         self.samples, self.finish, self.sample_timeout = samples, finish, sample_timeout
         self.blanks = Blanks(samples)
-        # Shared with workers: after a crash it tells which sample that was.
-        self._at = torch.full((1,), _NO_SAMPLE)
-        self._at.share_memory_()  # type: ignore[no-untyped-call]
-
-    def at_work_on(self) -> int | None:
-        """The sample that the only worker loads now, or loaded when it died; None between samples."""
-        index = int(self._at)
-        return None if index == _NO_SAMPLE else index
 
     def __getitem__(self, ticket: Ticket) -> Built:
         """Encode the samples of a ticket and make a batch of those that can be used."""
@@ -242,7 +235,7 @@ class BatchBuilder(Dataset[Built]):
         return any(key in layout and layout[key].kinds == ("audio",) for key in sample)
 
     def _loaded(self, index: int) -> Sample | None:
-        self._at[0] = index
+        set_note(index)  # for the message if the sample kills its worker
         try:
             with time_limit(self.sample_timeout):
                 return self.sample(index)
@@ -253,7 +246,7 @@ class BatchBuilder(Dataset[Built]):
             self.samples.record(index, slow, replaced=False)
             return None
         finally:
-            self._at[0] = _NO_SAMPLE
+            set_note(NO_SAMPLE)
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], ticket: Ticket

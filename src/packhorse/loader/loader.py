@@ -45,7 +45,7 @@ from packhorse.loader.planner import (
     warn_of_too_long,
 )
 from packhorse.loader.state import Progress, Tally, describe_state
-from packhorse.loader.worker_pool import Feed
+from packhorse.loader.worker_pool import WorkerPool
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import Dealt, Packs, Shape
 from packhorse.types import Batch, Drop, World
@@ -156,7 +156,7 @@ class Loader:
         # What is dealt: everything to all ranks, or this rank's own rows to itself.
         self._dealing = World() if config.shard_data else self.world
         self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
-        self._feed = Feed(
+        self._feed = WorkerPool(
             batch_builder(config, self._samples, facts), worker_settings(config), self._samples.key
         )
         self.metrics = Metrics(config.accumulation)
