@@ -29,8 +29,7 @@ from packhorse.utils.pool import (
     read_message,
     result_message,
     run_task,
-    unsendable_task,
-    unsendable_work,
+    unsendable,
     use_one_thread,
 )
 
@@ -77,7 +76,7 @@ class RayEngine:
             try:
                 handle = ray.put(work)
             except PICKLE_ERRORS as error:
-                raise unsendable_work(error) from error
+                raise unsendable("the work", error) from error
             do = ray.remote(_do).options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=False)
             # In a tuple, a handle is passed on as it is; alone, Ray would rebuild the work for each task.
             parcel = handle, sys.path
@@ -129,7 +128,7 @@ def _started(do: Any, parcel: _Parcel, position: int, task: Any) -> Any:
     try:
         return do.remote(parcel, position, task)
     except PICKLE_ERRORS as error:
-        raise unsendable_task(position, task, error) from error
+        raise unsendable(name_task(position, task), error) from error
 
 
 def _received(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> bytes:

@@ -68,8 +68,8 @@ class WorkerDied(EngineError):
 class ResultTimeout(EngineError):
     """The result at ``position`` did not arrive within the time limit."""
 
-    def __init__(self, message: str, position: int) -> None:
-        super().__init__(message)
+    def __init__(self, position: int, seconds: float) -> None:
+        super().__init__(f"no result at position {position} within {seconds:g} s")
         self.position = position
 
 
@@ -122,11 +122,9 @@ def run_task(
         return error_message(error)
     try:
         return result_message(result, dumps)
-    except PICKLE_ERRORS as error:
+    except (*PICKLE_ERRORS, OSError, RuntimeError) as error:  # or no shared memory, no file descriptors left
         problem = f"the result of {name_task(position, task)} cannot be sent back ({error})"
         return error_message(EngineError(problem))
-    except (OSError, RuntimeError) as error:  # no shared memory or no file descriptors left
-        return error_message(error)
 
 
 def result_message(result: Any, dumps: Callable[[Any], Any] = pickle.dumps) -> bytes:
@@ -167,20 +165,12 @@ def read_message(message: bytes) -> Any:
     return content
 
 
-def unsendable_work(error: object) -> EngineError:
-    """The error that the work cannot be sent to another process."""
+def unsendable(what: str, error: object) -> EngineError:
+    """The error that the work or a task cannot be sent to another process."""
     return EngineError(
-        f"the work cannot be sent to another process ({error}): expected something that can be pickled, a "
-        "function or an object of a class at the top of an importable module. Counting with one worker and "
-        "loading with none need no other process"
-    )
-
-
-def unsendable_task(position: int, task: object, error: object) -> EngineError:
-    """The error that a task cannot be sent to another process."""
-    return EngineError(
-        f"{name_task(position, task)} cannot be sent to another process ({error}): expected something that "
-        "can be pickled"
+        f"{what} cannot be sent to another process ({error}): expected something that can be pickled, such "
+        "as an object of a class at the top of an importable module. Counting with one worker and loading "
+        "with none need no other process"
     )
 
 
@@ -227,7 +217,7 @@ class _Work:
         try:
             return pickle.loads(self.content)  # type: ignore[no-any-return]  # noqa: S301
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-            raise unsendable_work(error) from error
+            raise unsendable("the work", error) from error
 
 
 def _serve(pipe: Connection, work: _Work, note: Any) -> None:
@@ -289,7 +279,7 @@ class _Worker:
         try:
             self.process.start()
         except PICKLE_ERRORS as error:
-            raise unsendable_work(error) from error
+            raise unsendable("the work", error) from error
         finally:
             theirs.close()  # so that the pipe closes when the worker exits
         self.held: deque[tuple[int, int]] = deque()
@@ -337,13 +327,20 @@ class ProcessPool(Generic[T, R]):
     ) -> None:
         self._work, self.size, self._start, self._retries = _Work(work), workers, start, retries
         self._workers: list[_Worker] = []
-        self._run = self._deaths_at_start = 0
+        self._retry = deque[int]()  # positions whose worker died
+        self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
+        self._run = 0
         self._owner = os.getpid()
         weakref.finalize(self, _end_workers, self._workers, self._owner)
 
     def close(self) -> None:
-        """End the workers at once; another run starts new ones."""
+        """End the workers at once; a run that goes on, or another one, starts new ones."""
+        self._retry.extend(position for worker in self._workers for position in self._positions_at(worker))
         _end_workers(self._workers, self._owner)
+
+    def _positions_at(self, worker: _Worker) -> list[int]:
+        """The positions of this run's tasks that a worker holds."""
+        return [position for run, position in worker.held if run == self._run]
 
     def run(
         self,
@@ -376,18 +373,15 @@ class ProcessPool(Generic[T, R]):
         self._task, self._ordered, self._prefetch, self._receive = task, ordered, prefetch, receive
         self._unsent, self._retry = iter(positions), deque[int]()
         self._left = len(positions)  # not yet yielded
-        self._done: dict[int, Any] = {}
-        self._deaths = Counter[int]()
-        while len(self._workers) < self.size:
-            self._workers.append(_Worker(self._work, self._start))
+        self._done = {}
+        self._deaths = Counter[int | None]()
         for expected in positions:
-            deadline = None if timeout is None else time.monotonic() + timeout
+            asked = time.monotonic()
             while not (expected in self._done if ordered else self._done):
                 self._send_tasks()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise ResultTimeout(f"no result at position {expected} within {timeout:g} s", expected)
-                self._collect(left)
+                left = None if timeout is None else max(0.0, asked + timeout - time.monotonic())
+                if not self._collect(left) and timeout is not None:
+                    raise ResultTimeout(expected, timeout)
             position = expected if ordered else next(iter(self._done))
             result = self._done.pop(position)
             if isinstance(result, _Failure):
@@ -399,8 +393,10 @@ class ProcessPool(Generic[T, R]):
             yield position, result
 
     def _send_tasks(self) -> None:
-        """Send tasks to the workers that hold the fewest."""
-        sent = sum(run == self._run for worker in self._workers for run, _ in worker.held) + len(self._done)
+        """Send tasks to the workers that hold the fewest; start workers first if there are none."""
+        while len(self._workers) < self.size:
+            self._workers.append(_Worker(self._work, self._start))
+        sent = sum(len(self._positions_at(worker)) for worker in self._workers) + len(self._done)
         # The last tasks are not queued after another one: whichever worker is free first takes them.
         last = not self._ordered and self._left - sent <= self._prefetch * self.size
         limit = 1 if last else self._prefetch
@@ -418,7 +414,7 @@ class ProcessPool(Generic[T, R]):
         try:
             message = ForkingPickler.dumps((key, task))
         except PICKLE_ERRORS as error:
-            raise unsendable_task(position, task, error) from error
+            raise unsendable(name_task(position, task), error) from error
         worker.held.append(key)
         with contextlib.suppress(OSError):  # it died: _collect takes the task back
             worker.pipe.send_bytes(message)
@@ -440,16 +436,19 @@ class ProcessPool(Generic[T, R]):
         key, content = pickle.loads(message)  # noqa: S301 (our own worker wrote it)
         if key is None:
             read_message(content)  # raises what unpickling the work raised
-            worker.ready, self._deaths_at_start = True, 0
+            worker.ready, self._deaths[None] = True, 0
             return
         worker.held.remove(key)
         run, position = key
         try:
             result = _load_message(content)  # also of earlier runs: this frees their shared memory
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
             worker.process.join(_EXIT_GRACE)
             if worker.process.exitcode is None:
-                raise
+                raise EngineError(
+                    f"a result cannot be received ({type(error).__name__}: {error}). Each tensor needs a "
+                    "file descriptor: raise the limit (ulimit -n), use fewer workers or a smaller prefetch"
+                ) from error
             if run == self._run:  # tensors are lost with the worker that sent them
                 self._retry.append(position)
             return
@@ -461,37 +460,34 @@ class ProcessPool(Generic[T, R]):
     def _replace(self, worker: _Worker) -> None:
         """Start another worker in the place of one that died; its tasks wait for their next attempt."""
         worker.end()
-        lost = [position for run, position in worker.held if run == self._run]
-        if not worker.ready:
-            self._count_death_at_start(worker)
-        elif lost and worker.held[0] == (self._run, lost[0]):
-            running = lost[0]
-            self._deaths[running] += 1
-            if self._deaths[running] > self._retries:
-                self._done[running] = _Failure(self._give_up(running, worker))
-                del lost[0]
+        lost = self._positions_at(worker)
+        if not worker.ready and (error := self._count_death(worker, None)) is not None:
+            raise error
+        was_running = worker.ready and lost and worker.held[0] == (self._run, lost[0])
+        if was_running and (error := self._count_death(worker, lost[0])) is not None:
+            self._done[lost.pop(0)] = _Failure(error)
         logger.warning("a worker died (process %s: %s)", worker.process.pid, worker.exit_reason)
         self._retry.extend(lost)
         self._workers[self._workers.index(worker)] = _Worker(self._work, self._start)
 
-    def _give_up(self, position: int, worker: _Worker) -> WorkerDied:
-        deaths = self._deaths[position]
+    def _count_death(self, worker: _Worker, position: int | None) -> WorkerDied | None:
+        """The error to raise if workers died too often over a task, or before they got one (None)."""
+        self._deaths[position] += 1
+        deaths, reason = self._deaths[position], worker.exit_reason
+        if deaths <= self._retries:
+            return None
         message = (
-            f"{name_task(position, self._task(position))} was given up: the process that ran it died "
-            f"{deaths} times, at last with {worker.exit_reason}. If memory was short, use fewer workers (now "
-            f"{self.size}) or smaller tasks"
+            f"the worker processes die while they start, at last with {reason}: see their output above. A "
+            'script that starts them needs `if __name__ == "__main__":` around its own work; counting with '
+            "one worker and loading with none need no other process"
         )
-        return WorkerDied(message, position, deaths, worker.exit_reason, worker.note.value)
-
-    def _count_death_at_start(self, worker: _Worker) -> None:
-        self._deaths_at_start += 1
-        if self._deaths_at_start > self._retries:
+        if position is not None:
             message = (
-                f"the worker processes die while they start, at last with {worker.exit_reason}: see their "
-                'output above. A script that starts them needs `if __name__ == "__main__":` around its own '
-                "work; counting with one worker and loading with none need no other process"
+                f"{name_task(position, self._task(position))} was given up: the process that ran it died "
+                f"{deaths} times, at last with {reason}. If memory was short, use fewer workers (now "
+                f"{self.size}) or smaller tasks"
             )
-            raise WorkerDied(message, None, self._deaths_at_start, worker.exit_reason, worker.note.value)
+        return WorkerDied(message, position, deaths, reason, worker.note.value)
 
 
 def _end_workers(workers: list[_Worker], owner: int) -> None:

@@ -93,6 +93,10 @@ def tensor(number: int) -> object:
     return torch.full((200, 1000), number)
 
 
+def many_tensors(number: int) -> list[object]:
+    return [tensor(number) for _ in range(50)]
+
+
 @dataclass
 class Share:
     """Writes into a tensor that all processes share."""
