@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from packhorse.utils.pool import in_worker
 
 Fault = Callable[[], None]
 
@@ -36,7 +36,7 @@ class Faulty(Sequence[Any]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        if self.armed and index in self.faults and (get_worker_info() or not self.only_workers):
+        if self.armed and index in self.faults and (in_worker() or not self.only_workers):
             self.faults[index]()
         return self.rows[index]
 

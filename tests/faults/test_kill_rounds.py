@@ -79,19 +79,17 @@ def is_running(pid: int) -> bool:
 
 
 RUN = """
-import multiprocessing, os, signal, sys, time
-from packhorse.loader.worker_pool import _begin_worker
+import os, signal, sys, time
+from packhorse.utils.pool import ProcessPool
 
-def work(told):
-    _begin_worker(0)
-    told.send(os.getpid())
-    time.sleep(60)  # a read that hangs
+def work(hang):
+    if hang:
+        time.sleep(60)
+    return os.getpid()
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    ours, theirs = context.Pipe()
-    context.Process(target=work, args=(theirs,)).start()
-    worker = ours.recv()
+    results = ProcessPool(work, 1, sys.argv[1]).run([False, True].__getitem__, range(2))
+    _, worker = next(results)
     other = os.fork()
     if not other:
         time.sleep(60)

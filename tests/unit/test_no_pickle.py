@@ -1,6 +1,6 @@
 """What Packhorse keeps in files is data: reading one never runs what is in it, and a mangled one is refused.
 
-Objects are pickled between processes of one run (engines, DataLoader workers) and never written to a file.
+Objects are pickled between processes of one run (counting, loading) and never written to a file.
 """
 
 import ast
@@ -23,7 +23,7 @@ from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, plan_key, plan_packs
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
-BETWEEN_PROCESSES = ("engines/answer.py", "engines/local.py", "engines/worker.py")
+BETWEEN_PROCESSES = ("utils/pool.py",)
 MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 
 

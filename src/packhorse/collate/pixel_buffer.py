@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from packhorse.types import Sample
+from packhorse.utils.pool import in_worker
 
 _LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 _TIMES = 4  # as many pixels for a token as the first sample has, at most
@@ -37,7 +38,7 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     numbers = math.prod(shape)
     if numbers * dtype.itemsize < _LARGE:
         return torch.empty(shape, dtype=dtype)
-    if get_worker_info() is not None:
+    if in_worker() or get_worker_info() is not None:
         like = torch.empty(0, dtype=dtype)
         # As torch's own collate function does it.
         storage = like._typed_storage()._new_shared(numbers, device=like.device)  # type: ignore[no-untyped-call]
@@ -121,8 +122,8 @@ class PixelRoom:
     """Room for the pixels of one batch: each sample's are put there as soon as they are made.
 
     Joining them then copies nothing (:func:`already_joined`), and the memory in which the processor made them
-    is free, and warm, for its next sample. In a worker they are copied once more, into shared memory, by the
-    thread that sends the batch, while the next one is built.
+    is free, and warm, for its next sample. In a worker they are copied once more, into shared memory, when
+    the batch is sent.
 
     Args:
         tokens: that the batch has at most.

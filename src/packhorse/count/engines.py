@@ -22,16 +22,14 @@ from packhorse.errors import ConfigError, require
 from packhorse.utils.pool import (
     MAX_RETRIES,
     PICKLE_ERRORS,
-    RESULT,
     Engine,
     EngineError,
     LocalEngine,
-    answer,
-    message,
-    named_task,
-    understood,
+    name_task,
+    read_message,
+    result_message,
+    run_task,
     unsendable,
-    unsendable_task,
     use_one_thread,
 )
 
@@ -78,7 +76,7 @@ class RayEngine:
             try:
                 handle = ray.put(work)
             except PICKLE_ERRORS as error:
-                raise unsendable(error) from error
+                raise unsendable("the work", error) from error
             do = ray.remote(_do).options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=False)
             # In a tuple, a handle is passed on as it is; alone, Ray would rebuild the work for each task.
             parcel = handle, sys.path
@@ -96,7 +94,7 @@ class RayEngine:
                 position = flying[ready]
                 received = _received(ray, ready, position, tasks)
                 del flying[ready]
-                yield position, understood(received)[2]
+                yield position, read_message(received)
         finally:
             for reference in flying:
                 ray.cancel(reference, force=True)
@@ -130,7 +128,7 @@ def _started(do: Any, parcel: _Parcel, position: int, task: Any) -> Any:
     try:
         return do.remote(parcel, position, task)
     except PICKLE_ERRORS as error:
-        raise unsendable_task(position, task, error) from error
+        raise unsendable(name_task(position, task), error) from error
 
 
 def _received(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> bytes:
@@ -140,12 +138,12 @@ def _received(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> 
         # The work's own errors come as messages: this one is from before the work.
         problem = str(error.cause).partition("\n")[0]
         raise EngineError(
-            f"{named_task(position, tasks[position])} could not be started on a node of the Ray cluster "
+            f"{name_task(position, tasks[position])} could not be started on a node of the Ray cluster "
             f"({problem}): is packhorse, with what the work needs, installed there?"
         ) from error
     except ray.exceptions.RayError as error:
         raise EngineError(
-            f"{named_task(position, tasks[position])} was given up after {MAX_RETRIES} retries: the process "
+            f"{name_task(position, tasks[position])} was given up after {MAX_RETRIES} retries: the process "
             f"or the node that ran it died ({error})"
         ) from error
     return received
@@ -165,7 +163,7 @@ def _do(parcel: _Parcel, position: int, task: Any) -> bytes:
         _rebuilt.clear()  # the work of an earlier run
         _rebuilt[handle] = ray.get(handle)
         use_one_thread()  # torch may have come with the work
-    return answer(_rebuilt[handle], position, task)
+    return run_task(_rebuilt[handle], position, task)
 
 
 class _Membership:
@@ -260,7 +258,7 @@ class RankEngine:
         """
         settings = work.settings if isinstance(work, PartCounter) else None
         run, self._runs = self._runs, self._runs + 1
-        self.rendezvous.send(f"tasks/{run}", message(RESULT, run, (settings, list(tasks))))
+        self.rendezvous.send(f"tasks/{run}", result_message((settings, list(tasks))))
         size = self.ranks.world.size
         own = range(0, len(tasks), size)
         expected, received, watch = len(tasks) - len(own), 0, Watch()
@@ -288,7 +286,7 @@ class RankEngine:
         world = self.ranks.world
         while self.rendezvous.wait_for(f"tasks/{self._runs}", rank=0):
             run, self._runs = self._runs, self._runs + 1
-            _, _, (settings, tasks) = understood(self.rendezvous.receive(f"tasks/{run}"))
+            settings, tasks = read_message(self.rendezvous.receive(f"tasks/{run}"))
             if settings != work.settings:
                 raise ConfigError(
                     "the processor of this rank differs from that of rank 0 (its tokenizer, its template or "
@@ -298,13 +296,13 @@ class RankEngine:
             with closing(self.local.run(work, tasks[world.rank :: world.size])) as results:  # type: ignore[type-var]
                 for number, result in results:
                     place = self.rendezvous.count_up(f"results/{run}")
-                    answer = message(RESULT, own[number], result)
-                    self.rendezvous.send(f"results/{run}/{place}", answer)
+                    self.rendezvous.send(f"results/{run}/{place}", result_message((own[number], result)))
                     if self.rendezvous.has_moved_on(0):
                         return  # another rank has failed: the next meeting says which
 
     def _receive(self, run: int, place: int) -> tuple[int, Any]:
-        _, position, result = understood(self.rendezvous.receive(f"results/{run}/{place}", remove=True))
+        message = self.rendezvous.receive(f"results/{run}/{place}", remove=True)
+        position, result = read_message(message)
         return position, result
 
     def _check_others(self, watch: Watch) -> None:

@@ -32,6 +32,7 @@ from packhorse.loader.placeholder import Blanks
 from packhorse.loader.startup import ModelInfo, as_dtype
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, Sample, WorkItem
+from packhorse.utils.pool import set_note
 
 logger = getLogger("packhorse.loader")
 
@@ -79,7 +80,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, previous)
 
 
-_NO_SAMPLE = -1
+NO_SAMPLE = -1
 
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -113,14 +114,6 @@ class BatchBuilder(Dataset[Built]):
     ) -> None:
         self.samples, self.finish, self.sample_timeout = samples, finish, sample_timeout
         self.blanks = Blanks(samples)
-        # Shared with workers: after a crash it tells which sample that was.
-        self._at = torch.full((1,), _NO_SAMPLE)
-        self._at.share_memory_()  # type: ignore[no-untyped-call]
-
-    def at_work_on(self) -> int | None:
-        """The sample that the only worker loads now, or loaded when it died; None between samples."""
-        index = int(self._at)
-        return None if index == _NO_SAMPLE else index
 
     def __getitem__(self, item: WorkItem) -> Built:
         """Encode the samples of a work item and make a batch of those that can be used."""
@@ -226,7 +219,7 @@ class BatchBuilder(Dataset[Built]):
         return found
 
     def _loaded(self, index: int) -> Sample | None:
-        self._at[0] = index
+        set_note(index)  # for the message if the sample kills its worker
         try:
             with time_limit(self.sample_timeout):
                 return self.sample(index)
@@ -237,7 +230,7 @@ class BatchBuilder(Dataset[Built]):
             self.samples.record(index, slow, replaced=False)
             return None
         finally:
-            self._at[0] = _NO_SAMPLE
+            set_note(NO_SAMPLE)
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem

@@ -36,7 +36,7 @@ from packhorse.loader.epoch_stats import (
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.startup import check_batches, open_data, start_up
 from packhorse.loader.state import Progress, Tally, describe_state
-from packhorse.loader.worker_pool import Feed, WorkerSettings
+from packhorse.loader.worker_pool import WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import Dealt, Packs, Shape
 from packhorse.types import Batch, Drop, WorkItem, World
@@ -289,13 +289,13 @@ class Loader:
             self._feed.close()
 
     @cached_property
-    def _feed(self) -> Feed:
+    def _feed(self) -> WorkerPool:
         """Builds batches, in workers; made when the first batch is asked for."""
         config, samples = self.config, self._samples
         settings = WorkerSettings(
             config.workers, config.prefetch, config.pin_memory, config.timeout, config.start
         )
-        return Feed(make_builder(config, samples, self._start.opened.model), settings, samples.key)
+        return WorkerPool(make_builder(config, samples, self._start.opened.model), settings, samples.key)
 
     # Epochs and resuming.
 

@@ -1,9 +1,8 @@
-"""Processes on this machine: each is sent tasks through its own pipe and sends the results back.
+"""Process pool: tasks go to worker processes through pipes, results come back the same way.
 
-The processes are spawned unless the caller asks for a fork: a tokenizer or torch in this process may hold
-threads and locks that a fork would copy half. So the script that starts them must be importable
-(``if __name__ == "__main__":``), and starting costs each the import of what the work needs, once for all
-tasks of a run. Nothing is shared between them: no queue, and no lock that a killed process could take along.
+Counting, checking and loading use it. Workers share no queue and no lock, so a killed worker cannot leave one
+locked. Everything is pickled with multiprocessing's own pickler: once torch is imported, tensors travel in
+shared memory.
 """
 
 from __future__ import annotations
@@ -16,12 +15,17 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from logging import getLogger
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, Protocol, TypeVar
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from packhorse.errors import ConfigError, PackhorseError
 
@@ -29,193 +33,498 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_RETRIES = 3
-"""How often a task is tried again after the process or the node that ran it died."""
+"""How often a task is retried after the process or the node that ran it died."""
 
-_LONGEST_NAME = 200
+PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickling raises for something that cannot be pickled."""
+
+_MAX_NAME_LENGTH = 200
+_JOIN_TIMEOUT = 5.0  # seconds that a process gets to end before it is killed
+_EXIT_GRACE = 1.0  # seconds within which a process whose connections are broken has exited
+_PARENT_CHECK_INTERVAL = 0.2  # seconds
+
+logger = getLogger("packhorse.pool")
 
 
 class EngineError(PackhorseError):
-    """The engine could not run the work: it cannot be sent to other processes, or these keep dying."""
+    """The work could not be run: it cannot be sent to other processes, or these keep dying."""
+
+
+class WorkerDied(EngineError):
+    """A task's worker died on every attempt.
+
+    Attributes:
+        position: of the task; None if workers died before their first one.
+        deaths: number of attempts.
+        exit_reason: how the last worker ended.
+        note: the last number that it passed to :func:`set_note` for this task; -1 if none.
+    """
+
+    def __init__(self, message: str, position: int | None, deaths: int, exit_reason: str, note: int) -> None:
+        super().__init__(message)
+        self.position, self.deaths, self.exit_reason, self.note = position, deaths, exit_reason, note
+
+
+class ResultTimeout(EngineError):
+    """The result at ``position`` did not arrive within the time limit."""
+
+    def __init__(self, position: int, seconds: float) -> None:
+        super().__init__(f"no result at position {position} within {seconds:g} s")
+        self.position = position
+
+
+class RemoteTraceback(Exception):
+    """The cause of an error that was raised in another process: its traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class Engine(Protocol):
     """Where a pass over many independent tasks runs."""
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
-        """Do ``work(task)`` for each task; give (position, result) as they get ready, in any order.
+        """Apply ``work`` to each task; yield (position, result) as results arrive, in any order.
 
-        ``work``, the tasks and the results are pickled. A task may be done more than once, so it must not
-        matter if it is: one whose process or node dies is tried again, up to three times.
+        ``work``, the tasks and the results are pickled. A task whose process or node dies is retried up to
+        three times, so running a task twice must do no harm.
 
-        Nothing is started before the first pair is asked for, and what was started ends with the iterator.
+        Nothing is started before the first pair is requested, and what was started ends with the iterator.
 
         Raises:
             EngineError: a task's process died each time, or ``work`` cannot be sent to another process.
-            Exception: whatever ``work`` raises, at once and with its own type; the other tasks are given up.
+            Exception: whatever ``work`` raises, with its own type; the other tasks are abandoned.
         """
         ...
 
 
-def named_task(position: int, task: Any) -> str:
-    """A task for messages, cut where it is long.
+# Messages.
 
-    >>> named_task(4, ("rows.jsonl", 0, 1000))
+
+def name_task(position: int, task: Any) -> str:
+    """A task for messages, shortened if long.
+
+    >>> name_task(4, ("rows.jsonl", 0, 1000))
     "task 4 ('rows.jsonl', 0, 1000)"
     """
     text = repr(task)
-    short = text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}…"
+    short = text if len(text) <= _MAX_NAME_LENGTH else f"{text[:_MAX_NAME_LENGTH]}…"
     return f"task {position} {short}" if isinstance(task, tuple) else f"task {position} ({short})"
 
 
-READY, RESULT, FAILED, UNSENDABLE_WORK = range(4)
-"""What a message, a pickled (kind, position of the task, content, traceback), is about."""
+def run_task(
+    work: Callable[[Any], Any], position: int, task: Any, dumps: Callable[[Any], Any] = pickle.dumps
+) -> bytes:
+    """Apply ``work`` to a task; return the message with its result or its error."""
+    try:
+        result = work(task)
+    except BaseException as error:  # noqa: BLE001 (errors of the work are raised in the caller's process)
+        return error_message(error)
+    try:
+        return result_message(result, dumps)
+    except (*PICKLE_ERRORS, OSError, RuntimeError) as error:  # or no shared memory, no file descriptors left
+        problem = f"the result of {name_task(position, task)} cannot be sent back ({error})"
+        return error_message(EngineError(problem))
 
-PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
-"""What pickling raises for something that cannot be pickled."""
+
+def result_message(result: Any, dumps: Callable[[Any], Any] = pickle.dumps) -> bytes:
+    """The message that carries a result."""
+    return bytes(dumps((result, None)))
 
 
-class RemoteTraceback(Exception):
-    """The cause of an error that was raised in another process: where it was raised there."""
+def error_message(error: BaseException) -> bytes:
+    """The message that ``error`` was raised; an EngineError with its text if it cannot be pickled."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    except BaseException:  # noqa: BLE001 (an exception class may do anything when it is rebuilt)
+        copy = None
+    if type(copy) is not type(error):
+        error = EngineError(f"{type(error).__name__}: {error}")
+    return pickle.dumps((error, text))
 
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+def _load_message(message: bytes) -> Any:
+    content, remote_traceback = pickle.loads(message)  # noqa: S301 (a process of ours wrote it)
+    if remote_traceback is None:
+        return content
+    content.__cause__ = RemoteTraceback(remote_traceback)
+    return _Failure(content)
+
+
+def read_message(message: bytes) -> Any:
+    """The result in a message; raise the error if it carries one."""
+    content = _load_message(message)
+    if isinstance(content, _Failure):
+        raise content.error
+    return content
+
+
+def unsendable(what: str, error: object) -> EngineError:
+    """The error that the work or a task cannot be sent to another process."""
+    return EngineError(
+        f"{what} cannot be sent to another process ({error}): expected something that can be pickled, such "
+        "as an object of a class at the top of an importable module. Counting with one worker and loading "
+        "with none need no other process"
+    )
+
+
+# In a worker process.
+
+_note: Any = None  # one integer in memory shared with the parent
+
+
+def in_worker() -> bool:
+    """Whether this is a worker process of a pool."""
+    return _note is not None
+
+
+def set_note(value: int) -> None:
+    """Note what a worker is doing, for :class:`WorkerDied`; does nothing in other processes."""
+    if _note is not None:
+        _note.value = value
 
 
 def use_one_thread() -> None:
-    """Keep the libraries of this process from starting a thread per core each: the processes are enough."""
+    """Keep the libraries of this process from starting one thread per core: the processes are enough."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch where it is not imported yet
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch if it is not imported yet
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
 
 
-def answer(work: Callable[[Any], Any], position: int, task: Any) -> bytes:
-    """Do one task; the message with its result, or with what went wrong."""
-    try:
-        result = work(task)
-    except BaseException as error:  # noqa: BLE001 (what the work raises belongs to the caller)
-        return failure(position, error)
-    try:
-        return message(RESULT, position, result)
-    except PICKLE_ERRORS as error:
-        problem = f"the result of {named_task(position, task)} cannot be sent back ({error})"
-        return failure(position, EngineError(problem))
+class _Work:
+    """The work as an argument of a process: pickled while the process starts, unless it is forked.
 
-
-def failure(position: int, error: BaseException) -> bytes:
-    """The message that ``error`` was raised; as an EngineError with its text where it cannot be pickled."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return message(FAILED, position, _sendable(error), text)
-
-
-def message(kind: int, position: int, content: Any, text: str = "") -> bytes:
-    """One message, pickled."""
-    return pickle.dumps((kind, position, content, text), pickle.HIGHEST_PROTOCOL)
-
-
-def understood(received: bytes) -> tuple[int, int, Any]:
-    """(kind, position, content) of a message; raises the error that one of the kind FAILED carries."""
-    kind, position, content, text = pickle.loads(received)  # noqa: S301 (a process of ours wrote it)
-    if kind == FAILED:
-        raise content from RemoteTraceback(text)
-    if kind == UNSENDABLE_WORK:
-        raise unsendable(content) from RemoteTraceback(text)
-    return kind, position, content
-
-
-def unsendable(error: object) -> EngineError:
-    """The error that the work does not reach another process."""
-    return EngineError(
-        f"the work cannot be sent to another process ({error}): expected something that can be pickled, a "
-        "function or an object of a class at the top of an importable module. The local engine with one "
-        "worker needs no other process"
-    )
-
-
-def unsendable_task(position: int, task: object, error: object) -> EngineError:
-    """The error that a task does not reach another process."""
-    return EngineError(
-        f"{named_task(position, task)} cannot be sent to another process ({error}): expected something that "
-        "can be pickled"
-    )
-
-
-def _sendable(error: BaseException) -> BaseException:
-    try:
-        copy = pickle.loads(pickle.dumps(error))  # noqa: S301
-    except BaseException:  # noqa: BLE001 (an exception class may do anything when it is rebuilt)
-        copy = None
-    return error if type(copy) is type(error) else EngineError(f"{type(error).__name__}: {error}")
-
-
-def serve(pipe: Connection, pickled_work: bytes, not_ours: Sequence[Connection] = ()) -> None:
-    """Do the tasks that come through ``pipe`` until it closes. The life of a worker process.
-
-    Args:
-        pipe: where tasks come from and results go.
-        pickled_work: what to do with a task.
-        not_ours: ends of pipes that a fork has copied.
+    Only then can it hold tensors in shared memory. The worker unpickles it itself to report errors.
     """
-    for other in not_ours:
-        other.close()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has copied what the parent makes of it
-    # Ctrl-C goes to all processes of a terminal; the one in front decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __init__(self, content: Callable[[Any], Any] | bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Work, (bytes(ForkingPickler.dumps(self.content)),)
+
+    def load(self) -> Callable[[Any], Any]:
+        if not isinstance(self.content, bytes):
+            return self.content
+        try:
+            return pickle.loads(self.content)  # type: ignore[no-any-return]  # noqa: S301
+        except (AttributeError, ImportError, pickle.UnpicklingError) as error:
+            raise unsendable("the work", error) from error
+
+
+def _serve(pipe: Connection, work: _Work, note: Any) -> None:
+    """Run the tasks that arrive through ``pipe`` until it closes. The main function of a worker process."""
+    global _note
+    _note = note
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork copies the parent's handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     use_one_thread()
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive_tasks, args=(pipe, tasks), daemon=True).start()
     try:
-        work = pickle.loads(pickled_work)  # noqa: S301 (our own parent wrote it)
-    except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-        pipe.send_bytes(message(UNSENDABLE_WORK, -1, str(error), traceback.format_exc()))
-        return
-    except BaseException as error:  # noqa: BLE001 (what building the work raises belongs to the caller)
-        pipe.send_bytes(failure(-1, error))
+        function = work.load()
+    except BaseException as error:  # noqa: BLE001 (errors of the work are raised in the caller's process)
+        pipe.send_bytes(pickle.dumps((None, error_message(error))))
         return
     use_one_thread()  # torch may have come with the work
-    pipe.send_bytes(message(READY, -1, None))
+    pipe.send_bytes(pickle.dumps((None, result_message(None))))
     while True:
-        position, task = pickle.loads(inbox.get())  # noqa: S301
-        pipe.send_bytes(answer(work, position, task))
+        key, task = pickle.loads(tasks.get())  # noqa: S301
+        set_note(-1)
+        message = pickle.dumps((key, run_task(function, key[1], task, ForkingPickler.dumps)))
+        with contextlib.suppress(BrokenPipeError):  # the parent closed the pipe: _receive_tasks exits
+            pipe.send_bytes(message)
 
 
-def _listen(pipe: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Take tasks in while one is being done, so that the sender never waits; leave when it has gone."""
-    try:
-        while True:
-            inbox.put(pipe.recv_bytes())
-    except (EOFError, OSError):
-        # Without a parent there is nobody to work for: end at once, in the middle of a task too.
-        os._exit(0)
+def _receive_tasks(pipe: Connection, tasks: queue.SimpleQueue[bytes]) -> None:
+    """Receive tasks while one is running, so that the parent never blocks; exit with the parent.
+
+    The pipe closes when the parent exits, unless a process that it forked later has a copy. So whose child
+    this process is, is checked as well. With a fork server in between, the parent's pid is checked.
+    """
+    parent, started_by = multiprocessing.parent_process(), os.getppid()
+    with contextlib.suppress(EOFError, OSError):
+        while os.getppid() == started_by and parent is not None and parent.is_alive():
+            if started_by != parent.pid:
+                with contextlib.suppress(PermissionError):
+                    os.kill(parent.pid or 0, 0)  # raises ProcessLookupError
+            if pipe.poll(_PARENT_CHECK_INTERVAL):
+                tasks.put(pipe.recv_bytes())
+    os._exit(0)  # also in the middle of a task: nobody waits for its result
 
 
-Start = Literal["spawn", "fork"]
+# In the parent process.
 
-_PATIENCE = 5.0  # seconds that a process gets to end before it is killed
+
+class _Worker:
+    """One process, its pipe, and the keys of the tasks it was sent, oldest first."""
+
+    def __init__(self, work: _Work, start: str | None) -> None:
+        context: Any = multiprocessing.get_context(start)
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self.note = context.RawValue("q", -1)
+        # Daemonic: multiprocessing ends it if this process exits without closing the pool.
+        self.process: BaseProcess = context.Process(
+            target=_serve, args=(theirs, work, self.note), daemon=True
+        )
+        try:
+            self.process.start()
+        except PICKLE_ERRORS as error:
+            raise unsendable("the work", error) from error
+        finally:
+            theirs.close()  # so that the pipe closes when the worker exits
+        self.held: deque[tuple[int, int]] = deque()
+        self.ready = False
+
+    @property
+    def exit_reason(self) -> str:
+        """How the process ended."""
+        code = self.process.exitcode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        return f"{signal.strsignal(-code)}, signal {-code}"
+
+    def receive(self) -> bytes | None:
+        """The next message; None if the process has exited."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():  # otherwise a child of the process keeps the pipe open
+                return self.pipe.recv_bytes()
+        return None
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.terminate()
+        self.process.join(_JOIN_TIMEOUT)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+
+
+class ProcessPool(Generic[T, R]):
+    """Worker processes that apply one function to tasks and live until :meth:`close`.
+
+    They also end when the pool is garbage-collected and when this process exits or is killed. A worker that
+    dies is replaced, and its tasks are retried. Each worker runs with one thread.
+
+    Args:
+        work: what to apply. Pickled, unless workers are forked.
+        workers: number of processes.
+        start: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for Python's default.
+        retries: how often a task is retried after its worker died.
+    """
+
+    def __init__(
+        self, work: Callable[[T], R], workers: int, start: str | None = None, retries: int = MAX_RETRIES
+    ) -> None:
+        self._work, self.size, self._start, self._retries = _Work(work), workers, start, retries
+        self._workers: list[_Worker] = []
+        self._retry = deque[int]()  # positions whose worker died
+        self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
+        self._run = 0
+        self._owner = os.getpid()
+        weakref.finalize(self, _end_workers, self._workers, self._owner)
+
+    def close(self) -> None:
+        """End the workers at once; a run that goes on, or another one, starts new ones."""
+        self._retry.extend(position for worker in self._workers for position in self._positions_at(worker))
+        _end_workers(self._workers, self._owner)
+
+    def _positions_at(self, worker: _Worker) -> list[int]:
+        """The positions of this run's tasks that a worker holds."""
+        return [position for run, position in worker.held if run == self._run]
+
+    def run(
+        self,
+        task: Callable[[int], T],
+        positions: Sequence[int],
+        *,
+        ordered: bool = False,
+        prefetch: int = 2,
+        timeout: float | None = None,
+        receive: Callable[[R], Any] | None = None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Run the tasks at ``positions``; yield (position, result).
+
+        At most ``prefetch * workers`` results are under way. A new run ends the previous one.
+
+        Args:
+            task: the task at a position.
+            positions: what to run, in order.
+            ordered: yield results in order; otherwise as they arrive.
+            prefetch: tasks that a worker holds, the one it runs included.
+            timeout: seconds to wait for a result.
+            receive: applied to each result as soon as it is seen, before its turn.
+
+        Raises:
+            WorkerDied: a task's worker died on every attempt; raised in its turn, as errors of the work are.
+            ResultTimeout: the next result did not arrive in time.
+            EngineError: the work or a task cannot be sent, or workers die while they start.
+        """
+        self._run += 1
+        self._task, self._ordered, self._prefetch, self._receive = task, ordered, prefetch, receive
+        self._unsent, self._retry = iter(positions), deque[int]()
+        self._left = len(positions)  # not yet yielded
+        self._done = {}
+        self._deaths = Counter[int | None]()
+        for expected in positions:
+            asked = time.monotonic()
+            while not (expected in self._done if ordered else self._done):
+                self._send_tasks()
+                left = None if timeout is None else max(0.0, asked + timeout - time.monotonic())
+                if not self._collect(left) and timeout is not None:
+                    raise ResultTimeout(expected, timeout)
+            position = expected if ordered else next(iter(self._done))
+            result = self._done.pop(position)
+            if isinstance(result, _Failure):
+                raise result.error
+            self._left -= 1
+            self._send_tasks()
+            while receive is not None and self._collect(0):
+                pass
+            yield position, result
+
+    def _send_tasks(self) -> None:
+        """Send tasks to the workers that hold the fewest; start workers first if there are none."""
+        while len(self._workers) < self.size:
+            self._workers.append(_Worker(self._work, self._start))
+        sent = sum(len(self._positions_at(worker)) for worker in self._workers) + len(self._done)
+        # The last tasks are not queued after another one: whichever worker is free first takes them.
+        last = not self._ordered and self._left - sent <= self._prefetch * self.size
+        limit = 1 if last else self._prefetch
+        for _ in range(self.size * self._prefetch - sent):
+            worker = min(self._workers, key=lambda worker: len(worker.held))
+            if len(worker.held) >= limit:
+                return
+            position = self._retry.popleft() if self._retry else next(self._unsent, None)
+            if position is None:
+                return
+            self._send(worker, position)
+
+    def _send(self, worker: _Worker, position: int) -> None:
+        key, task = (self._run, position), self._task(position)
+        try:
+            message = ForkingPickler.dumps((key, task))
+        except PICKLE_ERRORS as error:
+            raise unsendable(name_task(position, task), error) from error
+        worker.held.append(key)
+        with contextlib.suppress(OSError):  # it died: _collect takes the task back
+            worker.pipe.send_bytes(message)
+
+    def _collect(self, timeout: float | None) -> bool:
+        """Receive at most one message per ready worker; restart workers that exited. False if none was."""
+        sources: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
+        sources |= {worker.process.sentinel: worker for worker in self._workers}
+        ready = dict.fromkeys(sources[source] for source in wait(list(sources), timeout))
+        for worker in ready:
+            message = worker.receive()
+            if message is None:
+                self._replace(worker)
+            else:
+                self._take(worker, message)
+        return bool(ready)
+
+    def _take(self, worker: _Worker, message: bytes) -> None:
+        key, content = pickle.loads(message)  # noqa: S301 (our own worker wrote it)
+        if key is None:
+            read_message(content)  # raises what unpickling the work raised
+            worker.ready, self._deaths[None] = True, 0
+            return
+        worker.held.remove(key)
+        run, position = key
+        try:
+            result = _load_message(content)  # also of earlier runs: this frees their shared memory
+        except (EOFError, OSError) as error:
+            worker.process.join(_EXIT_GRACE)
+            if worker.process.exitcode is None:
+                raise EngineError(
+                    f"a result cannot be received ({type(error).__name__}: {error}). Each tensor needs a "
+                    "file descriptor: raise the limit (ulimit -n), use fewer workers or a smaller prefetch"
+                ) from error
+            if run == self._run:  # tensors are lost with the worker that sent them
+                self._retry.append(position)
+            return
+        if run == self._run:
+            if self._receive is not None and not isinstance(result, _Failure):
+                result = self._receive(result)
+            self._done[position] = result
+
+    def _replace(self, worker: _Worker) -> None:
+        """Start another worker in the place of one that died; its tasks wait for their next attempt."""
+        worker.end()
+        lost = self._positions_at(worker)
+        if not worker.ready and (error := self._count_death(worker, None)) is not None:
+            raise error
+        was_running = worker.ready and lost and worker.held[0] == (self._run, lost[0])
+        if was_running and (error := self._count_death(worker, lost[0])) is not None:
+            self._done[lost.pop(0)] = _Failure(error)
+        logger.warning("a worker died (process %s: %s)", worker.process.pid, worker.exit_reason)
+        self._retry.extend(lost)
+        self._workers[self._workers.index(worker)] = _Worker(self._work, self._start)
+
+    def _count_death(self, worker: _Worker, position: int | None) -> WorkerDied | None:
+        """The error to raise if workers died too often over a task, or before they got one (None)."""
+        self._deaths[position] += 1
+        deaths, reason = self._deaths[position], worker.exit_reason
+        if deaths <= self._retries:
+            return None
+        message = (
+            f"the worker processes die while they start, at last with {reason}: see their output above. A "
+            'script that starts them needs `if __name__ == "__main__":` around its own work; counting with '
+            "one worker and loading with none need no other process"
+        )
+        if position is not None:
+            message = (
+                f"{name_task(position, self._task(position))} was given up: the process that ran it died "
+                f"{deaths} times, at last with {reason}. If memory was short, use fewer workers (now "
+                f"{self.size}) or smaller tasks"
+            )
+        return WorkerDied(message, position, deaths, reason, worker.note.value)
+
+
+def _end_workers(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() != owner:  # a fork that has a copy of the pool
+        return
+    for worker in workers:
+        worker.pipe.close()
+        worker.process.terminate()
+    for worker in workers:
+        worker.end()
+    workers.clear()
+
+
+Start = Literal["spawn", "fork", "forkserver"]
 
 
 class LocalEngine:
-    """Tasks on processes of this machine.
+    """Runs tasks on processes of this machine.
 
     With one worker, or one task, everything runs in this process: nothing is pickled and nothing is started.
-    Otherwise a worker holds the task it runs and the next one, so at most ``2 * workers`` tasks are under
-    way, and results that nobody has asked for yet wait in the workers, not in memory here. Each worker runs
-    with one thread (tokenizers, torch): the processes are the parallelism.
 
     Args:
-        workers: how many processes; None for one per core this process may use.
-        start: ``"fork"`` starts them at once, with all that this process has loaded. Only for a process that
-            has used no GPU and keeps no threads at work, such as a command of its own.
+        workers: number of processes; None for one per core this process may use.
+        start: ``"spawn"`` needs an importable main script (``if __name__ == "__main__":``). ``"fork"`` starts
+            at once, with all that this process has loaded; only for a process that has used no GPU and has
+            no threads at work, such as a command of its own.
     """
 
     def __init__(self, workers: int | None = None, start: Start = "spawn") -> None:
         self.workers = _cores() if workers is None else workers
         if self.workers < 1:
             raise ConfigError(f"workers={workers} is too few: expected at least 1")
-        if start not in multiprocessing.get_all_start_methods():
-            known = ", ".join(multiprocessing.get_all_start_methods())
-            raise ConfigError(f"start={start!r} is not to be had here: expected one of {known}")
+        known = multiprocessing.get_all_start_methods()
+        if start not in known:
+            raise ConfigError(
+                f"start={start!r} is not available on this platform: choose one of {', '.join(known)}"
+            )
         self.start: Start = start
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
@@ -225,155 +534,12 @@ class LocalEngine:
             for position, task in enumerate(tasks):
                 yield position, work(task)
             return
-        crew = _Crew(_pickled_work(work), tasks, workers, self.start)
+        pool = ProcessPool(work, workers, self.start)
         try:
-            yield from crew.results()
+            yield from pool.run(tasks.__getitem__, range(len(tasks)))
         finally:
-            crew.end()
-
-
-class _Worker:
-    """One process, its pipe, and the positions of the tasks it was sent, oldest first."""
-
-    def __init__(self, work: bytes, start: Start, others: Sequence[_Worker]) -> None:
-        context: Any = multiprocessing.get_context(start)
-        self.pipe, theirs = context.Pipe()
-        # A forked process holds our ends of all pipes too. While it does, no other worker sees us go.
-        not_theirs = [self.pipe, *(other.pipe for other in others)] if start == "fork" else []
-        # Daemonic: ended by multiprocessing where this process exits without closing the iterator.
-        arguments = (theirs, work, not_theirs)
-        self.process: BaseProcess = context.Process(target=serve, args=arguments, daemon=True)
-        try:
-            self.process.start()
-        except BaseException:
-            self.pipe.close()
-            raise
-        finally:
-            theirs.close()  # so that the pipe ends when the worker does
-        self.held: deque[int] = deque()
-        self.ready = False
-
-
-class _Crew:
-    """The workers of one run and what each task has come to."""
-
-    def __init__(self, work: bytes, tasks: Sequence[Any], size: int, start: Start) -> None:
-        self.work, self.tasks, self.size, self.start = work, tasks, size, start
-        self.waiting = deque(range(len(tasks)))
-        self.deaths = dict.fromkeys(self.waiting, 0)
-        self.deaths_at_start = 0
-        self.workers: list[_Worker] = []
-
-    def results(self) -> Iterator[tuple[int, Any]]:
-        for _ in range(self.size):
-            self._add_worker()
-        missing = len(self.tasks)
-        while missing:
-            self._hand_out()
-            for position, result in self._collect():
-                missing -= 1
-                yield position, result
-                self._hand_out()
-
-    def _hand_out(self) -> None:
-        # The last tasks are not queued behind another one: whoever is free first takes them.
-        room = 2 if len(self.waiting) > 2 * self.size else 1
-        for share in range(1, room + 1):
-            for worker in self.workers:
-                if not self.waiting:
-                    return
-                if len(worker.held) < share:
-                    self._send(worker)
-
-    def _send(self, worker: _Worker) -> None:
-        position = self.waiting.popleft()
-        task = self.tasks[position]
-        try:
-            message = pickle.dumps((position, task), pickle.HIGHEST_PROTOCOL)
-        except PICKLE_ERRORS as error:
-            raise unsendable_task(position, task, error) from error
-        worker.held.append(position)
-        # A worker that has died takes nothing; its pipe tells so to _collect, which takes the task back.
-        with contextlib.suppress(OSError):
-            worker.pipe.send_bytes(message)
-
-    def _collect(self) -> Iterator[tuple[int, Any]]:
-        """One message of each worker that has something to say, and the burial of those that died."""
-        sources: list[Any] = [worker.pipe for worker in self.workers]
-        sources += [worker.process.sentinel for worker in self.workers]
-        said = set(wait(sources))
-        for worker in list(self.workers):
-            if worker.pipe in said:
-                try:
-                    received = worker.pipe.recv_bytes()
-                except (EOFError, OSError):
-                    self._replace(worker)
-                    continue
-                kind, position, result = understood(received)
-                if kind == READY:
-                    worker.ready, self.deaths_at_start = True, 0
-                else:
-                    worker.held.remove(position)
-                    yield position, result
-            elif worker.process.sentinel in said and not worker.pipe.poll():
-                # Dead, and its end of the pipe is still open: a child of its own holds it.
-                self._replace(worker)
-
-    def _replace(self, worker: _Worker) -> None:
-        """Take the tasks of a dead worker back, and start another in its place."""
-        self.workers.remove(worker)
-        _end(worker)
-        code = worker.process.exitcode
-        if worker.held and worker.ready:
-            running = worker.held[0]
-            self.deaths[running] += 1
-            if self.deaths[running] > MAX_RETRIES:
-                raise EngineError(
-                    f"{named_task(running, self.tasks[running])} was given up: the process that ran it died "
-                    f"{self.deaths[running]} times, at last with {_named_exit(code)}. If memory was short, "
-                    f"use fewer workers (now {self.size}) or smaller tasks"
-                )
-        elif not worker.ready:
-            self.deaths_at_start += 1
-            if self.deaths_at_start > MAX_RETRIES:
-                raise EngineError(
-                    f"the worker processes die while they start, at last with {_named_exit(code)}: what they "
-                    'wrote is above. A script that starts them needs `if __name__ == "__main__":` around its '
-                    "own work; workers=1 needs no other process"
-                )
-        self.waiting.extendleft(reversed(worker.held))
-        self._add_worker()
-
-    def _add_worker(self) -> None:
-        self.workers.append(_Worker(self.work, self.start, self.workers))
-
-    def end(self) -> None:
-        for worker in self.workers:
-            worker.pipe.close()
-            worker.process.terminate()
-        for worker in self.workers:
-            _end(worker)
-
-
-def _end(worker: _Worker) -> None:
-    worker.pipe.close()
-    worker.process.terminate()
-    worker.process.join(_PATIENCE)
-    if worker.process.exitcode is None:
-        worker.process.kill()
-        worker.process.join()
+            pool.close()
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _pickled_work(work: Callable[[Any], Any]) -> bytes:
-    try:
-        return pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
-    except PICKLE_ERRORS as error:
-        raise unsendable(error) from error
-
-
-def _named_exit(code: int | None) -> str:
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

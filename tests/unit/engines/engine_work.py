@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from packhorse.utils.pool import set_note
+
 
 def square(number: int) -> int:
     return number * number
@@ -29,6 +31,7 @@ def big(data: bytes) -> bytes:
 
 def always_die(number: int) -> int:
     if number == 2:
+        set_note(5)
         os.kill(os.getpid(), signal.SIGKILL)
     return number
 
@@ -78,3 +81,28 @@ def environment(number: int) -> tuple[str | None, str | None, int]:
 
     settings = os.environ.get("TOKENIZERS_PARALLELISM"), os.environ.get("OMP_NUM_THREADS")
     return *settings, torch.get_num_threads()
+
+
+def process_id(number: int) -> tuple[int, int]:
+    return number, os.getpid()
+
+
+def tensor(number: int) -> object:
+    import torch
+
+    return torch.full((200, 1000), number)
+
+
+def many_tensors(number: int) -> list[object]:
+    return [tensor(number) for _ in range(50)]
+
+
+@dataclass
+class Share:
+    """Writes into a tensor that all processes share."""
+
+    tensor: object
+
+    def __call__(self, number: int) -> int:
+        self.tensor[number] = number  # type: ignore[index]
+        return number

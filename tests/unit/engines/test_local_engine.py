@@ -102,7 +102,7 @@ def test_a_worker_killed_from_outside_is_replaced(tmp_path: Path) -> None:
 
 def test_a_task_that_always_kills_its_worker_is_named() -> None:
     with pytest.raises(
-        EngineError, match=r"task 2 \(2\) was given up: .* died 4 times, at last with signal 9"
+        EngineError, match=r"task 2 \(2\) was given up: .* died 4 times, at last with Killed, signal 9"
     ):
         results(LocalEngine(2), always_die, range(4))
     assert not children()

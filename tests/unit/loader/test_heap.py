@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from packhorse.loader.worker_pool import Feed, WorkerSettings, _begin_worker, keep_freed_memory
+from packhorse.loader.worker_pool import keep_freed_memory
 
 FAULTS = """
 import ctypes, resource
-from packhorse.loader.worker_pool import _begin_worker
+from packhorse.loader.worker_pool import keep_freed_memory
 
 PIECES, SIZE = 12, 16 << 20
 c = ctypes.CDLL(None)
@@ -23,7 +23,7 @@ def one_sample():
     for piece in pieces:
         c.free(piece)
 
-_begin_worker(0)
+keep_freed_memory()
 one_sample()
 one_sample()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -41,11 +41,6 @@ def test_what_a_sample_needed_is_there_for_the_next_one() -> None:
     run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 100  # of the 49,152 pages of a sample
-
-
-def test_every_worker_begins_like_this() -> None:
-    feed = Feed(None, WorkerSettings(workers=1), str)  # type: ignore[arg-type]
-    assert feed._made(feed.settings).worker_init_fn is _begin_worker
 
 
 @pytest.mark.parametrize(

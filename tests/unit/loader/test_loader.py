@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import random
 import re
 from collections import Counter
 
@@ -19,6 +20,7 @@ from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
 from packhorse.loader.startup import count_examples
+from packhorse.utils.pool import in_worker
 
 
 @pytest.fixture
@@ -415,8 +417,6 @@ def test_the_end_of_an_epoch_is_told(caplog):
 
 
 def test_feeding_draws_nothing_from_the_programs_random_numbers():
-    import random
-
     rows = mixed(10)
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -425,6 +425,32 @@ def test_feeding_draws_nothing_from_the_programs_random_numbers():
     loader.close()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
+class Drawing(list):
+    """Rows; a number is drawn in a worker for each of them, and noted."""
+
+    folder = None
+
+    def __getitem__(self, index):
+        if self.folder and in_worker():
+            drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+            (self.folder / str(index)).write_text(str(drawn))
+        return super().__getitem__(index)
+
+
+def test_random_numbers_in_a_worker_depend_on_the_step_and_not_on_the_worker(tmp_path):
+    drawn = []
+    for workers in (1, 2):
+        rows = Drawing(texts(20))
+        loader = load(rows, workers=workers)
+        rows.folder = tmp_path / str(workers)
+        rows.folder.mkdir()
+        handed_out(loader)
+        loader.close()
+        drawn.append([(rows.folder / str(index)).read_text() for index in range(20)])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 20
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
