@@ -36,7 +36,7 @@ from packhorse.loader.epoch_stats import (
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.startup import check_batches, open_data, start_up
 from packhorse.loader.state import Progress, Tally, describe_state
-from packhorse.loader.worker_pool import WorkerSettings
+from packhorse.loader.worker_pool import WorkerPool, WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import Dealt, Packs, Shape
 from packhorse.types import Batch, Drop, WorkItem, World
@@ -209,7 +209,10 @@ class Loader:
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
         if self.ledger.held:  # the run begins here, perhaps in the folder of an earlier one
-            take_back(self.ledger, self.world, self.epoch, self._unused)
+            try:
+                take_back(self.ledger, self.world, self.epoch, self._unused)
+            except OSError as error:  # raised again, on all ranks, when the epoch is reconciled
+                logger.warning("the ledger of an earlier run cannot be rolled back: %s", error)
             self.ledger.release()
         self._roll_back_stopped()
         asked = time.perf_counter()
