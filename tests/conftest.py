@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,22 @@ def parity(record_property: Any) -> Any:
     from noise_floor import ParityRecorder
 
     return ParityRecorder(record_property)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests of families, and of trl, that an environment with old versions cannot run."""
+
+    def runs_here(item: pytest.Item) -> bool:
+        for marker in item.iter_markers("needs_family"):
+            from contract.processors import FAMILIES
+
+            if marker.args[0] not in FAMILIES:
+                return False
+        return item.get_closest_marker("needs_trl") is None or find_spec("trl") is not None
+
+    if dropped := [item for item in items if not runs_here(item)]:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -246,6 +246,7 @@ def test_a_missing_pad_token_is_an_error():
         kimi_k25_vl_collate_fn([{"conversation": GREETING}], stub)
 
 
+@pytest.mark.needs_family("kimi_k25")
 def test_transformers_processor_is_cut_before_the_film_that_does_not_fit(ledger):
     frames, metadata = clip(6)
     film = {"type": "video", "video": frames, "video_metadata": metadata}

@@ -14,6 +14,8 @@ from packhorse.datasets import RobustDatasetWrapper
 from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
 
+pytestmark = pytest.mark.needs_family("nemotron_omni")
+
 
 def film(frames: int, **wishes: object) -> dict[str, object]:
     conversation = turns("video")

@@ -353,7 +353,10 @@ def test_copies_of_copies_have_the_fields_once(tmp_path: Path, qwen: Any) -> Non
         write_counted_jsonl(report.files, tmp_path / "once")
 
 
-@pytest.mark.parametrize("name", ["qwen3_omni", "nemotron_omni"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_omni", pytest.param("nemotron_omni", marks=pytest.mark.needs_family("nemotron_omni"))],
+)
 def test_verifying_tells_kinds_apart_where_the_tokens_do(name: str, tmp_path: Path) -> None:
     """Both take all kinds in one sample; the second one writes frames as it writes images."""
     from contract.media_files import write_media

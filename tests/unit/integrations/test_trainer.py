@@ -271,6 +271,7 @@ def test_evaluation_with_a_collate_function_has_the_mean_over_its_labels(tmp_pat
     assert made.evaluate()["eval_loss"] == pytest.approx(float(expected))
 
 
+@pytest.mark.needs_trl
 @pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer"])
 def test_a_trainer_with_a_loss_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
     import trl
@@ -293,6 +294,7 @@ def test_a_loss_function_that_would_be_ignored_is_refused(tmp_path: Path) -> Non
         PackedTrainer(model, args, loader=make_loader(model), compute_loss_func=lambda *_: None)
 
 
+@pytest.mark.needs_trl
 def test_trls_sft_trainer_trains_from_a_loader(tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
