@@ -26,8 +26,8 @@ from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
 from packhorse.count.counting import Runner, count_meta
-from packhorse.count.engines import RankEngine, share_cores
 from packhorse.count.parts import CountedRows, PartCounter, make_counter
+from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Ranks
