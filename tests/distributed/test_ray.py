@@ -207,17 +207,6 @@ def test_no_more_tasks_are_under_way_than_workers(cluster: Any) -> None:
         assert len(taken) == done + 1
 
 
-def test_ray_starts_on_this_machine_where_no_cluster_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    engine = engine_named("ray", workers=2)
-    assert isinstance(engine, RayEngine)
-    assert results(engine, abs, range(-4, 0)) == results(LocalEngine(1), abs, range(-4, 0))
-    assert not ray.is_initialized()
-    assert results(engine, abs, []) == {}
-
-
 def test_a_cluster_that_is_not_there_is_told() -> None:
     with pytest.raises(EngineError, match=r"cannot join the Ray cluster at '127.0.0.1:1'"):
         results(RayEngine("127.0.0.1:1"), abs, range(2))
@@ -256,3 +245,16 @@ def test_a_cluster_without_a_free_cpu_is_reported_while_tasks_wait(
     assert [found[position][0] for position in range(3)] == [0, 1, 4]
     message = caplog.records[0].getMessage()
     assert f"3 tasks are sent, and none of its {cpus} CPUs is free" in message
+
+
+# Last: a process that has started a Ray of its own keeps its token, and turns away a node of another cluster
+# that asks it for an object.
+def test_ray_starts_on_this_machine_where_no_cluster_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    engine = engine_named("ray", workers=2)
+    assert isinstance(engine, RayEngine)
+    assert results(engine, abs, range(-4, 0)) == results(LocalEngine(1), abs, range(-4, 0))
+    assert not ray.is_initialized()
+    assert results(engine, abs, []) == {}
