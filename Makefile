@@ -53,7 +53,7 @@ IN_THE_TESTS := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'num2words
   'torchvision>=0.21' 'librosa>=0.11' 'qwen-omni-utils>=0.0.9' 'decord>=0.6' 'tensorboard>=2.16'
 RANGE_TESTS := tests/unit/datasets tests/unit/samplers tests/unit/neat_packing_vlm tests/unit/collate_fns \
   tests/unit/integrations/test_prepare.py tests/unit/integrations/test_trainer.py tests/unit/loader/test_loader.py \
-  tests/unit/integrations/test_shift_labels.py tests/property/test_plan.py tests/property/test_dealing.py
+  tests/unit/integrations/test_shift_labels.py tests/property/test_plan.py tests/property/test_schedule.py
 # Families that need a newer transformers than is installed are not among them (Family.min_transformers).
 RANGE_CONTRACT := tests/contract/test_collate.py tests/contract/test_model_inputs.py \
   tests/contract/test_packed.py tests/contract/test_versions.py

@@ -1,6 +1,6 @@
 """Counting tokens: our pass against a pool of processes that encode sample by sample and rewrite the file.
 
-    python benchmarks/count.py [--quick] [--processor PATH] [--rows 100000] [--workers 2] [--repeat 2]
+    python benchmarks/count.py [--quick] [--processor PATH] [--rows 100000] [--num-workers 2] [--repeat 2]
 
 The baseline is how token counts are commonly added to a JSONL file, written out below: worker processes parse
 each line, call ``tokenizer.encode`` on the text of the conversation, add the count as ``_text_tokens`` and
@@ -43,14 +43,14 @@ def main() -> None:
     )
     parser.add_argument("--processor")
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--run", choices=("ours", "baseline"), help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)
     options = parse(parser, rows=20_000, repeat=1)  # fewer are mostly start-up
     if options.run:
         (run_ours if options.run == "ours" else run_baseline)(
-            options.data, options.processor, options.workers
+            options.data, options.processor, options.num_workers
         )
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -108,12 +108,12 @@ def _rewrite(line: str) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def run_baseline(data: str, processor: str, workers: int) -> None:
+def run_baseline(data: str, processor: str, num_workers: int) -> None:
     """Encode every sample and write every line anew."""
     with (
         open(data, encoding="utf-8") as file,
         open(f"{data}.counted", "w", encoding="utf-8") as out,
-        get_context("spawn").Pool(workers, _start, (processor,)) as pool,
+        get_context("spawn").Pool(num_workers, _start, (processor,)) as pool,
     ):
         for line in pool.imap(_rewrite, file, chunksize=256):
             out.write(line + "\n")
@@ -122,12 +122,12 @@ def run_baseline(data: str, processor: str, workers: int) -> None:
 # --- ours ------------------------------------------------------------------------------------------------
 
 
-def run_ours(data: str, processor: str, workers: int) -> None:
+def run_ours(data: str, processor: str, num_workers: int) -> None:
     """Count every sample exactly, into a sidecar."""
     from packhorse.count.counting import count_meta
-    from packhorse.count.engines import engine_named
+    from packhorse.count.engines import make_engine
 
-    engine = engine_named("local", workers)  # as the command `packhorse count` has it
+    engine = make_engine("local", num_workers)  # as the command `packhorse count` has it
     result = count_meta({"rows": {"file_name": data}}, processor, engine=engine, fresh=True)
     print(result.counted_rows)
 
@@ -141,7 +141,9 @@ def measured(what: str, data: Path, processor: str, options: argparse.Namespace)
     seconds, peaks = [], []
     for _ in range(options.repeat):
         started = time.perf_counter()
-        child = subprocess.Popen([*command, "--workers", str(options.workers)], stdout=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            [*command, "--num-workers", str(options.num_workers)], stdout=subprocess.DEVNULL
+        )
         _, status, usage = os.wait4(child.pid, 0)
         seconds.append(time.perf_counter() - started)
         if status:
@@ -152,7 +154,7 @@ def measured(what: str, data: Path, processor: str, options: argparse.Namespace)
 
 def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace) -> None:
     """Print the table and the promises."""
-    print(f"{options.rows:,} rows, {data.stat().st_size / 1e6:.0f} MB, {options.workers} workers\n")
+    print(f"{options.rows:,} rows, {data.stat().st_size / 1e6:.0f} MB, {options.num_workers} workers\n")
     print(f"{'way':34}{'seconds':>10}{'rows/s':>10}{'MB':>8}")
     ways = [
         ("encode each, rewrite JSONL", "baseline", data, options.rows),
@@ -166,7 +168,7 @@ def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace)
         print(f"{label:34}{seconds:10.2f}{rows / seconds:10,.0f}{peak:8.0f}")
     plain, ours = results[:2]
     print()
-    each = f"tokenizer.encode of each sample in {options.workers} processes, rewriting the JSONL"
+    each = f"tokenizer.encode of each sample in {options.num_workers} processes, rewriting the JSONL"
     promise(
         "counting exactly with a tokenizer of the Qwen2 kind, speed", plain[0] / ours[0], 1.5, baseline=each
     )

@@ -6,7 +6,7 @@ Writes photographs (JPEG, 640 x 480 to 1280 x 960) and chats about them, encodes
 processor at its released settings (with a tokenizer of 30,000 entries, see ``words.py``), and prints
 
 - which share of ``PreTokenizedDatasetWrapper.__getitem__`` is spent inside the processor, the tokenizer, the
-  chat template and the picture decoder, and which share is our own. The baseline is in the same run: the time
+  chat template and the image decoder, and which share is our own. The baseline is in the same run: the time
   inside those calls. To reach: at least 90 % theirs, at most 10 % ours;
 - samples per second with 0, 1 and 2 DataLoader workers, as ratios to none.
 
@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import packhorse.families.encoder as families_encoder
-from packhorse.chat.repeated_tokens import RunTokenizer
+from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
 from promises import fact, parse, promise, recorded
 from words import Text, qwen2_vl
@@ -133,8 +133,8 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
         (type(processor), "__call__", "processor"),
         (type(processor), "apply_chat_template", "chat template"),
         (type(processor.tokenizer), "__call__", "tokenizer"),
-        (RunTokenizer, "__call__", OURS),  # the processor calls it, but it is not the processor's
-        (families_encoder, "load_media", "picture decoder"),
+        (RepeatedTokenTokenizer, "__call__", OURS),  # the processor calls it, but it is not the processor's
+        (families_encoder, "load_media", "image decoder"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for (owner, name, original), (_, _, label) in zip(originals, patched, strict=True):
@@ -152,7 +152,7 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
     print(f"{len(dataset)} samples, {repeat} times: {1000 * total / repeat / len(dataset):.1f} ms a sample")
     for label, seconds in clock.seconds.most_common():
         fact(f"share of {label}", 100 * seconds / total, "%")
-    theirs = "processor, tokenizer, chat template and picture decoder"
+    theirs = "processor, tokenizer, chat template and image decoder"
     share = 100 * ours / total
     promise("our own share of encoding a sample", share, 10, baseline=theirs, unit="%", at_least=False)
     print()
@@ -161,15 +161,17 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
 def report_workers(dataset: PreTokenizedDatasetWrapper) -> None:
     """Print samples per second for 0, 1 and 2 workers."""
     alone = 0.0
-    for workers in (0, 1, 2):
-        loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    for num_workers in (0, 1, 2):
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
+        )
         for _ in loader:  # the workers start here
             pass
         start = time.perf_counter()
         count = sum(1 for _ in loader)
         rate = count / (time.perf_counter() - start)
         alone = alone or rate
-        fact(f"samples/s with {workers} workers", f"{rate:.1f}, {rate / alone:.2f}x none")
+        fact(f"samples/s with {num_workers} workers", f"{rate:.1f}, {rate / alone:.2f}x none")
 
 
 if __name__ == "__main__":

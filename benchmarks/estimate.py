@@ -2,7 +2,7 @@
 
     python benchmarks/estimate.py [--quick] [--rows 1000000] [--repeat 3]
 
-Generates rows as a counted data set has them (text tokens told; two in three with pictures of known size, one
+Generates rows as a counted dataset has them (text tokens told; two in three with images of known size, one
 in twenty with a video), as dicts in memory and as columns, as a sidecar holds them: neither reading nor
 building them is measured. Prints the best time of ``--repeat`` runs of each, checks that both give the same
 number for every row, and prints the ratio that is promised. Exit code 1 if it is missed.

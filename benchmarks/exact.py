@@ -30,8 +30,8 @@ from contract.torchvision_ops import make_torchvision_importable
 
 make_torchvision_importable()
 
-from contract.exact import conversations, film, image_sizes, own_call, with_video_settings
-from contract.media_files import write_film, write_media
+from contract.exact import conversations, image_sizes, own_call, video, with_video_settings
+from contract.media_files import write_media, write_video
 from contract.processors import FAMILIES, processor
 from contract.samples import tone
 from packhorse.count.token_counter import TokenCounter
@@ -103,10 +103,10 @@ def images(sizes: list[tuple[int, int]]) -> Iterator[Conversation]:
 
 
 def videos(number: int) -> Iterator[Conversation]:
-    """Decoded films of many lengths and rates."""
+    """Decoded videos of many lengths and rates."""
     cases = [(frames, fps) for frames in FRAMES for fps in RATES]
     for at, (frames, fps) in enumerate(cases[:: max(1, len(cases) // number)]):
-        made = film(frames, fps, (1, 2, 13)[at % 3], 20 + at % 40, 30 + at % 7)
+        made = video(frames, fps, (1, 2, 13)[at % 3], 20 + at % 40, 30 + at % 7)
         yield asked(MediaRef("video", made.frames, {"video_metadata": made.metadata.as_dict()}))
 
 
@@ -116,7 +116,7 @@ def video_files(folder: Path, number: int) -> list[Path]:
     paths = []
     for at, (frames, rate) in enumerate(cases[:: max(1, len(cases) // number)]):
         paths.append(folder / f"{frames}-{at}.{('mp4', 'mkv')[at % 2]}")
-        write_film(paths[-1], frames=frames, fps=rate, width=48, height=32)
+        write_video(paths[-1], frames=frames, fps=rate, width=48, height=32)
     return paths
 
 
@@ -152,7 +152,7 @@ def compare_files(name: str, settings: dict[str, Any], in_row: bool, paths: list
 
 
 class Tally(NamedTuple):
-    """Of some samples: how many, how many counts differ, how many were refused; errors of the estimate."""
+    """Of some samples: how many, how many counts differ, how many were rejected; errors of the estimate."""
 
     compared: int
     differ: int

@@ -6,7 +6,7 @@ Plays ``--rounds`` rounds of each kind of work that is killed (``packhorse count
 writing of ledgers, training with resume) with SIGKILL, at moments drawn from the time that an undisturbed run
 takes. Then faults of other kinds are put in and counted. Baseline, in the same run: the same work
 undisturbed, with which the bytes of all files, the weights of the model and the samples are compared. Exit
-code 1 if a sample was lost or doubled, a file was seen half, or a process was left behind.
+code 1 if a sample was lost or doubled, a file was seen half, or a process was left after.
 
 The rounds are those of ``tests/faults``.
 """
@@ -81,7 +81,7 @@ def killed(home: Path, kinds: list[str], rounds: int, seed: int) -> None:
     none("killed: samples lost", sum(one.lost for one in everything))
     none("killed: samples doubled", sum(one.doubled for one in everything))
     none("killed: files seen half, or other than undisturbed", sum(one.half for one in everything))
-    none("killed: processes left behind", sum(one.left for one in everything))
+    none("killed: processes left after", sum(one.left for one in everything))
 
 
 def others(home: Path, times: int, races_each: int, seed: int) -> None:
@@ -89,12 +89,12 @@ def others(home: Path, times: int, races_each: int, seed: int) -> None:
     total = Outcome()
     rows = 40 * times
     kinds = ("slow", "timeout", "reset", "denied", "short", "late_timeout")
-    for number, workers in enumerate((0, 1)):
-        add(total, spoilt_media(home / f"spoilt{number}", 5 * rows, seed + number, workers))
+    for number, num_workers in enumerate((0, 1)):
+        add(total, spoilt_media(home / f"spoilt{number}", 5 * rows, seed + number, num_workers))
         shares = dict.fromkeys(kinds, 0.08)
-        add(total, bad_store(home / f"store{number}", shares, rows, seed + number, workers))
+        add(total, bad_store(home / f"store{number}", shares, rows, seed + number, num_workers))
     for kind in (*SPOILT, *kinds):
-        fact(f"faults put in: {'medium ' if kind in SPOILT else 'store '}{kind}", total.injected[kind])
+        fact(f"faults put in: {'media_item ' if kind in SPOILT else 'store '}{kind}", total.injected[kind])
     races = Counter[str]()
     differ = 0
     for number in range(races_each):
@@ -105,7 +105,7 @@ def others(home: Path, times: int, races_each: int, seed: int) -> None:
             races[what] += 1
     for what, number in races.items():
         fact(f"races of three processes for one file: {what}", number)
-    none("media and stores: samples neither handed out nor in the ledger", total.lost)
+    none("media and stores: samples neither delivered nor in the ledger", total.lost)
     none("media and stores: samples doubled", total.doubled)
     none("races: files that differ, or more than one", differ)
 

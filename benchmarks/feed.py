@@ -7,7 +7,7 @@ reach: under a second.
 
 Then photographs and chats about them (as in ``encode.py``) are fed to a consumer that does nothing, with 0, 1
 and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of
-workers over a dataset that opens the picture, renders the template and calls the processor, one sample at a
+workers over a dataset that opens the image, renders the template and calls the processor, one sample at a
 time, without labels, packing or batches, and leaves the pixels in float32. Each round is an epoch of the same
 loader; both start their workers inside the measurement, and without workers both take turns of a fraction of
 a second. Both keep freed memory, as the loader's workers do: else it is luck whether the C library gives the
@@ -98,12 +98,12 @@ def like_ours(worker: int) -> None:
     keep_freed_memory()
 
 
-def bare(meta: Path, processor: Any, workers: int) -> Timed:
+def bare(meta: Path, processor: Any, num_workers: int) -> Timed:
     """The processor alone."""
     batches = DataLoader(
         BareProcessor(meta, processor),
         batch_size=None,
-        num_workers=workers,
+        num_workers=num_workers,
         collate_fn=as_it_is,
         worker_init_fn=like_ours,
     )
@@ -154,12 +154,12 @@ def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         meta, processor = write_chats(Path(folder), samples), released_qwen2_vl()
         print(f"\n{samples} samples, tokens/s\n{'workers':<10}{'processor':>12}{'loader':>12}{'ratio':>8}")
-        for workers in numbers:
+        for num_workers in numbers:
             loader = packhorse.load(
-                str(meta), processor, model="unchecked", world=World(), workers=workers, **settings
+                str(meta), processor, model="unchecked", world=World(), num_workers=num_workers, **settings
             )
-            begin = partial(bare, meta, processor, workers), partial(ours, loader)
-            measure = one_after_the_other if workers else by_turns
+            begin = partial(bare, meta, processor, num_workers), partial(ours, loader)
+            measure = one_after_the_other if num_workers else by_turns
             measure(begin)  # imports and caches
             ratios = []
             for number in range(repeat):
@@ -168,9 +168,11 @@ def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
                 theirs, own = measure(begin[::order])[::order]
                 assert theirs.tokens == own.tokens, "both ways make the same tokens"
                 ratios.append(own.pace / theirs.pace)
-                print(f"{workers:<10}{theirs.pace:>12,.0f}{own.pace:>12,.0f}{ratios[-1]:>8.3f}", flush=True)
+                print(
+                    f"{num_workers:<10}{theirs.pace:>12,.0f}{own.pace:>12,.0f}{ratios[-1]:>8.3f}", flush=True
+                )
             loader.close()
-            claim = f"tokens a second through the loader, {workers} workers"
+            claim = f"tokens a second through the loader, {num_workers} workers"
             baseline = "a plain DataLoader over the bare processor, memory kept as the loader's workers do"
             promise(claim, statistics.median(ratios), 0.9, baseline=baseline)
 
@@ -199,7 +201,7 @@ def report_resume(packs: int) -> None:
     good = np.ones(number, bool)
     status = np.full(number, OK, object)
     counts = CountColumns(**columns, status=status, ok=good, exact=good, off_by=zeros)
-    config = LoaderConfig(data=Same(number), pack_size=PACK, attention="varlen", workers=0)
+    config = LoaderConfig(data=Same(number), pack_size=PACK, attention="varlen", num_workers=0)
     processor = released_qwen2_vl()
     with tempfile.TemporaryDirectory() as folder:
         config = config.with_changes(cache_dir=folder)

@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py [--quick] [--seconds 30] [TARGET …]
 
 Each reader (JSONL, JSON arrays, the row index, ShareGPT rows, count files and their parts, plans, the headers
-of pictures, sound and films) is fuzzed in a process of its own for so many seconds, beginning with real files
+of images, sound and videos) is fuzzed in a process of its own for so many seconds, beginning with real files
 (see tests/fuzz). It may read an input or refuse it with an error of Packhorse. To reach: no other exception,
 no crash of the interpreter, no input that takes ten seconds or two gigabytes. Exit code 1 otherwise. With
 ``--quick`` every third reader (the tests fuzz all of them for a moment).
@@ -50,7 +50,7 @@ def main() -> None:
             reports = list(pool.map(run, names))
         for name, report in zip(names, reports, strict=True):
             fact(f"{name}: inputs tried", report.tried)
-            fact(f"{name}: of them refused by name", report.refused)
+            fact(f"{name}: of them rejected by name", report.rejected)
             fact(f"{name}: of them read", report.read)
             if report.detail:
                 print(report.detail, file=sys.stderr)

@@ -1,7 +1,7 @@
 """What ``gpu_train.py`` trains, and on what: a Qwen3-VL, its real processor, drawn photographs and chats.
 
 Everything is made from a seed, nothing is downloaded. Lengths are spread as in mixtures for fine-tuning: most
-rows are short, few are long, a third has no picture, and a few have many. Writing a thousand rows and their
+rows are short, few are long, a third has no image, and a few have many. Writing a thousand rows and their
 JPEG files takes some ten seconds.
 """
 
@@ -47,10 +47,10 @@ class DataShape:
         rows: how many.
         text: mean words of a row's text; drawn log-normally with this ``spread``.
         spread: of the logarithm.
-        longest: tokens of a row, at most: text is cut for it, pictures are not.
-        smallest: edge of a picture in pixels, and ``largest``.
+        longest: tokens of a row, at most: text is cut for it, images are not.
+        smallest: edge of an image in pixels, and ``largest``.
         largest: see there.
-        text_only: share of rows without a picture; ``several``: with two to four small ones; ``heavy``: with
+        text_only: share of rows without an image; ``several``: with two to four small ones; ``heavy``: with
             five to eight. The others have one.
         several: see there.
         heavy: see there.
@@ -73,21 +73,21 @@ def tiny_shape(rows: int) -> DataShape:
 
 
 def write_rows(folder: Path, shape: DataShape, seed: int = 0) -> Path:
-    """Write the pictures and a JSONL with a chat in each row; returns the meta file."""
+    """Write the images and a JSONL with a chat in each row; returns the meta file."""
     rng = np.random.default_rng(seed)
     words = _lexicon(rng)
-    pictures: list[tuple[Path, int, int]] = []
+    images: list[tuple[Path, int, int]] = []
     lines = []
     for _ in range(shape.rows):
-        sizes = _picture_sizes(rng, shape)
-        names = [f"{len(pictures) + number}.jpg" for number in range(len(sizes))]
-        pictures += [(folder / name, *size) for name, size in zip(names, sizes, strict=True)]
+        sizes = _image_sizes(rng, shape)
+        names = [f"{len(images) + number}.jpg" for number in range(len(sizes))]
+        images += [(folder / name, *size) for name, size in zip(names, sizes, strict=True)]
         room = shape.longest - sum(width * height // _PIXELS_OF_TOKEN for width, height in sizes)
         drawn = shape.text * np.exp(rng.normal(-(shape.spread**2) / 2, shape.spread))
         turns = _turns(rng, words, int(min(max(drawn, 8.0), max(8.0, 0.7 * room))), len(names))
         lines.append(json.dumps({"messages": turns, "images": names}))
     with ThreadPoolExecutor() as pool:  # drawing and compressing run outside of Python's lock
-        list(pool.map(_save_picture, *zip(*pictures, strict=True)))
+        list(pool.map(_save_image, *zip(*images, strict=True)))
     (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     meta = folder / "meta.json"
     meta.write_text(json.dumps({"chats": {"file_name": "chats.jsonl", "media_dir": "."}}))
@@ -101,8 +101,8 @@ def _lexicon(rng: np.random.Generator) -> list[str]:
     return sorted(set(made))
 
 
-def _picture_sizes(rng: np.random.Generator, shape: DataShape) -> list[tuple[int, int]]:
-    """Most pictures are small, some are large; rows of several have small ones, as albums and pages do."""
+def _image_sizes(rng: np.random.Generator, shape: DataShape) -> list[tuple[int, int]]:
+    """Most images are small, some are large; rows of several have small ones, as albums and pages do."""
     kind = rng.random()
     low, span = shape.smallest, shape.largest - shape.smallest
     if kind < shape.text_only:
@@ -118,7 +118,7 @@ def _picture_sizes(rng: np.random.Generator, shape: DataShape) -> list[tuple[int
     return [(int(width), int(height)) for width, height in edges]
 
 
-def _save_picture(path: Path, width: int, height: int) -> None:
+def _save_image(path: Path, width: int, height: int) -> None:
     """Soft colours with some grain: compresses about as a photograph does."""
     rng = np.random.default_rng(int(path.stem))
     small = rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), dtype=np.uint8)
@@ -128,14 +128,14 @@ def _save_picture(path: Path, width: int, height: int) -> None:
     Image.fromarray(grained).save(path, quality=88)
 
 
-def _turns(rng: np.random.Generator, words: Sequence[str], total: int, pictures: int) -> list[dict[str, str]]:
+def _turns(rng: np.random.Generator, words: Sequence[str], total: int, images: int) -> list[dict[str, str]]:
     """A chat of so many words in one to four rounds; a third of them ask, the others answer."""
     rounds = min(int(rng.integers(1, 5)), max(1, total // 24))
     turns: list[dict[str, str]] = []
     for _ in range(rounds):
         for role, share in (("user", 0.33), ("assistant", 0.67)):
             text = _sentences(rng, words, max(2, int(total * share / rounds)))
-            turns.append({"role": role, "content": ("<image>" * pictures if not turns else "") + text})
+            turns.append({"role": role, "content": ("<image>" * images if not turns else "") + text})
     return turns
 
 
@@ -149,7 +149,7 @@ def _sentences(rng: np.random.Generator, words: Sequence[str], number: int) -> s
 
 
 def make_processor(meta: Path, shape: DataShape) -> Any:
-    """Transformers' own Qwen3-VL processor; its tokenizer has learned the words of the rows.
+    """Transformers' own Qwen3-VL processor; its tokenizer has supervised the words of the rows.
 
     Without torchvision, transformers takes its image processor that works with Pillow. Its video processor
     needs torchvision; an object of its base class stands in for it, with its usual numbers.
@@ -285,7 +285,7 @@ def loaded(setup: Setup, **settings: Any) -> Iterator[Fed]:
     try:
         for batch in loader:
             report = loader.last
-            assert report is not None  # a batch was handed out
+            assert report is not None  # a batch was delivered
             yield Fed(batch, report.tokens, report.seconds)
     finally:
         loader.close()
@@ -296,7 +296,7 @@ def make_loader(setup: Setup, **settings: Any) -> packhorse.Loader:
     options = setup.options
     usual: dict[str, Any] = {
         "pack_size": options.pack,
-        "workers": options.workers,
+        "num_workers": options.num_workers,
         "pin_memory": setup.device == "cuda",
         "on_bad": "raise",
         "effort": 0 if importlib.util.find_spec("scipy") is None else None,
@@ -319,8 +319,8 @@ def padded_at_random(setup: Setup, size: int) -> Iterator[Fed]:
         encoded(setup),
         batch_size=size,
         shuffle=True,
-        num_workers=options.workers,
-        prefetch_factor=2 if options.workers else None,
+        num_workers=options.num_workers,
+        prefetch_factor=2 if options.num_workers else None,
         collate_fn=partial(padded, setup.processor, setup.dtype),
         pin_memory=setup.device == "cuda",
         generator=torch.Generator().manual_seed(1),
@@ -341,7 +341,7 @@ def padded(processor: Any, dtype: torch.dtype, samples: list[Batch]) -> Batch:
 
 
 def patches(batch: Batch) -> int:
-    """Of all pictures of a batch."""
+    """Of all images of a batch."""
     return len(batch["pixel_values"]) if "pixel_values" in batch else 0
 
 

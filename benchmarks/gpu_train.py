@@ -1,4 +1,4 @@
-"""Training a vision-language model on a GPU: padded and packed, with pictures, through the loader.
+"""Training a vision-language model on a GPU: padded and packed, with images, through the loader.
 
     PYTHONPATH=src python benchmarks/gpu_train.py [--quick]
 
@@ -91,7 +91,7 @@ SHARED_MEMORY_OF_A_BATCH = 0.15 * GIB  # pixels of some 20,000 patches, and for 
 
 @dataclass
 class Figures:
-    """What was measured, warm-up left out."""
+    """What was measured, warm-up dropped."""
 
     batches: int = 0
     tokens: int = 0
@@ -121,12 +121,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--pack", type=int, default=8192, help="tokens of a pack")
     parser.add_argument("--batch", type=int, default=8, help="samples of a padded batch")
-    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--num-workers", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=5, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=10_000, help="steps that are, at most")
     parser.add_argument("--seconds", type=float, default=90.0, help="of measuring a way, at most")
     parser.add_argument("--budget", type=float, default=480.0, help="after so many seconds nothing is begun")
-    options = parse(parser, samples=24, pack=256, batch=4, workers=1, warmup=1, seconds=20.0)
+    options = parse(parser, samples=24, pack=256, batch=4, num_workers=1, warmup=1, seconds=20.0)
     if not options.quick and not torch.cuda.is_available():
         sys.exit("there is no GPU; --quick tries this out on a CPU")
     stages = Stages(options.budget)
@@ -152,13 +152,13 @@ def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
     log(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
     room = shutil.disk_usage("/dev/shm").free
     log(f"{os.cpu_count()} cores, shared memory for batches: {room / GIB:.1f} GiB")
-    if options.workers * 2 * SHARED_MEMORY_OF_A_BATCH > room and not options.quick:
-        options.workers = max(1, int(room / 2 / SHARED_MEMORY_OF_A_BATCH))
-        log(f"little shared memory: {options.workers} workers instead")
+    if options.num_workers * 2 * SHARED_MEMORY_OF_A_BATCH > room and not options.quick:
+        options.num_workers = max(1, int(room / 2 / SHARED_MEMORY_OF_A_BATCH))
+        log(f"little shared memory: {options.num_workers} workers instead")
     shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
     meta = write_rows(folder, shape)
     processor = make_processor(meta, shape)
-    log(f"data written; pictures go through {type(processor.image_processor).__name__}")
+    log(f"data written; images go through {type(processor.image_processor).__name__}")
     counts = count_examples(open_meta_dataset(str(meta)), processor)
     if not counts.ok.all():
         raise RuntimeError(f"rows that cannot be counted: {set(counts.status)}, {set(counts.detail)}")
@@ -173,9 +173,9 @@ def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
     fact(
         "samples",
         f"{len(counts):,} of {total:,} tokens, mean {total / len(counts):.0f}, longest "
-        f"{int(counts.total.max()):,}; {int(counts.images.sum()):,} pictures, "
+        f"{int(counts.total.max()):,}; {int(counts.images.sum()):,} images, "
         f"{counts.image.sum() / total:.0%} of the tokens; packs of {options.pack:,}, padded batches of "
-        f"{options.batch}, {options.workers} workers",
+        f"{options.batch}, {options.num_workers} workers",
     )
     return Setup(options, device, meta, processor, counts, model)
 
@@ -203,7 +203,7 @@ def make_optimizer(setup: Setup) -> torch.optim.Optimizer:
 
 
 def train(setup: Setup, fed: Iterator[Fed]) -> Figures:
-    """Train on all batches, and measure behind the first ones."""
+    """Train on all batches, and measure after the first ones."""
     options, found = setup.options, Figures()
     optimizer = make_optimizer(setup)
     total = torch.zeros((), device=setup.device)
@@ -294,13 +294,13 @@ def measure_speed(setup: Setup, stages: Stages) -> None:
 
 def judge_speed(name: str, found: dict[str, Figures], setup: Setup) -> None:
     """Promise how fast packed training is, and that it does not wait; ``name`` was just measured."""
-    varlen, workers = found.get("packed, varlen"), setup.options.workers
+    varlen, num_workers = found.get("packed, varlen"), setup.options.num_workers
     if name == "packed, varlen" and varlen is not None:
         judge_against("padded at random", VARLEN_OVER_PADDED, found)
         waiting, baseline = 100 * varlen.waited / varlen.seconds, "the time of the training steps"
-        claim = f"the GPU waits for data, packed with varlen, {workers} workers"
+        claim = f"the GPU waits for data, packed with varlen, {num_workers} workers"
         promise(claim, waiting, MOST_WAITING, baseline=baseline, unit="%", at_least=False)
-        supply = workers * varlen.seconds / varlen.build
+        supply = num_workers * varlen.seconds / varlen.build
         fact("packs that the workers can build while one is trained", supply)
     elif name == "padded by length" and varlen is not None:
         judge_against(name, VARLEN_OVER_BY_LENGTH, found)
@@ -350,7 +350,7 @@ def measure_memory(setup: Setup, stages: Stages) -> None:
 
 
 def patch_limit(setup: Setup) -> int:
-    """A tenth over what packs have on average, but room for every sample: none is left out."""
+    """A tenth over what packs have on average, but room for every sample: none is dropped."""
     per_pack = setup.counts.patches.sum() * setup.options.pack / setup.counts.total.sum()
     return max(int(1.1 * per_pack), int(setup.counts.patches.max()))
 

@@ -2,9 +2,9 @@
 
     python benchmarks/headers.py [--quick] [--images 400] [--folder DIR] [--repeat 15]
 
-Writes its pictures to a temporary folder, then asks both for the size of every file, from its path, in the
+Writes its images to a temporary folder, then asks both for the size of every file, from its path, in the
 same process and in turns. Prints the best time of ``--repeat`` a file, the ratio for each format and over a
-mixture as data sets have it, and whether every size is the same. Exit code 1 if the promise is missed.
+mixture as datasets have it, and whether every size is the same. Exit code 1 if the promise is missed.
 Formats that PIL reads for us (TIFF) are shown and not part of the promise.
 """
 
@@ -44,7 +44,7 @@ SLICE = 20
 
 @recorded()
 def main() -> None:
-    """Write the pictures, measure, judge."""
+    """Write the images, measure, judge."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def write_images(folder: Path, name: str, count: int) -> list[str]:
-    """``count`` pictures of a kind, each of its own size; returns their paths."""
+    """``count`` images of a kind, each of its own size; returns their paths."""
     form, mode, options, _ = KINDS[name]
     rng = random.Random(name)
     paths = []
@@ -80,7 +80,7 @@ def write_images(folder: Path, name: str, count: int) -> list[str]:
 
 
 def picture(size: tuple[int, int], mode: str, rng: random.Random) -> Image.Image:
-    """A smooth random picture: small files that are still real ones."""
+    """A smooth random image: small files that are still real ones."""
     seed = Image.frombytes("RGB", (4, 4), rng.randbytes(48))
     return seed.resize(size, Image.Resampling.BICUBIC).convert(mode)
 

@@ -56,14 +56,14 @@ MUTANTS = (
         quick=True,
     ),
     Mutant(
-        "the token before an answer is learned too",
+        "the token before an answer is supervised too",
         "chat/labels.py",
         "bisect.bisect_right(tokens.ends, span[0])",
         "bisect.bisect_left(tokens.ends, span[0])",
         ("tests/unit/test_chat.py", "tests/contract/test_tokenized.py"),
     ),
     Mutant(
-        "a picture has one token more",
+        "an image has one token more",
         "chat/repeated_tokens.py",
         "times[place] = number",
         "times[place] = number + 1",
@@ -95,7 +95,7 @@ MUTANTS = (
         "plan/schedule.py",
         "rest = table[segment.steps :].reshape(-1)",
         "rest = table[segment.steps + 1 :].reshape(-1)",
-        ("tests/property/test_dealing.py",),
+        ("tests/property/test_schedule.py",),
     ),
     Mutant(
         "packs are a unit too large",
@@ -105,7 +105,7 @@ MUTANTS = (
         ("tests/property/test_plan.py",),
     ),
     Mutant(
-        "picture sizes are cut, not rounded",
+        "image sizes are cut, not rounded",
         "media/resize.py",
         "rows, columns = round(height / factor), round(width / factor)\n    area = rows",
         "rows, columns = int(height / factor), int(width / factor)\n    area = rows",
@@ -152,7 +152,7 @@ MUTANTS = (
         "pp_media/rows.py",
         "        if self._packed():",
         "        if not self._packed():",
-        ("tests/unit/test_pp_media.py", "tests/unit/test_pp_media_refused.py"),
+        ("tests/unit/test_pp_media.py", "tests/unit/test_pp_media_rejected.py"),
     ),
     Mutant(
         "frames are spread by our own rule and not by the processor's",
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "entries recorded after a state are not rolled back",
         "loader/loader.py",
-        "take_back(self.ledger, self.world, progress.epoch, self._unused)",
-        "take_back(self.ledger, self.world, progress.epoch, set)",
+        "roll_back(self.ledger, self.world, progress.epoch, self._unused)",
+        "roll_back(self.ledger, self.world, progress.epoch, set)",
         ("tests/unit/loader/test_resumed_ledger.py",),
     ),
     Mutant(
@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint within an optimizer step is saved",
         "integrations/accelerate.py",
-        "if not accelerator.sync_gradients or loader.cursor % accumulation:",
-        "if loader.cursor % accumulation:",
+        "if not accelerator.sync_gradients or loader.cursor % per_step:",
+        "if loader.cursor % per_step:",
         ("tests/unit/integrations/test_accelerate.py",),
     ),
 )

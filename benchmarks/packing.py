@@ -133,7 +133,7 @@ def compare_with_sort(name: str, n: int) -> tuple[float, float]:
     """Ours over numpy's sort and over its argsort of the same array; prints a row."""
     lengths = MIXES[name](n, np.random.default_rng(0))
     sort = flat = float("inf")
-    for _ in range(5):  # in turns, so that a busy moment or memory that is handed out anew hits both alike
+    for _ in range(5):  # in turns, so that a busy moment or memory that is delivered anew hits both alike
         sort = min(sort, timed(lambda: np.sort(lengths), 1)[0])
         seconds, plan = timed(lambda: plan_packs(lengths, CAPACITY, effort=0), 1)
         flat = min(flat, seconds)

@@ -97,9 +97,9 @@ def write_images(folder: Path, number: int) -> None:
     for place in range(min(number, _DIFFERENT_IMAGES)):
         width, height = (int(side) for side in rng.integers(56, 449, 2))
         pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        picture = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+        image = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
         file = io.BytesIO()
-        picture.save(file, *(("JPEG",) if place % 4 else ("PNG",)))
+        image.save(file, *(("JPEG",) if place % 4 else ("PNG",)))
         made.append((file.getvalue(), "jpg" if place % 4 else "png"))
     folder.mkdir()
     for place in range(number):
@@ -142,7 +142,7 @@ def conversations(rows: int, images: int) -> Iterator[bytes]:
 
 
 def write_rows(folder: Path, rows: int, images: int, media_dir: Path) -> Path:
-    """A data set of its own folder; returns the meta file."""
+    """A dataset of its own folder; returns the meta file."""
     folder.mkdir()
     with (folder / "chats.jsonl").open("wb") as file:
         file.writelines(conversations(rows, images))
@@ -171,7 +171,7 @@ def stage_first_batch(meta: str, processor: str) -> dict[str, Any]:
         "pack_size": 8192,
         "attention": "varlen",
         "pixel_dtype": "bfloat16",
-        "workers": 2,
+        "num_workers": 2,
     }
     loader = packhorse.load(meta, processor, model="unchecked", world=packhorse.World(), **settings)
     batch = next(iter(loader))
@@ -198,11 +198,11 @@ def command_of(stage: str, meta: Path, processor: Path) -> list[str]:
 
 
 def rows_of(stage: str, told: dict[str, Any]) -> int:
-    """How many rows a stage has dealt with, to see that none is left out."""
+    """How many rows a stage has dealt with, to see that none is dropped."""
     if stage == "count":
         assert not told["all"]["bad"], told["all"]["bad"]
         return int(told["counted_rows"])
-    return int(told["packed"] + told["left_out"]) if stage == "plan" else int(told["rows"])
+    return int(told["packed"] + told["dropped"]) if stage == "plan" else int(told["rows"])
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def held_by_session(session: int) -> tuple[float, float]:
             continue
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # Behind the name, which may hold anything: state, parent, group, session.
+                # After the name, which may hold anything: state, parent, group, session.
                 if int(file.read().rpartition(b")")[2].split()[3]) != session:
                     continue
             with open(f"/proc/{entry}/smaps_rollup", "rb") as file:

@@ -1,4 +1,4 @@
-"""Made-up text, and a tokenizer that has learned it: as large a task as real ones, and nothing is downloaded.
+"""Generated text and a tokenizer trained on it, as large as real ones, without a download.
 
 Words come as often as words do (a few all the time, most seldom). A byte-level BPE of 30,000 entries, trained
 on such text in seconds, needs about 1.3 tokens for a word, as released tokenizers do for English. It cuts

@@ -24,7 +24,7 @@ __all__ = [
     "example_processor",
     "tiny_model",
     "tiny_processor",
-    "write_whole",
+    "write_atomic",
 ]
 
 
@@ -48,9 +48,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--meta", type=Path, help="a meta file of your own; without it the demo's data")
     parser.add_argument("--processor", help="a saved Qwen2-VL processor, as demo/model; else a tiny one")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=2)
     parser.add_argument("--pack-size", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=2, help="steps of the optimizer")
     parser.add_argument("--stop-after", type=int, help="stop after so many steps, as if interrupted")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
@@ -58,7 +58,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def example_processor(options: argparse.Namespace) -> Any:
-    """The processor that the options ask for; plans and counts made with the same one are taken over."""
+    """The processor that the options ask for; plans and counts made with the same one are reused."""
     if options.processor is None:
         return tiny_processor()
     from packhorse.families.processors import open_processor
@@ -75,8 +75,8 @@ def demo_loader(options: argparse.Namespace, processor: Any, model: Any) -> Trac
         processor,
         model=model,
         pack_size=options.pack_size,
-        accumulation=options.accumulation,
-        workers=options.workers,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        num_workers=options.num_workers,
         ledger_dir=options.folder / "ledger",
         max_bad_share=0.1,  # three rows of the demo's data are broken on purpose
     )
@@ -106,13 +106,13 @@ class Traced:
             yield batch
 
     def trained(self, step: int, loss: float) -> None:
-        """A step of the optimizer was made with the batches handed out since the last one."""
+        """A step of the optimizer was made with the batches delivered since the last one."""
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, "loss": loss, "samples": self._keys}) + "\n")
         self._keys = []
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file so that nobody ever sees half of it."""
     half = path.with_name(f".{path.name}")
     half.write_text(text)

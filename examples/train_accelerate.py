@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from tiny import arguments, demo_loader, example_processor, tiny_model, write_whole
+from tiny import arguments, demo_loader, example_processor, tiny_model, write_atomic
 
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.accelerate import attach, replicas, steps
@@ -20,7 +20,7 @@ from packhorse.integrations.transformers import prepare
 
 
 def train_step(accelerator: Any, model: Any, optimizer: Any, batches: list[Any], tokens: int) -> float:
-    """One step over the micro batches of this rank; returns the mean loss over the tokens of all ranks."""
+    """One step over the micro-batches of this rank; returns the mean loss over the tokens of all ranks."""
     factor = replicas(accelerator)
     total = torch.zeros((), device=accelerator.device)
     for batch in batches:
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> None:
     ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),  # several processes on CPUs have to be asked for
-        gradient_accumulation_steps=options.accumulation,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
         kwargs_handlers=[ddp],
     )
     processor = example_processor(options)
@@ -65,8 +65,8 @@ def main(words: list[str] | None = None) -> None:
                 name = f"step-{step}"
                 accelerator.save_state(options.folder / name)
                 if accelerator.is_main_process:
-                    write_whole(options.folder / name / "loop.json", json.dumps({"step": step}))
-                    write_whole(options.folder / "latest", name)
+                    write_atomic(options.folder / name / "loop.json", json.dumps({"step": step}))
+                    write_atomic(options.folder / "latest", name)
             if step == options.stop_after:
                 return
 

@@ -28,14 +28,14 @@ class PackedModule(lightning.LightningModule):
         self._losses: list[torch.Tensor] = []
 
     def training_step(self, item: tuple[Any, int], number: int) -> torch.Tensor:
-        """One micro batch; the tokens are those of the whole step."""
+        """One micro-batch; the tokens are those of the whole step."""
         batch, tokens = item
         loss = step_loss(self.trainer, self.model(**model_inputs(batch)).logits, batch, tokens)
         self._losses.append(loss.detach())
         return loss
 
     def on_train_batch_end(self, outputs: Any, item: Any, number: int) -> None:
-        """After the last micro batch of a step: its loss, the mean over the tokens of all ranks."""
+        """After the last micro-batch of a step: its loss, the mean over the tokens of all ranks."""
         if len(self._losses) == self.trainer.accumulate_grad_batches:
             loss = float(self.all_gather(torch.stack(self._losses)).mean())
             self._losses = []
@@ -65,7 +65,7 @@ def main(words: list[str] | None = None) -> None:
     trainer = lightning.Trainer(
         max_epochs=options.epochs,
         max_steps=options.stop_after or -1,
-        accumulate_grad_batches=options.accumulation,
+        accumulate_grad_batches=options.gradient_accumulation_steps,
         callbacks=[saving],
         reload_dataloaders_every_n_epochs=1,  # an epoch may have another length after a resume
         logger=False,

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop under torchrun: DDP or FSDP2, accumulated micro steps, checkpoints, resume.
+"""A plain PyTorch loop under torchrun: DDP or FSDP2, accumulated micro-steps, checkpoints, resume.
 
     torchrun --nproc-per-node 2 examples/train_torchrun.py /tmp/run --strategy fsdp2
     torchrun --nproc-per-node 2 examples/train_torchrun.py /tmp/run --strategy fsdp2 --resume
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpointing
-from tiny import arguments, demo_loader, example_processor, tiny_model, write_whole
+from tiny import arguments, demo_loader, example_processor, tiny_model, write_atomic
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,7 +40,7 @@ def wrapped(model: Any, strategy: str, device: torch.device) -> Any:
 
 
 def sync_gradients(model: Any, now: bool) -> None:
-    """Ranks exchange gradients in the last micro step only."""
+    """Ranks exchange gradients in the last micro-step only."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = now
     else:
@@ -48,7 +48,7 @@ def sync_gradients(model: Any, now: bool) -> None:
 
 
 def train_step(model: Any, optimizer: Any, group: list[Any], device: torch.device) -> float:
-    """One step over the micro batches of this rank; returns the mean loss over the tokens of all ranks."""
+    """One step over the micro-batches of this rank; returns the mean loss over the tokens of all ranks."""
     ranks = dist.get_world_size()
     tokens = count_supervised(group)
     total = torch.zeros((), device=device)
@@ -71,8 +71,8 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, loader: Any) -> No
     weights, moments = get_state_dict(model, optimizer)
     checkpointing.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / name)
     if dist.get_rank() == 0:
-        write_whole(folder / name / "loop.json", json.dumps({"step": step, "loader": loader.state_dict()}))
-        write_whole(folder / "latest", name)
+        write_atomic(folder / name / "loop.json", json.dumps({"step": step, "loader": loader.state_dict()}))
+        write_atomic(folder / "latest", name)
 
 
 def restore(folder: Path, model: Any, optimizer: Any, loader: Any) -> int:
@@ -102,7 +102,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
 
         writer = SummaryWriter(options.tensorboard)
     for epoch in range(loader.epoch, options.epochs):
-        for group in grouped(loader, options.accumulation):
+        for group in grouped(loader, options.gradient_accumulation_steps):
             loss = train_step(model, optimizer, group, device)
             step += 1
             loader.trained(step, loss)

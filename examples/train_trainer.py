@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> Any:
     training = TrainingArguments(
         str(options.folder),
         num_train_epochs=options.epochs,
-        gradient_accumulation_steps=options.accumulation,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,

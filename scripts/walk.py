@@ -199,7 +199,7 @@ def open_loader(meta: Path) -> Any:
         effort=0,
         max_bad_share=None,
         cache_dir=meta.parent / "cache",
-        workers=0,
+        num_workers=0,
         count_workers=1,
     )
 

@@ -1,4 +1,4 @@
-"""Data sets and saved processors for the tests of counting."""
+"""Datasets and saved processors for the tests of counting."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def chat(number: int, words: int = 5) -> dict[str, Any]:
 
 
 def write_chats(folder: Path, rows: int, name: str = "chats") -> Path:
-    """A mixture of one text-only data set; returns the meta file."""
+    """A mixture of one text-only dataset; returns the meta file."""
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / f"{name}.jsonl", [chat(n) for n in range(rows)])
     return write_meta(folder, {name: {"file_name": f"{name}.jsonl"}})

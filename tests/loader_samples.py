@@ -1,4 +1,4 @@
-"""Examples for the loader's tests: texts of all lengths, small pictures, a short video."""
+"""Examples for the loader's tests: texts of all lengths, small images, a short video."""
 
 import random
 from typing import Any
@@ -19,12 +19,12 @@ def chat(question: str, answer: str, *media: dict[str, Any]) -> dict[str, Any]:
     return {"conversation": [{"role": role, "content": content} for role, content in turns]}
 
 
-def picture(draw: random.Random) -> dict[str, Any]:
+def image(draw: random.Random) -> dict[str, Any]:
     size = (draw.randint(60, 150), draw.randint(60, 150))
     return {"type": "image", "image": Image.new("RGB", size, (draw.randint(0, 255), 99, 7))}
 
 
-def film() -> dict[str, Any]:
+def video() -> dict[str, Any]:
     frames = [np.full((60, 60, 3), 40 * n, np.uint8) for n in range(4)]
     return {"type": "video", "video": [Image.fromarray(frame) for frame in frames]}
 
@@ -35,12 +35,12 @@ def texts(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def mixed(number: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Half of them text alone, the others with one or two pictures or a film."""
+    """Half of them text alone, the others with one or two images or a video."""
     draw = random.Random(seed)
     rows = []
     for n in range(number):
-        kind = draw.choice(["text", "text", "text", "one", "two", "film"])
-        media = {"text": [], "one": [picture(draw)], "two": [picture(draw), picture(draw)], "film": [film()]}
+        kind = draw.choice(["text", "text", "text", "one", "two", "video"])
+        media = {"text": [], "one": [image(draw)], "two": [image(draw), image(draw)], "video": [video()]}
         rows.append(chat("why " * draw.randint(1, 20), f"so {n} " * draw.randint(1, 9), *media[kind]))
     return rows
 
@@ -51,8 +51,8 @@ def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.L
     return packhorse.load(rows, processor(name), world=World(rank, size), **settings)
 
 
-def handed_out(loader: packhorse.Loader, steps: int | None = None) -> list[int]:
-    """The samples of so many micro steps, or of all that are left."""
+def delivered_rows(loader: packhorse.Loader, steps: int | None = None) -> list[int]:
+    """The samples of so many micro-steps, or of all that are left."""
     seen: list[int] = []
     for step, _ in enumerate(loader, 1):
         assert loader.last is not None

@@ -1,4 +1,4 @@
-"""Three pictures of known sizes, for the tests of media chunks."""
+"""Three images of known sizes, for the tests of media chunks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A small mixed data set with known media and known faults, for the tests of plans and of the viewer."""
+"""A small mixed dataset with known media and known faults, for the tests of plans and of the viewer."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from contract.media_files import write_film
+from contract.media_files import write_video
 from count_samples import write_meta, write_rows
 from packhorse.count.columns import COUNTS, CountColumns
 from packhorse.loader import LoaderConfig
@@ -17,13 +17,13 @@ from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
-"""Width and height of the pictures, by row of ``charts`` (two more rows are broken)."""
+"""Width and height of the images, by row of ``charts`` (two more rows are broken)."""
 
 SCRIPT = "<script>document.title = 'owned'</script>"
 """What one row of ``chats`` says."""
 
 MISSING, CUT, MALFORMED, SHAPELESS, SPOKEN = 8, 9, 3, 2, 5
-"""Rows: ``charts`` with a picture that is not there and one that is cut off behind its header, ``chats`` that
+"""Rows: ``charts`` with an image that is not there and one that is cut off after its header, ``chats`` that
 is not JSON and that is no conversation, ``chats`` with the script in it."""
 
 BROKEN = {f"charts/{MISSING}": "missing_media", f"chats/{MALFORMED}": "malformed_row"}
@@ -37,7 +37,7 @@ def chat(question: str, answer: str, **media: list[str]) -> dict[str, Any]:
 
 
 def write_samples(folder: Path) -> Path:
-    """Ten rows with pictures, two with a film, twelve texts; returns the meta file."""
+    """Ten rows with images, two with a video, twelve texts; returns the meta file."""
     media = folder / "media"
     media.mkdir(parents=True)
     charts = []
@@ -51,8 +51,8 @@ def write_samples(folder: Path) -> Path:
     whole = (media / "cut.png").read_bytes()
     (media / "cut.png").write_bytes(whole[: len(whole) // 3])
     charts.append(chat("<image>What is half of it?", "The upper half.", images=["cut.png"]))
-    write_film(media / "film.mp4", frames=12, fps=6, width=96, height=64)
-    film = chat("<video>What happens in the film?", "It gets lighter.", videos=["film.mp4"])
+    write_video(media / "video.mp4", frames=12, fps=6, width=96, height=64)
+    video = chat("<video>What happens in the video?", "It gets lighter.", videos=["video.mp4"])
     chats: list[Any] = [
         chat(
             f"Tell me about mule number {n}. " * (1 + n % 4), f"It carries {n} bales of wool. " * (1 + n % 3)
@@ -65,7 +65,7 @@ def write_samples(folder: Path) -> Path:
     chats[SHAPELESS] = {"text": "no messages at all"}
     write_rows(folder / "charts.jsonl", charts)
     write_rows(folder / "chats.jsonl", chats)
-    write_rows(folder / "clips.jsonl", [film, film])
+    write_rows(folder / "clips.jsonl", [video, video])
     names = ("charts", "chats", "clips")
     return write_meta(folder, {name: {"file_name": f"{name}.jsonl", "media_dir": "media"} for name in names})
 

@@ -329,7 +329,7 @@ def _can_be_raised_elsewhere(kind: type) -> bool:
     return True
 
 
-class Ranks:
+class Collectives:
     """The ranks that share the data, and whether they can talk.
 
     Args:
@@ -347,7 +347,7 @@ class Ranks:
             raise ConfigError(
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
-        self.can_talk = world.size > 1 and has_process_group() and dist.get_world_size(group) == world.size
+        self.can_talk = world.size > 1 and is_distributed() and dist.get_world_size(group) == world.size
         self.rendezvous: Rendezvous | None = None
         if self.can_talk:
             self.rendezvous = rendezvous_of(dist.group.WORLD if group is None else group, world)
@@ -460,7 +460,7 @@ class Ranks:
         return [value for _, value, _ in found]
 
 
-def has_process_group() -> bool:
+def is_distributed() -> bool:
     """Whether ranks can talk to each other."""
     return dist.is_available() and dist.is_initialized()
 

@@ -33,7 +33,7 @@ class SystemFault(PackhorseError):
 
 
 class BadSample(PackhorseError, ValueError):
-    """One sample cannot be used. A policy above decides whether it is left out, replaced, or fatal.
+    """One sample cannot be used. A policy above decides whether it is dropped, replaced, or fatal.
 
     Args:
         detail: what was found and what was expected.
@@ -53,7 +53,7 @@ class BadSample(PackhorseError, ValueError):
         # Keyword arguments need telling. (A DataLoader passes on no more than the text of an error.)
         return _rebuild_bad_sample, (self.detail, self.reason, self.key, self.stage)
 
-    def as_drop(self, *, key: str = "", dataset: str = "", action: Action = "left_out") -> Drop:
+    def as_drop(self, *, key: str = "", dataset: str = "", action: Action = "dropped") -> Drop:
         """The ledger entry for this error."""
         return Drop(self.key or key, self.stage, self.reason, self.detail, action, dataset)
 

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,19 +81,18 @@ class ManyRows:
         import numpy as np
 
         rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in entry["rows"]])
-        told = {name: entry[name] for name in _IN_COMMON if name != "epoch"}
-        return cls(rows=rows, epoch=entry.get("epoch"), **told)
+        first = Drop.from_json({"key": "", "epoch": None, **entry})
+        return cls(rows=rows, **{name: getattr(first, name) for name in _IN_COMMON})
 
 
 logger = getLogger(__name__)
 
-_DROP_FIELDS = tuple(f.name for f in fields(Drop))
 _row_read: ContextVar[tuple[Ledger, str] | None] = ContextVar("packhorse row", default=None)
-GONE: tuple[Action, ...] = ("left_out", "replaced")
+GONE: tuple[Action, ...] = ("dropped", "replaced")
 
 
 class Ledger:
-    """Every sample or medium that was left out, replaced, cut, repaired, or kept with a remark.
+    """Every sample or media item that was dropped, replaced, cut, repaired, or kept with a remark.
 
     >>> ledger = Ledger()
     >>> ledger.record(Drop("coco/812", "media", "missing_media", "no file images/812.jpg"))
@@ -105,7 +104,7 @@ class Ledger:
 
     Args:
         path: also append each entry to this JSONL file as it happens, so that a killed run leaves its ledger
-            behind. An existing file is continued; ``Ledger.load(path)`` reads all of it.
+            after. An existing file is continued; ``Ledger.load(path)`` reads all of it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -115,7 +114,7 @@ class Ledger:
         self._many: dict[tuple[str | int | None, ...], ManyRows] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self.held = False  # see hold
+        self.is_buffering = False  # see hold
         self._staged: list[Drop] | None = None  # see staged
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
@@ -159,7 +158,7 @@ class Ledger:
         stage: Stage,
         reason: Reason,
         detail: str = "",
-        action: Action = "left_out",
+        action: Action = "dropped",
         epoch: int | None = None,
     ) -> None:
         """Write one reason for many rows at once: eight bytes a row in memory, ranges in the file."""
@@ -179,7 +178,7 @@ class Ledger:
     def staged(self) -> Iterator[list[Drop]]:
         """Collect the entries that are recorded inside in a list instead of writing them.
 
-        A batch that is built ahead may never be handed out: whoever hands it out records its entries.
+        A batch that is built ahead may never be delivered: whoever hands it out records its entries.
         """
         outer, self._staged = self._staged, []
         try:
@@ -187,22 +186,22 @@ class Ledger:
         finally:
             self._staged = outer
 
-    def hold(self) -> Ledger:
+    def buffer(self) -> Ledger:
         """Keep what this process records out of the file until :meth:`release`; returns the ledger itself."""
-        self.held = True
+        self.is_buffering = True
         return self
 
-    def release(self) -> None:
+    def flush(self) -> None:
         """Write what was held back and is not in the file yet (read once); from now on write at once.
 
         Raises:
             SystemFault: the file cannot be written.
         """
-        if not self.held:
+        if not self.is_buffering:
             return
         known = self._written()
         with self._lock:
-            self.held = False
+            self.is_buffering = False
             new = [
                 asdict(drop) for drop, n in self._drops.items() for _ in range(n - known._drops.get(drop, 0))
             ]
@@ -219,7 +218,7 @@ class Ledger:
                     written._add_line(line)
         return written
 
-    def take_in(self, written: Ledger) -> None:
+    def restore(self, written: Ledger) -> None:
         """Add entries that the file of this ledger has from before; nothing is written, none counts twice."""
         with self._lock:
             for drop, times in written._drops.items():
@@ -227,10 +226,10 @@ class Ledger:
             for many in written._many.values():
                 self._add_many(many)
 
-    def take_back(self, epoch: int, keys: Collection[str]) -> int:
+    def roll_back(self, epoch: int, keys: Collection[str]) -> int:
         """Forget the entries of an epoch about these samples, and all of later epochs; how many.
 
-        A run that was killed has recorded what failed behind its last checkpoint. Taken up there, it tries
+        A run that was killed has recorded what failed after its last checkpoint. Taken up there, it tries
         these samples once more. The file is written anew, and appears when it is whole.
         """
 
@@ -304,7 +303,7 @@ class Ledger:
         """How many distinct samples there are for each reason, the most frequent first.
 
         Args:
-            gone: only those that were not delivered (left out or replaced), or only those that were (cut,
+            gone: only those that were not delivered (dropped or replaced), or only those that were (cut,
                 repaired, kept with a remark, and not lost later in the same epoch); None for both.
         """
         found: Counter[str] = Counter()
@@ -315,17 +314,17 @@ class Ledger:
         return dict(found.most_common())
 
     def lost(self) -> int:
-        """How many samples were not delivered (left out or replaced), each counted once per epoch."""
+        """How many samples were not delivered (dropped or replaced), each counted once per epoch."""
         return sum(n for (_, action), n in self._samples(by_reason=False).items() if action in GONE)
 
     def summary(self, total: int | None = None) -> str:
-        """A line per reason and action, ready to print: ``missing_media, left_out: 37 of 10,000``.
+        """A line per reason and action, ready to print: ``missing_media, dropped: 37 of 10,000``.
 
         Samples are counted, each once per line, however many entries it has for that reason.
         """
         of = "" if total is None else f" of {total:,}"
         lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in self._samples(by_reason=True).most_common()]
-        return "\n".join(lines) or "no entry so far: nothing left out, replaced, cut or repaired"
+        return "\n".join(lines) or "no entry so far: nothing dropped, replaced, cut or repaired"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the whole ledger as JSONL (entries of many rows as one line with row ranges), atomically."""
@@ -351,7 +350,7 @@ class Ledger:
         """Read a ledger file written by :meth:`save` or by ``Ledger(path)``.
 
         A line that a crash cut off is passed over, with a warning. A file without any entry in it (but not an
-        empty one) is refused.
+        empty one) is rejected.
         """
         ledger = cls()
         with open(path, "rb") as file:
@@ -402,7 +401,7 @@ class Ledger:
         return True
 
     def _is_shared(self) -> bool:
-        return (self.path is not None and not self.held) or os.getpid() != self._owner
+        return (self.path is not None and not self.is_buffering) or os.getpid() != self._owner
 
     def _append(self, *entries: dict[str, Any]) -> None:
         """Write entries, and those before them that could not be written.
@@ -464,7 +463,7 @@ class Ledger:
 
     def _add(self, entry: dict[str, Any]) -> None:
         if "rows" not in entry:
-            drop = Drop(**{name: entry[name] for name in _DROP_FIELDS})
+            drop = Drop.from_json(entry)
             self._drops[drop] = 1 if drop.key else self._drops.get(drop, 0) + 1
             return
         self._add_many(ManyRows.from_json(entry))

@@ -23,7 +23,7 @@ from packhorse.plan.cost_model import (
 )
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import greedy_knapsack, greedy_knapsack_vt_balanced, plan_key, plan_packs
-from packhorse.plan.schedule import StepOrder, main_stratum, order_packs
+from packhorse.plan.schedule import StepOrder, main_dataset, order_packs
 
 __all__ = [
     "MEDIA_KEYS",
@@ -42,7 +42,7 @@ __all__ = [
     "greedy_knapsack",
     "greedy_knapsack_vt_balanced",
     "logger",
-    "main_stratum",
+    "main_dataset",
     "neat_pack_dataset_vlm",
     "order_packs",
     "pack_costs",

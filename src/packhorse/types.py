@@ -36,8 +36,8 @@ class Rows(Protocol):
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 
-Action = Literal["left_out", "replaced", "cut", "repaired", "kept"]
-"""What became of the sample: ``left_out`` and ``replaced`` were not delivered; ``cut`` was delivered without
+Action = Literal["dropped", "replaced", "cut", "repaired", "kept"]
+"""What became of the sample: ``dropped`` and ``replaced`` were not delivered; ``cut`` was delivered without
 a part of it; ``repaired`` was delivered changed; ``kept`` was delivered as it is, with a remark."""
 
 Stage = Literal["select", "read", "convert", "media", "encode", "collate", "plan"]
@@ -60,7 +60,7 @@ Reason = Literal[
     "broken_media",
     "media_too_large",
     "unreadable_file",  # a data file of the mixture cannot be opened
-    "extreme_aspect_ratio",  # a picture that the processor refuses
+    "extreme_aspect_ratio",  # an image that the processor refuses
     "special_token_in_text",  # a text holds a token that only a template may write
     "duplicate_conversation",  # the same conversation was seen before
     "same_file",  # two datasets of one mixture read the same file
@@ -72,7 +72,7 @@ Reason = Literal[
     "pack_full",  # longer than it was estimated: no room for it in its pack or those beside it
     "truncated",  # cut to max_length
     "media_mismatch",  # placeholders, media tokens and media of a sample do not agree
-    "nothing_supervised",  # no token of the sample is learned
+    "nothing_supervised",  # no token of the sample is supervised
 ]
 
 
@@ -182,7 +182,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """One entry of the ledger: what happened to one sample (or one medium of it), where and why.
+    """One entry of the ledger: what happened to one sample (or one media item of it), where and why.
 
     ``detail`` holds no secrets of addresses: see :func:`mask_secrets`.
 
@@ -194,12 +194,24 @@ class Drop:
     stage: Stage
     reason: Reason
     detail: str = ""
-    action: Action = "left_out"
+    action: Action = "dropped"
     dataset: str = ""
     epoch: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "detail", mask_secrets(self.detail))
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Drop:
+        """Read an entry of a ledger or step file; older files call the action ``dropped`` ``dropped``.
+
+        Raises:
+            KeyError: a field is missing.
+        """
+        values = {name: entry[name] for name in cls.__dataclass_fields__}
+        if values["action"] == "dropped":
+            values["action"] = "dropped"
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +261,10 @@ class TokenCount:
     """How long one sample is when it is encoded, and what it is made of.
 
     Attributes:
-        text: all tokens that do not stand for the content of a medium: what the template writes, brackets
+        text: all tokens that do not stand for the content of a media item: what the template writes, brackets
             around media, timestamps, row and column tokens included.
         image: tokens that stand for the content of images; ``video`` and ``audio`` likewise.
-        supervised: tokens that are learned, before the labels are shifted.
+        supervised: tokens that are supervised, before the labels are shifted.
         images: how many images there are; ``videos`` and ``audios`` likewise.
         patches: positions that the vision encoder attends over.
         exact: whether this is what the processor does; otherwise
@@ -447,7 +459,7 @@ class BatchInfo:
     step: int
     samples: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    in_a_row: tuple[bool, ...] = ()
+    consecutive_bad: tuple[bool, ...] = ()
     tokens: int = 0
     slots: int = 0
     supervised: int = 0
@@ -466,7 +478,7 @@ class BatchInfo:
         return tuple(key for row in self.document_keys for key in row if key)
 
     @property
-    def filler(self) -> bool:
+    def is_padding(self) -> bool:
         """Whether the batch holds no sample: it keeps the ranks in step."""
         return not self.samples
 

@@ -41,7 +41,7 @@ class Server:
 
 @dataclass
 class Watch:
-    """What a page did behind one's back."""
+    """What a page did after one's back."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ def serving(home: Path, meta: Path, processor: str, pack_size: int, *options: st
     """Plan a meta file and show it, both as a user does; at the end Ctrl-C."""
     environment = {**os.environ, "PYTHONPATH": python_path(home / "path")}
     packhorse, plan = [sys.executable, "-m", "packhorse"], str(home / "made.phplan")
-    planning = ["--processor", processor, "--pack-size", str(pack_size), "--workers", "1", "--out", plan]
+    planning = ["--processor", processor, "--pack-size", str(pack_size), "--num-workers", "1", "--out", plan]
     made = subprocess.run(
         [*packhorse, "plan", str(meta), *planning, "--json"],
         env=environment,

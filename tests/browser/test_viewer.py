@@ -15,7 +15,7 @@ def number(page: Page, name: str) -> str:
 
 
 def test_the_overview_has_the_numbers_of_plan_json(page: Page, server: Server, keep: Any) -> None:
-    for name in ("rows", "packed", "left_out", "packs", "tokens"):
+    for name in ("rows", "packed", "dropped", "packs", "tokens"):
         assert number(page, name) == f"{server.report[name]:,}"
     assert number(page, "fill") == f"{100 * server.report['fill']:.2f} %"
     assert number(page, "documents") == f"{server.report['documents_per_pack']['mean']:.2f}"
@@ -44,7 +44,7 @@ def test_filters_show_what_they_say(page: Page, keep: Any) -> None:
     page.get_by_role("navigation", name="Pages").get_by_role("link", name="Packs").click()
     rows = page.locator("table.list tbody tr")
     every = rows.count()
-    page.get_by_label("Data set").select_option("clips")
+    page.get_by_label("Dataset").select_option("clips")
     page.wait_for_url(re.compile("dataset=clips"))
     assert 0 < rows.count() < every
     assert all("clips" in text for text in rows.locator("td:nth-child(7)").all_inner_texts())
@@ -68,7 +68,7 @@ def test_filters_show_what_they_say(page: Page, keep: Any) -> None:
     keep(page, "packs")
 
 
-def test_a_pack_shows_the_right_pictures_in_their_own_size(page: Page, keep: Any) -> None:
+def test_a_pack_shows_the_right_images_in_their_own_size(page: Page, keep: Any) -> None:
     seen: dict[str, tuple[int, int]] = {}
     page.goto("/packs?dataset=charts")
     for address in [link.get_attribute("href") for link in page.locator("a[data-item]").all()]:
@@ -80,16 +80,16 @@ def test_a_pack_shows_the_right_pictures_in_their_own_size(page: Page, keep: Any
                 "image => image.complete && image.naturalWidth", arg=image.element_handle()
             )
             size = image.evaluate("image => [image.naturalWidth, image.naturalHeight]")
-            assert name not in seen, "each picture is in one pack only"
+            assert name not in seen, "each image is in one pack only"
             seen[name] = tuple(size)
         keep(page, f"pack-{str(address).rpartition('/')[2]}", full_page=True)
     assert seen == {f"chart{n}.png": size for n, size in enumerate(SIZES)}
     page.goto("/search?q=charts/9")
     page.get_by_role("link", name="charts/9", exact=True).first.click()
-    expect(page.locator("figure .bad")).to_contain_text("cut.png")  # what is wrong with it, and no picture
+    expect(page.locator("figure .bad")).to_contain_text("cut.png")  # what is wrong with it, and no image
 
 
-def test_a_film_shows_frames(page: Page) -> None:
+def test_a_video_shows_frames(page: Page) -> None:
     page.goto("/search?q=clips/0")
     page.get_by_role("link", name="clips/0", exact=True).first.click()
     frames = page.locator(".frames img")
@@ -122,7 +122,7 @@ def test_tokens_have_the_colour_of_their_speaker_and_answers_are_underlined(page
     }
     assert [role for role, line in lines.items() if line == "solid"] == ["assistant"]
     title = tokens.locator(".run.assistant").first.get_attribute("title")
-    assert re.match(r"assistant, learned; tokens \d+-\d+; positions \d+-\d+", str(title))
+    assert re.match(r"assistant, supervised; tokens \d+-\d+; positions \d+-\d+", str(title))
 
 
 def test_a_script_in_a_row_is_text(page: Page) -> None:
@@ -166,7 +166,7 @@ def test_pages_work_without_javascript(browser: Browser, server: Server) -> None
     context = new_context(browser, server, java_script_enabled=False)
     page = context.new_page()
     page.goto("/packs")
-    page.get_by_label("Data set").select_option("clips")
+    page.get_by_label("Dataset").select_option("clips")
     page.get_by_role("button", name="Filter").click()
     assert "dataset=clips" in page.url
     page.locator("a[data-item]").first.click()
@@ -174,7 +174,7 @@ def test_pages_work_without_javascript(browser: Browser, server: Server) -> None
     context.close()
 
 
-def test_every_picture_has_an_alternative_text_and_every_field_a_label(page: Page) -> None:
+def test_every_image_has_an_alternative_text_and_every_field_a_label(page: Page) -> None:
     for target in ("/", "/packs", "/pack/0", "/problems", "/search?q=mule"):
         page.goto(target)
         assert page.locator("img:not([alt])").count() == 0

@@ -20,7 +20,7 @@ from packhorse.ledger import Ledger
 from packhorse.types import Drop
 
 BROKEN = {"charts/7": "malformed row", "drawings/31": "missing media", "clips/5": "broken media"}
-CUT = "charts/13"  # its picture is found broken when it is decoded; the ledger of a run tells
+CUT = "charts/13"  # its image is found broken when it is decoded; the ledger of a run tells
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     processor.save_pretrained(home / "model")
     tiny_model(processor).config.save_pretrained(home / "model")
     ledger = Ledger()
-    ledger.record(Drop(CUT, "media", "broken_media", "cannot be decoded", "left_out", "charts"))
+    ledger.record(Drop(CUT, "media", "broken_media", "cannot be decoded", "dropped", "charts"))
     ledger.record(Drop("charts/19", "template", "surplus_placeholder", "one too many", "cut", "charts"))
     ledger.save(home / "ledger.jsonl")
     with serving(home, meta, str(home / "model"), 256, "--ledger", str(home / "ledger.jsonl")) as running:
@@ -46,7 +46,7 @@ def figures(texts: list[str]) -> list[float]:
 
 
 def told(plot: Locator, shapes: str) -> list[float]:
-    """The numbers that the shapes of a plot tell: what stands behind their last colon or name."""
+    """The numbers that the shapes of a plot tell: what stands after their last colon or name."""
     titles = plot.locator(f"{shapes} title").all_text_contents()
     return [float(re.findall(r": ([\d.,]+)", title)[-1].replace(",", "")) for title in titles]
 
@@ -58,7 +58,7 @@ def row_of(server: Server, key: str) -> Any:
 
 
 def pack_with(page: Page, dataset: str) -> None:
-    """Go to the first pack with rows of a data set."""
+    """Go to the first pack with rows of a dataset."""
     page.goto(f"/packs?dataset={dataset}")
     page.locator("a[data-item]").first.click()
     page.wait_for_url(re.compile(r"/pack/\d+"))
@@ -79,7 +79,7 @@ def test_numbers_plots_and_tables_of_the_overview_are_those_of_plan_json(
     page: Page, server: Server, keep: Any
 ) -> None:
     report = server.report
-    for name in ("rows", "packed", "left_out", "packs", "tokens"):
+    for name in ("rows", "packed", "dropped", "packs", "tokens"):
         expect(page.locator(f"[data-number={name}]")).to_have_text(f"{report[name]:,}")
     fill = page.get_by_role("img", name="Histogram of how full")
     assert told(fill, "rect.bar") == report["histograms"]["fill"]["counts"]
@@ -87,7 +87,7 @@ def test_numbers_plots_and_tables_of_the_overview_are_those_of_plan_json(
     shown = told(page.get_by_role("img", name="Histogram of the tokens of a row"), "rect.bar")
     assert shown == lengths[-len(shown) :]
     assert sum(shown) == sum(lengths) > 0
-    mix = page.get_by_role("img", name="Tokens of each data set by kind")
+    mix = page.get_by_role("img", name="Tokens of each dataset by kind")
     wide = sorted(report["datasets"], key=lambda one: -one["tokens"])
     kinds = ("text", "image", "video", "audio")
     assert told(mix, "rect.kind") == [one[kind] for one in wide for kind in kinds if one[kind]]
@@ -102,7 +102,7 @@ def test_numbers_plots_and_tables_of_the_overview_are_those_of_plan_json(
     assert {name: rows for name, rows in gone.items() if rows} == expected
     marked = {name for name, cells in table.items() if int(cells.nth(2).inner_text())}
     assert marked == {"broken media", "surplus placeholder"}
-    lines = page.locator("section", has_text="Data sets").locator("tbody tr").all()
+    lines = page.locator("section", has_text="Datasets").locator("tbody tr").all()
     for one, line in zip(report["datasets"], lines, strict=True):
         cells = line.locator("td").all_inner_texts()
         assert (cells[0], figures(cells[1:4])) == (one["name"], [one["rows"], one["packed"], one["tokens"]])
@@ -148,12 +148,12 @@ def test_the_list_is_sorted_both_ways(page: Page, name: str, column: int) -> Non
     assert ends[0] < ends[1]
 
 
-def test_the_list_is_filtered_by_data_set_fill_and_error(page: Page, server: Server) -> None:
+def test_the_list_is_filtered_by_dataset_fill_and_error(page: Page, server: Server) -> None:
     def found() -> int:
         return int(page.locator("[data-number=found]").inner_text())
 
     page.goto("/packs")
-    page.get_by_label("Data set").select_option("clips")
+    page.get_by_label("Dataset").select_option("clips")
     page.wait_for_url(re.compile("dataset=clips"))
     assert 0 < found() < server.report["packs"]
     assert all("clips" in text for text in page.locator("tbody td:nth-child(7)").all_inner_texts())
@@ -173,7 +173,7 @@ def test_the_list_is_filtered_by_data_set_fill_and_error(page: Page, server: Ser
 
 
 @pytest.mark.parametrize("dataset", ["charts", "drawings"])
-def test_pictures_of_a_pack_are_those_of_its_rows_files(page: Page, server: Server, dataset: str) -> None:
+def test_images_of_a_pack_are_those_of_its_rows_files(page: Page, server: Server, dataset: str) -> None:
     pack_with(page, dataset)
     compared = 0
     for document in page.locator("article:not(.fake)").all():
@@ -188,7 +188,7 @@ def test_pictures_of_a_pack_are_those_of_its_rows_files(page: Page, server: Serv
     assert compared
 
 
-def test_frames_of_a_film_are_those_of_its_file(page: Page, server: Server, keep: Any) -> None:
+def test_frames_of_a_video_are_those_of_its_file(page: Page, server: Server, keep: Any) -> None:
     pack_with(page, "clips")
     document = page.locator("article", has=page.locator(".frames")).first
     (name,) = row_of(server, document.locator("h2 a").inner_text())["videos"]
@@ -211,10 +211,10 @@ def test_what_is_underlined_is_what_the_assistant_says(page: Page, server: Serve
         if key == CUT:
             continue
         said = [turn["content"] for turn in row_of(server, key)["messages"] if turn["role"] == "assistant"]
-        learned = document.locator(".tokens .run.learned").evaluate_all(
+        supervised = document.locator(".tokens .run.supervised").evaluate_all(
             "runs => runs.map(run => run.lastChild.data)"  # without the number in front
         )
-        assert "".join(learned) == "".join(f"{text}<|im_end|>" for text in said), key
+        assert "".join(supervised) == "".join(f"{text}<|im_end|>" for text in said), key
 
 
 def test_documents_follow_each_other_and_the_mask_has_a_triangle_for_each(page: Page) -> None:
@@ -246,8 +246,8 @@ def test_a_pack_without_media_shows_the_blank_ones_it_may_get(page: Page) -> Non
     page.locator("a[data-item]").first.click()
     fake = page.locator("article.fake")
     expect(fake.locator(".mark")).to_have_text(["fake image", "fake video"])
-    assert fake.locator(".run.learned").count() == 0
-    expect(fake.first.locator(".run.medium")).to_contain_text("<|image_pad|>")
+    assert fake.locator(".run.supervised").count() == 0
+    expect(fake.first.locator(".run.media item")).to_contain_text("<|image_pad|>")
     page.goto("/packs?media=video")
     page.locator("a[data-item]").first.click()
     assert "fake video" not in page.locator("main").inner_text()
@@ -261,7 +261,7 @@ def test_search_finds_rows_by_key_and_by_text_and_shows_both_sides(page: Page, s
     file = page.get_by_label("What the file says")
     expect(file).to_contain_text(question.replace("<image>", "").strip())
     model = page.get_by_label("What the model sees")
-    expect(model.locator(".learned").first).to_contain_text(answer)
+    expect(model.locator(".supervised").first).to_contain_text(answer)
     expect(model).to_contain_text("<|im_start|>")
     page.get_by_label("Search by row key or text").fill(answer[2:-1].upper())
     page.keyboard.press("Enter")
@@ -272,7 +272,7 @@ PAGES = {
     "overview": "/",
     "packs": "/packs?sort=fill",
     "pack": "/pack/0",
-    "pictures": "/packs?media=image",
+    "images": "/packs?media=image",
     "left-out": "/problems",
     "row": "/row/13",
     "broken": "/row/7",
@@ -291,7 +291,7 @@ def test_nothing_is_cut_off_at_any_width_in_light_and_dark(
     page = context.new_page()
     for name, target in PAGES.items():
         page.goto(target)
-        if name == "pictures":
+        if name == "images":
             page.goto(str(page.locator("a[data-item]").first.get_attribute("href")))
         page.evaluate("document.querySelectorAll('details.places').forEach(one => one.open = true)")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, target
@@ -337,7 +337,7 @@ def test_every_text_has_contrast(browser: Browser, server: Server, scheme: Any) 
     context.close()
 
 
-def test_the_picture_in_the_readme_is_small_and_of_the_viewer() -> None:
+def test_the_image_in_the_readme_is_small_and_of_the_viewer() -> None:
     root = Path(__file__).parents[2]
     path = root / "docs" / "images" / "viewer.png"
     assert path.stat().st_size < 300_000

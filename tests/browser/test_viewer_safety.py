@@ -44,14 +44,14 @@ def get(server: Server, path: str, host: str | None = None) -> tuple[int, bytes]
         "/media/0/0%00.png",
     ],
 )
-def test_a_path_is_refused(server: Server, path: str) -> None:
+def test_a_path_is_rejected(server: Server, path: str) -> None:
     status, body = get(server, path)
     assert status in (400, 404)
     assert b"root:" not in body
     assert b"PNG" not in body
 
 
-def test_a_medium_is_served_by_its_row_and_number_alone(server: Server) -> None:
+def test_a_media_item_is_served_by_its_row_and_number_alone(server: Server) -> None:
     status, body = get(server, "/media/0/0")
     assert status == 200
     assert body.startswith(b"\x89PNG")
@@ -59,7 +59,7 @@ def test_a_medium_is_served_by_its_row_and_number_alone(server: Server) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1"])
 @pytest.mark.parametrize("path", ["/", "/report.json", "/media/0/0"])
-def test_a_request_under_another_name_is_refused(server: Server, host: str, path: str) -> None:
+def test_a_request_under_another_name_is_rejected(server: Server, host: str, path: str) -> None:
     status, body = get(server, path, host)
     assert status == 421
     assert b"charts" not in body

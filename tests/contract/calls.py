@@ -2,7 +2,7 @@
 
 Processors differ in how media are handed over; the differences are here and not in the tests. Images and
 videos are nested per sample. Video metadata is a flat list (for Nemotron one object), decoded frames are not
-sampled again, and their layout is named because a film one pixel high is misread otherwise. BOS is not added
+sampled again, and their layout is named because a video one pixel high is misread otherwise. BOS is not added
 where the template has written it.
 """
 
@@ -31,7 +31,7 @@ class Raw:
 
 
 def rendered(name: str, conversation: list[dict[str, Any]], **options: Any) -> str:
-    """The text with one placeholder per medium; without a chat template, the texts one after the other."""
+    """The text with one placeholder per media item; without a chat template, the joined texts."""
     if FAMILIES[name].chats:
         # By name, because SmolVLM's processor takes another template when it sees a video.
         options.setdefault("chat_template", TEMPLATES[name])

@@ -1,6 +1,6 @@
 """The conversations that every family must encode, or refuse by name.
 
-A case is a list of turns in the documented format; a medium is named by the file it is in (see
+A case is a list of turns in the documented format; a media item is named by the file it is in (see
 `contract.media_files`). What a family refuses is listed with the words of its refusal.
 """
 
@@ -50,10 +50,10 @@ CASES: dict[str, list[Turn]] = {
         *_asked("large.png", QUESTION, answer="A dog."),
         *_asked("And this?", "wide.png", answer="The cat.\nIt sleeps."),
     ],
-    "video": _asked("film.mp4", QUESTION),
-    "two videos": _asked("film.mp4", "Before or after?", "film.mp4", QUESTION),
+    "video": _asked("video.mp4", QUESTION),
+    "two videos": _asked("video.mp4", "Before or after?", "video.mp4", QUESTION),
     "image and video": _asked("wide.png", "slow.mp4", QUESTION),
-    "video, then image": [*_asked("film.mp4", QUESTION), *_asked("large.png", QUESTION, answer="A dog.")],
+    "video, then image": [*_asked("video.mp4", QUESTION), *_asked("large.png", QUESTION, answer="A dog.")],
     "audio": _asked("second.wav", QUESTION),
     "two sounds": _asked("second.wav", "studio.wav", QUESTION),
     "audio and image": _asked("studio.wav", "wide.png", QUESTION),
@@ -91,7 +91,7 @@ CASES: dict[str, list[Turn]] = {
 """In "typed marker" a user writes what the family's own template puts around an answer."""
 
 _NOT_BOTH = Refusal("media_mismatch", "an image and a video")
-_TYPED = Refusal("media_mismatch", "cannot be told from a medium")
+_TYPED = Refusal("media_mismatch", "cannot be told from a media item")
 _ONE_PAGE = Refusal("media_mismatch", "takes one page")
 REFUSED: dict[tuple[str, str], Refusal] = {
     ("smolvlm", "image and video"): _NOT_BOTH,
@@ -138,12 +138,12 @@ def assistant_marker(name: str) -> str:
     asked = [_said("user", QUESTION)]
     prompted, plain = rendered(name, asked, add_generation_prompt=True), rendered(name, asked)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompted, plain, strict=False)))
-    # Phi-4's two texts differ only behind the "<|" of a token.
+    # Phi-4's two texts differ only after the "<|" of a token.
     return prompted[prompted[: same + 1].rfind("<|") if plain[same:] else same :]
 
 
 def takes(name: str, case: str) -> bool:
-    """Whether the family takes every kind of medium in a case."""
+    """Whether the family takes every kind of media item in a case."""
     parts = [part for turn in CASES[case] for part in turn["content"]]
     return {part["type"] for part in parts} - {"text"} <= FAMILIES[name].modalities
 

@@ -1,7 +1,7 @@
 """Chat templates with the turn markers of each family, written for these tests.
 
 Every template takes messages whose ``content`` is a string, a list of parts or None, writes one placeholder
-per medium and refuses a part it does not know. A role nobody listed becomes a turn of that role.
+per media item and refuses a part it does not know. A role nobody listed becomes a turn of that role.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _write(text: str) -> str:
 
 
 def _content(*, of: str = "message", trim: bool = False, **placeholders: str) -> str:
-    """Jinja that writes the content of the message called ``of``, with one placeholder per medium."""
+    """Jinja that writes the content of the message called ``of``, with one placeholder per media item."""
     content = of + "['content']"
     tidy = " | trim" if trim else ""
     media = "".join(

@@ -26,7 +26,7 @@ class Made:
     labels: torch.Tensor
     raw: Raw
 
-    def learned(self, name: str) -> list[str]:
+    def supervised(self, name: str) -> list[str]:
         """What the labels say, one text for each run of supervised tokens."""
         tokenizer = processor(name).tokenizer
         runs: list[list[int]] = [[]]

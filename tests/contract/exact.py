@@ -40,11 +40,11 @@ def image_sizes(every: int) -> list[tuple[int, int]]:
 
 
 def predicted(encoder: Encoder, text: str, sizes: Any) -> Ids:
-    """The ids of a rendered text, from the sizes of its media; "refused" where the family refuses them."""
+    """The ids of a rendered text, from the sizes of its media; "rejected" where the family refuses them."""
     try:
         whole = encoder.expand(text, sizes)
     except BadSample as error:
-        return "refused" if error.reason == "sample_failed" else error.reason
+        return "rejected" if error.reason == "sample_failed" else error.reason
     ids = encoder.tokenize(whole, rendered=text)
     outline, omitted = encoder.outline(text, sizes)
     assert len(encoder.tokenize(outline, rendered=text)) + omitted == len(ids)
@@ -52,11 +52,11 @@ def predicted(encoder: Encoder, text: str, sizes: Any) -> Ids:
 
 
 def really(encoder: Encoder, text: str, media: LoadedMedia) -> Ids:
-    """The ids that the processor's own call gives; "refused" where it raises."""
+    """The ids that the processor's own call gives; "rejected" where it raises."""
     try:
         return encoder.family.call(encoder, text, media)["input_ids"][0].tolist()
     except (ValueError, ZeroDivisionError):
-        return "refused"
+        return "rejected"
 
 
 def rendered(encoder: Encoder, *kinds: str) -> str:
@@ -69,8 +69,8 @@ def rendered(encoder: Encoder, *kinds: str) -> str:
     return encoder.render(turns)
 
 
-def film(frames: int, fps: float | None, step: int, height: int = 20, width: int = 30) -> VideoFrames:
-    """Frames that are every ``step``-th one of a film."""
+def video(frames: int, fps: float | None, step: int, height: int = 20, width: int = 30) -> VideoFrames:
+    """Frames that are every ``step``-th one of a video."""
     total = frames * step
     metadata = VideoMetadata(
         total_num_frames=total,
@@ -116,7 +116,7 @@ def _said(name: str, draw: random.Random, files: dict[str, Path]) -> tuple[Any, 
     for _ in range(draw.choice((0, 0, 1, 1, 1, 2))):
         if name == "nemotron_parse" and draw.random() < 0.7:
             continue  # it takes one page
-        parts.append(_medium(draw.choice(kinds), draw, files))
+        parts.append(_media_item(draw.choice(kinds), draw, files))
         if draw.random() < 0.6:
             parts.append(_words(draw))
     return tuple(parts)
@@ -126,7 +126,7 @@ def _words(draw: random.Random) -> TextPart:
     return TextPart("".join(draw.choices(_TEXTS, k=draw.randint(1, 3))))
 
 
-def _medium(kind: str, draw: random.Random, files: dict[str, Path]) -> MediaRef:
+def _media_item(kind: str, draw: random.Random, files: dict[str, Path]) -> MediaRef:
     if kind == "image":
         if draw.random() < 0.3:
             return MediaRef("image", str(files[draw.choice(("wide.png", "tall.png", "rgba.png"))]))
@@ -138,7 +138,7 @@ def _medium(kind: str, draw: random.Random, files: dict[str, Path]) -> MediaRef:
         return MediaRef("audio", (tone(draw.choice((100, 400, 5_000, 16_001, 40_000))), 16_000))
     if draw.random() < 0.7:
         options = draw.choice(({}, {}, {"fps": 3}, {"num_frames": 4}, {"frame_indices": [0, 2, 4]}))
-        return MediaRef("video", str(files[draw.choice(("film.mp4", "slow.mp4"))]), options)
+        return MediaRef("video", str(files[draw.choice(("video.mp4", "slow.mp4"))]), options)
     frames = np.zeros((draw.randint(2, 5), draw.randint(20, 60), draw.randint(20, 60), 3), np.uint8)
     return MediaRef("video", frames, draw.choice(({}, {"fps": 2}, {"fps": 29.97})))
 

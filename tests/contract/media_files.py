@@ -9,24 +9,24 @@ import av
 import soundfile
 from PIL import Image
 
-from contract.samples import SAMPLING_RATE, clip, picture, tone
+from contract.samples import SAMPLING_RATE, clip, make_image, tone
 
 
 def write_media(folder: Path) -> dict[str, Path]:
     """Write every file into ``folder``; their paths by name."""
     images = {
-        "wide.png": picture(100, 60),
-        "large.png": picture(300, 200),
-        "rgba.png": _see_through(picture(90, 70)),
-        "palette.png": picture(80, 50).convert("P", palette=Image.Palette.ADAPTIVE),
-        "cmyk.tif": picture(70, 90, "CMYK"),
-        "pixel.png": picture(1, 1),
-        "tall.png": picture(6, 900),
+        "wide.png": make_image(100, 60),
+        "large.png": make_image(300, 200),
+        "rgba.png": _see_through(make_image(90, 70)),
+        "palette.png": make_image(80, 50).convert("P", palette=Image.Palette.ADAPTIVE),
+        "cmyk.tif": make_image(70, 90, "CMYK"),
+        "pixel.png": make_image(1, 1),
+        "tall.png": make_image(6, 900),
     }
     for name, image in images.items():
         image.save(folder / name)
-    write_film(folder / "film.mp4", frames=10, fps=10)
-    write_film(folder / "slow.mp4", frames=5, fps=1)
+    write_video(folder / "video.mp4", frames=10, fps=10)
+    write_video(folder / "slow.mp4", frames=5, fps=1)
     soundfile.write(folder / "second.wav", tone(SAMPLING_RATE), SAMPLING_RATE)
     # Neither at the models' rate nor a whole number of hops.
     soundfile.write(folder / "studio.wav", tone(44_100 + 77), 44_100)
@@ -34,12 +34,12 @@ def write_media(folder: Path) -> dict[str, Path]:
 
 
 def _see_through(image: Image.Image) -> Image.Image:
-    image.putalpha(picture(*image.size, "L"))
+    image.putalpha(make_image(*image.size, "L"))
     return image
 
 
-def write_film(path: Path, frames: int, fps: int | Fraction, width: int = 66, height: int = 50) -> None:
-    """A film of ``frames`` different frames."""
+def write_video(path: Path, frames: int, fps: int | Fraction, width: int = 66, height: int = 50) -> None:
+    """A video of ``frames`` different frames."""
     pictures, _ = clip(frames, width, height)
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=fps)

@@ -10,8 +10,8 @@ from PIL import Image
 SAMPLING_RATE = 16_000
 
 
-def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """A colour ramp, so that a resized, cropped or shuffled picture has other pixels."""
+def make_image(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    """A colour ramp, so that a resized, cropped or shuffled image has other pixels."""
     across = np.linspace(0, 255, width, dtype=np.uint8)[None, :].repeat(height, axis=0)
     down = np.linspace(0, 255, height, dtype=np.uint8)[:, None].repeat(width, axis=1)
     return Image.fromarray(np.stack([across, down, 255 - across], axis=-1)).convert(mode)
@@ -22,10 +22,10 @@ def clip(
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Decoded frames ``[frames, height, width, 3]`` and the metadata that says when each was shown.
 
-    The frames are every ``step``-th one of a film of ``frames * step`` frames at ``fps``.
+    The frames are every ``step``-th one of a video of ``frames * step`` frames at ``fps``.
     """
-    still = np.asarray(picture(width, height), dtype=np.int32)
-    film = np.stack([(still + 40 * number) % 256 for number in range(frames)]).astype(np.uint8)
+    still = np.asarray(make_image(width, height), dtype=np.int32)
+    video = np.stack([(still + 40 * number) % 256 for number in range(frames)]).astype(np.uint8)
     metadata = {
         "total_num_frames": frames * step,
         "fps": fps,
@@ -34,7 +34,7 @@ def clip(
         "duration": frames * step / fps,
         "frames_indices": [number * step for number in range(frames)],
     }
-    return film, metadata
+    return video, metadata
 
 
 def tone(samples: int, pitch: float = 440.0) -> np.ndarray:

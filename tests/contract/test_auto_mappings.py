@@ -7,9 +7,9 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
-from contract.exact import film, rendered
+from contract.exact import rendered, video
 from contract.processors import FAMILIES, build, processor
-from contract.samples import picture, tone
+from contract.samples import make_image, tone
 from packhorse.families import Encoder, LoadedMedia
 
 REMOTE_CODE = {"kimi_vl", "nemotron_parse"}
@@ -52,8 +52,8 @@ def test_a_saved_processor_is_loaded_back_as_the_same(name, tmp_path):
     ):  # transformers drops its template when it loads; the released one is the tokenizer's
         loaded.chat_template = made.chat_template
     media = {
-        "image": LoadedMedia([picture(300, 200)], [], []),
-        "video": LoadedMedia([], [film(6, 24.0, 2, 100, 40)], []),
+        "image": LoadedMedia([make_image(300, 200)], [], []),
+        "video": LoadedMedia([], [video(6, 24.0, 2, 100, 40)], []),
         "audio": LoadedMedia([], [], [(tone(16_000), 16_000)]),
     }
     encoder, original = Encoder(loaded), Encoder(made)
@@ -73,7 +73,7 @@ def test_qwen3_omni_counts_videos_by_the_class_of_its_video_processor():
     counts = []
     for made in (processor("qwen3_omni"), other):
         encoder = Encoder(made)
-        media = LoadedMedia([], [film(6, 24.0, 2, 100, 40)], [])
+        media = LoadedMedia([], [video(6, 24.0, 2, 100, 40)], [])
         ((_, size),) = media.sizes()
         output = encoder.family.call(encoder, rendered(encoder, "video"), media)
         content = sum(token in encoder.media_token_ids for token in output["input_ids"][0].tolist())

@@ -120,10 +120,10 @@ def mean_loss(batches: Sequence[Mapping[str, Any]], model: Any, *, shifted_twice
         model: computes the losses.
         shifted_twice: without ``shift_labels``, so that the model shifts the labels again.
     """
-    left_out = {"shift_labels"} if shifted_twice else set()
+    dropped = {"shift_labels"} if shifted_twice else set()
     total = 0.0
     for batch in batches:
-        given = {key: value for key, value in batch.items() if key not in left_out}
+        given = {key: value for key, value in batch.items() if key not in dropped}
         with torch.no_grad():
             total += float(model(**given).loss) * count_supervised([batch])
     return total / count_supervised(batches)

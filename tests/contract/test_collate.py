@@ -12,7 +12,7 @@ from contract.calls import Raw, own_batch
 from contract.cases import ACCEPTED, STOPS, conversation
 from contract.chat_templates import TRIMS_TEXT
 from contract.processors import FAMILIES, build, processor
-from contract.samples import clip, picture, turns
+from contract.samples import clip, make_image, turns
 from contract.tiny_models import MODELS, tiny_model
 from noise_floor import largest_difference, noise_floor
 from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
@@ -72,7 +72,7 @@ def examples(name, cases, files):
     return [{"conversation": conversation(name, case, files)} for case in cases]
 
 
-def learned(name: str, labels: torch.Tensor) -> str:
+def supervised(name: str, labels: torch.Tensor) -> str:
     return processor(name).tokenizer.decode(labels[labels != IGNORE_INDEX])
 
 
@@ -109,7 +109,7 @@ def test_a_batch_is_the_processors_own_shifted_by_one(name, function, cases, col
             *("n_images_per_sample", "n_videos_per_sample", "n_audios_per_sample"),
         }
     else:
-        # Neither processor takes films beside other samples; each sample is as it is alone.
+        # Neither processor takes videos beside other samples; each sample is as it is alone.
         for row, raw, mask in zip(batch["input_ids"], raws, batch["attention_mask"], strict=True):
             alone = own_batch(name, [raw])["input_ids"][0]
             assert torch.equal(row[mask.bool()], alone[: int(mask.sum())])
@@ -125,7 +125,7 @@ def test_labels_are_the_next_tokens_of_the_answers(name, function, cases, collat
     media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     assert not torch.isin(labels, media).any()
     for row, case in zip(labels, cases, strict=True):
-        said, expected = learned(name, row), answers(name, case, files)
+        said, expected = supervised(name, row), answers(name, case, files)
         if name == "smolvlm":  # the blank of "Assistant: " belongs to the first token of most answers
             said, expected = said.replace(" ", ""), expected.replace(" ", "")
         assert said == expected
@@ -285,7 +285,7 @@ def test_no_limit_cuts_through_an_image_and_a_single_long_sample_never_stops_a_r
     collate = default_collate_fn if "max_length" not in inspect.signature(collate).parameters else collate
     example, alone = ({"conversation": turns(*["image"] * number)} for number in (2, 1))
     for part in (*example["conversation"][0]["content"], *alone["conversation"][0]["content"]):
-        part |= {"image": picture(60, 40)} if part["type"] == "image" else {}
+        part |= {"image": make_image(60, 40)} if part["type"] == "image" else {}
     whole = collate([example], processor(name))["input_ids"]
     one = media_tokens(name, collate([alone], processor(name))["input_ids"][0])
     two = media_tokens(name, whole[0])
@@ -318,7 +318,7 @@ def test_the_fake_image_of_a_sample_is_hidden_from_attention(name, files):
     seen, whole = ("".join(decode(ids).split()) for ids in (shown, rows(plain, "input_ids")[1]))
     assert seen.startswith(whole) or whole.startswith(seen)
     assert len(seen) > len(whole) - 20
-    assert learned(name, batch["labels"][1]).split() == learned(name, plain["labels"][1]).split()
+    assert supervised(name, batch["labels"][1]).split() == supervised(name, plain["labels"][1]).split()
     assert batch["n_images_per_sample"].tolist() == [1, 1]
 
 
@@ -332,7 +332,7 @@ def test_a_fake_image_does_not_take_the_place_of_the_next_rows_image(name, funct
         batch = pad_collate_fn([samples[index] for index in range(3)], processor(name))
     else:
         batch = default_collate_fn(given, processor(name), pixel_dtype=None)
-    told = [learned(name, row) for row in batch["labels"]]
+    told = [supervised(name, row) for row in batch["labels"]]
     assert told == [answers(name, case, files) for case in ("one image", "text", "many turns")]
     inputs = {key: value for key, value in batch.items() if key != "labels" and not key.startswith("n_")}
     with torch.no_grad():
@@ -352,7 +352,7 @@ def test_the_tokenizer_decides_on_which_side_is_padded(name, side, files):
         assert mask[0] == (side == "right")
         assert mask[-1] == (side == "left")
         for row, case in zip(batch["labels"], ("text", "many turns"), strict=True):
-            said, expected = learned(name, row), answers(name, case, files)
+            said, expected = supervised(name, row), answers(name, case, files)
             assert said.replace(" ", "") == expected.replace(" ", "")
         assert batch["input_ids"].shape[1] == 399 or limit is None
 
@@ -378,7 +378,7 @@ def test_videos_that_do_not_go_into_one_call_go_into_one_batch(name, files):
         assert batch["video_second_per_grid"].tolist() == [1.0, 1.0]  # two frames a second, two a patch
 
 
-def test_llava_counts_images_for_every_sample_when_films_are_among_them(files):
+def test_llava_counts_images_for_every_sample_when_videos_are_among_them(files):
     batch = default_collate_fn(
         examples("llava_onevision", ("video", "two images", "text"), files), processor("llava_onevision")
     )
@@ -397,7 +397,7 @@ def test_examples_stay_as_they_were(name, files):
 @pytest.mark.parametrize("name", CHATTING)
 def test_a_corrupt_image_is_named(name, tmp_path):
     broken = tmp_path / "broken.png"
-    picture(64, 48).save(broken)
+    make_image(64, 48).save(broken)
     broken.write_bytes(broken.read_bytes()[:90])
     example = {"conversation": turns("image")}
     example["conversation"][0]["content"][0]["image"] = str(broken)
@@ -413,7 +413,7 @@ def test_an_empty_batch_has_nothing_in_it(name):
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_batch_of_nothing_but_overlong_samples_is_refused(name, files):
+def test_a_batch_of_nothing_but_overlong_samples_is_rejected(name, files):
     with pytest.raises(ValueError, match="all 2 samples of the batch have more than max_length=3"):
         default_collate_fn(
             examples(name, ("text", "one image"), files), processor(name), 3, drop_overlong=True

@@ -114,7 +114,7 @@ def test_media_tokens_are_told_apart_by_kind(name, files):
         }
         assert one.count.text == len(ids) - content
         assert one.count.exact
-        assert one.count.patches == sum(medium.patches for medium in one.media)
+        assert one.count.patches == sum(media_item.patches for media_item in one.media)
         assert (one.count.patches > 0) == (kind != "audio")
 
 

@@ -43,17 +43,17 @@ def image_sizes(number, seed):
 def test_images_of_any_size(name):
     made = processor(name)
     encoder = Encoder(made)
-    refused = 0
+    rejected = 0
     for height, width in image_sizes(40, name):
         image = Image.new("RGB", (width, height), "olive")
         try:
             batch = own_batch(name, [Raw(turns("image"), images=(image,))])
         except ValueError:
-            refused += 1  # a shape that the processor does not take
+            rejected += 1  # a shape that the processor does not take
             continue
         predicted = encoder.media_tokens("image", (height, width))
         assert predicted == content_tokens(name, batch), (height, width)
-    assert refused < 10
+    assert rejected < 10
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "nemotron_parse"])
@@ -108,10 +108,10 @@ def test_a_budget_per_frame_is_kept():
     )
     for _ in range(15):
         frames, height, width = draw.randint(2, 9), draw.randint(30, 600), draw.randint(30, 600)
-        film, metadata = clip(frames, width, height)
+        video, metadata = clip(frames, width, height)
         for made in (two, three):
             output = made.video_processor(
-                [film], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
+                [video], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
             )
             tokens = output["video_grid_thw"][0].prod().item() // made.video_processor.merge_size**2
             info = VideoInfo(frames, height, width, 24.0, None)

@@ -1,4 +1,4 @@
-"""PreTokenizedDatasetWrapper in unusual cases: sound, lost pictures, hooks, tools, a wrong set-up."""
+"""PreTokenizedDatasetWrapper in unusual cases: sound, lost images, hooks, tools, a wrong set-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contract.processors import FAMILIES, build, processor
-from contract.samples import picture, tone
+from contract.samples import make_image, tone
 from contract.test_tokenized import IMAGE, TEXT, answers, chat, follows_the_policy, say, wrap
 from packhorse.chat import answer_spans
 from packhorse.collate_fns import (
@@ -74,8 +74,8 @@ def test_a_fake_image_in_a_batch_hides_itself_and_no_sound(name: str, function: 
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "internvl", "smolvlm"])
-def test_a_sample_that_loses_its_only_picture_gets_the_fake_one(name: str) -> None:
-    turns = [say("user", "Hi"), say("assistant", "Hello."), say("user", picture(64, 48), "And?"),
+def test_a_sample_that_loses_its_only_image_gets_the_fake_one(name: str) -> None:
+    turns = [say("user", "Hi"), say("assistant", "Hello."), say("user", make_image(64, 48), "And?"),
              say("assistant", "A dog, " * 90)]  # fmt: skip
     short = wrap(name, chat(*turns[:2]))[0]
     wrapper = wrap(name, chat(*turns), max_length=len(short["input_ids"]), truncate=True, on_bad="raise")
@@ -97,9 +97,9 @@ def test_a_fake_image_that_was_injected_before_is_injected_anew_if_its_turn_is_c
     assert bare["attention_mask"].all(), "nothing is hidden where no image is left"
 
 
-def test_no_sample_ends_in_a_medium() -> None:
+def test_no_sample_ends_in_a_media_item() -> None:
     """Labels are shifted by one later, which cuts the last token."""
-    example = chat(say("user", "q"), say("assistant", "here ", picture(64, 48), " it is " * 20))
+    example = chat(say("user", "q"), say("assistant", "here ", make_image(64, 48), " it is " * 20))
     whole = wrap("qwen2_vl", example)[0]["input_ids"]
     images = media_in("qwen2_vl", whole)
     last = int((whole == processor("qwen2_vl").image_token_id).nonzero()[-1])
@@ -112,18 +112,18 @@ def test_no_sample_ends_in_a_medium() -> None:
             assert media_in("qwen2_vl", batch["input_ids"]) == images
         else:
             (drop,) = wrapper.ledger
-            assert (drop.reason, "a medium would be cut in two" in drop.detail) == ("too_long", True)
+            assert (drop.reason, "a media item would be cut in two" in drop.detail) == ("too_long", True)
 
 
-def test_a_template_that_ends_in_a_medium_is_refused() -> None:
+def test_a_template_that_ends_in_a_media_item_is_rejected() -> None:
     made = build("qwen2_vl")
     made.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for p in m['content'] %}"
         "{{ p['text'] if p['type'] == 'text' else '<|image_pad|>' }}{% endfor %}"
         "{{ '' if loop.last else '<|im_end|>\n' }}{% endfor %}"
     )
-    with pytest.raises(BadSample, match="its last token is a medium's") as caught:
-        PreTokenizedDatasetWrapper([chat(say("user", picture(64, 48)))], made, on_bad="raise")[0]
+    with pytest.raises(BadSample, match="its last token is a media item's") as caught:
+        PreTokenizedDatasetWrapper([chat(say("user", make_image(64, 48)))], made, on_bad="raise")[0]
     assert caught.value.reason == "media_mismatch"
 
 
@@ -157,7 +157,7 @@ TOOLS = (
 )
 
 
-def test_tool_calls_reach_the_template_and_are_learned() -> None:
+def test_tool_calls_reach_the_template_and_are_supervised() -> None:
     made = build("qwen2_vl")
     made.chat_template = TOOLS
     call = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
@@ -268,7 +268,7 @@ def test_sound_beside_the_conversation_is_a_part_of_it(name: str, typed: str) ->
         assert torch.equal(first["input_ids"], second["input_ids"])
 
 
-def test_sound_that_has_no_place_is_refused() -> None:
+def test_sound_that_has_no_place_is_rejected() -> None:
     clip = (tone(16_000), 16_000)
     wrong = {
         "and in it": {**heard(), "audio": clip},
@@ -287,7 +287,7 @@ def test_sound_that_has_no_place_is_refused() -> None:
         wrap("qwen2_vl", {**TEXT, "audio": clip}, on_bad="raise")[0]
 
 
-def test_sound_beside_the_conversation_that_is_too_short_is_refused() -> None:
+def test_sound_beside_the_conversation_that_is_too_short_is_rejected() -> None:
     short = {**chat(say("user", "What?"), say("assistant", "x")), "audio": (tone(399), 16_000)}
     with pytest.raises(BadSample, match="needs at least 400"):
         phi4_mm_collate_fn([short], processor("phi4_mm"))
@@ -296,7 +296,7 @@ def test_sound_beside_the_conversation_that_is_too_short_is_refused() -> None:
 # --- set-up -------------------------------------------------------------------------------------------------
 
 
-def test_a_processor_without_a_chat_template_is_refused_at_once() -> None:
+def test_a_processor_without_a_chat_template_is_rejected_at_once() -> None:
     made = build("qwen2_vl")
     made.chat_template = None
     with pytest.raises(ConfigError, match="Qwen2VLProcessor has no chat template"):
@@ -318,7 +318,7 @@ def test_truncation_needs_a_length() -> None:
         wrap("qwen2_vl", TEXT, truncate=True)
 
 
-def test_a_robust_wrapper_inside_is_refused_where_it_skips() -> None:
+def test_a_robust_wrapper_inside_is_rejected_where_it_skips() -> None:
     class Gone:
         def __len__(self) -> int:
             return 1
@@ -327,7 +327,7 @@ def test_a_robust_wrapper_inside_is_refused_where_it_skips() -> None:
             raise OSError("gone")
 
     robust = RobustDatasetWrapper(Gone(), on_bad="skip", ledger=Ledger())
-    with pytest.raises(ConfigError, match="takes the data set itself, not a RobustDatasetWrapper"):
+    with pytest.raises(ConfigError, match="takes the dataset itself, not a RobustDatasetWrapper"):
         PreTokenizedDatasetWrapper(robust, processor("qwen2_vl"), on_bad="skip", ledger=Ledger())[0]
 
 
@@ -361,7 +361,7 @@ def test_what_is_said_of_a_stand_in_is_recorded_under_its_own_name() -> None:
     assert len(wrapper.ledger) == 2, "asked for by itself, it is the same fact"
 
 
-def test_a_missing_picture_is_recorded_with_file_and_line(tmp_path: Path) -> None:
+def test_a_missing_image_is_recorded_with_file_and_line(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "x"}]
     rows = [{"messages": turns, "images": ["no.png"]}] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

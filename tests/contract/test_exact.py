@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from contract.exact import conversations, film, image_sizes, predicted, really, rendered
-from contract.media_files import write_film
+from contract.exact import conversations, image_sizes, predicted, really, rendered, video
+from contract.media_files import write_video
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import BadSample
 from packhorse.families import FAMILIES as KNOWN
@@ -23,21 +23,21 @@ slow = pytest.mark.slow
 
 
 def check_images(encoder, sizes):
-    """Compare them all; how many there were, and how many of them were refused."""
-    text, refused = rendered(encoder, "image"), 0
+    """Compare them all; how many there were, and how many of them were rejected."""
+    text, rejected = rendered(encoder, "image"), 0
     for height, width in sizes:
         image = Image.new("RGB", (width, height))
         real = really(encoder, text, LoadedMedia([image], [], []))
         assert predicted(encoder, text, [("image", (height, width))]) == real, (height, width)
-        refused += real == "refused"
-    print(f"{encoder.family.name}: {len(sizes)} image sizes, all equal, {refused} of them refused by both")
-    return refused
+        rejected += real == "rejected"
+    print(f"{encoder.family.name}: {len(sizes)} image sizes, all equal, {rejected} of them rejected by both")
+    return rejected
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_images_of_every_shape(name):
-    refused = check_images(Encoder(processor(name)), image_sizes(every=47))
-    assert refused < 20
+    rejected = check_images(Encoder(processor(name)), image_sizes(every=47))
+    assert rejected < 20
 
 
 @slow
@@ -79,24 +79,24 @@ def test_several_images_in_one_sample(name):
         assert predicted(encoder, text, [("image", size) for size in three]) == real, three
 
 
-def check_films(name, numbers, rates):
+def check_videos(name, numbers, rates):
     encoder = Encoder(processor(name))
-    text, refused = rendered(encoder, "video"), 0
+    text, rejected = rendered(encoder, "video"), 0
     cases = [(frames, fps) for frames in numbers for fps in rates]
     for at, (frames, fps) in enumerate(cases):
         step = (1, 2, 13, 400)[at % 4]
-        media = LoadedMedia([], [film(frames, fps, step, 20 + at % 40, 30 + at % 7)], [])
+        media = LoadedMedia([], [video(frames, fps, step, 20 + at % 40, 30 + at % 7)], [])
         real = really(encoder, text, media)
         assert predicted(encoder, text, media.sizes()) == real, (frames, fps, step)
-        refused += real == "refused"
-    print(f"{name}: {len(cases)} videos, all equal, {refused} of them refused by both")
-    return refused
+        rejected += real == "rejected"
+    print(f"{name}: {len(cases)} videos, all equal, {rejected} of them rejected by both")
+    return rejected
 
 
 @pytest.mark.parametrize("name", SEEING)
 def test_videos_with_their_times(name):
-    refused = check_films(name, (1, 2, 5, 19), RATES[::2])
-    assert refused == (4 if name == "qwen3_vl" else 0)  # it needs two frames
+    rejected = check_videos(name, (1, 2, 5, 19), RATES[::2])
+    assert rejected == (4 if name == "qwen3_vl" else 0)  # it needs two frames
 
 
 @slow
@@ -104,7 +104,7 @@ def test_videos_with_their_times(name):
 def test_videos_of_up_to_300_frames(name):
     numbers = (*range(1, 34), 47, 64, 99, 100, 128, 150, 199, 200, 255, 256, 299, 300)
     # Each pair of frames of Qwen3-Omni has at least 128 tokens, and no time.
-    check_films(name, numbers, RATES[:1] if name == "qwen3_omni" else RATES)
+    check_videos(name, numbers, RATES[:1] if name == "qwen3_omni" else RATES)
 
 
 def user_asks(*parts):
@@ -134,22 +134,22 @@ def compared(encoder, conversation):
 
 
 @pytest.fixture(scope="session")
-def films(tmp_path_factory):
+def videos(tmp_path_factory):
     """Video files, short and long, slow and fast."""
-    folder = tmp_path_factory.mktemp("films")
+    folder = tmp_path_factory.mktemp("videos")
     shapes = [(1, 1), (2, 24), (7, 10), (30, Fraction(30000, 1001)), (75, 25), (120, 60), (99, 1)]
     paths = []
     for frames, fps in shapes:
         paths.append(folder / f"{frames}-{float(fps):.2f}.mp4")
-        write_film(paths[-1], frames=frames, fps=fps, width=48, height=32)
+        write_video(paths[-1], frames=frames, fps=fps, width=48, height=32)
     return paths
 
 
 @pytest.mark.parametrize("name", SEEING)
-def test_video_files_by_their_headers(name, films):
+def test_video_files_by_their_headers(name, videos):
     encoder = Encoder(processor(name))
     wishes = ({}, {"fps": 0.7}, {"fps": 4}, {"num_frames": 5}, {"frame_indices": [0]}, {"max_frames": 9})
-    for at, path in enumerate(films):
+    for at, path in enumerate(videos):
         for options in (wishes[0], wishes[1 + at % 5], {"frame_indices": [0, 10_000]}):
             ours, theirs = compared(encoder, user_asks(MediaRef("video", str(path), options)))
             assert ours == theirs, (path.name, options)
@@ -158,13 +158,13 @@ def test_video_files_by_their_headers(name, films):
 
 def check_conversations(name, number, files):
     encoder = Encoder(processor(name))
-    refused = 0
+    rejected = 0
     for conversation in conversations(name, number, files):
         ours, theirs = compared(encoder, conversation)
         assert ours == theirs, conversation
-        refused += isinstance(ours, str)
-    print(f"{name}: {number} conversations, all equal, {refused} of them refused by both")
-    assert refused < 0.6 * number
+        rejected += isinstance(ours, str)
+    print(f"{name}: {number} conversations, all equal, {rejected} of them rejected by both")
+    assert rejected < 0.6 * number
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -192,7 +192,7 @@ def test_patches_are_the_positions_of_the_vision_encoder(name):
 def test_patches_of_a_video(name):
     encoder = Encoder(processor(name))
     for frames, height, width in ((4, 60, 100), (6, 100, 40)):
-        media = LoadedMedia([], [film(frames, 24.0, 2, height, width)], [])
+        media = LoadedMedia([], [video(frames, 24.0, 2, height, width)], [])
         output = encoder.family.call(encoder, rendered(encoder, "video"), media)
         ((_, size),) = media.sizes()
         assert encoder.media_patches("video", size) == positions(name, output, "video") > 0
@@ -234,19 +234,19 @@ def test_an_unlisted_processor_is_counted_on_blank_media(name):
     assert written(generic, "image", size) == written(encoder, "image", size)
     assert generic.media_tokens("image", size) == encoder.media_tokens("image", size)
     if name in ("qwen2_vl", "qwen3_vl"):  # of the others it does not know whose the frames are
-        film_size = VideoInfo(4, 40, 60, 10.0, 9.0, (0, 30, 61, 90))
-        assert written(generic, "video", film_size) == written(encoder, "video", film_size)
+        video_size = VideoInfo(4, 40, 60, 10.0, 9.0, (0, 30, 61, 90))
+        assert written(generic, "video", video_size) == written(encoder, "video", video_size)
     if name not in ("gemma4", "phi4_mm"):
         assert generic.media_patches("image", size) == encoder.media_patches("image", size)
 
 
 def test_a_conversation_with_blank_media_is_as_long_as_the_real_one(files):
     encoder = Encoder(processor("qwen3_vl"), Generic())
-    for kind, names in (("image", ("wide.png", "large.png")), ("video", ("film.mp4", "slow.mp4"))):
+    for kind, names in (("image", ("wide.png", "large.png")), ("video", ("video.mp4", "slow.mp4"))):
         refs = [MediaRef(kind, str(files[name])) for name in names]
         real = user_asks(refs[0], TextPart("And then?"), refs[1])
         sizes = [(ref.kind, encoder.size_of(ref)) for ref in refs]
-        blank = encoder.encode(encoder.blank_media(real, sizes)).tokens["input_ids"]
+        blank = encoder.encode(encoder.placeholder_media(real, sizes)).tokens["input_ids"]
         assert blank.tolist() == encoder.encode(real).tokens["input_ids"].tolist()
 
 

@@ -1,4 +1,4 @@
-"""One suite over all families: they encode what their processors make, and only answers are learned."""
+"""One suite over all families: they encode what their processors make, and only answers are supervised."""
 
 from dataclasses import replace
 
@@ -70,18 +70,18 @@ def test_labels_give_back_the_answers_and_their_stop_tokens(name, case, made):
     ]
     if name in TRIMS_TEXT:
         answers = [answer.strip() for answer in answers]
-    learned = made(name, case).learned(name)
+    supervised = made(name, case).supervised(name)
     if name == "smolvlm":
         # The blank of "Assistant: " belongs to the first token of most answers.
-        learned = [
+        supervised = [
             text if text == answer + STOPS[name] else text.removeprefix(" ")
-            for text, answer in zip(learned, answers, strict=True)
+            for text, answer in zip(supervised, answers, strict=True)
         ]
-    assert learned == [answer + STOPS[name] for answer in answers if answer + STOPS[name]]
+    assert supervised == [answer + STOPS[name] for answer in answers if answer + STOPS[name]]
 
 
 @every_sample
-def test_media_tokens_are_not_learned_and_labels_are_ids(name, case, made):
+def test_media_tokens_are_not_supervised_and_labels_are_ids(name, case, made):
     sample = made(name, case)
     media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     ids, labels = sample.encoded.tokens["input_ids"], sample.labels
@@ -119,7 +119,7 @@ def test_every_tensor_is_divided_among_its_media(name, case, made):
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED)
-def test_what_a_family_cannot_take_is_refused_by_name(name, case, files):
+def test_what_a_family_cannot_take_is_rejected_by_name(name, case, files):
     refusal = REFUSED[name, case]
     with pytest.raises(BadSample, match=refusal.words) as caught:
         make(name, case, files)
@@ -132,13 +132,13 @@ def test_what_a_family_cannot_take_is_refused_by_name(name, case, files):
     ("name", "case"),
     [(n, c) for n in EVERY for c in ("one image", "video", "audio") if not takes(n, c)],
 )
-def test_a_kind_of_media_that_the_family_lacks_is_refused(name, case, files):
+def test_a_kind_of_media_that_the_family_lacks_is_rejected(name, case, files):
     with pytest.raises(BadSample, match=f"a part of type {case}; .* takes image"):
         make(name, case, files)
 
 
 @every_family
-def test_a_typed_placeholder_is_refused(name, files):
+def test_a_typed_placeholder_is_rejected(name, files):
     made = processor(name)
     encoder = Encoder(made)
     for placeholder in encoder.placeholders.values():
@@ -146,13 +146,13 @@ def test_a_typed_placeholder_is_refused(name, files):
             said = conversation(name, case, files)
             turn = next(turn for turn in said if turn["role"] == role)
             turn["content"].append({"type": "text", "text": f"Look: {placeholder}"})
-            with pytest.raises(BadSample, match="cannot be told from a medium") as caught:
+            with pytest.raises(BadSample, match="cannot be told from a media item") as caught:
                 encoder.encode(parse_conversation({"conversation": said}))
             assert caught.value.reason == "media_mismatch"
 
 
 @every_family
-def test_a_typed_content_token_is_refused(name, files):
+def test_a_typed_content_token_is_rejected(name, files):
     made = processor(name)
     encoder = Encoder(made)
     for number in encoder.media_token_ids:
@@ -266,7 +266,7 @@ def test_every_case_is_taken_by_some_family():
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if "audio" in FAMILIES[n].modalities])
-def test_sound_that_is_too_short_is_refused_and_a_little_longer_is_not(name):
+def test_sound_that_is_too_short_is_rejected_and_a_little_longer_is_not(name):
     made = processor(name)
     encoder = Encoder(made)
     for samples, enough in ((encoder.family.least_samples - 1, False), (encoder.family.least_samples, True)):
@@ -299,15 +299,15 @@ def asked(*files):
 
 
 @pytest.mark.parametrize("name", ["llava_onevision", "internvl"])
-def test_videos_of_different_length_in_one_sample_are_refused(name, files):
-    two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
+def test_videos_of_different_length_in_one_sample_are_rejected(name, files):
+    two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
     with pytest.raises(BadSample, match=r"a/1: the processor refuses it: .*equal size"):
         Encoder(processor(name)).encode(two)
 
 
 def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):
     made = processor("qwen3_omni")
-    two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
+    two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
     encoded = Encoder(made).encode(two)
     # All frames are taken, 10 and 1 in a second; two frames are a patch.
     assert encoded.media["video_second_per_grid"].tolist() == pytest.approx([2 / 10, 2 / 1])
@@ -356,7 +356,7 @@ def test_nemotron_parse_uses_the_task_prompt_where_the_user_says_nothing(files):
         assert made.tokenizer.decode(labels[labels != IGNORE_INDEX]) == "A cat." + stop
 
 
-def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_left_out(files):
+def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_dropped(files):
     made = build("qwen2_vl")
     made.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -377,10 +377,10 @@ def test_a_template_that_refuses_a_conversation_makes_a_bad_sample():
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if "video" in FAMILIES[n].modalities])
-def test_a_film_three_pixels_high_is_not_taken_for_channels(name):
-    film, metadata = clip(4, width=90, height=3)
+def test_a_video_three_pixels_high_is_not_taken_for_channels(name):
+    video, metadata = clip(4, width=90, height=3)
     said = turns("video")
-    said[0]["content"][0] |= {"video": film, "video_metadata": metadata}
+    said[0]["content"][0] |= {"video": video, "video_metadata": metadata}
     encoded = Encoder(processor(name)).encode(parse_conversation({"conversation": said}))
     ((_, size),) = encoded.sizes
     assert (size.total_frames, size.height, size.width) == (4, 3, 90)
@@ -389,10 +389,10 @@ def test_a_film_three_pixels_high_is_not_taken_for_channels(name):
 def test_smolvlm_keeps_its_own_template_and_joins_the_frames_of_a_sample(files):
     made = build("smolvlm")
     made.chat_template = made.chat_template.replace("<end_of_utterance>", "<end_of_utterance> .")
-    two = asked(("video", str(files["film.mp4"])), ("video", str(files["slow.mp4"])))
+    two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
     encoded = Encoder(made).encode(two)
     assert "A cat.<end_of_utterance> .\n" in encoded.text
-    # One frame a second: 1 of the first film and 5 of the second, none of them padding.
+    # One frame a second: 1 of the first video and 5 of the second, none of them padding.
     assert (
         encoded.media["pixel_values"].shape[:2] == encoded.media["pixel_attention_mask"].shape[:2] == (1, 6)
     )

@@ -8,7 +8,7 @@ import torch
 
 from contract.chat_templates import chatml
 from contract.processors import build, processor
-from contract.samples import picture, turns
+from contract.samples import make_image, turns
 from contract.tiny_tokenizers import tokenizer
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import BadSample, ConfigError
@@ -45,7 +45,7 @@ def asked(*images, question="What is it?"):
     return parse_conversation({"conversation": said}, "a/1")
 
 
-def learned(encoder, conversation):
+def supervised(encoder, conversation):
     labels = encoder.labels(encoder.encode(conversation))
     return encoder.tokenizer.decode(labels[labels != IGNORE_INDEX])
 
@@ -53,13 +53,13 @@ def learned(encoder, conversation):
 def test_an_unlisted_processor_of_transformers_is_encoded_and_labelled():
     made = llava()
     encoder = Encoder(made)
-    two = asked(picture(100, 60), picture(30, 90))
+    two = asked(make_image(100, 60), make_image(30, 90))
     encoded = encoder.encode(two)
-    own = made(text=[encoded.text], images=[[picture(100, 60), picture(30, 90)]], return_tensors="pt")
+    own = made(text=[encoded.text], images=[[make_image(100, 60), make_image(30, 90)]], return_tensors="pt")
     assert torch.equal(encoded.tokens["input_ids"], own["input_ids"][0])
     assert torch.equal(encoded.media["pixel_values"], own["pixel_values"])
     assert encoder.family.layout == {"pixel_values": TensorLayout(("image",), "item")}
-    assert learned(encoder, two) == "A cat.<|im_end|>"
+    assert supervised(encoder, two) == "A cat.<|im_end|>"
     assert encoder.media_tokens("image", (60, 100)) == 4
     assert not encoder.family.exact
 
@@ -84,9 +84,9 @@ def test_a_tokenizer_alone_is_enough_for_text():
         assert isinstance(encoder.family, Generic)
         encoded = encoder.encode(asked())
         assert encoded.text.startswith("<|im_start|>user\nWhat is it?<|im_end|>")
-        assert learned(encoder, asked()) == "A cat.<|im_end|>"
+        assert supervised(encoder, asked()) == "A cat.<|im_end|>"
         with pytest.raises(ConfigError, match=r"has media \(image\), but the processor is a tokenizer"):
-            encoder.encode(asked(picture(10, 10)))
+            encoder.encode(asked(make_image(10, 10)))
     finally:
         made.chat_template = None
 
@@ -103,11 +103,11 @@ def test_templates_for_texts_and_for_parts_both_work(template):
         def __call__(self, text, return_tensors):
             return self.tokenizer(text, return_tensors=return_tensors)
 
-    assert learned(Encoder(Talker()), asked()) == "A cat.<|im_end|>"
+    assert supervised(Encoder(Talker()), asked()) == "A cat.<|im_end|>"
 
 
-def test_a_typed_placeholder_is_refused_where_the_processor_names_it():
-    with pytest.raises(BadSample, match="cannot be told from a medium"):
+def test_a_typed_placeholder_is_rejected_where_the_processor_names_it():
+    with pytest.raises(BadSample, match="cannot be told from a media item"):
         Encoder(llava()).encode(asked(question="What is <image>?"))
 
 
@@ -129,7 +129,7 @@ class Returning:
         return {**self.tokenizer(text, return_tensors=return_tensors), **self.tensors}
 
 
-IMAGES = (picture(10, 10), picture(20, 10))
+IMAGES = (make_image(10, 10), make_image(20, 10))
 
 
 def test_a_models_own_processor_is_called_as_it_is_written_and_not_as_those_of_transformers():
@@ -218,7 +218,7 @@ def test_a_transparent_wrapper_is_served_as_what_it_wraps():
     made = Around(processor("gemma3"))
     encoder = Encoder(made)
     assert encoder.family is family_of(processor("gemma3"))
-    assert learned(encoder, asked(IMAGES[0])) == "A cat.<end_of_turn>"
+    assert supervised(encoder, asked(IMAGES[0])) == "A cat.<end_of_turn>"
 
 
 def test_a_wrapper_with_another_tokenizer_is_not_seen_through():
@@ -253,8 +253,8 @@ def test_kimi_k25s_own_processor_has_its_placeholders_expanded():
     assert (ids == pad).sum() == 6 + 1
     assert encoded.tokens["attention_mask"].shape == ids.shape
     assert encoder.rows(encoded, "pixel_values") == [24, 4]
-    assert learned(encoder, asked(*IMAGES)) == "A cat.<|im_end|>"
-    assert learned(encoder, asked()) == "A cat.<|im_end|>"
+    assert supervised(encoder, asked(*IMAGES)) == "A cat.<|im_end|>"
+    assert supervised(encoder, asked()) == "A cat.<|im_end|>"
     assert Encoder(KimiK25Processor([[1, 4, 6]])).media_tokens("image", (10, 10)) == 6
 
 

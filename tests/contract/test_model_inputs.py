@@ -1,4 +1,4 @@
-"""A batch and a model that do not belong together are refused, not trained with leaking attention."""
+"""A batch and a model that do not belong together are rejected, not trained with leaking attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _attention_as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("made_for", ATTENTION)
-def test_a_batch_for_another_attention_than_the_decoders_is_refused(
+def test_a_batch_for_another_attention_than_the_decoders_is_rejected(
     made_for: str, files: dict[str, Path]
 ) -> None:
     model = tiny_model("qwen2_vl")
@@ -67,7 +67,7 @@ def test_a_batch_for_another_attention_than_the_decoders_is_refused(
             model_inputs(batch, model)
 
 
-def test_a_leaking_batch_is_the_one_that_is_refused(files: dict[str, Path]) -> None:
+def test_a_leaking_batch_is_the_one_that_is_rejected(files: dict[str, Path]) -> None:
     model, packs = tiny_model("qwen2_vl"), [pack("qwen2_vl", files)]
     names = ("sdpa", "eager", "varlen")
     batches = {name: neat_packed_vlm_collater(packs, attn_implementation=name) for name in names}
@@ -103,7 +103,7 @@ def test_batches_that_are_not_packed_go_with_any_attention(files: dict[str, Path
 
 
 @pytest.mark.parametrize("fakes", [True, False])
-def test_images_that_see_both_ways_are_refused_where_no_mask_is_made(
+def test_images_that_see_both_ways_are_rejected_where_no_mask_is_made(
     fakes: bool, files: dict[str, Path]
 ) -> None:
     model = tiny_model("gemma3")
@@ -116,7 +116,7 @@ def test_images_that_see_both_ways_are_refused_where_no_mask_is_made(
         model_inputs(batch, model)
 
 
-def test_an_attention_that_nobody_knows_is_refused_and_the_model_stays_as_it_was() -> None:
+def test_an_attention_that_nobody_knows_is_rejected_and_the_model_stays_as_it_was() -> None:
     model = tiny_model("qwen2_vl")
     before = attention_of(model)
     with pytest.raises(ConfigError, match=r"'bogus': expected one of eager, .*sdpa.*varlen"):

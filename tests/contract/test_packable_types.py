@@ -75,7 +75,7 @@ def decoder(model_type: str, **settings: Any) -> Any:
 
 
 def with_random_weights(model: Any) -> Any:
-    """Also those that begin as zeros or ones, behind which a difference would hide."""
+    """Also those that begin as zeros or ones, after which a difference would hide."""
     model = copy.deepcopy(model).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -146,7 +146,7 @@ def test_the_documentation_lists_every_declared_type() -> None:
     assert {f"`{name}`" for name in PACKABLE} <= set(re.findall("`[a-z0-9_]+`", page.read_text()))
 
 
-def test_a_type_that_selects_keys_over_the_row_differs_and_is_refused_as_unproven() -> None:
+def test_a_type_that_selects_keys_over_the_row_differs_and_is_rejected_as_unproven() -> None:
     torch.manual_seed(0)
     model = decoder("doge", keep_window_size=8)
     packed, alone, _, _ = packed_and_alone(with_random_weights(model))
@@ -162,11 +162,11 @@ def test_a_type_that_selects_keys_over_the_row_differs_and_is_refused_as_unprove
 @pytest.mark.parametrize(
     "name", ["idefics", "molmo2", "blt", "reformer", "kosmos-2", "git", "diffusion_gemma", "falcon"]
 )
-def test_types_that_nobody_tested_are_refused_by_their_config(name: str) -> None:
+def test_types_that_nobody_tested_are_rejected_by_their_config(name: str) -> None:
     assert packing_problems(CONFIG_MAPPING[name]())
 
 
-def test_a_declared_model_with_a_decoder_of_another_type_is_refused() -> None:
+def test_a_declared_model_with_a_decoder_of_another_type_is_rejected() -> None:
     config = CONFIG_MAPPING["llava_onevision"](text_config=small("falcon", {}))
     (why,) = packing_problems(config)
     assert "model type 'falcon'" in why

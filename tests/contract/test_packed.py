@@ -167,7 +167,7 @@ def _uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_packed_batch_is_what_separate_forwards_are(
     name: str, backend: str, unpacked: Any, parity: Any
 ) -> None:
-    # A fake image is refused where flex attention would have to look both ways.
+    # A fake image is rejected where flex attention would have to look both ways.
     given = unpacked(name, fakes=name not in BOTH_WAYS or backend != "flex_attention")
     batch = packed_batch(name, given, backend)
     assert len(given.bins[0]) >= 4
@@ -255,7 +255,7 @@ def test_gemma_4_with_sound_and_a_fake_image_is_what_separate_forwards_are(
 
 
 def test_a_fake_image_in_a_pack_changes_no_loss_of_its_text(unpacked: Any) -> None:
-    """Its features reach no token that is learned: their gradient is nothing."""
+    """Its features reach no token that is supervised: their gradient is nothing."""
     given, model = unpacked("qwen2_vl"), tiny_model("qwen2_vl")
     packs = PackedDatasetWrapper(given.samples, [[CASES.index("text")]], 8192, 0, rope_index(model))
     for backend in ("sdpa", "eager", "varlen"):

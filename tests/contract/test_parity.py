@@ -194,7 +194,7 @@ def test_positions_that_run_on_are_named(files: dict[str, Path]) -> None:
     assert any("must restart with each document" in cause for cause in report.causes)
 
 
-def test_too_few_samples_are_refused(examples: Any) -> None:
+def test_too_few_samples_are_rejected(examples: Any) -> None:
     with pytest.raises(ConfigError, match="2 samples for 2 packs"):
         check(examples[:2])
 
@@ -221,7 +221,7 @@ def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> 
     for backend in ("sdpa", "eager", "varlen"):
         assert f"{backend}: packed equals unpacked. 4 documents" in result.stdout
     assert "  pack 0, document 1, chats/0: " in result.stdout
-    assert "left out" not in result.stdout
+    assert "dropped" not in result.stdout
     result = run(
         meta, "--model", saved, "--samples", 2, "--random-weights", "--attention", "sdpa", "--json",
         "--dataset", "chats",
@@ -247,7 +247,7 @@ def test_the_command_names_rows_that_it_leaves_out_and_goes_on(tmp_path: Path, s
     (tmp_path / "media" / "chart00.png").unlink()
     result = run(meta, "--model", saved, "--samples", 24, "--attention", "sdpa", "--dataset", "charts")
     assert result.exit_code == 0, result.output
-    assert "3 rows left out:\n  charts/0: missing_media, no file " in result.stdout
+    assert "3 rows dropped:\n  charts/0: missing_media, no file " in result.stdout
     assert "\n  charts/7: malformed_row, " in result.stdout
     assert "\n  charts/13: broken_media, " in result.stdout
     assert "21 documents" in result.stdout

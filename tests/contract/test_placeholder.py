@@ -21,7 +21,7 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import Encoder
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
-from packhorse.loader.placeholder import Blanks
+from packhorse.loader.placeholder import Placeholders
 from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS, WorkItem
 
@@ -56,7 +56,7 @@ def _attention_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("name", CHATS)
 def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
     samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
-    blanks = Blanks(samples)
+    blanks = Placeholders(samples)
     for bit, kind in enumerate(MEDIA_KINDS):
         if kind not in FAMILIES[name].modalities:
             continue
@@ -75,7 +75,7 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
 @pytest.mark.parametrize("name", CHATS)
 def test_each_placeholder_of_several_kinds_is_named_by_the_media_that_it_holds(name: str) -> None:
     samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
-    named = Blanks(samples).samples(bits(name))
+    named = Placeholders(samples).samples(bits(name))
     assert len({kind for kind, _ in named}) == len(named)
     for kind, blank in named:
         layouts = [layout for key, layout in samples.family.layout.items() if key in blank.media]
@@ -154,7 +154,7 @@ def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None
     built = loader._feed.builder[WorkItem(0, 0, (), 3)]
     loss, found = gradients(model, built.batch)
 
-    assert built.report.filler
+    assert built.report.is_padding
     assert built.report.supervised == 0
     assert loss == 0
     assert all(not gradient.any() for gradient in found.values())
@@ -163,7 +163,7 @@ def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None
 def reserved(name: str, made: Any) -> dict[str, int]:
     """Tokens that a pack keeps free for a placeholder of each kind."""
     samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
-    blanks = Blanks(samples)
+    blanks = Placeholders(samples)
     kinds = [(bit, kind) for bit, kind in enumerate(MEDIA_KINDS) if kind in FAMILIES[name].modalities]
     found = {kind: sum(blanks.lengths(1 << bit)) for bit, kind in kinds}
     return {**found, "all": sum(blanks.lengths(bits(name)))}

@@ -1,4 +1,5 @@
-"""The fixtures themselves: every processor builds, takes every medium it claims, and feeds its tiny model."""
+"""The fixtures themselves: every processor builds, takes every media item it claims, and feeds its tiny
+model."""
 
 import time
 
@@ -8,7 +9,7 @@ import torch
 from contract.calls import Raw, own_batch, rendered
 from contract.chat_templates import TEMPLATES, chatml
 from contract.processors import FAMILIES, build, processor
-from contract.samples import clip, picture, tone, turns
+from contract.samples import clip, make_image, tone, turns
 from contract.tiny_models import MODELS, tiny_model
 from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
 
@@ -18,8 +19,8 @@ SEEING = tuple(name for name in FAMILIES if "video" in FAMILIES[name].modalities
 HEARING = tuple(name for name in FAMILIES if "audio" in FAMILIES[name].modalities)
 
 WORDS = Raw(turns())
-ONE = Raw(turns("image"), images=(picture(100, 60),))
-TWO = Raw(turns("image", "image"), images=(picture(100, 60), picture(300, 200)))
+ONE = Raw(turns("image"), images=(make_image(100, 60),))
+TWO = Raw(turns("image", "image"), images=(make_image(100, 60), make_image(300, 200)))
 FILM = Raw(turns("video"), clips=(clip(5),))
 SOUND = Raw(turns("audio"), sounds=(tone(16_000),))
 
@@ -102,7 +103,7 @@ def test_a_template_refuses_a_part_it_does_not_know(name):
 
 def test_a_generation_block_marks_what_the_assistant_says():
     conversation = turns("image")
-    conversation[0]["content"][0]["image"] = picture(100, 60)
+    conversation[0]["content"][0]["image"] = make_image(100, 60)
     made = processor("qwen2_vl")
     batch = made.apply_chat_template(
         [conversation],

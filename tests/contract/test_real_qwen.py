@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from contract.processors import build
-from contract.samples import picture
+from contract.samples import make_image
 from packhorse.chat import IGNORE_INDEX
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
@@ -99,7 +99,7 @@ def generated(draw, name):
     for _ in range(draw.randint(1, 5)):
         asked = [{"type": "text", "text": words(8)} for _ in range(draw.randint(1, 2))]
         if draw.random() < 0.2:
-            image = picture(draw.randint(20, 120), draw.randint(20, 120))
+            image = make_image(draw.randint(20, 120), draw.randint(20, 120))
             asked.insert(draw.randint(0, len(asked)), {"type": "image", "image": image})
         turns.append({"role": "user", "content": asked})
         if draw.random() < 0.1:
@@ -131,9 +131,9 @@ def test_labels_are_exact_on_generated_conversations(name):
         conversation, answers = generated(draw, name)
         encoded = encoder.encode(conversation)
         labels = encoder.labels(encoded)
-        learned = [made.tokenizer.decode(run) for run in runs(labels.tolist())]
-        assert len(learned) == len(answers), number
-        for text, answer in zip(learned, answers, strict=True):
+        supervised = [made.tokenizer.decode(run) for run in runs(labels.tolist())]
+        assert len(supervised) == len(answers), number
+        for text, answer in zip(supervised, answers, strict=True):
             if text != answer + stop:
                 # The newline of the marker is in the answer's first token, as the processor made it.
                 assert answer[0].isspace(), number

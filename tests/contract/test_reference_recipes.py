@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from contract.processors import processor
-from contract.samples import clip, picture, tone, turns
+from contract.samples import clip, make_image, tone, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import packed_collater
 from packhorse.datasets import make_meta_dataset
@@ -47,7 +47,7 @@ def spoken() -> dict[str, Any]:
 
 def hub_rows() -> dict[str, dict[str, list[Any]]]:
     """Small datasets with the public columns of those on the hub, by their hub names."""
-    shot = {"bytes": encoded_picture(), "path": None}
+    shot = {"bytes": encoded_image(), "path": None}
     said = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A ramp."}]
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     return {
@@ -73,9 +73,9 @@ def hub_rows() -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def encoded_picture() -> bytes:
+def encoded_image() -> bytes:
     file = io.BytesIO()
-    picture(64, 48).save(file, "PNG")
+    make_image(64, 48).save(file, "PNG")
     return file.getvalue()
 
 
@@ -231,7 +231,7 @@ def test_defaults_of_configurations_are_those_of_the_functions() -> None:
 
 def seen(answer: str = "A ramp.") -> dict[str, Any]:
     conversation = turns("image", answer=answer)
-    conversation[0]["content"][0]["image"] = picture(64, 48)
+    conversation[0]["content"][0]["image"] = make_image(64, 48)
     return {"conversation": conversation}
 
 
@@ -295,7 +295,7 @@ def test_every_processor_of_the_references_registry_has_a_function() -> None:
 
 @pytest.fixture
 def meta(tmp_path: Path) -> str:
-    picture(64, 48).save(tmp_path / "ramp.png")
+    make_image(64, 48).save(tmp_path / "ramp.png")
     with (tmp_path / "train.jsonl").open("w") as file:
         for number in range(12):
             said = [

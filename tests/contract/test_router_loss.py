@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture of experts: right for padded batches, refused where it would be wrong."""
+"""The auxiliary loss of a mixture of experts: right for padded batches, rejected where it would be wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(model: Any, **settings: Any) -> packhorse.Loader:
     return packhorse.load(texts(6), processor("qwen3_vl"), model=model, pack_size=512, **settings)
 
 
-def test_packed_training_with_a_router_loss_is_refused_by_name(experts: Any, tmp_path: Path) -> None:
+def test_packed_training_with_a_router_loss_is_rejected_by_name(experts: Any, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     class PackedTrainer(TrainFromLoader, Trainer):

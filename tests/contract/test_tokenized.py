@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.processors import FAMILIES, build, processor
-from contract.samples import picture
+from contract.samples import make_image
 from contract.tiny_models import MODELS, tiny_model
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _inject_thinking_prefix_tokens, pad_collate_fn
@@ -39,12 +39,12 @@ def chat(*turns: dict[str, Any]) -> dict[str, Any]:
 
 
 TEXT = chat(say("user", "Count."), say("assistant", "One, two."))
-IMAGE = chat(say("user", picture(64, 48), "What is it?"), say("assistant", "A cat."))
+IMAGE = chat(say("user", make_image(64, 48), "What is it?"), say("assistant", "A cat."))
 LONG = chat(say("user", "Go on."), say("assistant", "word " * 400))
 TWO_TURNS = chat(
-    say("user", picture(64, 48), "What is it?"),
+    say("user", make_image(64, 48), "What is it?"),
     say("assistant", "A cat."),
-    say("user", picture(90, 40), "And that?"),
+    say("user", make_image(90, 40), "And that?"),
     say("assistant", "A dog, " * 30),
 )
 
@@ -55,8 +55,8 @@ def wrap(name: str, *examples: Any, **options: Any) -> PreTokenizedDatasetWrappe
 
 
 def answers(name: str, sample: dict[str, torch.Tensor]) -> str:
-    learned = sample["labels"][sample["labels"] != IGNORE_INDEX]
-    return processor(name).tokenizer.decode(learned)
+    supervised = sample["labels"][sample["labels"] != IGNORE_INDEX]
+    return processor(name).tokenizer.decode(supervised)
 
 
 @pytest.mark.parametrize("name", CHATTING)
@@ -126,8 +126,12 @@ def test_truncation_keeps_whole_turns_and_says_so(name: str) -> None:
 
 
 def test_an_answer_that_alone_is_too_long_is_cut_in_its_text() -> None:
-    wrapper = wrap("qwen2_vl", chat(say("user", picture(64, 48), "Go on."), say("assistant", "word " * 400)),
-                   max_length=150, truncate=True)  # fmt: skip
+    wrapper = wrap(
+        "qwen2_vl",
+        chat(say("user", make_image(64, 48), "Go on."), say("assistant", "word " * 400)),
+        max_length=150,
+        truncate=True,
+    )
     sample = wrapper[0]
     assert len(sample["input_ids"]) == len(sample["labels"]) == len(sample["mm_token_type_ids"]) == 150
     assert answers("qwen2_vl", sample).startswith("word word")
@@ -160,8 +164,8 @@ TURNS = st.lists(
 def test_whatever_is_cut_a_model_of_the_family_takes_the_rest(name: str, turns: Any, share: float) -> None:
     conversation = []
     for sizes, question, answer, shown in turns:
-        conversation.append(say("user", *(picture(*size) for size in sizes), question))
-        drawn = () if shown is None else (picture(*shown[:2]), shown[2])
+        conversation.append(say("user", *(make_image(*size) for size in sizes), question))
+        drawn = () if shown is None else (make_image(*shown[:2]), shown[2])
         conversation.append(say("assistant", answer, *drawn))
     whole = len(wrap(name, chat(*conversation), on_bad="raise")[0]["input_ids"])
     limit = max(1, int(whole * share))
@@ -184,7 +188,7 @@ def test_whatever_is_cut_a_model_of_the_family_takes_the_rest(name: str, turns: 
     batch = pad_collate_fn([sample], processor(name))
     shifted = batch["input_ids"]
     assert torch.isin(shifted, media_ids).sum() == torch.isin(ids, media_ids).sum(), (
-        "the shift cuts no medium"
+        "the shift cuts no media item"
     )
     inputs = {key: value for key, value in batch.items() if key != "labels" and not key.startswith("n_")}
     with torch.no_grad():
@@ -205,7 +209,7 @@ def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_processor_refuses_follows_the_policy_too() -> None:
-    stripe = chat(say("user", picture(2000, 4), "?"), say("assistant", "x"))  # Qwen takes at most 1 to 200
+    stripe = chat(say("user", make_image(2000, 4), "?"), say("assistant", "x"))  # Qwen takes at most 1 to 200
     with pytest.raises(BadSample, match="the processor refuses it: absolute aspect ratio"):
         wrap("qwen2_vl", stripe, on_bad="raise")[0]
     skipping = wrap("qwen2_vl", stripe, TEXT, on_bad="skip")
@@ -215,11 +219,11 @@ def test_what_a_processor_refuses_follows_the_policy_too() -> None:
 
 
 def follows_the_policy(made: Any, bad: Any, stage: str, reason: str, words: str) -> None:
-    """A bad sample raises, is left out, or is replaced by the same one at every run; the ledger says why."""
+    """A bad sample raises, is dropped, or is replaced by the same one at every run; the ledger says why."""
     examples = [bad, TEXT, IMAGE]
     with pytest.raises(BadSample, match=words):
         PreTokenizedDatasetWrapper(examples, made, on_bad="raise", ledger=Ledger())[0]
-    for policy, action in (("skip", "left_out"), ("replace", "replaced")):
+    for policy, action in (("skip", "dropped"), ("replace", "replaced")):
         runs = []
         for _ in range(2):
             wrapper = PreTokenizedDatasetWrapper(examples, made, on_bad=policy, ledger=Ledger())

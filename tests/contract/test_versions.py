@@ -1,4 +1,4 @@
-"""A family that the installed transformers is too old for is refused, with the version to install."""
+"""A family that the installed transformers is too old for is rejected, with the version to install."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("processor", "least"), [("Kimi_K25Processor", "5.13"), ("NemotronH_Omni_Reasoning_V3Processor", "5.18")]
 )
-def test_a_family_that_needs_a_newer_version_is_refused(
+def test_a_family_that_needs_a_newer_version_is_rejected(
     processor: str, least: str, oldest: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"needs transformers {least} or newer, and 5.12.1 is") as refused:
+    with pytest.raises(ConfigError, match=f"needs transformers {least} or newer, and 5.12.1 is") as rejected:
         family_of(of_class(processor))
-    assert f"pip install 'transformers>={least}'" in str(refused.value)
+    assert f"pip install 'transformers>={least}'" in str(rejected.value)
     installed(monkeypatch, f"{least}.0")
     assert processor in family_of(of_class(processor)).processor_classes
 
 
-def test_a_medium_that_needs_a_newer_version_is_refused_and_others_are_taken(oldest: None) -> None:
+def test_a_media_item_that_needs_a_newer_version_is_rejected_and_others_are_taken(oldest: None) -> None:
     family = family_of(of_class("Gemma4Processor"))
     for kind in ("image", "audio"):
         family.check(conversation(kind))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
 from contract.exact import own_call, rendered, samples_frames, with_video_settings
-from contract.media_files import write_film
+from contract.media_files import write_video
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder
@@ -40,7 +40,7 @@ def video_files(tmp_path_factory):
     for frames, fps in shapes:
         for suffix in (".mp4", ".mkv"):
             paths.append(folder / f"{frames}-{float(fps):.2f}{suffix}")
-            write_film(paths[-1], frames=frames, fps=fps, width=48, height=32)
+            write_video(paths[-1], frames=frames, fps=fps, width=48, height=32)
     return paths
 
 
@@ -159,7 +159,7 @@ def test_frames_given_as_a_list_are_all_taken(name):
     assert size.indices == tuple(range(7))
 
 
-def test_a_step_past_the_last_frame_is_left_out():
+def test_a_step_past_the_last_frame_is_dropped():
     info = VideoInfo(99, 48, 64, 1.0, 99.0)
     made = with_video_settings("qwen2_vl", {"fps": 4})
     metadata = VideoMetadata(99, 1.0, 64, 48, 99.0)

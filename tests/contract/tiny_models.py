@@ -168,7 +168,7 @@ def _gemma4() -> Any:
 
 
 def _with_features(model: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Encode pictures before the call where there are videos: transformers 5.22 loses their frame counts."""
+    """Encode images before the call where there are videos: transformers 5.22 loses their frame counts."""
     if options.get("pixel_values_videos") is None:
         return arguments, options
     given = {**options, "mm_encoder_outputs": {}}

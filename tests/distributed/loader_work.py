@@ -62,12 +62,12 @@ def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
     return found
 
 
-def refused(run: dict[str, Any], rank: int) -> list[list[str]]:
+def rejected(run: dict[str, Any], rank: int) -> list[list[str]]:
     """What each rank is told where the last one has other settings, and its plan when it is alone."""
     last = dist.get_world_size() - 1
     told = []
     cases: list[dict[str, Any]] = [{"pack_size": 200}, {"seed": 3}]
-    cases += [{"batch_size": 2}, {"accumulation": 2}, {"ledger_dir": None}]
+    cases += [{"batch_size": 2}, {"gradient_accumulation_steps": 2}, {"ledger_dir": None}]
     for changes in cases:
         own = changes if rank == last else {}
         plan = built(run, **own, world=packhorse.World()).plan_key
@@ -83,7 +83,7 @@ def everything(run: dict[str, Any], rank: int) -> dict[str, Any]:
     return {
         "dealt": epoch(run, rank),
         "sharded": epoch(run, rank, shard_data=True, ledger_dir=f"{run['folder']}/sharded"),
-        "refused": refused(run, rank),
+        "rejected": rejected(run, rank),
         "too few": too_few(run, rank),
         "uneven": uneven(run, rank),
         "torn": torn(run, rank),
@@ -98,7 +98,7 @@ def chats(number: int, words: int) -> list[dict[str, Any]]:
 
 
 def uneven(run: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Shards of which the first has long rows only: stopped behind the natural end of the others' steps."""
+    """Shards of which the first has long rows only: stopped after the natural end of the others' steps."""
     size = dist.get_world_size()
     rows = [
         row
@@ -129,7 +129,7 @@ def mixed_states(run: dict[str, Any], rank: int) -> dict[str, Any]:
     started = time.monotonic()
     found: dict[str, Any] = {}
     for name, sharded in (("", False), ("sharded ", True)):
-        settings = {"workers": 0, "ledger_dir": f"{run['folder']}/mixed{sharded}", "shard_data": sharded}
+        settings = {"num_workers": 0, "ledger_dir": f"{run['folder']}/mixed{sharded}", "shard_data": sharded}
         states = []
         loader = built(run, **settings)
         for _ in loader:
@@ -141,7 +141,7 @@ def mixed_states(run: dict[str, Any], rank: int) -> dict[str, Any]:
             found["state"] = states[1]
             found["digest"] = describe_state(states[1], own_rows=False).partition("digest ")[2][:-1]
             found["nonsense"] = told_when_loading(built(run, **settings), states[1] if rank else None)
-            found["not refused"] = told_when_loading(built(run, **settings), states[1])
+            found["not rejected"] = told_when_loading(built(run, **settings), states[1])
             continue
         shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shards, states[1])
@@ -155,7 +155,7 @@ def told_when_loading(loader: packhorse.Loader, state: Any) -> str:
         loader.load_state_dict(state)
     except PackhorseError as error:
         return str(error)
-    return "not refused"
+    return "not rejected"
 
 
 def torn(run: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def too_few(run: dict[str, Any], rank: int) -> str:
         packhorse.load([{"conversation": content}], processor(PROCESSOR), model="unchecked", shard_data=True)
     except PackhorseError as error:
         return str(error)
-    return "not refused"
+    return "not rejected"
 
 
 def train(run: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from distributed.loader_work import JOBS, PROCESSOR, chats, main
 from packhorse.count import counting
 from packhorse.count.parts import PartCounter, PartResult, PartTask
 from packhorse.datasets import make_meta_dataset
-from packhorse.distributed import Ranks, Rendezvous, agree_on_token
+from packhorse.distributed import Collectives, Rendezvous, agree_on_token
 from packhorse.loader import startup
 
 BAD_RANK = 1
@@ -151,7 +151,7 @@ def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
 def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
     """What a rank gets whose place in the world is not its place in the process group."""
     world = packhorse.World([1, 3, 0, 2][rank], 4)
-    ranks = Ranks(world)
+    ranks = Collectives(world)
     rows = [row for words in range(1, 41) for row in chats(1, words)]
     loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", pack_size=256, world=world)
     samples = [index for _ in loader if loader.last for index in loader.last.samples]
@@ -164,7 +164,7 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
         "delivered": loader.account.delivered,
     }
     try:
-        Ranks(packhorse.World(rank // 2, 4)).gather(None)
+        Collectives(packhorse.World(rank // 2, 4)).gather(None)
     except packhorse.errors.ConfigError as error:
         found["duplicates"] = str(error)
     try:

@@ -1,4 +1,4 @@
-"""Starting several processes that belong together, and never leaving one behind."""
+"""Starting several processes that belong together, and never leaving one after."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Compared:
         self.worst = dict.fromkeys(WHATS, 0.0)
         self.compared = dict.fromkeys(WHATS, 0)
         self.losses: list[float] = []
-        self.learned: set[str] = set()
+        self.supervised: set[str] = set()
 
     def note(self, what: str, wanted: torch.Tensor, found: torch.Tensor | None) -> None:
         if found is not None:
@@ -217,7 +217,7 @@ class Compared:
                 assert (own.grad is None) == (other.grad is None), name
                 if own.grad is not None:
                     self.note("gradient", other.grad, own.grad)
-                    self.learned |= {name} if bool(own.grad.any()) else set()
+                    self.supervised |= {name} if bool(own.grad.any()) else set()
                     with torch.no_grad():
                         own -= RATE * own.grad
                     own.grad = None
@@ -237,8 +237,8 @@ class Compared:
 
     def result(self) -> dict[str, Any]:
         kinds = ("visual", "embed_tokens", "layers", "lm_head")
-        learned = [kind for kind in kinds if any(kind in name for name in self.learned)]
-        found = {"difference": self.worst, "losses": self.losses, "learned": learned}
+        supervised = [kind for kind in kinds if any(kind in name for name in self.supervised)]
+        found = {"difference": self.worst, "losses": self.losses, "supervised": supervised}
         if self.noise is not None:
             found |= {"floor": self.noise.floor, "control": self.noise.control}
         return {**found, "compared": self.compared}

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from contract.samples import picture
+from contract.samples import make_image
 from count_samples import python_path, sidecars, write_meta, write_rows
 from distributed.pipeline_ranks import run_together
 
 WORK = Path(__file__).with_name("loader_work.py")
 ROWS, MISSING, LOST, LONG = 90, 7, 30, 11
-"""Rows; one without its picture from the start, one whose picture is damaged, one that is too long."""
+"""Rows; one without its image from the start, one whose image is damaged, one that is too long."""
 
 
 def write_data(folder: Path, name: str = "mixed") -> Path:
-    """A meta file with two data sets: half of the rows have a picture of their own on the disk."""
+    """A meta file with two datasets: half of the rows have an image of their own on the disk."""
     images = folder / "images"
     images.mkdir(parents=True)
     rows = []
@@ -29,7 +29,7 @@ def write_data(folder: Path, name: str = "mixed") -> Path:
             row["images"] = [f"{number}.png"]
             question = "<image>" + question
             if number != MISSING:
-                picture(60 + number % 40, 60).save(images / f"{number}.png")
+                make_image(60 + number % 40, 60).save(images / f"{number}.png")
         if number == LONG:
             answer = "so " * 500
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -52,7 +52,7 @@ def key(number: int) -> str:
 EVERY_KEY = {key(number) for number in range(ROWS)}
 BAD = {key(MISSING): "missing_media", key(LOST): "broken_media", key(LONG): "too_long"}
 GOOD = EVERY_KEY - set(BAD)
-SETTINGS = {"pack_size": 256, "max_bad_share": 0.1, "workers": 1, "prefetch": 1}
+SETTINGS = {"pack_size": 256, "max_bad_share": 0.1, "num_workers": 1, "prefetch_factor": 1}
 
 
 def run_all(folder: Path, runs: list[dict[str, Any]], timeout: float = 120, work: Path = WORK) -> str:
@@ -141,8 +141,8 @@ def test_the_account_of_the_epoch_adds_up_and_is_the_same_on_every_rank(
 ) -> None:
     accounts = [one[what]["account"] for one in ranks["found"]]
     assert all(account == accounts[0] for account in accounts)
-    rows, planned, handed_out, lost, reasons = accounts[0]
-    assert (rows, planned, handed_out, lost) == (ROWS, ROWS - 2, ROWS - 3, 1)
+    rows, planned, delivered_rows, lost, reasons = accounts[0]
+    assert (rows, planned, delivered_rows, lost) == (ROWS, ROWS - 2, ROWS - 3, 1)
     assert reasons == {"broken_media": 1, "missing_media": 1, "too_long": 1}  # of this epoch, not of both
 
 
@@ -154,7 +154,7 @@ def test_the_first_rank_prints_where_all_rows_went(ranks: dict[str, Any]) -> Non
     assert sum("broken_media: 1 of 90" in line for line in lines) == 4  # each way in each of two epochs
 
 
-def test_the_ledgers_of_all_ranks_name_what_was_left_out(ranks: dict[str, Any]) -> None:
+def test_the_ledgers_of_all_ranks_name_what_was_dropped(ranks: dict[str, Any]) -> None:
     for name in ("ledger", "run/sharded"):
         entries = [
             json.loads(line)
@@ -164,9 +164,9 @@ def test_the_ledgers_of_all_ranks_name_what_was_left_out(ranks: dict[str, Any]) 
         assert {entry["key"]: entry["reason"] for entry in entries} == BAD
 
 
-def test_a_rank_with_other_settings_is_refused_on_every_rank(ranks: dict[str, Any]) -> None:
+def test_a_rank_with_other_settings_is_rejected_on_every_rank(ranks: dict[str, Any]) -> None:
     world = ranks["world"]
-    told = [one["refused"] for one in ranks["found"]]
+    told = [one["rejected"] for one in ranks["found"]]
     assert [len(one) for one in told] == [5] * world
     for case in (0, 1):  # the packs would differ
         plans = {one[case][1] for one in told}
@@ -194,7 +194,7 @@ def test_after_the_kill_of_a_rank_another_number_of_ranks_trains_exactly_the_res
     common = {
         "job": "train",
         "meta": str(write_data(tmp_path / "data")),
-        "settings": {**SETTINGS, "workers": 2, "ledger_dir": str(tmp_path / "ledger")},
+        "settings": {**SETTINGS, "num_workers": 2, "ledger_dir": str(tmp_path / "ledger")},
         "checkpoint": str(tmp_path / "checkpoint.json"),
         "save_every": 2,
     }
@@ -221,7 +221,7 @@ def test_after_the_kill_of_a_rank_another_number_of_ranks_trains_exactly_the_res
 
 def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -> None:
     meta = write_data(tmp_path / "data")
-    settings = {**SETTINGS, "workers": 0, "cache_dir": str(tmp_path / "plans")}
+    settings = {**SETTINGS, "num_workers": 0, "cache_dir": str(tmp_path / "plans")}
     run = {
         "job": "opened",
         "world": 8,
@@ -236,17 +236,17 @@ def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -
     assert len({one["plan"] for one in ranks}) == 1
     samples = list(chain(*(one["samples"] for one in ranks)))
     assert len(samples) == len(set(samples)) == len(GOOD)
-    assert len(sidecars(meta.parent)) == 2, "one count file for each data set"
+    assert len(sidecars(meta.parent)) == 2, "one count file for each dataset"
 
 
-def test_shards_of_unequal_work_go_on_behind_the_shorter_ones_end(ranks: dict[str, Any]) -> None:
+def test_shards_of_unequal_work_go_on_after_the_shorter_ones_end(ranks: dict[str, Any]) -> None:
     parts = [one["uneven"] for one in ranks["found"]]
     assert len({part["steps"] for part in parts}) == 1
     assert [part["left"] for part in parts] == [2] * ranks["world"]
     assert all(part["seen"] == list(range(part["rows"])) for part in parts)
 
 
-def test_ranks_that_load_different_states_are_refused_and_both_are_named(ranks: dict[str, Any]) -> None:
+def test_ranks_that_load_different_states_are_rejected_and_both_are_named(ranks: dict[str, Any]) -> None:
     last = ranks["world"] - 1
     for one in (rank["mixed"] for rank in ranks["found"]):
         for message in (one["steps"], one["sharded steps"]):
@@ -255,7 +255,7 @@ def test_ranks_that_load_different_states_are_refused_and_both_are_named(ranks: 
             assert f"on ranks [{last}]" in message
         assert one["digest"] in one["steps"]
         assert one["nonsense"].startswith("the ranks load different states: a NoneType on ranks [0]")
-        assert one["not refused"] == "not refused"
+        assert one["not rejected"] == "not rejected"
         assert one["other shard"].startswith(
             ("with shard_data=True", "rank 0 could not load the state: ConfigError: with shard_data=True")
         )

@@ -234,7 +234,7 @@ def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ran
     assert sorted(index for rank in in_another_order for index in rank["samples"]) == list(range(40))
 
 
-def test_processes_with_the_same_rank_are_refused(in_another_order: list[Any]) -> None:
+def test_processes_with_the_same_rank_are_rejected(in_another_order: list[Any]) -> None:
     for rank in in_another_order:
         assert "world ranks [0, 0, 1, 1]: expected each of 0 to 3 once" in rank["duplicates"]
 

@@ -64,10 +64,10 @@ def test_loss_gradients_and_weights_of_three_steps_are_those_of_one_process(
     for number, rank in enumerate(ranks):
         assert len(rank[case]["losses"]) == 3
         check(parity, rank[case], rank[noise_of(case)], number, ("loss", "evaluation", "gradient", "weight"))
-    assert ranks[0][case]["learned"] == ["visual", "embed_tokens", "layers"]
-    assert ranks[1][case]["learned"] == ["layers", "lm_head"]
+    assert ranks[0][case]["supervised"] == ["visual", "embed_tokens", "layers"]
+    assert ranks[1][case]["supervised"] == ["layers", "lm_head"]
     assert ranks[0][case]["losses"] == ranks[1][case]["losses"]
-    assert ranks[0][case]["losses"][2] < ranks[0][case]["losses"][0] - 1, "nothing is learned"
+    assert ranks[0][case]["losses"][2] < ranks[0][case]["losses"][0] - 1, "nothing is supervised"
     first, last = (rank[case]["compared"] for rank in ranks)
     assert (first["loss"], last["loss"]) == (first["evaluation"], last["evaluation"]) == (0, 3)
     assert min(first["gradient"], first["weight"], last["gradient"], last["weight"]) > 20

@@ -18,7 +18,7 @@ from ray_work import DieAgain, Marked, Slowly, Unlucky, environment, fail_on_thr
 from count_samples import python_path, save_processor, sidecars
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.counting import count_meta
-from packhorse.count.engines import RayEngine, engine_named
+from packhorse.count.engines import RayEngine, make_engine
 from packhorse.utils.pool import EngineError, LocalEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
@@ -120,7 +120,7 @@ def test_a_count_that_loses_a_node_writes_the_bytes_of_a_local_one(
     marks, data = tmp_path / "marks", tmp_path / "data"
     marks.mkdir()
     processor = save_processor(tmp_path / "processor")
-    meta = write_demo_data(data)  # pictures and videos
+    meta = write_demo_data(data)  # images and videos
     count_meta(meta, processor, part_rows=2, engine=LocalEngine(2))
     expected = {path.name: path.read_bytes() for path in sidecars(data)}
     assert len(expected) == 3
@@ -203,7 +203,7 @@ def test_no_more_tasks_are_under_way_than_workers(cluster: Any) -> None:
             taken.append(at)
             return super().__getitem__(at)
 
-    for done, _ in enumerate(RayEngine(cluster.address, workers=1).run(abs, Watched(range(5)))):
+    for done, _ in enumerate(RayEngine(cluster.address, num_workers=1).run(abs, Watched(range(5)))):
         assert len(taken) == done + 1
 
 
@@ -253,7 +253,7 @@ def test_ray_starts_on_this_machine_where_no_cluster_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    engine = engine_named("ray", workers=2)
+    engine = make_engine("ray", num_workers=2)
     assert isinstance(engine, RayEngine)
     assert results(engine, abs, range(-4, 0)) == results(LocalEngine(1), abs, range(-4, 0))
     assert not ray.is_initialized()

@@ -56,7 +56,7 @@ def _seen(rank: int, size: int, folder: str) -> dict[str, Any]:
     try:
         LengthGroupedSampler(shard[:4], seed=rank)
     except ConfigError as error:
-        seen["refused"] = str(error)
+        seen["rejected"] = str(error)
     return seen
 
 
@@ -134,6 +134,6 @@ def test_a_rank_without_rows_stops_all_and_a_world_of_one_asks_nobody(ranks: lis
 
 def test_ranks_with_different_seeds_are_told_so_on_every_rank(ranks: list[dict[str, Any]]):
     named = "; ".join(f"seed={rank}, batch_size=1 on ranks [{rank}]" for rank in range(len(ranks)))
-    assert {rank["refused"] for rank in ranks} == {
+    assert {rank["rejected"] for rank in ranks} == {
         f"the ranks sample with different settings: {named}. Pass the same on every rank."
     }

@@ -13,7 +13,7 @@ from distributed.training_runs import DEMO_KEYS, Step, example, samples_of, step
 make_torchvision_importable()
 
 FRAMEWORKS = ("trainer", "accelerate", "lightning")
-EPOCH = 5  # steps, with two micro batches each
+EPOCH = 5  # steps, with two micro-batches each
 # Where the last checkpoint is: in the middle of an epoch, at its end.
 CHECKPOINTS = (2, EPOCH)
 
@@ -59,7 +59,9 @@ class Results:
         resumed = run(self.framework, folder, *words, "--resume")
         in_other_steps: list[Step] = []
         if checkpoint < EPOCH:
-            in_other_steps = run(self.framework, other, *words, "--resume", "--accumulation", "1")
+            in_other_steps = run(
+                self.framework, other, *words, "--resume", "--gradient-accumulation-steps", "1"
+            )
         return Runs(self.whole(), stopped, resumed, in_other_steps)
 
 
@@ -92,7 +94,7 @@ def test_a_resumed_run_goes_on_exactly(results: Results, checkpoint: int) -> Non
     runs = results.runs(checkpoint)
     assert len(runs.stopped) == checkpoint + 1
     assert runs.resumed == runs.whole[checkpoint:]
-    assert runs.resumed[0] == runs.stopped[-1], "the step behind the checkpoint is made again"
+    assert runs.resumed[0] == runs.stopped[-1], "the step after the checkpoint is made again"
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -103,7 +105,7 @@ def test_samples_before_and_after_the_checkpoint_are_the_epochs(results: Results
 
 
 def test_a_run_can_go_on_with_other_steps(results: Results) -> None:
-    """One micro batch a step instead of two; the rest of the epoch is dealt anew, and the next one whole."""
+    """One micro-batch a step instead of two; the rest of the epoch is dealt anew, and the next one whole."""
     runs = results.runs(CHECKPOINTS[0])
     before, after = runs.stopped[:-1], runs.in_other_steps
     trained = samples_of(before) + samples_of(after)

@@ -1,4 +1,4 @@
-"""Two gloo processes with DDP and three accumulated micro steps: the gradients of one big batch."""
+"""Two gloo processes with DDP and three accumulated micro-steps: the gradients of one big batch."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from noise_floor import noise_floor, relative_difference
 from packhorse.integrations.loss import count_supervised, token_loss
 
 RANKS, STEPS, LENGTH, WORDS = 2, 3, 12, 30
-# Supervised tokens of each rank's micro batches: uneven, and one filler without any.
+# Supervised tokens of each rank's micro-batches: uneven, and one filler without any.
 SUPERVISED = ((12, 1, 5), (2, 0, 7))
 
 

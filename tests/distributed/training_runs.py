@@ -1,4 +1,4 @@
-"""Runs of the training examples, and what they left behind."""
+"""Runs of the training examples, and what they left after."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from count_samples import python_path
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-# Of the demo's rows one is not JSON, and the picture of another is cut off.
+# Of the demo's rows one is not JSON, and the image of another is cut off.
 DEMO_KEYS = {
     *(f"charts/{row}" for row in range(24) if row not in (7, 13)),
     *(f"clips/{row}" for row in range(4)),

@@ -91,8 +91,8 @@ def mixed_examples() -> list[dict[str, Any]]:
     from PIL import Image
 
     colours = ("red", "green", "blue")
-    pictures = [chat("Which?", f"It is {c}.", Image.new("RGB", (56, 56), c)) for c in colours]
-    return [*pictures, *(chat(f"Say {word}.", f"I say {word * 3}.") for word in ("one", "two", "six"))]
+    images = [chat("Which?", f"It is {c}.", Image.new("RGB", (56, 56), c)) for c in colours]
+    return [*images, *(chat(f"Say {word}.", f"I say {word * 3}.") for word in ("one", "two", "six"))]
 
 
 def mixed_loader(processor: Any, model: Any, rank: int, placeholder: str) -> Any:

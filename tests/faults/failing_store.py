@@ -1,4 +1,4 @@
-"""A store that is slow and fails: the local disk behind a bad line, ``failing:///path`` (an fsspec driver).
+"""A store that is slow and fails: the local disk after a bad line, ``failing:///path`` (an fsspec driver).
 
 What happens to a call is drawn from the seed, the name of the file and how often it was asked for, so that
 every run meets the same faults. What has happened is appended to a file, for processes to add up.

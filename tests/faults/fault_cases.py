@@ -19,7 +19,7 @@ from typing import Any
 
 import packhorse
 from contract.processors import processor
-from contract.samples import picture
+from contract.samples import make_image
 from count_samples import sidecars, write_chats, write_meta, write_rows
 from faults.failing_store import PROTOCOL, RETRIED, bad_line, happened
 from packhorse.count.counting import count_meta
@@ -28,7 +28,7 @@ from packhorse.loader import planner as plans
 from packhorse.rows.index import KEEP_FROM_BYTES
 
 SPOILT = ("truncated", "empty", "html", "sound", "renamed")
-"""What media are made: cut off behind the header, no byte, a page that says 404, a sound file, and a picture
+"""What media are made: cut off after the header, no byte, a page that says 404, a sound file, and an image
 of another kind under the same name, which is no damage at all."""
 
 
@@ -38,7 +38,7 @@ class Outcome:
 
     Attributes:
         injected: faults, by kind.
-        lost: samples that were neither handed out nor in the ledger; ``doubled``: in both, or twice in one.
+        lost: samples that were neither delivered nor in the ledger; ``doubled``: in both, or twice in one.
         reasons: what the ledger says; ``details``: in its own words.
     """
 
@@ -49,7 +49,7 @@ class Outcome:
     details: list[str] = field(default_factory=list)
 
     def settle(self, loader: packhorse.Loader, delivered: list[str], every: set[str]) -> None:
-        """Compare what was handed out and what is in the ledger with all there is."""
+        """Compare what was delivered and what is in the ledger with all there is."""
         gone = [drop.key for drop in loader.ledger]
         there = Counter(delivered + gone)
         self.lost += len(every - set(there))
@@ -59,11 +59,11 @@ class Outcome:
         account = loader.account
         assert account is not None
         assert account.delivered == len(delivered)
-        assert account.delivered + account.lost + account.left_out == account.rows == len(every)
+        assert account.delivered + account.lost + account.dropped == account.rows == len(every)
 
 
 def epoch(loader: packhorse.Loader) -> list[str]:
-    """The names of all samples that an epoch hands out."""
+    """The names of all samples that an epoch delivers."""
     seen: list[str] = []
     for _ in loader:
         assert loader.last is not None
@@ -72,13 +72,13 @@ def epoch(loader: packhorse.Loader) -> list[str]:
     return seen
 
 
-def write_pictures(folder: Path, rows: int, suffix: str = "jpg") -> Path:
-    """A data set of which every row has a picture of its own; returns the meta file."""
+def write_images(folder: Path, rows: int, suffix: str = "jpg") -> Path:
+    """A dataset of which every row has an image of its own; returns the meta file."""
     media = folder / "media"
     media.mkdir(parents=True)
     made = []
     for number in range(rows):
-        picture(56 + number % 9, 60).save(media / f"{number}.{suffix}")
+        make_image(56 + number % 9, 60).save(media / f"{number}.{suffix}")
         turns = [("user", "<image>what is it"), ("assistant", f"so {number}")]
         row = {"messages": [{"role": role, "content": text} for role, text in turns]}
         made.append(row | {"images": [f"{number}.{suffix}"]})
@@ -99,24 +99,26 @@ def spoil(folder: Path, rows: int, seed: int, share: float = 0.1) -> dict[int, s
         elif kind == "empty":
             path.write_bytes(b"")
         elif kind == "html":
-            path.write_text("<!DOCTYPE html><title>404</title><p>No such picture.")
+            path.write_text("<!DOCTYPE html><title>404</title><p>No such image.")
         elif kind == "sound":
             path.write_bytes(b"RIFF\x24\x00\x00\x00WAVEfmt " + bytes(28))
         else:
-            picture(60, 60).save(path, format="PNG")
+            make_image(60, 60).save(path, format="PNG")
     return done
 
 
-def spoilt_media(folder: Path, rows: int = 60, seed: int = 0, workers: int = 0, **options: Any) -> Outcome:
+def spoilt_media(
+    folder: Path, rows: int = 60, seed: int = 0, num_workers: int = 0, **options: Any
+) -> Outcome:
     """An epoch over data of which 10 % of the media are spoilt."""
-    meta = write_pictures(folder, rows)
+    meta = write_images(folder, rows)
     done = spoil(folder, rows, seed)
     outcome = Outcome(Counter(done.values()))
-    settings = {"pack_size": 256, "max_bad_share": 0.2, "workers": workers, **options}
+    settings = {"pack_size": 256, "max_bad_share": 0.2, "num_workers": num_workers, **options}
     loader = packhorse.load(str(meta), processor("qwen2_vl"), model="unchecked", **settings)
     outcome.settle(loader, epoch(loader), {f"shots/{number}" for number in range(rows)})
     harmless = sum(kind == "renamed" for kind in done.values())
-    assert len(loader.ledger) == len(done) - harmless, "what can be read is handed out"
+    assert len(loader.ledger) == len(done) - harmless, "what can be read is delivered"
     return outcome
 
 
@@ -125,17 +127,17 @@ def bad_store(
     shares: dict[str, float],
     rows: int = 40,
     seed: int = 0,
-    workers: int = 0,
+    num_workers: int = 0,
     delay: float = 0.05,
     **options: Any,
 ) -> Outcome:
     """An epoch over media in a store that fails, or takes ``delay`` seconds; counted while all was well."""
     log = folder / "happened.jsonl"
-    write_pictures(folder, rows)
+    write_images(folder, rows)
     media = f"{PROTOCOL}://{folder / 'media'}"
     meta = {"shots": {"file_name": str(folder / "shots.jsonl"), "media_dir": media}}
     bad_line(log, {})
-    settings: dict[str, Any] = {"pack_size": 256, "max_bad_share": 0.9, "workers": workers, **options}
+    settings: dict[str, Any] = {"pack_size": 256, "max_bad_share": 0.9, "num_workers": num_workers, **options}
     loader = packhorse.load(meta, processor("qwen2_vl"), model="unchecked", **settings)
     bad_line(log, shares, seed=seed, delay=delay)
     try:

@@ -1,4 +1,4 @@
-"""Data sets on which something goes wrong while a run is fed, as it does on real machines."""
+"""Datasets on which something goes wrong while a run is fed, as it does on real machines."""
 
 from __future__ import annotations
 

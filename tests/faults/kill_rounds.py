@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from contract.samples import picture
+from contract.samples import make_image
 from count_samples import sidecars, write_meta, write_rows
 from faults.kill_desk import Desk, Ended, Moments, Tally, until_hit
 from faults.kill_work import operation, taken_back
@@ -34,15 +34,15 @@ from packhorse.neat_packing_vlm import PackPlan
 PACK = 256
 PICTURES = 8
 MALFORMED, MISSING, LONG = 11, 25, 42
-"""Rows that are not JSON, have no picture where one should be, and are too long for a pack."""
+"""Rows that are not JSON, have no image where one should be, and are too long for a pack."""
 
 
 def write_data(folder: Path, rows: int) -> Path:
-    """A mixture of chats and chats about pictures, some of them bad; returns the meta file."""
+    """A mixture of chats and chats about images, some of them bad; returns the meta file."""
     media = folder / "media"
     media.mkdir(parents=True)
     for number in range(PICTURES):
-        picture(56 + 7 * number, 60).save(media / f"{number}.png")
+        make_image(56 + 7 * number, 60).save(media / f"{number}.png")
     made: list[Any] = []
     for number in range(rows):
         question, answer = "why " * (number % 9 + 1), f"so {number} " * (number % 7 + 1)
@@ -72,7 +72,7 @@ def count_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 400) -> Tal
     meta = write_data(desk.folder / "count", rows)
 
     def count(delay: float | None = None) -> Ended:
-        options = ["--processor", desk.processor, "--workers", 1, "--part-rows", part, "--json"]
+        options = ["--processor", desk.processor, "--num-workers", 1, "--part-rows", part, "--json"]
         return desk.command("count", meta, *options, delay=delay)
 
     moments = Moments(count().seconds, seed)
@@ -141,7 +141,7 @@ def plan_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 400) -> Tall
     target = meta.with_suffix(".phplan")
 
     def plan(delay: float | None = None) -> Ended:
-        options = ["--processor", desk.processor, "--workers", 1, "--pack-size", PACK, "--no-estimates"]
+        options = ["--processor", desk.processor, "--num-workers", 1, "--pack-size", PACK, "--no-estimates"]
         return desk.command("plan", meta, *options, delay=delay)
 
     uncounted = Moments(plan().seconds, seed)
@@ -169,7 +169,7 @@ def plan_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 400) -> Tall
 
 
 def _planned_rows(path: Path) -> list[int]:
-    """Every row that a plan knows: in a pack, or left out."""
+    """Every row that a plan knows: in a pack, or dropped."""
     plan = PackPlan.load(path)
     return plan.indices.tolist() + plan.dropped.tolist()
 
@@ -196,7 +196,7 @@ def view_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 120) -> Tall
     tally, draw = Tally(), random.Random(seed)
     meta = write_data(desk.folder / "view", rows)
     plan = meta.with_suffix(".phplan")
-    desk.command("plan", meta, "--processor", desk.processor, "--pack-size", PACK, "--workers", 1)
+    desk.command("plan", meta, "--processor", desk.processor, "--pack-size", PACK, "--num-workers", 1)
     planned, counts = plan.read_bytes(), {path.name: path.read_bytes() for path in sidecars(meta.parent)}
     expected, took = _pages(desk, plan)
 
@@ -324,13 +324,13 @@ def train_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 160, most: 
     """A training run with checkpoints, killed (at most so often) and taken up until its epoch is over."""
     tally = Tally()
     meta = write_data(desk.folder / "train", rows)
-    whole = _request(desk, meta, "whole", workers=1)
+    whole = _request(desk, meta, "whole", num_workers=1)
     desk.run("train", **whole)  # which has to count
     expected = json.loads(Path(whole["final"]).read_text())
-    moments = Moments(desk.run("train", **_request(desk, meta, "again", workers=1)).seconds, seed)
+    moments = Moments(desk.run("train", **_request(desk, meta, "again", num_workers=1)).seconds, seed)
 
     def play(number: int) -> int:
-        request, hits = _request(desk, meta, f"round{number}", workers=number % 3), 0
+        request, hits = _request(desk, meta, f"round{number}", num_workers=number % 3), 0
         while hits < most and desk.run("train", delay=moments.drawn(), **request).killed:
             hits += 1
         if not Path(request["final"]).exists():
@@ -348,10 +348,15 @@ def train_rounds(desk: Desk, rounds: int, seed: int = 0, rows: int = 160, most: 
     return tally
 
 
-def _request(desk: Desk, meta: Path, name: str, workers: int) -> dict[str, Any]:
+def _request(desk: Desk, meta: Path, name: str, num_workers: int) -> dict[str, Any]:
     home = desk.folder / "train" / name
     home.mkdir()
-    settings: dict[str, Any] = {"pack_size": PACK, "max_bad_share": 0.1, "workers": workers, "prefetch": 2}
+    settings: dict[str, Any] = {
+        "pack_size": PACK,
+        "max_bad_share": 0.1,
+        "num_workers": num_workers,
+        "prefetch_factor": 2,
+    }
     settings |= {"ledger_dir": str(home / "ledger"), "cache_dir": str(home / "plans")}
     return {
         "meta": str(meta),

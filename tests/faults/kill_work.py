@@ -64,7 +64,7 @@ def write_ledger(request: dict[str, Any], dataset: str = "data") -> None:
     for number in range(request["first"].get(dataset, 0), request["last"]):
         again = taken_back(number) if request["writers"] == 1 else []
         if again:
-            ledger.take_back(0, {drop.key for drop in again})
+            ledger.roll_back(0, {drop.key for drop in again})
             ledger.record_all(again)
         drops = operation(number, dataset)
         if len(drops) == 1:
@@ -89,7 +89,7 @@ def write_ledgers(request: dict[str, Any]) -> None:
 
 
 class Model(torch.nn.Module):
-    """Small enough for a step of a millisecond; pixels matter, so that a wrong picture is noticed."""
+    """Small enough for a step of a millisecond; pixels matter, so that a wrong image is noticed."""
 
     def __init__(self) -> None:
         super().__init__()

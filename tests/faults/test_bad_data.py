@@ -1,4 +1,4 @@
-"""Spoilt media, failing stores: a sample is handed out or in the ledger, or the run stops and says why."""
+"""Spoilt media, failing stores: a sample is delivered or in the ledger, or the run stops and says why."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,18 +9,18 @@ import pytest
 import packhorse
 from contract.processors import processor
 from faults.failing_store import PROTOCOL, bad_line, happened
-from faults.fault_cases import SPOILT, bad_store, epoch, spoil, spoilt_media, write_pictures
+from faults.fault_cases import SPOILT, bad_store, epoch, spoil, spoilt_media, write_images
 from packhorse.count.counting import count_meta
 from packhorse.datasets import open_rows
 from packhorse.errors import SystemFault
 from packhorse.loader import TooManyBad
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_with_a_tenth_of_the_media_spoilt_every_row_is_handed_out_or_in_the_ledger(
-    workers: int, tmp_path: Path
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_with_a_tenth_of_the_media_spoilt_every_row_is_delivered_or_in_the_ledger(
+    num_workers: int, tmp_path: Path
 ) -> None:
-    outcome = spoilt_media(tmp_path / "data", rows=60, seed=3, workers=workers)
+    outcome = spoilt_media(tmp_path / "data", rows=60, seed=3, num_workers=num_workers)
     assert set(outcome.injected) == set(SPOILT)
     assert outcome.injected.total() == 6
     assert (outcome.lost, outcome.doubled) == (0, 0)
@@ -28,7 +28,7 @@ def test_with_a_tenth_of_the_media_spoilt_every_row_is_handed_out_or_in_the_ledg
 
 
 def test_media_spoilt_after_they_were_counted_are_in_the_ledger_too(tmp_path: Path) -> None:
-    meta = write_pictures(tmp_path / "data", 60)
+    meta = write_images(tmp_path / "data", 60)
     count_meta(str(meta), processor("qwen2_vl"))
     done = spoil(tmp_path / "data", 60, seed=3)
     loader = packhorse.load(
@@ -41,7 +41,7 @@ def test_media_spoilt_after_they_were_counted_are_in_the_ledger_too(tmp_path: Pa
 
 
 def test_a_tenth_is_more_than_is_usual_and_the_run_stops_with_the_reasons(tmp_path: Path) -> None:
-    meta = write_pictures(tmp_path / "data", 60)
+    meta = write_images(tmp_path / "data", 60)
     whole = packhorse.load(str(meta), processor("qwen2_vl"), model="unchecked", pack_size=256)
     spoil(tmp_path / "data", 60, seed=3)
     with pytest.raises(TooManyBad, match=r"max_bad_share=1.00%.*broken_media \d.*shots/\d+: broken_media"):
@@ -53,10 +53,12 @@ def test_a_tenth_is_more_than_is_usual_and_the_run_stops_with_the_reasons(tmp_pa
         packhorse.load(str(meta), processor("qwen2_vl"), model="unchecked", pack_size=256)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_media_of_a_store_that_fails_are_handed_out_or_in_the_ledger(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_media_of_a_store_that_fails_are_delivered_or_in_the_ledger(num_workers: int, tmp_path: Path) -> None:
     kinds = ("slow", "timeout", "reset", "denied", "short", "late_timeout")
-    outcome = bad_store(tmp_path / "data", dict.fromkeys(kinds, 0.1), rows=60, seed=2, workers=workers)
+    outcome = bad_store(
+        tmp_path / "data", dict.fromkeys(kinds, 0.1), rows=60, seed=2, num_workers=num_workers
+    )
     assert set(outcome.injected) == set(kinds)
     assert (outcome.lost, outcome.doubled) == (0, 0)
     assert set(outcome.reasons) == {"unreachable_media", "broken_media"}
@@ -68,12 +70,12 @@ def test_a_store_that_is_slow_costs_time_and_no_sample(tmp_path: Path) -> None:
     assert not outcome.reasons
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_for_which_a_store_is_too_slow_are_in_the_ledger_and_the_others_handed_out(
-    workers: int, tmp_path: Path
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_for_which_a_store_is_too_slow_are_in_the_ledger_and_the_others_delivered(
+    num_workers: int, tmp_path: Path
 ) -> None:
     outcome = bad_store(
-        tmp_path / "data", {"slow": 0.2}, rows=20, workers=workers, delay=60.0, sample_timeout=1.5
+        tmp_path / "data", {"slow": 0.2}, rows=20, num_workers=num_workers, delay=60.0, sample_timeout=1.5
     )
     assert 1 <= outcome.injected["slow"] < 20
     assert (outcome.lost, outcome.doubled) == (0, 0)
@@ -83,13 +85,13 @@ def test_samples_for_which_a_store_is_too_slow_are_in_the_ledger_and_the_others_
 
 def test_a_store_that_fails_all_the_time_stops_the_run_after_a_row_of_failures(tmp_path: Path) -> None:
     with pytest.raises(TooManyBad, match=r"in a row failed.*unreachable_media.*no answer for"):
-        bad_store(tmp_path / "data", {"timeout": 1.0}, max_bad_share=None, max_bad_in_a_row=5)
+        bad_store(tmp_path / "data", {"timeout": 1.0}, max_bad_share=None, max_consecutive_bad=5)
 
 
 @pytest.fixture
 def remote_rows(tmp_path: Path, cache: Path) -> dict[str, Any]:
     """A meta file whose rows are in the store."""
-    write_pictures(tmp_path / "data", 20)
+    write_images(tmp_path / "data", 20)
     address = f"{PROTOCOL}://{tmp_path / 'data' / 'shots.jsonl'}"
     return {"shots": {"file_name": address, "media_dir": str(tmp_path / "data" / "media")}}
 

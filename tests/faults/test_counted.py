@@ -11,7 +11,7 @@ import pytest
 import packhorse
 from count_samples import no_file_larger_than
 from faults.faulty_data import Faulty, Once, children, raising
-from loader_samples import handed_out, load, texts
+from loader_samples import delivered_rows, load, texts
 from packhorse.errors import SystemFault
 from packhorse.ledger import Ledger
 from packhorse.loader import TooManyBad
@@ -45,17 +45,17 @@ def until_built_ahead(folder: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("between", ["close", "iterate again", "worker killed", "same state", "resume"])
-def test_a_failure_of_a_batch_that_was_not_handed_out_is_in_no_ledger(tmp_path: Path, between: str) -> None:
-    """The worker builds six batches ahead, in vain; they are built again, and handed out."""
+def test_a_failure_of_a_batch_that_was_not_delivered_is_in_no_ledger(tmp_path: Path, between: str) -> None:
+    """The worker builds six batches ahead, in vain; they are built again, and delivered."""
     rows = failing_once(tmp_path / "faults")
-    options = {"workers": 1, "prefetch": 6, "ledger_dir": tmp_path / "ledger"}
+    options = {"num_workers": 1, "prefetch_factor": 6, "ledger_dir": tmp_path / "ledger"}
     others = set(children())  # of tests before this one
     loader = built(rows, **options)
     batches = iter(loader)
     next(batches)
     assert loader.last is not None
     first = loader.last.lost
-    assert len(first) == 1, "this one is handed out: it is lost"
+    assert len(first) == 1, "this one is delivered: it is lost"
     until_built_ahead(tmp_path / "faults", 6)
     state = json.loads(json.dumps(loader.state_dict()))
     if between == "worker killed":
@@ -79,7 +79,7 @@ def test_a_failure_of_a_batch_that_was_not_handed_out_is_in_no_ledger(tmp_path: 
     account = loader.account
     assert account is not None
     assert sorted(delivered + lost) == list(range(ROWS))
-    assert len(delivered) >= 5, "batches that failed the first time were handed out"
+    assert len(delivered) >= 5, "batches that failed the first time were delivered"
     assert (account.delivered, account.lost) == (len(delivered), len(lost))
     assert account.reasons == {"sample_failed": len(lost)}
     for ledger in (loader.ledger, Ledger.load(tmp_path / "ledger" / "rank-00000.jsonl")):
@@ -90,15 +90,15 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
     tmp_path: Path,
 ) -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    loader = built(rows, max_bad_in_a_row=2, ledger_dir=tmp_path)
+    loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
     order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(ROWS)]
     rows.faults = dict.fromkeys(order[5:8], raising(OSError("the store does not answer")))
     with pytest.raises(TooManyBad, match="3 samples in a row"):
-        handed_out(loader)
+        delivered_rows(loader)
     assert loader.cursor == 7
     assert {int(drop.key) for drop in loader.ledger} == set(order[5:8]), "the reasons of the stop"
     rows.faults = {}
-    assert handed_out(loader) == order[7:]
+    assert delivered_rows(loader) == order[7:]
     assert loader.account is not None
     assert (loader.account.delivered, loader.account.lost) == (ROWS - 2, 2)
     assert {int(drop.key) for drop in Ledger.load(tmp_path / "rank-00000.jsonl")} == set(order[5:7])
@@ -110,37 +110,37 @@ def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> Non
     mine = [loader._now.dealt.samples(step, 0)[0][0] for step in range(len(loader))]
     rows.faults = {mine[-1]: raising(OSError("gone"))}
     with pytest.raises(TooManyBad):
-        handed_out(loader)
+        delivered_rows(loader)
     assert loader.remaining == 1
     rows.faults = {}
-    assert handed_out(loader) == mine[-1:]
+    assert delivered_rows(loader) == mine[-1:]
     assert loader._now.tallies[-1] == (len(mine), 0)
     assert len(loader.ledger) == 0
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_a_batch_that_files_prevented_is_handed_out_later_and_its_failures_count_once(
+def test_a_batch_that_files_prevented_is_delivered_later_and_its_failures_count_once(
     tmp_path: Path, last: bool
 ) -> None:
     """Two samples fail in a row; with the second of them a file of the run cannot be used."""
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    loader = built(rows, max_bad_in_a_row=2, ledger_dir=tmp_path)
+    loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
     order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(ROWS)]
     stop = ROWS - 1 if last else 6
     rows.faults = dict.fromkeys(order[stop - 1 : stop + 1], raising(OSError("gone")))
-    handed_out(loader, stop)
+    delivered_rows(loader, stop)
     steps, kept = tmp_path / "rank-00000.steps", tmp_path / "kept"
     blocked = tmp_path / "rank-00007.jsonl" if last else steps  # read at the end of the epoch, or written
     if not last:
         steps.rename(kept)
     blocked.mkdir()
     with pytest.raises(OSError if last else SystemFault):
-        handed_out(loader)
+        delivered_rows(loader)
     assert (loader.cursor, loader.remaining) == (stop, ROWS - stop)
     blocked.rmdir()
     if not last:
         kept.rename(steps)
-    assert handed_out(loader) == order[stop + 1 :]
+    assert delivered_rows(loader) == order[stop + 1 :]
     assert loader.account is not None
     assert (loader.account.delivered, loader.account.lost) == (ROWS - 2, 2)
     assert sorted(int(drop.key) for drop in loader.ledger) == sorted(order[stop - 1 : stop + 1])
@@ -170,9 +170,9 @@ def test_what_was_delivered_is_counted_over_restarts_with_other_ranks(
         state = json.loads(json.dumps(ranks[-1].state_dict()))
         assert all(loader.state_dict() == state for loader in ranks)
         for loader in ranks:
-            handed_out(loader, 3)
+            delivered_rows(loader, 3)
     (last,) = ranks
-    handed_out(last)
+    delivered_rows(last)
     assert last.account is not None
     assert (last.account.delivered, last.account.lost) == (ROWS - 4, 4)
     assert last.account.reasons == {"sample_failed": 4}
@@ -184,7 +184,7 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     ranks = [built(rows, rank, 2, ledger_dir=tmp_path) for rank in range(2)]
     for loader in ranks:
-        handed_out(loader, 4)
+        delivered_rows(loader, 4)
     file = tmp_path / "rank-00001.steps"
     whole = file.read_bytes()
     for content, known in ((whole, ROWS), (whole[:-3], None), (b"", None)):
@@ -192,7 +192,7 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
         caplog.clear()
         again = built(rows, ledger_dir=tmp_path)
         again.load_state_dict(ranks[0].state_dict())
-        handed_out(again)
+        delivered_rows(again)
         assert again.account is not None
         assert again.account.delivered == known
         assert (f"not all of its step files are in {tmp_path}" in again.account.unknown) == (known is None)
@@ -216,11 +216,11 @@ def test_a_step_that_is_written_in_part_only_is_reported_and_can_be_written_agai
 
 def test_a_step_file_with_half_a_line_is_continued(tmp_path: Path) -> None:
     loader = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     file = tmp_path / "rank-00000.steps"
     file.write_bytes(file.read_bytes() + b'["half')
     again = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
     again.load_state_dict(loader.state_dict())
-    handed_out(again, 1)
+    delivered_rows(again, 1)
     progress = again._progress
     assert StepFile(file).read(progress) == [dict.fromkeys(range(3), (1, 0))]

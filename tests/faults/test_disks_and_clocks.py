@@ -44,7 +44,7 @@ from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
 from packhorse.rows.fetch import local_file
 from packhorse.types import Drop
-from packhorse.utils.files import write_whole
+from packhorse.utils.files import write_atomic
 
 # Full disks.
 
@@ -164,7 +164,7 @@ def test_entries_that_are_taken_back_on_a_full_disk_leave_the_file_as_it_was(
     before = path.read_bytes()
     full()
     with pytest.raises(OSError, match=r"(No space left|File too large).*ledger\.jsonl"):
-        ledger.take_back(0, {"a/3"})
+        ledger.roll_back(0, {"a/3"})
     assert path.read_bytes() == before
     assert hidden(path.parent) == []
 
@@ -324,7 +324,7 @@ def test_a_fresh_count_in_the_cache_is_taken_though_the_clock_was_set_back(
     assert found == made
 
 
-def test_parts_of_a_second_count_stay_though_the_clock_is_behind_that_of_the_first(
+def test_parts_of_a_second_count_stay_though_the_clock_is_after_that_of_the_first(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one machine looks at bad rows again, another one starts a run on the same data."""
@@ -368,14 +368,14 @@ def test_a_file_that_is_being_written_survives_a_clock_that_jumps_and_what_was_k
             monkeypatch.setattr(time, "time", lambda: now + 86_400)
             code = 1
             try:
-                write_whole(target, lambda other: other.write(b"of the other"))
+                write_atomic(target, lambda other: other.write(b"of the other"))
                 code = 0
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert target.read_bytes() == b"of the other"
 
-    write_whole(target, slowly)
+    write_atomic(target, slowly)
     assert target.read_bytes() == b"whole"
 
     def killed(file: Any) -> None:
@@ -384,11 +384,11 @@ def test_a_file_that_is_being_written_survives_a_clock_that_jumps_and_what_was_k
     for when in FAR.values():
         pid = os.fork()
         if not pid:
-            write_whole(target, killed)
+            write_atomic(target, killed)
         os.waitpid(pid, 0)
         (left,) = leavings(tmp_path)
         os.utime(tmp_path / left, (when, when))
-        write_whole(target, lambda file: file.write(b"next"))
+        write_atomic(target, lambda file: file.write(b"next"))
         assert leavings(tmp_path) == []
     assert target.read_bytes() == b"next"
 

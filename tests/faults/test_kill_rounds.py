@@ -16,7 +16,7 @@ from count_samples import leavings, write_chats
 from faults.faulty_data import Faulty, Once
 from faults.kill_desk import Desk, open_desk
 from faults.kill_rounds import ROUNDS, kept_rows
-from loader_samples import handed_out, load, texts
+from loader_samples import delivered_rows, load, texts
 from packhorse.count.counting import count_meta
 from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
@@ -44,14 +44,14 @@ def slow_and_torn() -> None:
 
 
 def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_path: Path) -> None:
-    """A slow read that fails after the kill would name a sample as lost that the next run hands out."""
+    """A slow read that fails after the kill would name a sample as lost that the next run delivers."""
     rows = Faulty(texts(40), {})
     options = {"ledger_dir": tmp_path / "ledger", "max_bad_share": 0.5}
-    late = handed_out(load(rows.rows))[12]
+    late = delivered_rows(load(rows.rows))[12]
     rows.faults = {late: Once(tmp_path, slow_and_torn)}
     pid = os.fork()
     if not pid:
-        killed = load(rows, **options, workers=1, prefetch=8)
+        killed = load(rows, **options, num_workers=1, prefetch_factor=8)
         rows.armed = True
         iterator = iter(killed)
         next(iterator)
@@ -60,9 +60,9 @@ def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_p
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    again = load(rows, **options, workers=0)
+    again = load(rows, **options, num_workers=0)
     again.load_state_dict(json.loads((tmp_path / "state.json").read_text()))
-    delivered = handed_out(again)
+    delivered = delivered_rows(again)
     assert late in delivered
     time.sleep(1.5)  # the worker of the killed run has read its sample by now
     file = tmp_path / "ledger" / "rank-00000.jsonl"
@@ -123,7 +123,7 @@ def test_a_worker_ends_with_its_run_though_another_process_of_that_run_lives_on(
                     os.kill(left, signal.SIGKILL)
 
 
-def test_a_count_killed_when_its_file_was_done_leaves_no_parts_behind_the_next_one(
+def test_a_count_killed_when_its_file_was_done_leaves_no_parts_after_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta = write_chats(tmp_path, 20)

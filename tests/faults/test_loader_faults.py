@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import packhorse
-from contract.samples import picture
+from contract.samples import make_image
 from count_samples import python_path
 from faults.faulty_data import (
     Faulty,
@@ -26,7 +26,7 @@ from faults.faulty_data import (
     raising,
     small_disk,
 )
-from loader_samples import chat, handed_out, load, texts
+from loader_samples import chat, delivered_rows, load, texts
 from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.ledger import Ledger
 from packhorse.loader import TooManyBad
@@ -37,7 +37,7 @@ EVERYTHING = list(range(ROWS))
 
 def built(rows: Any, **options: Any) -> packhorse.Loader:
     """A loader of small packs; faults begin when it is there."""
-    loader = load(rows, **{"workers": 1, "max_bad_share": 0.2, **options})
+    loader = load(rows, **{"num_workers": 1, "max_bad_share": 0.2, **options})
     if isinstance(rows, Faulty):
         rows.armed = True
     _built.append(loader)
@@ -49,14 +49,14 @@ _built: list[packhorse.Loader] = []
 
 @pytest.fixture(autouse=True)
 def _no_workers_left() -> Iterator[None]:
-    """An error that a test has caught holds on to its loader, and so do its workers."""
+    """An error that a test has caught holds on to its loader, and so do its num_workers."""
     yield
     while _built:
         _built.pop().close()
 
 
 def until_it_stops(loader: packhorse.Loader, seen: list[int]) -> None:
-    """Adds what is handed out to ``seen``."""
+    """Adds what is delivered to ``seen``."""
     for _ in loader:
         assert loader.last is not None
         seen += loader.last.samples
@@ -70,13 +70,13 @@ def lost(loader: packhorse.Loader) -> dict[str, str]:
 # Workers that die.
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("fault", [crash, be_killed, leave])
 def test_a_worker_that_dies_once_is_replaced_and_nothing_is_lost_or_doubled(
-    fault: Any, workers: int, tmp_path: Path
+    fault: Any, num_workers: int, tmp_path: Path
 ) -> None:
-    loader = built(Faulty(texts(ROWS), {17: Once(tmp_path, fault)}), workers=workers)
-    seen = handed_out(loader)
+    loader = built(Faulty(texts(ROWS), {17: Once(tmp_path, fault)}), num_workers=num_workers)
+    seen = delivered_rows(loader)
     assert (tmp_path / "happened0").exists()
     assert sorted(seen) == EVERYTHING
     assert len(loader.ledger) == 0
@@ -85,13 +85,13 @@ def test_a_worker_that_dies_once_is_replaced_and_nothing_is_lost_or_doubled(
 
 
 def test_batches_after_a_death_are_those_of_a_run_without_one(tmp_path: Path) -> None:
-    whole = [loader_batch["input_ids"].tolist() for loader_batch in built(texts(ROWS), workers=0)]
-    loader = built(Faulty(texts(ROWS), {17: Once(tmp_path, crash, times=2)}), workers=2)
+    whole = [loader_batch["input_ids"].tolist() for loader_batch in built(texts(ROWS), num_workers=0)]
+    loader = built(Faulty(texts(ROWS), {17: Once(tmp_path, crash, times=2)}), num_workers=2)
     assert [batch["input_ids"].tolist() for batch in loader] == whole
 
 
 def test_a_worker_killed_while_the_loop_trains_does_not_disturb_the_training_step() -> None:
-    loader = built(texts(ROWS), workers=2)
+    loader = built(texts(ROWS), num_workers=2)
     before = children()
     seen: list[int] = []
     killed = 0
@@ -99,9 +99,9 @@ def test_a_worker_killed_while_the_loop_trains_does_not_disturb_the_training_ste
         assert loader.last is not None
         seen += loader.last.samples
         if step in (1, 4):
-            workers = children() - before
-            assert workers
-            os.kill(min(workers), signal.SIGKILL)
+            pids = children() - before
+            assert pids
+            os.kill(min(pids), signal.SIGKILL)
             killed += 1
             end = time.monotonic() + 0.3
             while time.monotonic() < end:  # a training step, in which an error has no business
@@ -111,29 +111,29 @@ def test_a_worker_killed_while_the_loop_trains_does_not_disturb_the_training_ste
 
 
 def test_a_worker_killed_between_two_epochs_is_replaced() -> None:
-    loader = built(texts(ROWS), workers=2)
+    loader = built(texts(ROWS), num_workers=2)
     before = children()
-    first = handed_out(loader)
-    workers = children() - before
-    os.kill(max(workers), signal.SIGKILL)
+    first = delivered_rows(loader)
+    pids = children() - before
+    os.kill(max(pids), signal.SIGKILL)
     time.sleep(0.2)
-    assert sorted(first) == sorted(handed_out(loader)) == EVERYTHING
+    assert sorted(first) == sorted(delivered_rows(loader)) == EVERYTHING
     assert loader.epoch == 1
 
 
 def test_a_worker_killed_after_a_break_is_replaced_and_the_rest_comes() -> None:
-    loader = built(texts(ROWS), workers=1)
+    loader = built(texts(ROWS), num_workers=1)
     before = children()
-    first = handed_out(loader, 3)
+    first = delivered_rows(loader, 3)
     for worker in children() - before:
         os.kill(worker, signal.SIGKILL)
     time.sleep(0.2)
-    assert sorted(first + handed_out(loader)) == EVERYTHING
+    assert sorted(first + delivered_rows(loader)) == EVERYTHING
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_sample_that_kills_its_worker_every_time_stops_the_run_and_is_named(workers: int) -> None:
-    loader = built(Faulty(texts(ROWS), {17: crash}), workers=workers)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_sample_that_kills_its_worker_every_time_stops_the_run_and_is_named(num_workers: int) -> None:
+    loader = built(Faulty(texts(ROWS), {17: crash}), num_workers=num_workers)
     seen: list[int] = []
     with pytest.raises(SystemFault, match="workers died 3 times") as caught:
         until_it_stops(loader, seen)
@@ -148,12 +148,14 @@ def test_a_sample_that_kills_its_worker_every_time_stops_the_run_and_is_named(wo
     state = loader.state_dict()
     again = built(texts(ROWS))
     again.load_state_dict(state)
-    assert sorted(seen + handed_out(again)) == EVERYTHING
+    assert sorted(seen + delivered_rows(again)) == EVERYTHING
 
 
 def test_after_deaths_that_were_survived_all_workers_work_again(tmp_path: Path) -> None:
-    early = handed_out(load(texts(ROWS)), 3)[-1]
-    loader = built(Faulty(texts(ROWS), {early: Once(tmp_path, crash, times=2)}), workers=2, prefetch=1)
+    early = delivered_rows(load(texts(ROWS)), 3)[-1]
+    loader = built(
+        Faulty(texts(ROWS), {early: Once(tmp_path, crash, times=2)}), num_workers=2, prefetch_factor=1
+    )
     before = children()
     seen: list[int] = []
     for _ in loader:
@@ -165,11 +167,11 @@ def test_after_deaths_that_were_survived_all_workers_work_again(tmp_path: Path) 
     assert last == 2
 
 
-def test_no_worker_is_left_behind_by_a_run_that_stops() -> None:
+def test_no_worker_is_left_after_by_a_run_that_stops() -> None:
     before = children()
-    loader = built(Faulty(texts(ROWS), {17: crash}), workers=2)
+    loader = built(Faulty(texts(ROWS), {17: crash}), num_workers=2)
     with pytest.raises(SystemFault):
-        handed_out(loader)
+        delivered_rows(loader)
     assert children() - before == set()
 
 
@@ -177,25 +179,25 @@ def test_no_worker_is_left_behind_by_a_run_that_stops() -> None:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[dict[str, Any]]:
-    """Every third example has a picture of its own on the disk."""
+def images(tmp_path: Path) -> list[dict[str, Any]]:
+    """Every third example has an image of its own on the disk."""
     rows = []
     for number, row in enumerate(texts(ROWS)):
         if number % 3:
             rows.append(row)
             continue
         path = tmp_path / f"{number}.png"
-        picture(64 + number % 3, 60).save(path)
+        make_image(64 + number % 3, 60).save(path)
         rows.append(chat("what", f"this {number}", {"type": "image", "image": str(path)}))
     return rows
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_picture_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on(
-    pictures: list[dict[str, Any]], tmp_path: Path, workers: int
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_image_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on(
+    images: list[dict[str, Any]], tmp_path: Path, num_workers: int
 ) -> None:
-    loader = built(pictures, workers=workers, batch_size=2)
-    seen = handed_out(loader, 1)
+    loader = built(images, num_workers=num_workers, batch_size=2)
+    seen = delivered_rows(loader, 1)
     gone = [n for n in range(0, ROWS, 3) if n not in seen][-3:]
     for number in gone:
         (tmp_path / f"{number}.png").unlink()
@@ -204,7 +206,7 @@ def test_a_picture_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on
         assert loader.last is not None
         seen += loader.last.samples
         companions += bool(loader.last.lost) and bool(loader.last.samples)
-    # A picture that a worker had read ahead is no loss.
+    # An image that a worker had read ahead is no loss.
     assert sorted(seen) + sorted(map(int, lost(loader))) == sorted(seen) + sorted(set(EVERYTHING) - set(seen))
     assert len(seen) == len(set(seen))
     assert set(lost(loader).values()) == {"missing_media"}
@@ -218,19 +220,19 @@ def test_a_picture_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_read_that_hangs_is_recorded_after_its_time_and_the_run_goes_on(
-    workers: int, mode: str, tmp_path: Path, pictures: list[dict[str, Any]]
+    num_workers: int, mode: str, tmp_path: Path, images: list[dict[str, Any]]
 ) -> None:
     os.mkfifo(tmp_path / "fifo")  # nobody ever writes to it
     reading = partial(Path.read_bytes, tmp_path / "fifo")
     loader = built(
-        Faulty(pictures, {17: hang, 30: reading}, only_workers=False),
-        workers=workers,
+        Faulty(images, {17: hang, 30: reading}, only_workers=False),
+        num_workers=num_workers,
         mode=mode,
         sample_timeout=0.5,
     )
-    seen = handed_out(loader)
+    seen = delivered_rows(loader)
     assert sorted(seen) == [n for n in EVERYTHING if n not in (17, 30)]
     assert lost(loader) == {"17": "broken_media", "30": "broken_media"}
     details = [drop.detail for drop in loader.ledger]
@@ -238,39 +240,39 @@ def test_a_read_that_hangs_is_recorded_after_its_time_and_the_run_goes_on(
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
-def test_a_picture_that_becomes_a_pipe_in_mid_epoch_is_recorded_and_not_waited_for(
-    tmp_path: Path, pictures: list[dict[str, Any]]
+def test_an_image_that_becomes_a_pipe_in_mid_epoch_is_recorded_and_not_waited_for(
+    tmp_path: Path, images: list[dict[str, Any]]
 ) -> None:
-    loader = built(pictures)
+    loader = built(images)
     (tmp_path / "30.png").unlink()
     os.mkfifo(tmp_path / "30.png")
-    assert sorted(handed_out(loader)) == [n for n in EVERYTHING if n != 30]
+    assert sorted(delivered_rows(loader)) == [n for n in EVERYTHING if n != 30]
     assert lost(loader) == {"30": "missing_media"}
 
 
 def test_a_batch_that_does_not_come_in_time_stops_the_run_and_names_its_samples() -> None:
     before = children()
-    loader = built(Faulty(texts(ROWS), {17: hang}), workers=2, timeout=2)
+    loader = built(Faulty(texts(ROWS), {17: hang}), num_workers=2, timeout=2)
     started = time.monotonic()
     with pytest.raises(SystemFault, match=r"did not come within 2 s \(timeout\)") as caught:
-        handed_out(loader)
+        delivered_rows(loader)
     assert "17" in str(caught.value).partition(": samples ")[2].partition(". A")[0].split(", ")
     assert "sample_timeout" in str(caught.value)
     assert time.monotonic() - started < 20
     assert children() - before == set()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     "mistake",
     [NameError("name 'imgae' is not defined"), TypeError("a mistake"), ConfigError("no such thing")],
 )
 def test_a_mistake_in_a_program_stops_the_run_and_is_no_bad_sample(
-    mistake: Exception, workers: int, tmp_path: Path
+    mistake: Exception, num_workers: int, tmp_path: Path
 ) -> None:
-    loader = built(Faulty(texts(ROWS), {17: raising(mistake)}, only_workers=False), workers=workers)
+    loader = built(Faulty(texts(ROWS), {17: raising(mistake)}, only_workers=False), num_workers=num_workers)
     with pytest.raises(type(mistake), match=str(mistake)):
-        handed_out(loader)
+        delivered_rows(loader)
     assert len(loader.ledger) == 0
 
 
@@ -289,18 +291,18 @@ def test_a_mistake_in_a_program_stops_the_run_and_is_no_bad_sample(
 def test_what_a_worker_raises_comes_back_with_its_words(error: Exception) -> None:
     loader = built(Faulty(texts(ROWS), {17: raising(error)}), on_bad="raise")
     with pytest.raises((type(error), RuntimeError)) as caught:
-        handed_out(loader)
+        delivered_rows(loader)
     assert str(error) in str(caught.value)
     if not isinstance(error, UnicodeDecodeError):  # which torch cannot build from words alone
         assert type(caught.value) is type(error)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_is_too_slow_is_an_error_where_bad_samples_are(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_is_too_slow_is_an_error_where_bad_samples_are(num_workers: int) -> None:
     data = Faulty(texts(ROWS), {17: hang}, only_workers=False)
-    loader = built(data, workers=workers, sample_timeout=0.3, on_bad="raise")
+    loader = built(data, num_workers=num_workers, sample_timeout=0.3, on_bad="raise")
     with pytest.raises(BadSample, match=r"(?s)17.*not ready after 0.3 s"):
-        handed_out(loader)
+        delivered_rows(loader)
 
 
 # A ledger that cannot be written.
@@ -317,32 +319,32 @@ def cutting(number: int, folder: Path, **options: Any) -> packhorse.Loader:
     return built(rows, ledger_dir=folder / "ledger", on_overlong="truncate", pack_size=64, **options)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_full_disk_under_the_ledger_stops_the_run_and_no_healthy_sample_is_called_bad(
-    workers: int, tmp_path: Path
+    num_workers: int, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "16k") as mounted:
         if not mounted:
             pytest.skip("mounting a file system is not allowed here")
-        loader = cutting(200, tmp_path / "disk", workers=workers)
+        loader = cutting(200, tmp_path / "disk", num_workers=num_workers)
         with pytest.raises(SystemFault, match="the disk is full") as caught:
-            handed_out(loader)
+            delivered_rows(loader)
         file = tmp_path / "disk" / "ledger" / "rank-00000.jsonl"
         assert str(file.with_suffix("")) in str(caught.value)  # or the step file, next to it
         assert 0 < len(Ledger.load(file)) < 200
         assert {drop.reason for drop in loader.ledger} == {"truncated"}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_ledger_that_may_not_grow_stops_the_run_with_the_reason(workers: int, tmp_path: Path) -> None:
-    loader = cutting(200, tmp_path, workers=workers)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_ledger_that_may_not_grow_stops_the_run_with_the_reason(num_workers: int, tmp_path: Path) -> None:
+    loader = cutting(200, tmp_path, num_workers=num_workers)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
         with pytest.raises(
             SystemFault, match=r"rank-00000.(jsonl|steps) cannot be written: a file may not grow"
         ):
-            handed_out(loader)
+            delivered_rows(loader)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert {drop.reason for drop in loader.ledger} == {"truncated"}
@@ -354,25 +356,25 @@ def test_a_ledger_with_room_again_gets_what_could_not_be_written(tmp_path: Path)
             pytest.skip("mounting a file system is not allowed here")
         ballast = tmp_path / "disk" / "ballast"
         ballast.write_bytes(bytes(56 * 1024))
-        loader = cutting(60, tmp_path / "disk", workers=0)
+        loader = cutting(60, tmp_path / "disk", num_workers=0)
         seen: list[int] = []
         with pytest.raises(SystemFault):
             until_it_stops(loader, seen)
         ballast.unlink()
-        seen += handed_out(loader)
+        seen += delivered_rows(loader)
         assert sorted(seen) == list(range(60))
         written = Ledger.load(tmp_path / "disk" / "ledger" / "rank-00000.jsonl")
         assert sorted(int(drop.key) for drop in written) == list(range(60))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_ledger_folder_that_may_not_be_written_stops_the_run(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_ledger_folder_that_may_not_be_written_stops_the_run(num_workers: int, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64k", "ro") as mounted:
         if not mounted:
             pytest.skip("mounting a file system is not allowed here")
-        loader = cutting(20, tmp_path / "disk", workers=workers)
+        loader = cutting(20, tmp_path / "disk", num_workers=num_workers)
         with pytest.raises(SystemFault, match="Read-only file system") as caught:
-            handed_out(loader)
+            delivered_rows(loader)
         assert str(tmp_path / "disk" / "ledger") in str(caught.value)
         assert "in memory" in str(caught.value)
 
@@ -381,7 +383,7 @@ def test_a_file_where_the_ledger_folder_should_be_stops_the_run(tmp_path: Path) 
     (tmp_path / "ledger").write_text("not a folder")
     loader = cutting(20, tmp_path)
     with pytest.raises(SystemFault, match="cannot be written"):
-        handed_out(loader)
+        delivered_rows(loader)
 
 
 # How much may be bad.
@@ -392,40 +394,40 @@ def failing(number: int, bad: list[int]) -> Faulty:
     return Faulty(texts(number), dict.fromkeys(bad, torn), only_workers=False)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_share_of_bad_samples_is_borne_to_the_last_and_one_more_stops_the_run(workers: int) -> None:
-    at_the_limit = built(failing(100, list(range(29))), max_bad_share=0.29, workers=workers)
-    assert sorted(handed_out(at_the_limit)) == list(range(29, 100))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_share_of_bad_samples_is_borne_to_the_last_and_one_more_stops_the_run(num_workers: int) -> None:
+    at_the_limit = built(failing(100, list(range(29))), max_bad_share=0.29, num_workers=num_workers)
+    assert sorted(delivered_rows(at_the_limit)) == list(range(29, 100))
     assert at_the_limit.account is not None
     assert at_the_limit.account.lost == 29
-    over = built(failing(100, list(range(30))), max_bad_share=0.29, workers=workers)
+    over = built(failing(100, list(range(30))), max_bad_share=0.29, num_workers=num_workers)
     with pytest.raises(
         TooManyBad, match=r"30 of 100 samples.*max_bad_share=29.00%.*broken_media 30.*torn in two"
     ):
-        handed_out(over)
+        delivered_rows(over)
 
 
 def test_samples_found_bad_when_counted_count_too() -> None:
     rows = texts(98) + [{"conversation": []}] * 2
-    assert len(handed_out(built(rows, max_bad_share=0.02))) == 98
+    assert len(delivered_rows(built(rows, max_bad_share=0.02))) == 98
     with pytest.raises(TooManyBad, match=r"2 of 100 samples cannot be used.*max_bad_share=1.00%"):
         built(rows, max_bad_share=0.01)
     data = failing(100, [3])
     data.rows = rows
     with pytest.raises(TooManyBad, match="By reason"):
-        handed_out(built(data, max_bad_share=0.02))
+        delivered_rows(built(data, max_bad_share=0.02))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_failures_in_a_row_are_borne_up_to_the_limit(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_failures_in_a_row_are_borne_up_to_the_limit(num_workers: int) -> None:
     first = load(texts(ROWS))
-    order = handed_out(first)
-    options = {"max_bad_share": None, "max_bad_in_a_row": 5, "workers": workers}
-    assert len(handed_out(built(failing(ROWS, order[20:25]), **options))) == ROWS - 5
-    with pytest.raises(TooManyBad, match=r"6 samples in a row failed.*max_bad_in_a_row=5.*broken_media"):
-        handed_out(built(failing(ROWS, order[20:26]), **options))
+    order = delivered_rows(first)
+    options = {"max_bad_share": None, "max_consecutive_bad": 5, "num_workers": num_workers}
+    assert len(delivered_rows(built(failing(ROWS, order[20:25]), **options))) == ROWS - 5
+    with pytest.raises(TooManyBad, match=r"6 samples in a row failed.*max_consecutive_bad=5.*broken_media"):
+        delivered_rows(built(failing(ROWS, order[20:26]), **options))
     # With one good sample among them they are not in a row.
-    assert len(handed_out(built(failing(ROWS, order[20:25] + order[26:31]), **options))) == ROWS - 10
+    assert len(delivered_rows(built(failing(ROWS, order[20:25] + order[26:31]), **options))) == ROWS - 10
 
 
 def test_a_batch_at_which_the_run_was_stopped_does_not_count_as_used() -> None:
@@ -437,7 +439,7 @@ def test_a_batch_at_which_the_run_was_stopped_does_not_count_as_used() -> None:
     data.armed = False
     again = built(data, max_bad_share=0.1)
     again.load_state_dict(loader.state_dict())
-    assert sorted(seen + handed_out(again)) == [n for n in EVERYTHING if n != 30]
+    assert sorted(seen + delivered_rows(again)) == [n for n in EVERYTHING if n != 30]
 
 
 def test_with_several_ranks_the_share_is_that_of_all_of_them() -> None:
@@ -445,15 +447,18 @@ def test_with_several_ranks_the_share_is_that_of_all_of_them() -> None:
     for rank in range(4):
         data = failing(400, list(range(0, 400, 4)))
         with pytest.raises(TooManyBad, match="on this rank"):
-            handed_out(built(data, rank=rank, size=4, max_bad_share=0.05))
-    assert sum(len(handed_out(built(failing(400, [5]), rank=r, size=4, workers=0))) for r in range(4)) == 399
+            delivered_rows(built(data, rank=rank, size=4, max_bad_share=0.05))
+    assert (
+        sum(len(delivered_rows(built(failing(400, [5]), rank=r, size=4, num_workers=0))) for r in range(4))
+        == 399
+    )
 
 
 @pytest.mark.slow  # each of them imports everything
 def test_workers_that_are_spawned_are_replaced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "path"))
-    loader = built(Faulty(texts(20), {7: Once(tmp_path, be_killed)}), start="spawn")
-    assert sorted(handed_out(loader)) == list(range(20))
+    loader = built(Faulty(texts(20), {7: Once(tmp_path, be_killed)}), multiprocessing_context="spawn")
+    assert sorted(delivered_rows(loader)) == list(range(20))
 
 
 def test_workers_end_with_the_last_reference_to_their_loader() -> None:
@@ -461,8 +466,8 @@ def test_workers_end_with_the_last_reference_to_their_loader() -> None:
     before = children()
     gc.disable()  # nothing but references keeps them
     try:
-        loader = load(texts(ROWS), workers=2)
-        handed_out(loader, 2)
+        loader = load(texts(ROWS), num_workers=2)
+        delivered_rows(loader, 2)
         assert len(children() - before) == 2
         started = time.monotonic()
         del loader

@@ -11,7 +11,7 @@ from fuzz_json import mutate_json
 
 
 def count_file_seeds(folder: Path) -> list[bytes]:
-    """Count files of a small data set with a picture and a broken row, in one part and in several."""
+    """Count files of a small dataset with an image and a broken row, in one part and in several."""
     return [_counted(folder, part_rows)[0] for part_rows in (4, 100)]
 
 
@@ -32,8 +32,8 @@ def _counted(folder: Path, part_rows: int) -> tuple[bytes, list[bytes]]:
     home.mkdir()
     Image.new("RGB", (60, 40)).save(home / "i.png")
     turns = [{"role": "user", "content": "<image>what"}, {"role": "assistant", "content": "ok"}]
-    with_picture = {"messages": turns, "images": ["i.png"]}
-    write_rows(home / "a.jsonl", [*(chat(n) for n in range(7)), with_picture, "no row"])
+    with_image = {"messages": turns, "images": ["i.png"]}
+    write_rows(home / "a.jsonl", [*(chat(n) for n in range(7)), with_image, "no row"])
     meta = write_meta(home, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     parts: list[bytes] = []
     count_meta(meta, processor("qwen2_vl"), part_rows=part_rows, engine=_Copying(parts))
@@ -42,7 +42,7 @@ def _counted(folder: Path, part_rows: int) -> tuple[bytes, list[bytes]]:
 
 
 class _Copying:
-    """An engine that also hands out what it has counted."""
+    """An engine that also delivers what it has counted."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self.parts = parts
@@ -77,7 +77,7 @@ def read_part(data: bytes, path: Path) -> None:
 
 
 def copy_seeds(folder: Path) -> list[bytes]:
-    """The Arrow copy of a Parquet file with texts, numbers, lists and pictures."""
+    """The Arrow copy of a Parquet file with texts, numbers, lists and images."""
     return [_copied(folder).read_bytes()]
 
 
@@ -105,7 +105,7 @@ def _copied(folder: Path) -> Path:
 
 
 def read_copy(data: bytes, path: Path) -> None:
-    """Read all rows of a Parquet file whose copy was damaged; one that is made anew counts as refused."""
+    """Read all rows of a Parquet file whose copy was damaged; one that is made anew counts as rejected."""
     from packhorse.errors import BadSample, ConfigError
     from packhorse.rows.parquet import ParquetRows
 

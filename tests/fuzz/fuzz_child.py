@@ -2,7 +2,7 @@
 
     python tests/fuzz/fuzz_child.py TARGET FOLDER SECONDS SEED
 
-``FOLDER/corpus`` has the seeds; how many inputs were read and refused is kept in ``FOLDER/counts`` as it
+``FOLDER/corpus`` has the seeds; how many inputs were read and rejected is kept in ``FOLDER/counts`` as it
 goes, so that it is known however the process ends. An exception that is not one of Packhorse ends it, and so
 does an input that takes ten seconds, or two gigabytes more than the process has.
 """
@@ -39,19 +39,19 @@ def main() -> None:
 
         for first in sorted((folder / "corpus").iterdir())[:1]:
             target.read(first.read_bytes(), path)  # imports what it needs
-    tried = read = refused = 0
+    tried = read = rejected = 0
 
     def one_input(data: bytes) -> None:
-        nonlocal tried, read, refused
+        nonlocal tried, read, rejected
         tried += 1
-        COUNTS.pack_into(counts, 0, tried, read, refused)
+        COUNTS.pack_into(counts, 0, tried, read, rejected)
         try:
             target.read(data, path)
         except PackhorseError:
-            refused += 1
+            rejected += 1
         else:
             read += 1
-        COUNTS.pack_into(counts, 0, tried, read, refused)
+        COUNTS.pack_into(counts, 0, tried, read, rejected)
 
     def mutated(data: bytes, max_size: int, seed: int) -> bytes:
         rng = random.Random(seed)

@@ -124,7 +124,7 @@ def read_sharegpt(data: bytes, path: Path) -> None:
         raise BadSample(str(error)) from error
     if not isinstance(row, dict):
         raise BadSample("no row")
-    refused = []
+    rejected = []
     for strict in (False, True):
         for folder in (None, "/nowhere/media"):
             ledger, options = Ledger(), {"strict": strict, "confine": folder is not None}
@@ -132,10 +132,10 @@ def read_sharegpt(data: bytes, path: Path) -> None:
                 example = convert_sharegpt_to_conversation(row, media_dir=folder, ledger=ledger, **options)
                 parse_conversation(example)
             except BadSample as error:
-                refused.append(error)
+                rejected.append(error)
             ledger.summary(1)
-    if len(refused) == 4:
-        raise refused[0]
+    if len(rejected) == 4:
+        raise rejected[0]
 
 
 def read_index(data: bytes, path: Path) -> None:

@@ -1,26 +1,26 @@
-"""Media as fuzzers give them: the headers of pictures, sound and films."""
+"""Media as fuzzers give them: the headers of images, sound and videos."""
 
 import io
 from pathlib import Path
 
 
-def picture_seeds(folder: Path) -> list[bytes]:
+def image_seeds(folder: Path) -> list[bytes]:
     from PIL import Image
 
-    picture = Image.radial_gradient("L").resize((33, 21)).convert("RGB")
+    image = Image.radial_gradient("L").resize((33, 21)).convert("RGB")
     found = []
     for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"):
         file = io.BytesIO()
-        picture.save(file, form)
+        image.save(file, form)
         found.append(file.getvalue())
     exif = Image.Exif()
     exif[0x0112] = 6
     file = io.BytesIO()
-    picture.save(file, "JPEG", exif=exif)
+    image.save(file, "JPEG", exif=exif)
     return [*found, file.getvalue()]
 
 
-def read_picture(data: bytes, path: Path) -> None:
+def read_image(data: bytes, path: Path) -> None:
     from packhorse.media import image_size, load_image
 
     height, width = image_size(data, max_pixels=1 << 20)
@@ -46,13 +46,13 @@ def read_sound(data: bytes, path: Path) -> None:
     audio_info(data)
 
 
-def film_seeds(folder: Path) -> list[bytes]:
+def video_seeds(folder: Path) -> list[bytes]:
     import av
     import numpy as np
 
     found = []
     for suffix in ("mp4", "mkv"):
-        path = folder / f"film.{suffix}"
+        path = folder / f"video.{suffix}"
         with av.open(str(path), "w") as container:
             stream = container.add_stream("mpeg4", rate=10)
             stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
@@ -64,7 +64,7 @@ def film_seeds(folder: Path) -> list[bytes]:
     return found
 
 
-def read_film(data: bytes, path: Path) -> None:
+def read_video(data: bytes, path: Path) -> None:
     from packhorse.media import probe_video
 
     probe_video(data)

@@ -27,7 +27,7 @@ class Report:
     Attributes:
         tried: inputs.
         read: of them were read.
-        refused: with an error of Packhorse.
+        rejected: with an error of Packhorse.
         unexpected: exceptions of another kind (the first ends the run).
         crashes: of the interpreter, or hangs (likewise).
         detail: the end of what the child said, where anything was found.
@@ -35,7 +35,7 @@ class Report:
 
     tried: int
     read: int
-    refused: int
+    rejected: int
     unexpected: int = 0
     crashes: int = 0
     detail: str = ""
@@ -59,12 +59,12 @@ def fuzz(name: str, seconds: int, folder: Path, seed: int = 1) -> Report:
         code, said = run.returncode, (run.stderr + run.stdout).decode(errors="replace")
     except subprocess.TimeoutExpired as error:
         code, said = -1, f"it did not end: {(error.stderr or b'').decode(errors='replace')}"
-    tried, read, refused = counts.unpack((folder / "counts").read_bytes())
+    tried, read, rejected = counts.unpack((folder / "counts").read_bytes())
     by_exception = code == EXCEPTION and "Uncaught Python exception" in said
     return Report(
         tried,
         read,
-        refused,
+        rejected,
         int(by_exception),
         int(code != 0 and not by_exception),
         said[-4000:] if code else "",

@@ -61,9 +61,9 @@ TARGETS: dict[str, Target] = {
     "count_part": Target(arrow.part_seeds, arrow.read_part, _DATASETS, arrow.mutate_arrow),
     "arrow_copy": Target(arrow.copy_seeds, arrow.read_copy, _DATASETS, arrow.mutate_arrow),
     "plan": Target(arrow.plan_seeds, arrow.read_plan, ("packhorse.neat_packing_vlm",), arrow.mutate_plan),
-    "picture": Target(media.picture_seeds, media.read_picture, ("packhorse.media", "PIL")),
+    "image": Target(media.image_seeds, media.read_image, ("packhorse.media", "PIL")),
     "sound": Target(media.sound_seeds, media.read_sound, ("packhorse.media",)),
-    "film": Target(media.film_seeds, media.read_film, ("packhorse.media",)),
+    "video": Target(media.video_seeds, media.read_video, ("packhorse.media",)),
 }
 
 FILES = {

@@ -14,13 +14,13 @@ SECONDS = int(os.environ.get("PACKHORSE_FUZZ_SECONDS", "2"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_mangled_input_is_read_or_refused_and_never_more(name: str, tmp_path: Path) -> None:
+def test_mangled_input_is_read_or_rejected_and_never_more(name: str, tmp_path: Path) -> None:
     report = fuzz(name, SECONDS, tmp_path / "run")
     assert (report.unexpected, report.crashes) == (0, 0), report.detail
     # The run reached both sides, and went on to its end.
     assert report.read > 0
-    assert report.refused > 0
-    assert report.read + report.refused == report.tried
+    assert report.rejected > 0
+    assert report.read + report.rejected == report.tried
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Rank:
     def __init__(self) -> None:
         self.loader: packhorse.Loader | None = None
 
-    def build(self, folder: str, file: str, workers: int) -> list[int]:
+    def build(self, folder: str, file: str, num_workers: int) -> list[int]:
         """Open the file and plan."""
         self.close()
         self.loader = None
@@ -44,9 +44,9 @@ class Rank:
             pack_size=256,
             ledger_dir=Path(folder, "ledger"),
             max_bad_share=None,
-            workers=workers,
-            prefetch=3,
-            start="fork",
+            num_workers=num_workers,
+            prefetch_factor=3,
+            multiprocessing_context="fork",
         )
         loader.dataset.faults = Path(folder, "faults")
         self.loader = loader
@@ -79,7 +79,7 @@ class Rank:
         assert self.loader is not None
         assert self.loader.account is not None
         account = self.loader.account
-        return [account.epoch, account.delivered, account.lost, account.left_out, account.reasons]
+        return [account.epoch, account.delivered, account.lost, account.dropped, account.reasons]
 
     def close(self) -> None:
         """End the workers."""

@@ -2,7 +2,7 @@
 
 A machine plays a run: all ranks of a world in one process, as a trainer drives them, with stops, restarts
 under another world, batch size, accumulation and number of workers, and jumps between epochs. Reads fail,
-once or for good, also those of batches that are built ahead and never handed out; the row file is edited
+once or for good, also those of batches that are built ahead and never delivered; the row file is edited
 between runs; a rank cannot open it. The machine keeps its own book of what a run must have been given.
 ``PACKHORSE_MACHINE_RUNS=500`` plays more of them. ``test_ranks_machine.py`` has ranks that talk.
 """
@@ -70,12 +70,16 @@ class LoaderMachine(RuleBasedStateMachine):
     def file(self) -> Path:
         return self.path / "rows.jsonl"
 
-    def built(self, shape: tuple[int, int, int], workers: int = 0) -> list[packhorse.Loader]:
+    def built(self, shape: tuple[int, int, int], num_workers: int = 0) -> list[packhorse.Loader]:
         """The loaders of all ranks, each with the file opened by itself; reads fail when all are there."""
-        world, batch, accumulation = shape
+        world, batch, gradient_accumulation_steps = shape
         loaders = []
         for rank in range(world):
-            options: dict[str, Any] = {"workers": workers if rank == 0 else 0, "start": "fork", "prefetch": 3}
+            options: dict[str, Any] = {
+                "num_workers": num_workers if rank == 0 else 0,
+                "multiprocessing_context": "fork",
+                "prefetch_factor": 3,
+            }
             loader = packhorse.load(
                 open_mixture(self.file),
                 processor("qwen2_vl"),
@@ -85,7 +89,7 @@ class LoaderMachine(RuleBasedStateMachine):
                 mode=self.mode,
                 pack_size=256,
                 batch_size=batch,
-                accumulation=accumulation,
+                gradient_accumulation_steps=gradient_accumulation_steps,
                 ledger_dir=self.path / "ledger",
                 max_bad_share=None,
                 **options,
@@ -95,13 +99,13 @@ class LoaderMachine(RuleBasedStateMachine):
             loader.dataset.faults, loader.dataset.broken = self.path / "faults", self.some_break
         return loaders
 
-    @initialize(shape=SHAPES, some_break=st.booleans(), workers=st.sampled_from([0, 0, 1]))
-    def begin(self, shape: tuple[int, int, int], some_break: bool, workers: int) -> None:
+    @initialize(shape=SHAPES, some_break=st.booleans(), num_workers=st.sampled_from([0, 0, 1]))
+    def begin(self, shape: tuple[int, int, int], some_break: bool, num_workers: int) -> None:
         self.some_break = some_break
         self.folder = tempfile.TemporaryDirectory()
         (self.path / "faults").mkdir()
         write(self.file, rows())
-        self.loaders = self.built(shape, workers)
+        self.loaders = self.built(shape, num_workers)
         self.counts = self.loaders[0].counts
 
     # What a trainer does.
@@ -151,7 +155,7 @@ class LoaderMachine(RuleBasedStateMachine):
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch or self.is_over():
             self.used, self.lost = Counter(), Counter()
-            self.rolls_back_later = self.loaders[0].ledger.held
+            self.rolls_back_later = self.loaders[0].ledger.is_buffering
         for loader in self.loaders:
             loader.set_epoch(epoch)
         assert self.epoch == epoch
@@ -165,20 +169,20 @@ class LoaderMachine(RuleBasedStateMachine):
         runs = {step: self.runs[step] for step in self.steps_used()}
         self.saved.append(Saved(state, self.epoch, self.used.copy(), self.lost.copy(), runs))
 
-    @rule(data=st.data(), shape=SHAPES, workers=st.sampled_from([0, 0, 1]))
-    def restart(self, data: st.DataObject, shape: tuple[int, int, int], workers: int) -> None:
+    @rule(data=st.data(), shape=SHAPES, num_workers=st.sampled_from([0, 0, 1]))
+    def restart(self, data: st.DataObject, shape: tuple[int, int, int], num_workers: int) -> None:
         """From any state that is not outdated, with other ranks, batches, accumulation or workers."""
         saved = self.any_saved(data)
         self.end()
-        self.go_on(saved, shape, workers)
+        self.go_on(saved, shape, num_workers)
 
     def any_saved(self, data: st.DataObject) -> Saved:
         if not self.saved:
             self.save(0)
         return data.draw(st.sampled_from(self.saved))
 
-    def go_on(self, saved: Saved, shape: tuple[int, int, int], workers: int = 0) -> None:
-        self.loaders = self.built(shape, workers)
+    def go_on(self, saved: Saved, shape: tuple[int, int, int], num_workers: int = 0) -> None:
+        self.loaders = self.built(shape, num_workers)
         self.rolls_back_later = False
         for loader in self.loaders:
             loader.load_state_dict(saved.state)
@@ -213,7 +217,7 @@ class LoaderMachine(RuleBasedStateMachine):
         assert {path: path.read_bytes() for path in (self.path / "ledger").glob("*")} == files
 
     def evaluate(self) -> None:
-        """Another loader hands out a whole epoch."""
+        """Another loader delivers a whole epoch."""
         if self.evaluation is None:
             self.evaluation = packhorse.load(
                 texts(6), processor("qwen2_vl"), model="unchecked", world=World(), pack_size=256, mode="pad"
@@ -230,7 +234,7 @@ class LoaderMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["swap", "word", "remove", "double", "note"]),
     )
     def edit_the_data(self, data: st.DataObject, shape: tuple[int, int, int], place: int, kind: str) -> None:
-        """A state of other data is refused, whichever row it is; put back, the data are those of the run."""
+        """A state of other data is rejected, whichever row it is; put back, the data are those of the run."""
         saved = self.any_saved(data)
         changed, other = rows(), data.draw(PLACES.filter(lambda number: number != place))
         if kind == "swap":
@@ -253,7 +257,7 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def load_nonsense(self, data: st.DataObject) -> None:
-        """A state that cannot be is refused, and leaves all as it was."""
+        """A state that cannot be is rejected, and leaves all as it was."""
         state = dict(self.any_saved(data).state)
         name = data.draw(st.sampled_from(["version", "plan", "epoch", "segments", "packs", "data", "used"]))
         nonsense = ["x", -1, [[1, 1, 1, 10_000]], [[0, 1, 1, 1]], [[1]], {}]
@@ -329,22 +333,22 @@ class LoaderMachine(RuleBasedStateMachine):
             assert len(numbers) == 1
         first = self.loaders[0]
         assert len(first) == first.cursor + first.remaining
-        assert len(first) % first.config.accumulation == 0
+        assert len(first) % first.config.gradient_accumulation_steps == 0
 
     @invariant()
     def the_account_adds_up(self) -> None:
         if not self.loaders or not self.is_over():
             return
         plan = self.loaders[0].plan
-        left_out = sorted(plan.dropped.tolist())
-        assert left_out == [LONG]
-        assert sum(self.used.values()) + sum(self.lost.values()) + len(left_out) == ROWS
+        dropped = sorted(plan.dropped.tolist())
+        assert dropped == [LONG]
+        assert sum(self.used.values()) + sum(self.lost.values()) + len(dropped) == ROWS
         assert set(self.lost) >= (BROKEN if self.some_break else set())
         account = self.loaders[0].account
         if len(self.loaders) == 1:
             assert account is not None
             assert account.delivered == sum(self.used.values())
-            assert account.delivered + account.lost + account.left_out == account.rows == ROWS
+            assert account.delivered + account.lost + account.dropped == account.rows == ROWS
             assert (account.epoch, account.lost) == (self.epoch, sum(self.lost.values()))
             told = account.reasons
             assert told.get("too_long") == 1

@@ -86,7 +86,7 @@ def test_every_sample_is_in_one_pack_or_dropped_and_no_pack_is_over_anything(chu
         if draw.random() < 0.5:
             options |= {"seed": draw.randrange(5), "epoch": draw.randrange(3)}
         if draw.random() < 0.2:
-            options["strata"] = [draw.randrange(3) for _ in range(n)]
+            options["dataset_ids"] = [draw.randrange(3) for _ in range(n)]
         if draw.random() < 0.2:
             options["alignment"] = draw.choice([2, 8, 16])
         if draw.random() < 0.25:
@@ -129,8 +129,8 @@ def test_the_same_arguments_give_the_same_plan(lengths, capacity, seed, epoch):
 @given(lengths=st.lists(st.integers(0, 60), max_size=40), capacity=st.integers(1, 50))
 def test_the_documented_functions_hold_every_sample_that_fits(lengths, capacity):
     bins = greedy_knapsack(lengths, capacity)
-    held = sorted(sample for one in bins for sample in one)
-    assert held == [sample for sample, length in enumerate(lengths) if length <= capacity]
+    is_buffering = sorted(sample for one in bins for sample in one)
+    assert is_buffering == [sample for sample, length in enumerate(lengths) if length <= capacity]
     assert all(one and sum(lengths[sample] for sample in one) <= capacity for one in bins)
     visual = [length // 2 for length in lengths]
     balanced = greedy_knapsack_vt_balanced(lengths, capacity, visual)

@@ -69,7 +69,7 @@ def flat(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
 
 
 def padded(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
-    """Patches filled up to one length: one entry per medium, beside what tells about it."""
+    """Patches filled up to one length: one entry per media item, beside what tells about it."""
     key = "pixel_values_videos" if kind == "video" else "pixel_values"
     item = TensorLayout((kind,), "item")
     names = ("image_grid_thw", "image_sizes", "image_position_ids", "spatial_shapes", None)
@@ -199,7 +199,7 @@ def test_each_microbatch_holds_exactly_the_media_of_its_samples(chunk: int) -> N
 
 def test_a_count_that_is_wrong_is_never_split_in_silence() -> None:
     rng = random.Random("wrong counts")
-    refused = 0
+    rejected = 0
     for _ in range(SEEDED):
         drawn = random_batch(rng)
         if {"of_samples", "tiles"} & drawn.seen:  # what samples own, or rows say, needs no counts
@@ -209,14 +209,14 @@ def test_a_count_that_is_wrong_is_never_split_in_silence() -> None:
             wrong[rng.randrange(drawn.rows)] += rng.randint(1, 3)
             with pytest.raises(ValueError, match=f"{key}"):
                 prepare_vlm_media_for_pp({**drawn.batch, key: wrong}, drawn.rows, drawn.microbatches)
-            refused += 1
-    assert refused > SEEDED // 2
+            rejected += 1
+    assert rejected > SEEDED // 2
 
 
-def test_wrong_counts_that_keep_the_sum_are_refused_where_the_batch_says_its_rows() -> None:
+def test_wrong_counts_that_keep_the_sum_are_rejected_where_the_batch_says_its_rows() -> None:
     """Nothing else could tell: what collate functions say with ``media_layout=True`` is worth having."""
     rng = random.Random("wrong counts with the right sum")
-    refused = 0
+    rejected = 0
     for _ in range(SEEDED):
         drawn = random_batch(rng)
         if "rows given" not in drawn.seen or {"of_samples", "tiles"} & drawn.seen:
@@ -227,13 +227,13 @@ def test_wrong_counts_that_keep_the_sum_are_refused_where_the_batch_says_its_row
                 continue
             with pytest.raises(ValueError, match=rf"'_media_rows' says .* and {key} says"):
                 prepare_vlm_media_for_pp({**drawn.batch, key: wrong}, drawn.rows, drawn.microbatches)
-            refused += 1
-    assert refused > SEEDED // 10
+            rejected += 1
+    assert rejected > SEEDED // 10
 
 
-def test_media_that_nobody_counts_are_refused_but_for_one_image_a_row() -> None:
+def test_media_that_nobody_counts_are_rejected_but_for_one_image_a_row() -> None:
     rng = random.Random("no counts")
-    refused = 0
+    rejected = 0
     for _ in range(SEEDED):
         drawn = random_batch(rng)
         counted = [key for key in drawn.batch if key.startswith("n_")]
@@ -246,5 +246,5 @@ def test_media_that_nobody_counts_are_refused_but_for_one_image_a_row() -> None:
             continue  # the documented rule: it cannot be told from one image a row
         with pytest.raises(ValueError, match=r"without 'n_\w+_per_sample'"):
             prepare_vlm_media_for_pp(left, drawn.rows, drawn.microbatches)
-        refused += 1
-    assert refused > SEEDED // 4
+        rejected += 1
+    assert rejected > SEEDED // 4

@@ -37,7 +37,7 @@ TIMEOUT = 60.0  # half of the process group's own
 WORK = Path(__file__).with_name("rank_work.py")
 
 
-class Ranks:
+class Collectives:
     """The processes; they live on from run to run, but for those after a run that failed."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,8 +89,8 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("ranks"))
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collectives]:
+    started = Collectives(tmp_path_factory.mktemp("ranks"))
     yield started
     started.end()
 
@@ -103,7 +103,7 @@ def is_all(samples: Counter[int]) -> bool:
 class RanksMachine(RuleBasedStateMachine):
     """See the module's docstring."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Collectives) -> None:
         super().__init__()
         self.ranks = ranks
         self.ranks.start()
@@ -116,15 +116,17 @@ class RanksMachine(RuleBasedStateMachine):
         self.lost: Counter[int] = Counter()
         self.epoch, self.over = 0, False
 
-    def build(self, workers: int = 0) -> None:
-        first, *others = self.ranks.all_do("build", folder=str(self.path), file="rows.jsonl", workers=workers)
+    def build(self, num_workers: int = 0) -> None:
+        first, *others = self.ranks.all_do(
+            "build", folder=str(self.path), file="rows.jsonl", num_workers=num_workers
+        )
         assert isinstance(first, list), first
         assert others == [first] * (WORLD - 1)
         self.used, self.lost, self.epoch, self.over = Counter(), Counter(), 0, False
 
-    @initialize(workers=st.sampled_from([0, 1]))
-    def begin(self, workers: int) -> None:
-        self.build(workers)
+    @initialize(num_workers=st.sampled_from([0, 1]))
+    def begin(self, num_workers: int) -> None:
+        self.build(num_workers)
 
     @rule(steps=st.integers(1, 4))
     def take(self, steps: int) -> None:
@@ -170,18 +172,18 @@ class RanksMachine(RuleBasedStateMachine):
         if close:
             self.ranks.all_do("close")
 
-    @rule(data=st.data(), workers=st.sampled_from([0, 1]))
-    def restart(self, data: st.DataObject, workers: int) -> None:
-        self.go_on(self.any_saved(data), workers)
+    @rule(data=st.data(), num_workers=st.sampled_from([0, 1]))
+    def restart(self, data: st.DataObject, num_workers: int) -> None:
+        self.go_on(self.any_saved(data), num_workers)
 
     def any_saved(self, data: st.DataObject) -> int:
         if not self.saved:
             self.save()
         return data.draw(st.integers(0, len(self.saved) - 1))
 
-    def go_on(self, number: int, workers: int = 0) -> None:
+    def go_on(self, number: int, num_workers: int = 0) -> None:
         state, used, lost = self.saved[number]
-        self.build(workers)
+        self.build(num_workers)
         left = self.ranks.all_do("load", state=state)
         assert isinstance(left[0], int), left
         assert left[0] == left[1]
@@ -211,7 +213,7 @@ class RanksMachine(RuleBasedStateMachine):
         """One rank does not see the file: both raise, and the run resumes from its last state."""
         self.save()
         files = [{"file": "away.jsonl" if number == rank else "rows.jsonl"} for number in range(WORLD)]
-        found = self.ranks.all_do("build", *files, folder=str(self.path), workers=0)
+        found = self.ranks.all_do("build", *files, folder=str(self.path), num_workers=0)
         assert all("away.jsonl" in message for _, message in found), found
         self.go_on(len(self.saved) - 1)
 
@@ -243,7 +245,7 @@ class RanksMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def test_ranks_go_on_together_or_raise_together(ranks: Ranks) -> None:
+def test_ranks_go_on_together_or_raise_together(ranks: Collectives) -> None:
     run_state_machine_as_test(
         lambda: RanksMachine(ranks),
         settings=settings(

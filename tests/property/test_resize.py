@@ -47,4 +47,4 @@ def outcome(function, arguments: tuple[int, ...]) -> object:
     try:
         return function(*arguments)
     except ValueError:
-        return "refused"
+        return "rejected"

@@ -110,7 +110,7 @@ def test_elements_are_found_as_the_parser_has_them(rows, indent, chunk) -> None:
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 3, 4096])
-def test_a_file_that_is_no_array_is_refused_by_name(data: bytes, message: str, chunk: int) -> None:
+def test_a_file_that_is_no_array_is_rejected_by_name(data: bytes, message: str, chunk: int) -> None:
     with pytest.raises(ConfigError, match=f"^test: .*{message}"):
         scan(scan_array, data, chunk)
 

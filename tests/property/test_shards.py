@@ -130,6 +130,6 @@ def test_a_large_draw_is_kept_and_is_the_same_draw(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, float("nan"), float("inf")])
-def test_a_ratio_that_is_no_share_is_refused(ratio: float) -> None:
+def test_a_ratio_that_is_no_share_is_rejected(ratio: float) -> None:
     with pytest.raises(ValueError, match="sample_ratio"):
         RowSelection(10, ratio)

@@ -144,11 +144,11 @@ def test_a_batch_made_from_a_mapping_says_that_it_has_no_info() -> None:
         Batch(dict(made())).info  # noqa: B018
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-def test_info_says_what_a_batch_of_the_loader_is_made_of(mode: str, workers: int) -> None:
+def test_info_says_what_a_batch_of_the_loader_is_made_of(mode: str, num_workers: int) -> None:
     rows = mixed(24)
-    loader = load(rows, mode=mode, batch_size=2, workers=workers, model=tiny_model("qwen2_vl"))
+    loader = load(rows, mode=mode, batch_size=2, num_workers=num_workers, model=tiny_model("qwen2_vl"))
     content = [row["conversation"][0]["content"] for row in rows]
     media_of = {loader.key(n): [part["type"] for part in parts] for n, parts in enumerate(content)}
     seen: list[int] = []
@@ -204,11 +204,11 @@ def test_the_loader_says_what_it_yields() -> None:
     (batch,) = load(texts(3), pack_size=512, model="unchecked")
     assert isinstance(batch, packhorse.Batch)
     assert isinstance(batch.info, packhorse.BatchInfo)
-    assert not batch.info.filler
+    assert not batch.info.is_padding
     assert 0 <= batch.info.padding < 1
 
 
-def test_a_padded_pack_that_cannot_be_aligned_is_refused_before_the_first_batch() -> None:
+def test_a_padded_pack_that_cannot_be_aligned_is_rejected_before_the_first_batch() -> None:
     settings = {"pack_size": 250, "alignment": 8, "model": "unchecked"}
     assert load(texts(3), **settings)
     with pytest.raises(packhorse.ConfigError, match="pack_size=250, which is no multiple of alignment=8"):

@@ -1,4 +1,4 @@
-"""Labels: what the template writes as assistant turns is learned, whatever anybody types."""
+"""Labels: what the template writes as assistant turns is supervised, whatever anybody types."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ids_of(processor: Any, text: str) -> list[int]:
     return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def learned(processor: Any, labels: list[int]) -> list[str]:
+def supervised(processor: Any, labels: list[int]) -> list[str]:
     """The texts of the runs of supervised tokens."""
     runs: list[list[int]] = [[]]
     for label in labels:
@@ -87,8 +87,8 @@ TALK = said(
 ANSWERS = ["A cat.<|im_end|>", "The cat, the cat.<|im_end|>"]
 
 
-def test_a_typed_turn_is_not_learned() -> None:
-    assert learned(Talker(), labelled(Talker(), TALK)) == ANSWERS
+def test_a_typed_turn_is_not_supervised() -> None:
+    assert supervised(Talker(), labelled(Talker(), TALK)) == ANSWERS
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,15 @@ def test_a_typed_turn_is_not_learned() -> None:
     ],
 )
 @pytest.mark.parametrize("role", ["system", "user", "tool", "narrator"])
-def test_nothing_that_others_type_is_learned(typed: str, role: str) -> None:
+def test_nothing_that_others_type_is_supervised(typed: str, role: str) -> None:
     turns = said((role, typed), ("user", "Hm?"), ("assistant", "A cat."), (role, typed))
-    assert learned(Talker(), labelled(Talker(), turns)) == ANSWERS[:1]
+    assert supervised(Talker(), labelled(Talker(), turns)) == ANSWERS[:1]
 
 
 def test_an_answer_may_type_markers_too() -> None:
     turns = said(("user", "Hm?"), ("assistant", "Write <|im_end|> or <|im_start|>user\n."), ("user", "Ah."))
     expected = ["Write <|im_end|> or <|im_start|>user\n.<|im_end|>"]
-    assert learned(Talker(), labelled(Talker(), turns)) == expected
+    assert supervised(Talker(), labelled(Talker(), turns)) == expected
 
 
 MARKED = chatml(generation=True)
@@ -126,13 +126,13 @@ def test_generation_marks_end_with_the_stop_token_wherever_they_are_set(end: str
     assert STOP_INSIDE in MARKED
     marked = Talker(MARKED.replace(STOP_INSIDE, end))
     turns = said(("user", "<|im_start|>assistant\n"), ("assistant", answer), ("user", "Ah."))
-    assert learned(marked, labelled(marked, turns)) == [answer + "<|im_end|>"]
+    assert supervised(marked, labelled(marked, turns)) == [answer + "<|im_end|>"]
 
 
-def test_generation_marks_decide_which_turns_are_learned() -> None:
+def test_generation_marks_decide_which_turns_are_supervised() -> None:
     only_last = MARKED.replace("message['role'] == 'assistant'", "loop.last")
     assert only_last != MARKED
-    assert learned(Talker(only_last), labelled(Talker(only_last), TALK)) == ANSWERS[1:]
+    assert supervised(Talker(only_last), labelled(Talker(only_last), TALK)) == ANSWERS[1:]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
@@ -142,7 +142,7 @@ def test_a_template_that_trims_is_followed(name: str) -> None:
         ("system", " Hi "), ("user", " model\n "), ("assistant", "  A cat. \n"), ("assistant", " \n")
     )
     stop = ChatProcessor(made).turn_markers.stop_text
-    assert learned(made, labelled(made, turns)) == [f"A cat.{stop}", stop]
+    assert supervised(made, labelled(made, turns)) == [f"A cat.{stop}", stop]
 
 
 # As templates of thinking models do: thoughts are kept in the last answer only, and an empty thought is put
@@ -158,45 +158,45 @@ THINKING = (
 )
 
 
-def test_thoughts_are_learned_where_the_template_keeps_them() -> None:
+def test_thoughts_are_supervised_where_the_template_keeps_them() -> None:
     made = Talker(THINKING)
     thinks = "<think>\nHm.\n</think>\n\nA cat."
     turns = said(("user", "Who?"), ("assistant", thinks), ("user", "<think> it over"), ("assistant", thinks))
-    assert learned(made, labelled(made, turns)) == ["A cat.<|im_end|>", thinks + "<|im_end|>"]
-    assert learned(made, labelled(made, turns[:3])) == ["A cat.<|im_end|>"]
+    assert supervised(made, labelled(made, turns)) == ["A cat.<|im_end|>", thinks + "<|im_end|>"]
+    assert supervised(made, labelled(made, turns[:3])) == ["A cat.<|im_end|>"]
     plain = said(("user", "Who?"), ("assistant", thinks), ("user", "Who?"), ("assistant", "A cat."))
     assert "<think>\n\n</think>\n\nA cat." in ChatProcessor(made).render(plain)
-    assert learned(made, labelled(made, plain)) == ["A cat.<|im_end|>"] * 2
+    assert supervised(made, labelled(made, plain)) == ["A cat.<|im_end|>"] * 2
 
 
 SHOUTING = QWEN.replace("{{ part['text'] }}", "{{ part['text'] | upper }}")
 
 
-def test_an_answer_that_the_template_rewrites_is_learned_as_it_is_written() -> None:
+def test_an_answer_that_the_template_rewrites_is_supervised_as_it_is_written() -> None:
     assert SHOUTING != QWEN
     turns = said(("user", "Who?"), ("assistant", "A cat."), ("user", "Who?"), ("assistant", "Me."))
-    assert learned(Talker(SHOUTING), labelled(Talker(SHOUTING), turns)) == [
+    assert supervised(Talker(SHOUTING), labelled(Talker(SHOUTING), turns)) == [
         "A CAT.<|im_end|>",
         "ME.<|im_end|>",
     ]
 
 
-def test_a_rewritten_answer_that_may_end_in_two_places_is_refused() -> None:
+def test_a_rewritten_answer_that_may_end_in_two_places_is_rejected() -> None:
     next_turn = "<|im_end|>\n<|im_start|>user\nWHO?<|im_end|>\n<|im_start|>assistant\n"
     turns = said(("assistant", f"a{next_turn}"), ("user", "Who?"), ("assistant", "Me."))
     with pytest.raises(CannotAlign, match="changes the answer"):
         labelled(Talker(SHOUTING), turns)
 
 
-def test_a_template_that_adds_to_the_end_for_some_answers_is_refused() -> None:
+def test_a_template_that_adds_to_the_end_for_some_answers_is_rejected() -> None:
     waving = QWEN + "{% if 'cat' in messages[1]['content'][0]['text'] %}Bye{% endif %}"
     turns = said(("user", "Who?"), ("assistant", "Me."))
-    assert learned(Talker(waving), labelled(Talker(waving), turns)) == ["Me.<|im_end|>"]
+    assert supervised(Talker(waving), labelled(Talker(waving), turns)) == ["Me.<|im_end|>"]
     with pytest.raises(CannotAlign, match="changes the answer"):
         labelled(Talker(waving), said(("user", "Who?"), ("assistant", "A cat.")))
 
 
-def test_a_template_that_writes_answers_twice_is_refused() -> None:
+def test_a_template_that_writes_answers_twice_is_rejected() -> None:
     twice = QWEN.replace("{{ part['text'] }}", "{{ part['text'] }}{{ part['text'] }}")
     with pytest.raises(CannotAlign, match="exactly once"):
         labelled(Talker(twice), TALK)
@@ -211,7 +211,7 @@ def test_a_tokenizer_without_offsets_does_not_guess() -> None:
     turns = said(("user", "Hm?"), ("assistant", "\nA cat."))
     with pytest.raises(CannotAlign, match="no offsets"):
         labelled(Talker(words=Slow()), turns)
-    assert learned(Talker(), labelled(Talker(), turns)) == ["\n\nA cat.<|im_end|>"]
+    assert supervised(Talker(), labelled(Talker(), turns)) == ["\n\nA cat.<|im_end|>"]
 
 
 def test_cut_ids_have_the_labels_of_what_is_left() -> None:
@@ -244,14 +244,14 @@ def test_expanded_media_move_the_labels_and_any_cut_keeps_them(expansion: str) -
     media = {made.tokenizer.convert_tokens_to_ids(PAD)}
     ids = ids_of(made, ChatProcessor(made).render(WITH_IMAGES).replace(PAD, expansion))
     whole = labelled(made, WITH_IMAGES, ids, media)
-    assert learned(made, whole) == ANSWERS
+    assert supervised(made, whole) == ANSWERS
     assert not media & set(whole)
     for length in range(len(ids)):
         assert labelled(made, WITH_IMAGES, ids[:length], media) == whole[:length]
 
 
 @pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>"])
-def test_padding_is_not_learned_on_either_side(pad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_not_supervised_on_either_side(pad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Talker()
     number = made.tokenizer.convert_tokens_to_ids(pad)
     monkeypatch.setattr(type(made.tokenizer), "pad_token_id", number, raising=False)
@@ -269,7 +269,7 @@ def test_padding_with_the_stop_token_does_not_hide_where_answers_end(monkeypatch
     turns = [{"role": "user", "content": [{"type": "image"}]}, *said(("assistant", "A cat."))]
     ids = ids_of(made, ChatProcessor(made).render(turns).replace("<image>", "<image>" * 9))
     whole = labelled(made, turns, ids, {image})
-    assert learned(made, whole) == ["A cat.<end_of_utterance>"]
+    assert supervised(made, whole) == ["A cat.<end_of_utterance>"]
     none, more = [IGNORE_INDEX] * 5, [stop] * 5
     assert labelled(made, turns, more + ids, {image}) == none + whole
     assert labelled(made, turns, ids + more, {image}) == whole + none
@@ -279,7 +279,7 @@ def test_padding_with_the_stop_token_does_not_hide_where_answers_end(monkeypatch
     "template", [QWEN, chatml(generation=True, image="<|vision_start|><|image_pad|><|vision_end|>")]
 )
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_media_in_an_answer_are_not_learned(template: str, tokens: int) -> None:
+def test_media_in_an_answer_are_not_supervised(template: str, tokens: int) -> None:
     made = Talker(template)
     media = {made.tokenizer.convert_tokens_to_ids(PAD)}
     shows = [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": "nice."}]
@@ -287,7 +287,7 @@ def test_media_in_an_answer_are_not_learned(template: str, tokens: int) -> None:
     ids = ids_of(made, ChatProcessor(made).render(turns).replace(PAD, PAD * tokens))
     labels = labelled(made, turns, ids, media)
     assert not media & set(labels)
-    text = "".join(learned(made, labels))
+    text = "".join(supervised(made, labels))
     assert text.replace("<|vision_start|>", "").replace("<|vision_end|>", "") == "Look: nice.<|im_end|>"
 
 
@@ -297,7 +297,7 @@ def test_a_beginning_of_text_token_that_the_processor_added_is_counted() -> None
     turns = said(("user", "Hm?"), ("assistant", "A cat."))
     ids = list(made.tokenizer(ChatProcessor(made).render(turns))["input_ids"])
     assert ids[0] == made.tokenizer.bos_token_id
-    assert learned(made, labelled(made, turns, ids)) == ["A cat.\n"]  # the full stop takes the newline
+    assert supervised(made, labelled(made, turns, ids)) == ["A cat.\n"]  # the full stop takes the newline
 
 
 @pytest.mark.parametrize(
@@ -308,19 +308,19 @@ def test_a_beginning_of_text_token_that_the_processor_added_is_counted() -> None
         said(("assistant", "Hello?"), ("user", "Who are you?"), ("assistant", "A cat.")),
     ],
 )
-def test_ids_of_another_conversation_are_refused(other: Any) -> None:
+def test_ids_of_another_conversation_are_rejected(other: Any) -> None:
     ids = ids_of(Talker(), ChatProcessor(Talker()).render(other))
     with pytest.raises(CannotAlign):
         labelled(Talker(), TALK, ids)
 
 
-def test_what_a_hook_puts_behind_the_marker_is_not_learned() -> None:
+def test_what_a_hook_puts_after_the_marker_is_not_supervised() -> None:
     made = Talker(TEMPLATES["gemma4"], name="gemma4")
     turns = said(("user", "Hm?"), ("assistant", "A cat."), ("user", "<|turn>model\n"), ("assistant", "Yes"))
     text = ChatProcessor(made).render(turns)
     thought = "<|channel>thought\n<channel|>"
     ids = ids_of(made, text.replace("<|turn>model\n", "<|turn>model\n" + thought))
-    assert learned(made, labelled(made, turns, ids)) == ["A cat.<turn|>", "Yes<turn|>"]
+    assert supervised(made, labelled(made, turns, ids)) == ["A cat.<turn|>", "Yes<turn|>"]
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_a_batch_is_shifted_along_its_last_axis() -> None:
         ({"labels": torch.zeros(1, 4), "attention_mask": torch.zeros(1, 1, 4, 4)}, "'attention_mask' is"),
     ],
 )
-def test_what_cannot_be_shifted_is_refused(batch: Any, words: str) -> None:
+def test_what_cannot_be_shifted_is_rejected(batch: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         shift_tokens(batch)
 
@@ -448,7 +448,7 @@ def test_labels_always_read_as_the_answers(name: str, turns: list[tuple[str, str
     answers = [text for role, text in turns if role == "assistant"]
     if name in ("gemma3", "gemma4"):
         answers = [text.strip() for text in answers]
-    found = learned(made, labelled(made, said(*turns)))
+    found = supervised(made, labelled(made, said(*turns)))
     assert len(found) == len(answers)
     for text, answer in zip(found, answers, strict=True):
         # The newline or blank that ends a marker may be part of the answer's first token.

@@ -16,10 +16,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from contract.processors import processor
-from contract.samples import picture
+from contract.samples import make_image
 from contract.tiny_tokenizers import TOKEN_SETS, tokenizer
-from packhorse.chat import special_tokens, with_runs
-from packhorse.chat.repeated_tokens import RunTokenizer, media_runs
+from packhorse.chat import special_tokens, with_repeated_tokens
+from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer, repeated_media_tokens
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
@@ -27,9 +27,11 @@ from packhorse.formats.conversation import parse_conversation
 PAD = "<|image_pad|>"
 
 
-def runs(words: Any, *tokens: str) -> RunTokenizer:
+def runs(words: Any, *tokens: str) -> RepeatedTokenTokenizer:
     special = special_tokens(words)
-    return RunTokenizer(words, media_runs(words, frozenset(special[token] for token in tokens)))
+    return RepeatedTokenTokenizer(
+        words, repeated_media_tokens(words, frozenset(special[token] for token in tokens))
+    )
 
 
 @given(data=st.data(), name=st.sampled_from(sorted(TOKEN_SETS)), special=st.booleans())
@@ -107,18 +109,18 @@ def test_a_token_that_is_another_one_beside_its_like_is_not_shortened(
         [one if isinstance(one, AddedToken) else AddedToken(one, normalized=False) for one in tokens]
     )
     ids = frozenset(words.convert_tokens_to_ids(["<a>", "<a><a>"])) - {words.unk_token_id}
-    assert sorted(media_runs(words, ids)) == kept
+    assert sorted(repeated_media_tokens(words, ids)) == kept
     made = copy.copy(processor("qwen2_vl"))
     made.tokenizer = words
-    quick, stand_in = with_runs(made, ids)
-    assert (stand_in is None) == (not kept) == (quick is made)
+    quick, sentinel = with_repeated_tokens(made, ids)
+    assert (sentinel is None) == (not kept) == (quick is made)
     for text in ("<a>" * 7, "x<a><a><b", " <a> <a><a>\n<a>"):
         assert quick.tokenizer([text])["input_ids"] == words([text])["input_ids"]
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 @pytest.mark.parametrize("strip", [False, True])
-def test_words_behind_a_run_are_cut_as_they_are_behind_one_token(scheme: str, strip: bool) -> None:
+def test_words_after_a_run_are_cut_as_they_are_after_one_token(scheme: str, strip: bool) -> None:
     words = copy.deepcopy(tokenizer("qwen2_vl"))
     words.backend_tokenizer.pre_tokenizer = Metaspace(prepend_scheme=scheme)
     words.add_tokens([AddedToken("<a>", lstrip=strip, rstrip=strip, normalized=False)])
@@ -130,7 +132,7 @@ def test_words_behind_a_run_are_cut_as_they_are_behind_one_token(scheme: str, st
 
 def test_runs_that_are_not_found_again_are_left_to_the_tokenizer() -> None:
     words = tokenizer("qwen2_vl")
-    wrong = RunTokenizer(words, {"the": special_tokens(words)[PAD]})
+    wrong = RepeatedTokenTokenizer(words, {"the": special_tokens(words)[PAD]})
     text = "the" * 20
     assert wrong([text])["input_ids"] == words([text])["input_ids"]
     assert wrong.read is None
@@ -139,8 +141,8 @@ def test_runs_that_are_not_found_again_are_left_to_the_tokenizer() -> None:
 def test_a_processor_keeps_its_tokenizer() -> None:
     made = processor("qwen2_vl")
     before = made.tokenizer
-    quick, stand_in = with_runs(made, Encoder(made).media_token_ids)
-    assert stand_in is not None
+    quick, sentinel = with_repeated_tokens(made, Encoder(made).media_token_ids)
+    assert sentinel is not None
     assert made.tokenizer is before
     assert quick is not made
     assert quick.image_processor is made.image_processor
@@ -150,7 +152,7 @@ def test_a_processor_keeps_its_tokenizer() -> None:
 
 @pytest.mark.parametrize("tool", [object(), tokenizer("qwen2_vl")], ids=["anything", "a tokenizer"])
 def test_what_is_no_processor_of_transformers_is_left_alone(tool: Any) -> None:
-    assert with_runs(tool, frozenset({1})) == (tool, None)
+    assert with_repeated_tokens(tool, frozenset({1})) == (tool, None)
 
 
 def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
@@ -158,7 +160,7 @@ def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
 ) -> None:
     made = processor("qwen2_vl")
     encoder = Encoder(made)
-    parts = [{"type": "image", "image": picture(200, 150)}, {"type": "text", "text": "What is it?"}]
+    parts = [{"type": "image", "image": make_image(200, 150)}, {"type": "text", "text": "What is it?"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "The cat."}]}
     parsed = parse_conversation({"conversation": [{"role": "user", "content": parts}, answer]}, "a/0")
     encoded = encoder.encode(parsed)
@@ -172,7 +174,7 @@ def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava_onevision", "kimi_k25"])
-def test_a_token_that_the_tokenizer_puts_behind_the_text_is_not_learned(name: str) -> None:
+def test_a_token_that_the_tokenizer_puts_after_the_text_is_not_supervised(name: str) -> None:
     made = copy.copy(processor(name))
     made.tokenizer = copy.deepcopy(made.tokenizer)
     end = made.tokenizer.pad_token

@@ -7,11 +7,11 @@ import pytest
 
 from packhorse.errors import BadSample
 from packhorse.formats.conversation import (
+    extra_audio,
     parse_conversation,
+    place_audio,
     prepend_part,
     replace_media,
-    sound_in_place,
-    sounds_beside,
 )
 from packhorse.types import MediaRef, TextPart
 
@@ -52,19 +52,19 @@ SPOKEN = {"conversation": [{"role": "user", "content": "Say <|audio_1|> and <|au
 
 def test_sound_beside_a_conversation_takes_the_place_of_its_placeholder() -> None:
     before = copy.deepcopy(SPOKEN)
-    placed = sound_in_place(SPOKEN)
+    placed = place_audio(SPOKEN)
     assert before == SPOKEN
     assert "audio" not in placed
     texts = [part.get("text", part.get("audio")) for part in placed["conversation"][0]["content"]]
     assert texts == ["Say ", "a.wav", " and <|audio_2|>!"]
-    both = sound_in_place({**SPOKEN, "audio": ["a.wav", "b.wav"]}, ["<|audio_2|>"])
+    both = place_audio({**SPOKEN, "audio": ["a.wav", "b.wav"]}, ["<|audio_2|>"])
     texts = [part.get("text", part.get("audio")) for part in both["conversation"][0]["content"]]
     assert texts == ["Say ", "a.wav", " and ", "b.wav", "!"]
 
 
 def test_a_turn_that_is_the_placeholder_and_nothing_else_becomes_the_sound() -> None:
     turns = [{"role": "user", "content": text} for text in ("<|audio_1|>", "Write it down.")]
-    placed = sound_in_place({"conversation": turns, "audio": "a.wav"})
+    placed = place_audio({"conversation": turns, "audio": "a.wav"})
     assert placed["conversation"] == [
         {"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]},
         {"role": "user", "content": "Write it down."},
@@ -73,11 +73,11 @@ def test_a_turn_that_is_the_placeholder_and_nothing_else_becomes_the_sound() -> 
 
 def test_an_example_without_sound_beside_it_comes_back_itself() -> None:
     for example in (EXAMPLE, {**EXAMPLE, "audio": None}, {**EXAMPLE, "audio": []}):
-        assert sound_in_place(example) is example
+        assert place_audio(example) is example
 
 
 def test_sound_without_a_placeholder_comes_first_in_the_first_user_turn() -> None:
-    placed = sound_in_place({**EXAMPLE, "audio": ["a.wav", "b.wav"]})
+    placed = place_audio({**EXAMPLE, "audio": ["a.wav", "b.wav"]})
     parts = placed["conversation"][1]["content"]
     assert [part.get("audio") for part in parts] == ["a.wav", "b.wav", None, None, None]
 
@@ -87,13 +87,13 @@ def test_placeholders_and_sounds_must_be_as_many(audio: Any) -> None:
     with pytest.raises(
         BadSample, match=rf"a/1: {len(audio)} sounds beside the conversation, 1 placehold"
     ) as e:
-        sound_in_place({**SPOKEN, "audio": audio}, key="a/1")
+        place_audio({**SPOKEN, "audio": audio}, key="a/1")
     assert e.value.reason == "media_mismatch"
 
 
 def test_an_array_and_its_rate_are_one_sound() -> None:
-    assert sounds_beside({"audio": [[0.0, 0.1], 16_000]}) == [[[0.0, 0.1], 16_000]]
-    assert sounds_beside({"audio": ([0.0, 0.1], 16_000)}) == [([0.0, 0.1], 16_000)]
+    assert extra_audio({"audio": [[0.0, 0.1], 16_000]}) == [[[0.0, 0.1], 16_000]]
+    assert extra_audio({"audio": ([0.0, 0.1], 16_000)}) == [([0.0, 0.1], 16_000)]
 
 
 def test_no_turns_are_a_conversation_without_turns() -> None:
@@ -114,7 +114,7 @@ def test_no_turns_are_a_conversation_without_turns() -> None:
         ({"conversation": [{"role": "user", "content": [{"type": "image"}]}]}, "no 'image' field"),
     ],
 )
-def test_what_is_no_conversation_is_refused_by_turn(example: dict[str, Any], message: str) -> None:
+def test_what_is_no_conversation_is_rejected_by_turn(example: dict[str, Any], message: str) -> None:
     with pytest.raises(BadSample, match=f"a/1: .*{message}") as error:
         parse_conversation(example, "a/1")
     assert error.value.reason == "wrong_format"
@@ -142,7 +142,9 @@ def test_replacing_media_leaves_the_callers_example_alone() -> None:
         ({"role": "user", "content": [{"type": "image", "image": None}]}, "no 'image' field"),
     ],
 )
-def test_replacing_media_refuses_a_bad_turn_before_it_loads_the_first_medium(turn: Any, message: str) -> None:
+def test_replacing_media_refuses_a_bad_turn_before_it_loads_the_first_media_item(
+    turn: Any, message: str
+) -> None:
     loaded: list[MediaRef] = []
 
     def load(ref: MediaRef) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan
 
 BROKEN = {
-    "charts/7": ("malformed_row", "left_out"),
-    "charts/13": ("broken_media", "left_out"),
+    "charts/7": ("malformed_row", "dropped"),
+    "charts/13": ("broken_media", "dropped"),
     "charts/19": ("surplus_placeholder", "cut"),
-    "drawings/31": ("missing_media", "left_out"),
-    "clips/5": ("broken_media", "left_out"),
-    "chats/23": ("too_long", "left_out"),
+    "drawings/31": ("missing_media", "dropped"),
+    "clips/5": ("broken_media", "dropped"),
+    "chats/23": ("too_long", "dropped"),
 }
 
 
@@ -95,7 +95,7 @@ def test_every_row_of_the_demo_was_trained_once_or_is_in_the_ledger_with_its_rea
     resumed = demo.trace("resumed")
     steps = [step for step in demo.trace("killed") if step.step < resumed[0].step] + resumed
     trained = [key for step in steps for key in step.samples]
-    lost = [key for key, (_, action) in BROKEN.items() if action == "left_out"]
+    lost = [key for key, (_, action) in BROKEN.items() if action == "dropped"]
     rows = [
         f"{path.stem}/{number}"
         for path in (demo.out / "data").glob("*.jsonl")
@@ -166,7 +166,7 @@ def foreign(tmp_path: Path) -> Iterator[Path]:
     assert (tmp_path / "data" / "precious.txt").read_text() == "years of work"
 
 
-def test_a_folder_that_is_not_the_demos_own_is_refused_and_not_touched(foreign: Path) -> None:
+def test_a_folder_that_is_not_the_demos_own_is_rejected_and_not_touched(foreign: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "packhorse", "demo", "--out", str(foreign)],
         capture_output=True,
@@ -182,7 +182,7 @@ def test_a_folder_that_is_not_the_demos_own_is_refused_and_not_touched(foreign: 
 def test_reasons_in_the_report_add_up_to_the_rows_beside_them(demo: Run) -> None:
     page = (demo.out / "report.html").read_text()
     told = re.search(
-        r"350 rows = 345 trained \+ 5 left out\. Of these 4 are in no pack, and 1 failed when decoded: "
+        r"350 rows = 345 trained \+ 5 dropped\. Of these 4 are in no pack, and 1 failed when decoded: "
         r"[\w ]+\. By reason: ([\w, ]+)\.</p>",
         page,
     )

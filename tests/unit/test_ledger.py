@@ -14,7 +14,7 @@ from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.ledger import Ledger
 from packhorse.types import Drop
 
-MISSING = Drop("coco/812", "media", "missing_media", "no file", "left_out", "coco")
+MISSING = Drop("coco/812", "media", "missing_media", "no file", "dropped", "coco")
 CUT = Drop("coco/9", "convert", "unknown_role", "role 'tool'", "cut", "coco")
 
 
@@ -25,7 +25,7 @@ def test_an_entry_recorded_twice_is_counted_once() -> None:
     ledger.record(CUT)
     assert list(ledger) == [MISSING, CUT]
     assert ledger.counts() == {"missing_media": 1, "unknown_role": 1}
-    assert ledger.counts("action") == {"left_out": 1, "cut": 1}
+    assert ledger.counts("action") == {"dropped": 1, "cut": 1}
     assert ledger.lost() == 1
 
 
@@ -45,9 +45,9 @@ def test_the_same_failure_in_two_epochs_is_two_entries() -> None:
 
 def test_the_summary_says_how_many_of_how_many() -> None:
     ledger = Ledger()
-    assert ledger.summary() == "no entry so far: nothing left out, replaced, cut or repaired"
+    assert ledger.summary() == "no entry so far: nothing dropped, replaced, cut or repaired"
     ledger.record(MISSING)
-    assert ledger.summary(10_000) == "missing_media, left_out: 1 of 10,000"
+    assert ledger.summary(10_000) == "missing_media, dropped: 1 of 10,000"
 
 
 def test_five_million_rows_of_one_reason_stay_one_array() -> None:
@@ -73,7 +73,18 @@ def test_saving_and_loading_gives_the_same_entries(tmp_path: Path) -> None:
     assert list(Ledger.load(tmp_path / "ledger.jsonl")) == list(ledger)
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert lines[1]["rows"] == [[0, 3], [7, 8], [9, 11]]
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no half file is left behind"
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no half file is left after"
+
+
+def test_a_ledger_file_that_says_dropped_is_read_as_dropped(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.record(Drop("a/1", "decode", "missing_media", "gone", "dropped", "a"))
+    ledger.record_rows("a", np.arange(3, 7), stage="plan", reason="too_long")
+    ledger.save(tmp_path / "new.jsonl")
+    text = (tmp_path / "new.jsonl").read_text()
+    assert text.count('"dropped"') == 2
+    (tmp_path / "old.jsonl").write_text(text.replace('"dropped"', '"dropped"'))
+    assert list(Ledger.load(tmp_path / "old.jsonl")) == list(ledger)
 
 
 def test_a_name_that_is_not_utf8_can_be_saved(tmp_path: Path) -> None:
@@ -115,7 +126,7 @@ def test_many_rows_recorded_again_count_once() -> None:
 
 def test_entries_that_name_no_row_are_all_counted() -> None:
     ledger = Ledger()
-    drop = Drop("", "convert", "surplus_media", "one", "left_out")
+    drop = Drop("", "convert", "surplus_media", "one", "dropped")
     for _ in range(3):
         ledger.record(drop)
     assert len(ledger) == len(list(ledger)) == ledger.lost() == ledger.counts()["surplus_media"] == 3
@@ -150,7 +161,7 @@ def test_a_trainer_process_sees_the_entries_of_its_own_workers() -> None:
     assert "grandchild/0" in {drop.key for drop in ledger}
 
 
-def test_a_file_that_is_no_ledger_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_file_that_is_no_ledger_is_rejected_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"key": "a"}\n')
     with pytest.raises(ConfigError, match=r"x\.jsonl:1"):
         Ledger.load(tmp_path / "x.jsonl")
@@ -206,7 +217,7 @@ def test_a_bad_sample_survives_the_way_from_a_worker() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.reason, again.key) == ("coco/1: cut off", "broken_media", "coco/1")
     assert again.as_drop(dataset="coco") == Drop(
-        "coco/1", "media", "broken_media", "cut off", "left_out", "coco"
+        "coco/1", "media", "broken_media", "cut off", "dropped", "coco"
     )
 
 
@@ -214,7 +225,7 @@ def test_a_sample_that_was_cut_and_then_lost_is_not_told_as_delivered():
     ledger = Ledger()
     ledger.record(Drop("a/1", "encode", "truncated", "cut", "cut", "a", 0))
     ledger.record(Drop("a/2", "encode", "truncated", "cut", "cut", "a", 0))
-    ledger.record(Drop("a/1", "collate", "collate_failed", "no", "left_out", "a", 0))
+    ledger.record(Drop("a/1", "collate", "collate_failed", "no", "dropped", "a", 0))
     assert ledger.samples_by_reason(gone=True) == {"collate_failed": 1}
     assert ledger.samples_by_reason(gone=False) == {"truncated": 1}
     assert ledger.samples_by_reason() == {"truncated": 2, "collate_failed": 1}
@@ -224,12 +235,12 @@ def test_a_ledger_that_is_held_writes_what_the_file_has_not_when_it_is_released(
     path = tmp_path / "ledger.jsonl"
     old, new = (Drop(f"a/{n}", "plan", "too_long", "9 tokens") for n in range(2))
     Ledger(path).record(old)
-    ledger = Ledger(path).hold()
+    ledger = Ledger(path).buffer()
     ledger.record_all([old, new])
     ledger.record(Drop("", "collate", "collate_failed", "which one is not known"))
     assert list(Ledger.load(path)) == [old]
-    ledger.release()
-    ledger.release()
+    ledger.flush()
+    ledger.flush()
     assert len(path.read_text().splitlines()) == 3
     assert list(Ledger.load(path)) == list(ledger)
     ledger.record(Drop("a/2", "plan", "too_long", "9 tokens"))
@@ -242,10 +253,10 @@ def test_entries_of_the_file_that_are_taken_in_are_not_written_again(tmp_path: P
     first = Ledger(path)
     first.record_all([nameless, nameless, Drop("a/1", "media", "missing_media", "no file", epoch=0)])
     before = path.read_text()
-    ledger = Ledger(path).hold()
+    ledger = Ledger(path).buffer()
     for _ in range(2):
-        ledger.take_in(Ledger.load(path).of_epoch(0, alone=True))
-    ledger.release()
+        ledger.restore(Ledger.load(path).of_epoch(0, alone=True))
+    ledger.flush()
     assert path.read_text() == before
     assert list(ledger) == list(Ledger.load(path))
 
@@ -258,7 +269,7 @@ def test_taking_back_forgets_later_epochs_and_nothing_before(tmp_path: Path) -> 
     ledger = Ledger(path)
     ledger.record_all([Drop("a/9", "plan", "too_long", "9 tokens"), *drops])
     assert ledger.last_epoch() == 2
-    assert ledger.take_back(1, {"a/2"}) == 3
+    assert ledger.roll_back(1, {"a/2"}) == 3
     kept = {("a/9", None), ("a/1", 0), ("a/2", 0), ("a/1", 1)}
     assert {(drop.key, drop.epoch) for drop in ledger} == kept
     assert {(drop.key, drop.epoch) for drop in Ledger.load(path)} == kept
@@ -276,7 +287,7 @@ def test_an_entry_that_a_full_disk_kept_from_the_file_is_taken_back_too(tmp_path
         for drop in (after, later, *[before][written:]):
             with pytest.raises(SystemFault, match="memory only"):
                 ledger.record(drop)
-    assert ledger.take_back(0, {"a/2"}) == 2
+    assert ledger.roll_back(0, {"a/2"}) == 2
     ledger.record(Drop("a/4", "media", "missing_media", "no file", epoch=0))
     assert sorted(drop.key for drop in ledger) == ["a/1", "a/4"]
     assert sorted(drop.key for drop in Ledger.load(path)) == ["a/1", "a/4"]

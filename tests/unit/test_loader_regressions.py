@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from count_samples import write_chats
-from loader_samples import chat, handed_out, load, mixed, texts
+from loader_samples import chat, delivered_rows, load, mixed, texts
 from packhorse.neat_packing_vlm import CostWeights, sample_costs
 
 RANKS = 4
@@ -35,7 +35,7 @@ def test_double_sharding_of_64_rows_four_ranks_see_64_and_not_16(
     kind: str, mode: str, tmp_path: Path, cache: Path
 ) -> None:
     data = texts(64) if kind == "list" else str(write_chats(tmp_path, 64))
-    seen = [handed_out(load(data, rank, RANKS, mode=mode)) for rank in range(RANKS)]
+    seen = [delivered_rows(load(data, rank, RANKS, mode=mode)) for rank in range(RANKS)]
     assert sorted(chain(*seen)) == list(range(64))
     assert all(len(rows) > 4 for rows in seen)
 
@@ -70,9 +70,9 @@ def test_balance_survives_the_shuffle(mode: str) -> None:
 # Unseeded replacement: a sample that failed was replaced by one drawn from the global random numbers.
 
 
-def batches_with_a_loss(workers: int, **options: Any) -> Iterator[dict[str, Any]]:
+def batches_with_a_loss(num_workers: int, **options: Any) -> Iterator[dict[str, Any]]:
     rows = mixed(30)
-    loader = load(rows, workers=workers, max_bad_share=None, **options)
+    loader = load(rows, num_workers=num_workers, max_bad_share=None, **options)
     rows[7] = rows[19] = {"conversation": []}  # once they are counted
     yield from loader
     assert loader.account is not None
@@ -81,14 +81,16 @@ def batches_with_a_loss(workers: int, **options: Any) -> Iterator[dict[str, Any]
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_unseeded_replacement_two_runs_with_one_seed_are_equal_to_the_bit(workers: int, mode: str) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_unseeded_replacement_two_runs_with_one_seed_are_equal_to_the_bit(
+    num_workers: int, mode: str
+) -> None:
     runs = []
     for seed in (1, 2):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        runs.append(list(batches_with_a_loss(workers, mode=mode)))
+        runs.append(list(batches_with_a_loss(num_workers, mode=mode)))
     assert len(runs[0]) == len(runs[1]) > 5
     for one, other in zip(*runs, strict=True):
         assert one.keys() == other.keys()
@@ -97,23 +99,23 @@ def test_unseeded_replacement_two_runs_with_one_seed_are_equal_to_the_bit(worker
                 torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
             )
             assert same, name
-    other_seed = list(batches_with_a_loss(workers, mode=mode, seed=1))
+    other_seed = list(batches_with_a_loss(num_workers, mode=mode, seed=1))
     assert [batch["input_ids"].tolist() for batch in other_seed] != [
         batch["input_ids"].tolist() for batch in runs[0]
     ]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_feeding_draws_nothing_from_the_random_numbers_of_the_program(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_feeding_draws_nothing_from_the_random_numbers_of_the_program(num_workers: int) -> None:
     def states() -> tuple[Any, ...]:
         return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
     before = states()
-    assert list(batches_with_a_loss(workers))
+    assert list(batches_with_a_loss(num_workers))
     assert states() == before
 
 
-# Text-only ranks: where a rank has no picture in a step, its vision tower does not run, and the others wait.
+# Text-only ranks: where a rank has no image in a step, its vision tower does not run, and the others wait.
 
 
 def media_of(batch: dict[str, Any]) -> frozenset[str]:
@@ -132,7 +134,7 @@ def test_text_only_hang_in_every_step_all_ranks_have_the_same_media(mode: str) -
         assert sorted(chain(*(samples for step in both for _, samples in step))) == list(range(61))
 
 
-def test_text_only_hang_a_rank_that_loses_its_only_picture_gets_a_blank_one() -> None:
+def test_text_only_hang_a_rank_that_loses_its_only_image_gets_a_blank_one() -> None:
     rows = mixed(61)
     lost = 0
     by_rank = []

@@ -90,7 +90,7 @@ def default_configs() -> Iterator[tuple[str, type, Any]]:
             yield model_type, getattr(transformers, name), CONFIG_MAPPING[model_type]()
 
 
-def test_every_class_of_transformers_with_a_recurrent_state_is_refused_by_its_config() -> None:
+def test_every_class_of_transformers_with_a_recurrent_state_is_rejected_by_its_config() -> None:
     stateful = [(name, config) for name, model, config in default_configs() if model._is_stateful]
     assert {"mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "qwen3_5", "nemotron_h_omni"} <= {
         name for name, _ in stateful
@@ -99,7 +99,7 @@ def test_every_class_of_transformers_with_a_recurrent_state_is_refused_by_its_co
     assert not accepted
 
 
-def test_every_layer_kind_that_no_parity_test_proves_is_refused_by_its_config() -> None:
+def test_every_layer_kind_that_no_parity_test_proves_is_rejected_by_its_config() -> None:
     proven = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
     accepted = []
     for name, _, config in default_configs():
@@ -137,7 +137,7 @@ def test_the_layer_is_named(name: str, settings: dict[str, Any], layer: str) -> 
     assert 'mode="pad"' in str(caught.value)
 
 
-def test_a_model_that_says_nothing_about_its_layers_is_refused_by_its_class() -> None:
+def test_a_model_that_says_nothing_about_its_layers_is_rejected_by_its_class() -> None:
     from transformers import RwkvConfig, RwkvForCausalLM
 
     config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
@@ -145,7 +145,7 @@ def test_a_model_that_says_nothing_about_its_layers_is_refused_by_its_class() ->
         assert any("Rwkv" in why and "state" in why for why in packing_problems(given))
 
 
-def test_a_model_without_position_ids_is_refused() -> None:
+def test_a_model_without_position_ids_is_rejected() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
@@ -153,7 +153,7 @@ def test_a_model_without_position_ids_is_refused() -> None:
         assert any("BloomForCausalLM takes no position_ids" in why for why in packing_problems(given))
 
 
-def test_a_config_of_code_that_transformers_has_not_is_refused_with_what_to_pass() -> None:
+def test_a_config_of_code_that_transformers_has_not_is_rejected_with_what_to_pass() -> None:
     from transformers import PretrainedConfig
 
     class OwnConfig(PretrainedConfig):
@@ -199,7 +199,7 @@ def test_a_hybrid_model_leaks_from_document_to_document_and_the_loader_refuses_i
     assert len(list(load(texts(8), model, mode="pad"))) > 0, "padded batches are right"
 
 
-def test_a_hybrid_model_is_refused_by_its_folder(tmp_path: Path) -> None:
+def test_a_hybrid_model_is_rejected_by_its_folder(tmp_path: Path) -> None:
     hybrid().config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
         load(texts(8), tmp_path, pack_size=256)
@@ -227,7 +227,7 @@ def test_prepare_and_parity_refuse_a_hybrid_model() -> None:
     assert any("layer 0 (conv)" in cause for cause in report.causes)
 
 
-def test_a_model_type_without_a_test_is_refused_by_the_loader_and_measured_by_parity() -> None:
+def test_a_model_type_without_a_test_is_rejected_by_the_loader_and_measured_by_parity() -> None:
     from transformers import DogeConfig, DogeForCausalLM
 
     from packhorse.tools.parity import check_parity
@@ -269,9 +269,9 @@ def test_accelerate_refuses_a_hybrid_model() -> None:
     loader = load(texts(8), decoder(), pack_size=256)
     attach(accelerator, loader)
     accelerator.prepare(hybrid())
-    for refused in (lambda: attach(accelerator, loader), lambda: next(steps(accelerator, loader))):
+    for rejected in (lambda: attach(accelerator, loader), lambda: next(steps(accelerator, loader))):
         with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
-            refused()
+            rejected()
     accelerator.free_memory()
 
 
@@ -358,7 +358,7 @@ def test_wrappers_are_looked_through(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_virtual_tokens_of_prompt_learning_are_refused() -> None:
+def test_virtual_tokens_of_prompt_learning_are_rejected() -> None:
     from peft import PrefixTuningConfig, get_peft_model
 
     adapted = get_peft_model(decoder(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))

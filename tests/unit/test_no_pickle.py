@@ -1,4 +1,4 @@
-"""What Packhorse keeps in files is data: reading one never runs what is in it, and a mangled one is refused.
+"""What Packhorse keeps in files is data: reading one never runs what is in it, and a mangled one is rejected.
 
 Objects are pickled between processes of one run (counting, loading) and never written to a file.
 """
@@ -127,23 +127,23 @@ def write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def test_a_plan_mangled_anywhere_is_refused_or_the_same(tmp_path: Path) -> None:
+def test_a_plan_mangled_anywhere_is_rejected_or_the_same(tmp_path: Path) -> None:
     path, lengths = tmp_path / "a.phplan", [5, 3, 4, 20, 0, 7, 2] * 20
     plan_packs(lengths, 8, seed=1).save(path, plan_key(lengths, 8, seed=1))
     good, data = PackPlan.load(path), path.read_bytes()
-    refused = 0
+    rejected = 0
     for other in mangled(data, 150):
         write(path, other)
         try:
             found = PackPlan.load(path)
         except ConfigError:
-            refused += 1
+            rejected += 1
             continue
         # What Arrow does not look at (padding) may be anything.
         assert found.indices.tolist() == good.indices.tolist()
         assert found.offsets.tolist() == good.offsets.tolist()
         assert (found.capacity, found.bound) == (good.capacity, good.bound)
-    assert refused > 400
+    assert rejected > 400
 
 
 @pytest.fixture(scope="module")
@@ -151,24 +151,24 @@ def qwen() -> Any:
     return processor("qwen2_vl")
 
 
-def test_a_count_file_mangled_anywhere_is_refused_or_the_same(tmp_path: Path, qwen: Any) -> None:
+def test_a_count_file_mangled_anywhere_is_rejected_or_the_same(tmp_path: Path, qwen: Any) -> None:
     write_rows(tmp_path / "a.jsonl", [*(chat(n) for n in range(30)), "no row"])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     count_meta(meta, qwen, part_rows=8)
     (path,) = sidecars(tmp_path)
     good, data = Sidecar(path), path.read_bytes()
     totals, status = good.columns().total.tolist(), good.columns().status.tolist()
-    refused = 0
+    rejected = 0
     for other in mangled(data, 200):
         write(path, other)
         try:
             found = Sidecar(path)
         except ConfigError:
-            refused += 1
+            rejected += 1
             continue
         assert found.about == good.about
         assert (found.columns().total.tolist(), found.columns().status.tolist()) == (totals, status)
-    assert refused > 400
+    assert rejected > 400
 
 
 def test_a_changed_count_is_counted_anew(tmp_path: Path, qwen: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_mangled_part_of_an_interrupted_count_is_counted_anew(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("about", [{}, [], None, "x", {"format": "packhorse-plan-1"}])
-def test_an_arrow_file_that_is_no_plan_is_refused(about: Any, tmp_path: Path) -> None:
+def test_an_arrow_file_that_is_no_plan_is_rejected(about: Any, tmp_path: Path) -> None:
     import pyarrow as pa
 
     schema = pa.schema([("a", pa.int64())], metadata={"packhorse": json.dumps(about)})
@@ -217,7 +217,7 @@ def test_an_arrow_file_that_is_no_plan_is_refused(about: Any, tmp_path: Path) ->
         Sidecar(tmp_path / "x")
 
 
-def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
+def test_json_nested_without_end_is_rejected(tmp_path: Path) -> None:
     import pyarrow as pa
 
     for about in ("[" * 100_000, '{"format":' * 50_000):

@@ -70,10 +70,10 @@ def test_no_row_is_taken_twice_and_bad_ones_are_named(tmp_path):
     for number in (4, 8):
         chosen = command.choose_samples(str(meta), None, number, processor("qwen2_vl"))
         assert len(chosen.keys) == len(set(chosen.keys)) == len(chosen.samples) == min(number, 6)
-        torn, missing = chosen.left_out
+        torn, missing = chosen.dropped
         assert torn.startswith("chats/2: malformed_row, ")
         assert missing == "chats/4: missing_media, no file none.png"
-        assert chosen.describe_left_out().startswith("2 rows left out:\n  chats/2: malformed_row")
+        assert chosen.describe_dropped().startswith("2 rows dropped:\n  chats/2: malformed_row")
 
 
 def test_data_without_a_good_row_are_given_up_and_named(tmp_path):
@@ -83,7 +83,7 @@ def test_data_without_a_good_row_are_given_up_and_named(tmp_path):
     write_rows(tmp_path / "chats.jsonl", rows)
     meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl"}})
     with pytest.raises(
-        ConfigError, match=r"0 rows that can be encoded.*\. 100 rows left out:\n  chats/0: miss"
+        ConfigError, match=r"0 rows that can be encoded.*\. 100 rows dropped:\n  chats/0: miss"
     ):
         command.choose_samples(str(meta), None, 4, processor("qwen2_vl"))
 
@@ -111,7 +111,7 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     assert "eager: packed equals unpacked" in result.output
     assert "varlen: not possible: no varlen here" in result.output
     told = json.loads(run("--json").stdout)
-    assert list(told) == ["version", "passed", "left_out", "not_possible", "reports"]
+    assert list(told) == ["version", "passed", "dropped", "not_possible", "reports"]
     assert [one["attention"] for one in told["reports"]] == ["sdpa", "eager"]
     assert told["not_possible"] == {"varlen": "no varlen here"}
 

@@ -1,4 +1,4 @@
-"""Media chunks for microbatches: whose they are, what is refused, and what stage 0 holds, and when."""
+"""Media chunks for microbatches: whose they are, what is rejected, and what stage 0 holds, and when."""
 
 import copy
 import inspect
@@ -238,7 +238,7 @@ def test_the_one_that_is_declared_speaks_for_both(key: str) -> None:
     assert {key: lengths(parts) for key, parts in chunks.items()} == {key: [1, 1, 1] for key in media}
 
 
-def test_pixels_and_a_mask_that_do_not_agree_are_refused() -> None:
+def test_pixels_and_a_mask_that_do_not_agree_are_rejected() -> None:
     media = {"pixel_values": torch.rand(3, 6, 5), "pixel_attention_mask": torch.ones(3, 6)}
     batch = batch_of(3, **media, n_images_per_sample=torch.tensor([2, 0, 1]))
     layout = {
@@ -307,7 +307,7 @@ def test_what_is_no_grid_is_not_multiplied_out() -> None:
     assert lengths(chunks["pixel_values"]) == [2, 0, 1]
 
 
-def test_frames_and_their_positions_are_told_by_the_frames_of_each_film() -> None:
+def test_frames_and_their_positions_are_told_by_the_frames_of_each_video() -> None:
     batch = batch_of(
         3,
         pixel_values_videos=torch.rand(7, 6, 5),
@@ -407,7 +407,7 @@ def test_flat_pixels_are_counted_by_num_patches(shape: tuple[int, ...]) -> None:
     assert torch.equal(torch.cat(chunks["pixel_values"]), pixels)
 
 
-def test_step3_crops_without_their_numbers_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_step3_crops_without_their_numbers_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     chunks = chunk_step3_media(
         torch.rand(3, 3, 8, 8), 3, 2, None, torch.rand(5, 3, 4, 4), torch.zeros(5).bool()
     )

@@ -84,7 +84,7 @@ def chunks_of(batch: dict[str, Any], n: int, **more: Any) -> dict[str, list[torc
 
 
 def assert_holds(part: torch.Tensor, own: list[torch.Tensor | None], key: str) -> None:
-    """The entries of a chunk are those of the samples; behind their ends they are filled up. None: zeros."""
+    """The entries of a chunk are those of the samples; after their ends they are filled up. None: zeros."""
     first = 0
     for tensor in own:
         entries = part[first : first + (1 if tensor is None else len(tensor))]
@@ -114,9 +114,9 @@ SHAPES = [
 def test_each_chunk_is_what_its_samples_have_alone_where_the_collate_function_says_whose(
     name: str, shape: str, encoded: Callable[[str, str], Sample]
 ) -> None:
-    refused = {case for family, case in REFUSED if family == name}
-    refused |= {"image and video"} if name == "llava_onevision" else set()  # its films have as many frames
-    samples = [encoded(name, case) for case in CASES if takes(name, case) and case not in refused]
+    rejected = {case for family, case in REFUSED if family == name}
+    rejected |= {"image and video"} if name == "llava_onevision" else set()  # its videos have as many frames
+    samples = [encoded(name, case) for case in CASES if takes(name, case) and case not in rejected]
     rows = [[place] for place in range(len(samples))]
     if shape == "padded":
         batch = pad_collate_fn(samples, processor(name), pixel_dtype=None, media_layout=True)
@@ -142,8 +142,8 @@ def test_each_chunk_is_what_its_samples_have_alone_where_the_collate_function_sa
             assert_holds(part, own, key)
 
 
-@pytest.mark.parametrize("name", [name for name in CHATTING if name != "internvl"])  # its tiles are refused
-def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_medium_from_the_next(
+@pytest.mark.parametrize("name", [name for name in CHATTING if name != "internvl"])  # its tiles are rejected
+def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_media_item_from_the_next(
     name: str, files: dict[str, Path], encoded: Callable[[str, str], Sample]
 ) -> None:
     """The function that examples of the family go through, by its layout and by the names alone."""
@@ -218,7 +218,7 @@ def test_a_batch_without_sound_counts_none(encoded: Callable[[str, str], Sample]
 
 @pytest.mark.parametrize("name", ["smolvlm", "llava_onevision"])
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex_attention", "thd"])
-def test_entries_of_samples_in_packed_rows_are_refused_or_told_by_the_collate_function(
+def test_entries_of_samples_in_packed_rows_are_rejected_or_told_by_the_collate_function(
     name: str, backend: str, encoded: Callable[[str, str], Sample]
 ) -> None:
     """Three entries for three rows, and not one each."""
@@ -273,7 +273,7 @@ def test_the_documented_names_are_those_of_the_families() -> None:
     """What families declare stands a second time among the documented names; here they are compared."""
     not_alike = {
         "pixel_attention_mask": "as the pixels are",
-        "video_grid_thw": "Kimi K2.5 has several for a film",
+        "video_grid_thw": "Kimi K2.5 has several for a video",
     }
     for family in DECLARED:
         for key, layout in family.layout.items():

@@ -94,7 +94,7 @@ def test_the_cursor_starts_again_after_a_probe(probe: str, rows: int) -> None:
     assert stage.taken == [0] * (probe != "none") + list(range(rows))
 
 
-def test_a_batch_that_was_not_prepared_is_refused() -> None:
+def test_a_batch_that_was_not_prepared_is_rejected() -> None:
     with (
         pytest.raises(ValueError, match="the batch holds 'pixel_values', which the schedule would split"),
         stage_vlm_media_for_pp(pipe(True), [Taking()], batch_of(3, **IMAGES)),
@@ -210,7 +210,7 @@ def test_gradients_under_activation_checkpointing_are_those_without(
     assert torch.equal(*found)
 
 
-def test_a_microbatch_that_is_run_again_with_a_copy_of_its_tokens_is_refused() -> None:
+def test_a_microbatch_that_is_run_again_with_a_copy_of_its_tokens_is_rejected() -> None:
     stage, ids = Learning(), torch.arange(15).view(3, 5)
     with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
         out = checkpoint(lambda given: stage(given.clone()), ids[:1], use_reentrant=False)
@@ -231,7 +231,7 @@ def test_memory_of_a_microbatch_is_kept_so_that_the_next_one_does_not_get_it() -
     assert all(reference() is None for reference in alive), "but not for longer than the call"
 
 
-def test_expanded_tokens_are_refused_and_not_taken_for_a_probe() -> None:
+def test_expanded_tokens_are_rejected_and_not_taken_for_a_probe() -> None:
     stage, ids = Taking(), torch.arange(5).expand(3, 5)
     with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
         for microbatch in torch.tensor_split(ids, 3):
@@ -240,7 +240,7 @@ def test_expanded_tokens_are_refused_and_not_taken_for_a_probe() -> None:
     assert stage.taken == []
 
 
-def test_a_microbatch_too_many_or_twice_is_refused() -> None:
+def test_a_microbatch_too_many_or_twice_is_rejected() -> None:
     stage, ids = Taking(), torch.arange(20).view(4, 5)
     with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
         stage(ids[:1]), stage(ids[1:2])

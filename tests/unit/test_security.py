@@ -1,4 +1,4 @@
-"""What a data set or a processor from somebody else cannot make Packhorse do."""
+"""What a dataset or a processor from somebody else cannot make Packhorse do."""
 
 import ast
 import io
@@ -39,7 +39,7 @@ def qwen() -> Any:
     return processor("qwen2_vl")
 
 
-def with_picture(source: Any) -> dict[str, Any]:
+def with_image(source: Any) -> dict[str, Any]:
     turns = [{"role": "user", "content": "<image>what"}, {"role": "assistant", "content": "ok"}]
     return {"messages": turns, "images": [source]}
 
@@ -47,7 +47,7 @@ def with_picture(source: Any) -> dict[str, Any]:
 # --- media paths -----------------------------------------------------------------------------------------
 
 
-def test_a_confined_data_set_opens_nothing_outside_of_its_folder(tmp_path: Path, qwen: Any) -> None:
+def test_a_confined_dataset_opens_nothing_outside_of_its_folder(tmp_path: Path, qwen: Any) -> None:
     media, secret = tmp_path / "media", tmp_path / "secret.png"
     (media / "frames").mkdir(parents=True)
     Image.new("RGB", (60, 40)).save(media / "good.png")
@@ -77,10 +77,10 @@ def test_a_confined_data_set_opens_nothing_outside_of_its_folder(tmp_path: Path,
         {"path": "../secret.png"},
         {"bytes": None, "path": str(secret)},
     ]
-    rows = [with_picture(source) for source in outside]
+    rows = [with_image(source) for source in outside]
     part = {"type": "image", "image": str(secret)}
     rows.append({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "ok"}]})
-    rows.append(with_picture("good.png"))
+    rows.append(with_image("good.png"))
     write_rows(tmp_path / "a.jsonl", rows)
     entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": True}
     report = count_meta(write_meta(tmp_path, {"a": entry}), qwen)
@@ -207,8 +207,8 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
     Image.new("RGB", (60, 40)).save(media / "good.png")
     names = ["evil.png", "windows.png", *["good.png"] * 3]
     frames = [{"type": "video", "video": ["evil.png", "evil.png"]}, {"type": "text", "text": "what"}]
-    film = {"messages": [{"role": "user", "content": frames}, {"role": "assistant", "content": "ok"}]}
-    write_rows(tmp_path / "a.jsonl", [*map(with_picture, names), film])
+    video = {"messages": [{"role": "user", "content": frames}, {"role": "assistant", "content": "ok"}]}
+    write_rows(tmp_path / "a.jsonl", [*map(with_image, names), video])
     entry = {"file_name": "a.jsonl", "media_dir": "media", "confine": confine}
     meta = write_meta(tmp_path, {"a": entry})
     loader = load(str(meta), qwen, world=World(), model="unchecked", pack_size=512, max_bad_share=None)
@@ -261,7 +261,7 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-def test_a_picture_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory(
+def test_an_image_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory(
     tmp_path: Path, qwen: Any
 ) -> None:
     (tmp_path / "bomb.png").write_bytes(bomb(100_000, 100_000))
@@ -270,7 +270,7 @@ def test_a_picture_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory
         with pytest.raises(BadSample) as caught:
             read(str(tmp_path / "bomb.png"))
         assert caught.value.reason == "media_too_large"
-    write_rows(tmp_path / "a.jsonl", [with_picture("bomb.png"), *[with_picture("good.png")] * 3])
+    write_rows(tmp_path / "a.jsonl", [with_image("bomb.png"), *[with_image("good.png")] * 3])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     loader = load(str(meta), qwen, model="unchecked", world=World(), pack_size=512, max_bad_share=None)
     assert [(drop.key, drop.reason) for drop in loader.ledger] == [("a/0", "media_too_large")]
@@ -278,7 +278,7 @@ def test_a_picture_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory
     assert sorted(delivered) == [1, 2, 3]
 
 
-def test_a_picture_made_of_xml_is_no_picture() -> None:
+def test_an_image_made_of_xml_is_no_image() -> None:
     svg = b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><svg>&x;</svg>'
     with pytest.raises(BadSample) as caught:
         load_image(svg)
@@ -308,7 +308,7 @@ print(json.dumps({"steps": steps, "asked": asked, "bad": loader.ledger.counts()}
 @pytest.mark.parametrize("address", [False, True])
 def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> None:
     Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
-    rows = [with_picture("good.png")] * 3 + ([with_picture("http://127.0.0.1:9/x.png")] if address else [])
+    rows = [with_image("good.png")] * 3 + ([with_image("http://127.0.0.1:9/x.png")] if address else [])
     write_rows(tmp_path / "a.jsonl", rows)
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     (tmp_path / "watched.py").write_text(WATCHED)

@@ -9,7 +9,7 @@ from packhorse.types import World
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0), (3, 2)])
-def test_a_rank_outside_its_world_is_refused(rank: int, size: int) -> None:
+def test_a_rank_outside_its_world_is_rejected(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="0 <= rank < size"):
         World(rank, size)
 
@@ -36,7 +36,7 @@ assert World.detect() == World(5, 9)
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_mesh_without_names_and_dimensions_that_are_none_or_doubled_are_refused() -> None:
+def test_a_mesh_without_names_and_dimensions_that_are_none_or_doubled_are_rejected() -> None:
     script = """
 import tempfile, pytest, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -15,7 +15,7 @@ from packhorse.chat.labels import (
     supervised_tokens,
     token_keys,
 )
-from packhorse.chat.repeated_tokens import Tokenised, with_runs
+from packhorse.chat.repeated_tokens import Tokenised, with_repeated_tokens
 from packhorse.chat.template import (
     CannotAlign,
     ChatProcessor,
@@ -51,5 +51,5 @@ __all__ = [
     "template_errors",
     "token_keys",
     "tokenizer_of",
-    "with_runs",
+    "with_repeated_tokens",
 ]

@@ -33,7 +33,7 @@ from packhorse.errors import ConfigError
 Span = tuple[int, int]
 
 IGNORE_INDEX = -100
-"""The label of a token that is not learned. Written nowhere else."""
+"""The label of a token that is not supervised. Written nowhere else."""
 
 TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """Tensors with one entry per token, whatever the family."""
@@ -126,11 +126,11 @@ def _stand_in_spans(render: Render, turns: Turns, text: str, markers: TurnMarker
     answers: list[str] = []
     mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
 
-    def stand_in(answer: str) -> str:
+    def sentinel(answer: str) -> str:
         answers.append(answer)
         return f"{mark}{len(answers) - 1}{mark}"
 
-    masked = [_replace_text(turn, stand_in) if turn["role"] == "assistant" else turn for turn in turns]
+    masked = [_replace_text(turn, sentinel) if turn["role"] == "assistant" else turn for turn in turns]
     if not answers:
         return []
     try:
@@ -162,7 +162,7 @@ def _fit(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) 
 
     Args:
         text: the rendered conversation.
-        frame: what stands before, between and behind the answers.
+        frame: what stands before, between and after the answers.
         answers: as they were said.
         opening: how the template opens an assistant turn, empty where that is not known.
     """
@@ -185,7 +185,7 @@ def _fit(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) 
 
 
 def _at_opening(piece: str, opening: str) -> tuple[str, str, bool]:
-    """A piece of the frame up to the opening of a turn, what it has behind that, and whether it has one."""
+    """A piece of the frame up to the opening of a turn, what it has after that, and whether it has one."""
     head, found, extra = piece.rpartition(opening) if opening else ("", "", "")
     return (head + found, extra, True) if found else (piece, "", False)
 
@@ -209,7 +209,7 @@ def _rewritten(text: str, at: int, answer: str, behind: str, last: bool) -> Span
 
 
 def _up_to_stop(text: str, span: Span, stop: str) -> Span:
-    """The span with the stop token that follows it, and with nothing behind a stop token it holds already."""
+    """The span with the stop token that follows it, and with nothing after a stop token it holds already."""
     start, end = span
     if not stop:
         return span
@@ -244,7 +244,7 @@ def supervised_tokens(
     media_ids: frozenset[int],
     read: Tokenised | None = None,
 ) -> list[Span]:
-    """Where the spans of a text are in its ids: first and behind-last token of each piece, media left out.
+    """Where the spans of a text are in its ids: first and after-last token of each piece, media dropped.
 
     Args:
         chat: its tokenizer made ``ids``.
@@ -287,7 +287,7 @@ def supervised_tokens(
 
 
 def _pieces(tokens: Tokenised, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
-    """First and behind-last token of each run that touches the characters of ``span``, between media."""
+    """First and after-last token of each run that touches the characters of ``span``, between media."""
     first, last = bisect.bisect_right(tokens.ends, span[0]), bisect.bisect_left(tokens.starts, span[1])
     for place in range(first, last):
         if tokens.ids[place] in media_ids:
@@ -324,14 +324,14 @@ def _carried_over(
     """Positions in ``body`` of pieces of the text's tokens; what a cut has left nothing of is passed over.
 
     A position is the nearest anchor before it plus the plain tokens in between; or, where tokens were put in
-    there (a medium, what a hook inserts behind the assistant's marker), the nearest anchor after it.
+    there (a media item, what a hook inserts after the assistant's marker), the nearest anchor after it.
     """
     at, to = _anchors(text, body, special)
     for first, last in pieces:
         wanted = list(text[first:last])
         before, after = bisect.bisect_right(at, first) - 1, bisect.bisect_left(at, last - 1)
         if before >= len(to):
-            continue  # even its anchor is behind the cut
+            continue  # even its anchor is after the cut
         # Text before the first anchor begins where the ids begin.
         start = first + (to[before] - at[before] if before >= 0 else 0)
         found = list(body[start : start + len(wanted)])
@@ -359,8 +359,8 @@ def _without_padding(text: Sequence[int], ids: Sequence[int], pad: int | None) -
 def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) -> list[list[int]]:
     """Positions of the special tokens that both have, in the text and in the ids (fewer, after a cut).
 
-    Expanding a medium adds tokens but keeps the others and their order. So a kind of token that comes out of
-    order (the brackets around each frame of a video) is no anchor.
+    Expanding a media item adds tokens but keeps the others and their order. So a kind of token that comes
+    out of order (the brackets around each frame of a video) is no anchor.
     """
     kinds, present = set(special), frozenset(body)
     while True:

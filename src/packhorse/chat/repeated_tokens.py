@@ -1,8 +1,8 @@
-"""Tokens that a text has thousands of in a row: a picture's. They are tokenised once, and repeated.
+"""Tokens that a text has thousands of in a row: an image's. They are tokenised once, and repeated.
 
-A processor writes a medium's token into the text as often as the medium is long, and has all of it tokenised,
-which takes longer than the words do. A token that the tokenizer never splits or joins to its neighbours is as
-good once, if its id is repeated afterwards.
+A processor writes a media item's token into the text as often as the media item is long, and has all of it
+tokenised, which takes longer than the words do. A token that the tokenizer never splits or joins to its
+neighbours is as good once, if its id is repeated afterwards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def tokenised(tokenizer: Any, text: str, special: bool) -> Tokenised:
 def _with_offsets(made: Any, text: str, special: bool) -> Tokenised:
     offsets = made["offset_mapping"]
     starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
-    # What the tokenizer puts behind a text is said to stand at its beginning: places would not be in order.
+    # What the tokenizer puts after a text is said to stand at its beginning: places would not be in order.
     place = len(ends)
     while place and not ends[place - 1]:
         place -= 1
@@ -59,14 +59,14 @@ def _with_offsets(made: Any, text: str, special: bool) -> Tokenised:
     return Tokenised(text, special, list(made["input_ids"]), starts, ends)
 
 
-class RunTokenizer:
+class RepeatedTokenTokenizer:
     """Stands in for a processor's tokenizer during one call, and gives the same ids.
 
     What it does not understand (several texts, truncation, padding to a length) goes to the tokenizer itself.
 
     Args:
         tokenizer: a fast one.
-        tokens: text and id of the tokens whose runs are shortened; see :func:`media_runs`.
+        tokens: text and id of the tokens whose runs are shortened; see :func:`repeated_media_tokens`.
 
     Attributes:
         read: what was tokenised, runs written once; None while nothing was, or the tokenizer itself did it.
@@ -129,7 +129,7 @@ class RunTokenizer:
         return type(answer)(rows, tensor_type=options.get("return_tensors"))
 
 
-def media_runs(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
+def repeated_media_tokens(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
     """Text and id of those tokens of ``ids`` that are the same written alone and among their like."""
     special = special_tokens(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -146,8 +146,10 @@ def media_runs(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
     return {text: number for text, number in special.items() if number in ids and stays(text, number)}
 
 
-def with_runs(processor: Any, ids: frozenset[int]) -> tuple[Any, RunTokenizer | None]:
-    """The processor with a :class:`RunTokenizer`, and that; the processor itself and None where it has none.
+def with_repeated_tokens(processor: Any, ids: frozenset[int]) -> tuple[Any, RepeatedTokenTokenizer | None]:
+    """Return a copy of the processor with a :class:`RepeatedTokenTokenizer`, and that tokenizer.
+
+    Returns the processor itself and None if it cannot have one.
 
     The processor that is passed is not changed; what is returned shares all else with it.
 
@@ -161,9 +163,9 @@ def with_runs(processor: Any, ids: frozenset[int]) -> tuple[Any, RunTokenizer | 
         return processor, None
     if not type(processor).__call__.__module__.startswith("transformers."):
         return processor, None
-    tokens = media_runs(tokenizer, ids)
+    tokens = repeated_media_tokens(tokenizer, ids)
     if not tokens:
         return processor, None
     quick = copy.copy(processor)
-    quick.tokenizer = RunTokenizer(tokenizer, tokens)
+    quick.tokenizer = RepeatedTokenTokenizer(tokenizer, tokens)
     return quick, quick.tokenizer

@@ -148,9 +148,9 @@ def _derive_markers(chat: ChatProcessor) -> TurnMarkers:
     if template is not None and all(token in template and token in special for token in _CHATML):
         opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
         return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
-    between, behind = _around_an_answer(chat)
+    between, after = _around_an_answer(chat)
     between = between.rstrip(" ")
-    ends = token_ids(tokenizer(behind, add_special_tokens=False))
+    ends = token_ids(tokenizer(after, add_special_tokens=False))
     opening = token_ids(tokenizer(between, add_special_tokens=False))
     names = {number: token for token, number in special.items()}
     stop = next((token for token in ends if token in names), None)
@@ -179,8 +179,8 @@ def _around_an_answer(chat: ChatProcessor) -> tuple[str, str]:
         except template_errors(TypeError, ValueError):
             continue
         if text.count(question) == 1 == text.count(answer):
-            between, _, behind = text.partition(question)[2].partition(answer)
-            return between, behind
+            between, _, after = text.partition(question)[2].partition(answer)
+            return between, after
     raise CannotAlign("the template does not write a question and its answer as they are")
 
 

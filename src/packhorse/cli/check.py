@@ -76,21 +76,21 @@ def check(
         typer.Option("--drop-duplicates", help="With --fix: leave out repeated conversations."),
     ] = False,
     show: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Show so many rows of each rule and data set.")
+        int, typer.Option(min=0, metavar="N", help="Show so many rows of each rule and dataset.")
     ] = 3,
     tiny: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tell pictures with a side below so many pixels.")
+        int, typer.Option(min=1, metavar="N", help="Tell images with a side below so many pixels.")
     ] = 16,
-    workers: WORKERS = None,
+    num_workers: WORKERS = None,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
 ) -> None:
     """Find what is wrong with rows and media before a model is trained on them.
 
-    Every medium is opened and decoded. Nothing is changed; a cleaned copy is written only with --fix.
+    Every media item is opened and decoded. Nothing is changed; a cleaned copy is written only with --fix.
     """
     with one_line_errors("check", "nothing was written"):
-        from packhorse.count.engines import engine_named
+        from packhorse.count.engines import make_engine
         from packhorse.errors import ConfigError
         from packhorse.tools.check import check_meta, check_target, write_fixed
 
@@ -110,7 +110,7 @@ def check(
                 tiny=tiny,
                 ignore=ignore or (),
                 repair=fix is not None,
-                engine=engine_named("local", workers),
+                engine=make_engine("local", num_workers),
                 trust_remote_code=trust_remote_code,
                 progress=progress,
             )
@@ -156,8 +156,8 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str
     out = Output()
     if rules := report.by_rule():
         out.table(
-            "Findings by rule and data set",
-            ("severity", "rule", "data set", "found"),
+            "Findings by rule and dataset",
+            ("severity", "rule", "dataset", "found"),
             rules,
             text_columns=3,
             styles=[_COLOURS[severity] for severity, *_ in rules],
@@ -181,7 +181,7 @@ def _print(report: CheckReport, fixed: Fixed | None, show: int, advice: list[str
     if fixed is not None:
         out.lines(
             f"{one.name}: {one.rows:,} rows, {one.kept:,} kept ({one.repaired:,} of them repaired), "
-            f"{one.left_out:,} left out"
+            f"{one.dropped:,} dropped"
             for one in fixed.datasets
         )
         out.line(f"wrote {fixed.meta}; {fixed.ledger} names each row")

@@ -40,7 +40,7 @@ packhorse count meta.json --processor ./model --verify 100
 [dim]# and encode 100 random rows for real: is every count right?[/dim]
 
 packhorse count meta.json --processor ./model --retry-bad --dataset charts
-[dim]# missing pictures have arrived[/dim]
+[dim]# missing images have arrived[/dim]
 
 packhorse count meta.json --processor ./model --json > counts.json
 [dim]# for machines[/dim]
@@ -55,7 +55,7 @@ def count(
         str | None,
         typer.Option(metavar="ADDRESS", help="An existing Ray cluster; one is started here without it."),
     ] = None,
-    workers: WORKERS = None,
+    num_workers: WORKERS = None,
     datasets: DATASETS = None,
     write_jsonl: Annotated[
         Path | None,
@@ -82,14 +82,14 @@ def count(
         typer.Option(
             min=1,
             metavar="N",
-            help="Rows that are counted, kept and taken over together; as before without it.",
+            help="Rows that are counted, kept and reused together; as before without it.",
         ),
     ] = None,
     trust_remote_code: TRUST = False,
     bad: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="List so many bad rows of each reason and data set (also in --json)."
+            min=0, metavar="N", help="List so many bad rows of each reason and dataset (also in --json)."
         ),
     ] = 3,
     as_json: AS_JSON = False,
@@ -101,7 +101,7 @@ def count(
     with one_line_errors("count", "the next run continues with what is finished"):
         from packhorse.count.count_jsonl import write_counted_jsonl
         from packhorse.count.counting import count_meta
-        from packhorse.count.engines import engine_named
+        from packhorse.count.engines import make_engine
         from packhorse.errors import ConfigError
 
         with Progress("counting") as progress:
@@ -109,7 +109,7 @@ def count(
                 meta,
                 processor,
                 dataset_names=datasets or None,
-                engine=engine_named(engine, workers, ray_address),
+                engine=make_engine(engine, num_workers, ray_address),
                 part_rows=part_rows,
                 verify=verify,
                 seed=seed,
@@ -120,7 +120,7 @@ def count(
                 progress=progress,
             )
         if not report.datasets:
-            raise ConfigError(f"{meta}: it names no data set")
+            raise ConfigError(f"{meta}: it names no dataset")
         written: list[Path] = []
         if write_jsonl is not None:
             with Progress("writing") as progress:
@@ -158,11 +158,11 @@ def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:
     for dataset in report.datasets:
         out.lines(_remarks(dataset))
     out.lines(advice)
-    taken_over, rate = report.totals()["taken_over"], ""
+    reused, rate = report.totals()["reused"], ""
     if report.counted_rows and report.counting_seconds:
         rate = f" ({report.counted_rows / report.counting_seconds:,.0f} rows/s)"
     out.line(
-        f"{report.counted_rows:,} rows counted{rate}, {taken_over:,} taken over, in {report.seconds:.1f} s "
+        f"{report.counted_rows:,} rows counted{rate}, {reused:,} reused, in {report.seconds:.1f} s "
         f"({report.opening_seconds:.1f} s to open processor and files, {report.counting_seconds:.1f} s to "
         "count)."
     )
@@ -188,13 +188,13 @@ def _remarks(dataset: DatasetReport) -> Iterator[str]:
     if dataset.unsupervised:
         rows = ", ".join(dataset.unsupervised_rows)
         share = f"{dataset.unsupervised:,} of {dataset.rows:,} rows"
-        yield f"{dataset.name}: nothing is learned of {share}, as {rows}"
+        yield f"{dataset.name}: nothing is supervised of {share}, as {rows}"
     for reason, number in dataset.bad.items():
         shown = [row for row in dataset.examples if row.reason == reason]
         yield f"{dataset.name}: {number:,} {reason}{', as' if 0 < len(shown) < number else ''}"
         for row in shown:
             yield f"  {row.key}, {row.location}: {row.detail}"
-        if reason == "missing_media" and dataset.taken_over:
+        if reason == "missing_media" and dataset.reused:
             yield "  (as an earlier run found it; if the media are there now, count with --retry-bad)"
 
 
@@ -203,10 +203,10 @@ def _print_table(report: CountReport, out: Output) -> None:
     every = report.as_dict()
     kinds = [kind for kind in MEDIA_KINDS if every["all"]["tokens"][kind]]
     by_kind = ["text", *kinds] if kinds else []
-    names = ["rows", "tokens", *by_kind, "learned", "%", "media", "longest", "bad"]
+    names = ["rows", "tokens", *by_kind, "supervised", "%", "media", "longest", "bad"]
     rows = [[one["name"], *_cells(one, names)] for one in every["datasets"]]
     total = ["all", *_cells(every["all"], names)] if len(rows) > 1 else None
-    out.table("Tokens by data set", ["data set", *names], rows, total=total)
+    out.table("Tokens by dataset", ["dataset", *names], rows, total=total)
 
 
 def _cells(counts: Mapping[str, Any], names: list[str]) -> list[str | int]:
@@ -215,7 +215,7 @@ def _cells(counts: Mapping[str, Any], names: list[str]) -> list[str | int]:
         "rows": counts["rows"],
         "tokens": total,
         **counts["tokens"],
-        "learned": supervised,
+        "supervised": supervised,
         "%": f"{supervised / total:.1%}" if total else "-",
         "media": sum(counts["media"].values()),
         "longest": counts["longest"],

@@ -29,7 +29,7 @@ packhorse ledger run/ledgers --by dataset
 [dim]# all ledgers of a folder, one of each rank[/dim]
 
 packhorse ledger run/ledger.jsonl --reason missing_media --limit 0
-[dim]# every row with a missing medium[/dim]
+[dim]# every row with a missing media item[/dim]
 
 packhorse ledger run/ledger.jsonl --key coco/812 --json
 [dim]# what happened to one row, for machines[/dim]
@@ -53,9 +53,7 @@ def ledger(
     reason: Annotated[
         str | None, typer.Option(metavar="REASON", help="Only entries with this reason.")
     ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only entries of this data set.")
-    ] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Only entries of this dataset.")] = None,
     key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Only entries of this row, as coco/812.")
     ] = None,
@@ -72,7 +70,7 @@ def ledger(
         lost: set[tuple[str, int | None]] = set()
         for drop in whole.select(reason=reason, dataset=dataset, key=key):
             counts[getattr(drop, by.value), drop.action] += 1
-            if drop.action in ("left_out", "replaced"):
+            if drop.action in ("dropped", "replaced"):
                 lost.add((drop.key, drop.epoch))
             if not limit or len(listed) < limit:
                 listed.append(drop)
@@ -103,7 +101,7 @@ def ledger(
 def _describe_empty(whole: Ledger, asked: Mapping[str, str]) -> str:
     """Return which entries there are if none was selected."""
     if not len(whole):
-        return "no entry: nothing was left out, replaced, cut or repaired"
+        return "no entry: nothing was dropped, replaced, cut or repaired"
     told = " and ".join(f"{name} {value}" for name, value in asked.items())
     there = [
         f"{name}s there are: {', '.join(f'{one} ({number:,})' for one, number in whole.counts(name).items())}"
@@ -129,7 +127,7 @@ def _print(
     actions = [] if by is By.action else list(_sums(counts, 1))
     out.table(
         f"Entries by {by.value}",
-        ["data set" if by is By.dataset else by.value, *actions, "all"],
+        ["dataset" if by is By.dataset else by.value, *actions, "all"],
         [
             (group or "-", *(counts[group, action] for action in actions), number)
             for group, number in _sums(counts, 0).items()

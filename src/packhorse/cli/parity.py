@@ -67,7 +67,7 @@ def parity(
 ) -> None:
     """Run a few samples packed and unpacked, and compare the loss of every token and the gradients.
 
-    Rows that cannot be encoded are named and left out. A backend that is not possible here fails only if it
+    Rows that cannot be encoded are named and dropped. A backend that is not possible here fails only if it
     was asked for.
     """
     with one_line_errors("parity", "nothing was written"):
@@ -87,15 +87,15 @@ def parity(
             raise ConfigError(str(error).replace("processor", "model", 1)) from error
         with Progress("encoding", unit="samples") as progress:
             chosen = choose_samples(meta, datasets, samples, opened, progress)
-        if chosen.left_out and not as_json:
-            typer.echo(chosen.describe_left_out())
+        if chosen.dropped and not as_json:
+            typer.echo(chosen.describe_dropped())
         loaded = load_model(model, dtype, device, random_weights, trust_remote_code)
         reports, impossible = _compare(loaded, opened, chosen, attention, rows)
     if as_json:
         whole = {
             "version": 1,
             "passed": all(report.ok for report in reports),
-            "left_out": chosen.left_out,
+            "dropped": chosen.dropped,
             "not_possible": {backend: str(why) for backend, why in impossible},
             "reports": [report.as_dict() for report in reports],
         }
@@ -137,17 +137,17 @@ def _compare(
 
 @dataclass
 class Chosen:
-    """Encoded samples with their keys, and what was left out: key, reason and detail of each row."""
+    """Encoded samples with their keys, and what was dropped: key, reason and detail of each row."""
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
-    def describe_left_out(self) -> str:
-        """Return which rows were left out and why."""
-        some, more = self.left_out[:_NAMED_BAD], len(self.left_out) - _NAMED_BAD
-        rows = number_of(len(self.left_out), "row")
-        return "\n  ".join([f"{rows} left out:", *some, *([f"… and {more:,} more"] if more > 0 else [])])
+    def describe_dropped(self) -> str:
+        """Return which rows were dropped and why."""
+        some, more = self.dropped[:_NAMED_BAD], len(self.dropped) - _NAMED_BAD
+        rows = number_of(len(self.dropped), "row")
+        return "\n  ".join([f"{rows} dropped:", *some, *([f"… and {more:,} more"] if more > 0 else [])])
 
 
 def choose_samples(
@@ -161,7 +161,7 @@ def choose_samples(
 
     Args:
         meta: the meta file.
-        names: only these data sets.
+        names: only these datasets.
         number: how many samples.
         processor: encodes them.
         progress: told how many there are.
@@ -176,16 +176,16 @@ def choose_samples(
 
     dataset = open_meta_dataset(meta, names or None, ledger=Ledger())
     encoded = PreTokenizedDatasetWrapper(dataset, processor, on_bad="raise", ledger=Ledger())
-    chosen, in_a_row = Chosen(), 0
+    chosen, consecutive_bad = Chosen(), 0
     step = max(1, len(dataset) // number)
     between = (place for place in range(len(dataset)) if place % step)
     for place in chain(range(0, len(dataset), step), between):
-        if len(chosen.samples) == number or in_a_row == _MOST_BAD:
+        if len(chosen.samples) == number or consecutive_bad == _MOST_BAD:
             break
         try:
             chosen.samples.append(encoded.load(place))
             chosen.keys.append(encoded.key(place))
-            in_a_row = 0
+            consecutive_bad = 0
             if progress is not None:
                 progress(len(chosen.samples), number)
         except DATA_ERRORS as error:
@@ -193,10 +193,10 @@ def choose_samples(
                 raise
             bad = error if isinstance(error, BadSample) else None
             why = f"{bad.reason}, {bad.detail}" if bad else f"{type(error).__name__}: {error}"
-            chosen.left_out.append(f"{encoded.key(place)}: {why}")
-            in_a_row += 1
+            chosen.dropped.append(f"{encoded.key(place)}: {why}")
+            consecutive_bad += 1
     if len(chosen.samples) < 2:
-        bad_rows = f". {chosen.describe_left_out()}" if chosen.left_out else ""
+        bad_rows = f". {chosen.describe_dropped()}" if chosen.dropped else ""
         raise ConfigError(
             f"{meta}: {len(chosen.samples)} rows that can be encoded, expected at least 2{bad_rows}"
         )
@@ -265,7 +265,8 @@ def _print(reports: Sequence[ParityReport], impossible: Sequence[tuple[str, Conf
             mark = "ok" if one.largest <= report.tolerance else "DIFFERS"
             typer.echo(
                 f"  pack {one.row}, document {one.document}, {one.key}: {one.tokens:,} tokens, "
-                f"{one.learned:,} learned, loss {one.unpacked:.4f} alone, {one.packed:.4f} packed, {mark}"
+                f"{one.supervised:,} supervised, loss {one.unpacked:.4f} alone, "
+                f"{one.packed:.4f} packed, {mark}"
             )
     for backend, why in impossible:
         typer.echo(f"{backend}: not possible: {why}")

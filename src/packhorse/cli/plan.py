@@ -29,17 +29,17 @@ from packhorse.utils.progress import Progress
 _WIDTH = 100  # of what goes to a file
 
 WHY_PACK = (
-    "(The loader hands out packs as they are; pad_to_size=True pads them. Sorting by length may waste "
+    "(The loader delivers packs as they are; pad_to_size=True pads them. Sorting by length may waste "
     "little, too, but makes batches of one length and kind of row, and no two of the same size: packs mix "
     "the data, and steps stay even.)"
 )
 NOT_DECODED = (
-    "(No medium was decoded: one that is damaged inside fails in training, and is in the ledger then; "
+    "(No media item was decoded: one that is damaged inside fails in training, and is in the ledger then; "
     "`packhorse check` finds it now.)"
 )
 
 EXAMPLES = """
-Exit code 0: planned (rows that are left out are told), 2: could not be planned.
+Exit code 0: planned (rows that are dropped are told), 2: could not be planned.
 
 [bold]Examples[/bold]
 
@@ -113,7 +113,9 @@ def plan(
     ] = OnOverlong.drop,
     placeholder: Annotated[
         Placeholder,
-        typer.Option(metavar="HOW", help="Room for a blank medium in packs of mixed data: auto or never."),
+        typer.Option(
+            metavar="HOW", help="Room for a blank media item in packs of mixed data: auto or never."
+        ),
     ] = Placeholder.auto,
     max_bad_share: Annotated[
         float,
@@ -143,13 +145,13 @@ def plan(
             "--no-estimates", help="Do not compare with estimated lengths, for which rows are read."
         ),
     ] = False,
-    workers: WORKERS = None,
+    num_workers: WORKERS = None,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
 ) -> None:
     """Plan the packs of an epoch, exactly as the loader will train them, and save the plan.
 
-    Says how full the packs are, how even the steps, which rows are left out and why, and what padding or
+    Says how full the packs are, how even the steps, which rows are dropped and why, and what padding or
     estimated lengths would have cost.
 
     Media are not decoded: one that is damaged inside is found by packhorse check, or in training.
@@ -182,7 +184,7 @@ def plan(
             placeholder=placeholder.value,
             max_bad_share=max_bad_share,
             seed=seed,
-            count_workers=workers,
+            count_workers=num_workers,
         )
         request = Request(config, processor, model, epoch, trust_remote_code)
         if target is None:
@@ -252,7 +254,7 @@ def _print(report: Mapping[str, Any], target: Path, asked: Sequence[int]) -> Non
     out.line()
     _print_stragglers(report, asked, out)
     print_costs(report, out)
-    print_left_out(report, out)
+    print_dropped(report, out)
     out.line(f"plan in {target}; look at it: {own_command()} view {target}")
 
 
@@ -266,13 +268,13 @@ def _print_sizes(report: Mapping[str, Any]) -> None:
             f"{one['fill']:.2%}",
             f"{one['padded_wasted']:.1%}",
             f"{one['documents_per_pack']['mean']:.1f}",
-            one["left_out"],
+            one["dropped"],
             one["too_long"],
             f"{one['straggler_8']:.4f}",
         )
         for one in report["sizes"]
     ]
-    columns = ("pack size", "packs", "fill", "padded*", "per pack", "left out", "too long", "8 ranks")
+    columns = ("pack size", "packs", "fill", "padded*", "per pack", "dropped", "too long", "8 ranks")
     out.table("Pack sizes compared; no plan is written", columns, rows)
     padding = report["padding"]
     out.line(
@@ -291,7 +293,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     packed, rows = report["packed"], report["rows"]
     share = f"{packed / rows:.2%}" if rows else "-"
     return [
-        ("rows", f"{packed:,} of {rows:,} packed ({share}), {report['left_out']:,} left out"),
+        ("rows", f"{packed:,} of {rows:,} packed ({share}), {report['dropped']:,} dropped"),
         (
             "packs",
             f"{report['packs']:,} of {report['pack_size']:,} tokens (no plan has fewer than "
@@ -341,7 +343,7 @@ def print_costs(report: Mapping[str, Any], out: Output) -> None:
         )
 
 
-def print_left_out(report: Mapping[str, Any], out: Output) -> None:
+def print_dropped(report: Mapping[str, Any], out: Output) -> None:
     """Print which rows are in no pack and why, and other remarks on rows."""
     from packhorse.tools.view.plan_report import too_many_bad
 
@@ -351,7 +353,7 @@ def print_left_out(report: Mapping[str, Any], out: Output) -> None:
         out.line("every row is in a pack")
     for one in report["reasons"]:
         detail = " ".join(one["detail"].split())
-        out.line(f"left out: {one['rows']:,} {one['reason']} ({_some_keys(one)}): {detail}")
+        out.line(f"dropped: {one['rows']:,} {one['reason']} ({_some_keys(one)}): {detail}")
     empty = report["nothing_supervised"]
     if empty["rows"]:
         rows = number_of(empty["rows"], "row has", "rows have")

@@ -1,4 +1,4 @@
-"""``packhorse stats``: how long and how heavy the rows of data sets are, as tables and histograms."""
+"""``packhorse stats``: how long and how heavy the rows of datasets are, as tables and histograms."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def stats(
     meta: META,
     processor: Annotated[str | None, processor_option("; estimates without it")] = None,
     datasets: DATASETS = None,
-    each: Annotated[bool, typer.Option("--each", help="Draw the histograms of each data set, too.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Draw the histograms of each dataset, too.")] = False,
     longest: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Name so many rows of each data set, the longest first.")
+        int, typer.Option(min=0, metavar="N", help="Name so many rows of each dataset, the longest first.")
     ] = 5,
-    workers: WORKERS = None,
+    num_workers: WORKERS = None,
     trust_remote_code: TRUST = False,
     as_json: AS_JSON = False,
 ) -> None:
-    """Show how tokens, media and the learned share are spread over the rows of each data set.
+    """Show how tokens, media and the supervised share are spread over the rows of each dataset.
 
     With --processor everything is exact, and kept beside the data for the next time.
     """
     with one_line_errors("stats", "the next run continues with what is finished"):
-        from packhorse.count.engines import engine_named
+        from packhorse.count.engines import make_engine
         from packhorse.tools.stats import stats_of
 
         with Progress("estimating" if processor is None else "counting") as progress:
@@ -72,7 +72,7 @@ def stats(
                 meta,
                 processor,
                 dataset_names=datasets or None,
-                engine=engine_named("local", workers),
+                engine=make_engine("local", num_workers),
                 trust_remote_code=trust_remote_code,
                 longest=longest,
                 progress=progress,
@@ -87,8 +87,8 @@ def _print(report: StatsReport, each: bool) -> None:
     out = Output(_WIDTH)
     if report.estimated:
         out.line(
-            "ESTIMATES: without --processor a token is 3 characters and a medium 500 tokens.\n"
-            "Rows, media and sizes of pictures are exact; everything about tokens is a guess.",
+            "ESTIMATES: without --processor a token is 3 characters and a media item 500 tokens.\n"
+            "Rows, media and sizes of images are exact; everything about tokens is a guess.",
             style="yellow",
         )
     elif report.off_by:
@@ -108,8 +108,8 @@ def _print(report: StatsReport, each: bool) -> None:
             reasons = ", ".join(f"{number:,} {reason}" for reason, number in one.bad.items())
             out.line(f"{one.name}: not in these numbers: {reasons}")
     if not report.estimated:
-        taken_over = every[-1].rows - report.counted_rows
-        out.line(f"{report.counted_rows:,} rows counted, {taken_over:,} taken over.")
+        reused = every[-1].rows - report.counted_rows
+        out.line(f"{report.counted_rows:,} rows counted, {reused:,} reused.")
 
 
 def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -> None:
@@ -118,12 +118,12 @@ def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -
     rows: list[list[Cell]] = []
     for one in every:
         spread = one.spreads["tokens"]
-        learned = f"{about}{one.learned_share:.1%}" if spread.sum else "-"
+        supervised = f"{about}{one.supervised_share:.1%}" if spread.sum else "-"
         tokens = [about + short(spread.sum), f"{spread.mean:,.0f}"]
-        rows.append([one.name, one.rows, *tokens, *_marks(one, "tokens"), learned])
+        rows.append([one.name, one.rows, *tokens, *_marks(one, "tokens"), supervised])
     out.table(
         f"Tokens of a row{' (estimated)' if estimated else ''}",
-        ("data set", "rows", "tokens", "mean", "p50", *percentiles, "learned"),
+        ("dataset", "rows", "tokens", "mean", "p50", *percentiles, "supervised"),
         rows,
     )
     out.line(
@@ -135,7 +135,7 @@ def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -
         out.line(f"({share} could not be counted, and are in no number but `rows`: see below.)", wrap=True)
     out.table(
         "Media",
-        ("data set", "text only", "images", "videos", "sounds", "a row p50", *percentiles),
+        ("dataset", "text only", "images", "videos", "sounds", "a row p50", *percentiles),
         [[one.name, one.text_only, *one.media.values(), *_marks(one, "media_per_row")] for one in every],
     )
     if every[-1].media["images"]:
@@ -143,7 +143,7 @@ def _print_tables(every: Sequence[DatasetStats], estimated: bool, out: Output) -
         columns = [column for name in spreads for column in (f"{name} p50", *percentiles)]
         marks = [[mark for name in spreads.values() for mark in _marks(one, name)] for one in every]
         rows = [[one.name, *cells] for one, cells in zip(every, marks, strict=True)]
-        out.table("Images", ["data set", *columns], rows)
+        out.table("Images", ["dataset", *columns], rows)
 
 
 def _marks(one: DatasetStats, name: str) -> list[Cell]:
@@ -170,7 +170,7 @@ def _print_histograms(one: DatasetStats, estimated: bool, out: Output) -> None:
     titles = {
         "tokens": f"tokens of a row{about}",
         "visual_tokens": f"visual tokens of a row{about}",
-        "supervised_percent": f"share of a row that is learned, %{about}",
+        "supervised_percent": f"share of a row that is supervised, %{about}",
         "media_per_row": "media of a row",
         "image_side": "longer side of an image, pixels",
         "image_tokens": "tokens of an image",

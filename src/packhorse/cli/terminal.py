@@ -29,11 +29,11 @@ def processor_option(more: str = "") -> Any:
     return typer.Option(metavar="DIR", help=f"Folder (or hub name) of the model's processor{more}.")
 
 
-META = Annotated[str, typer.Argument(help="The meta file: which data sets there are.", metavar="META")]
+META = Annotated[str, typer.Argument(help="The meta file: which datasets there are.", metavar="META")]
 PROCESSOR = Annotated[str, processor_option()]
 DATASETS = Annotated[
     list[str] | None,
-    typer.Option("--dataset", metavar="NAME", help="Only this data set; may be given again."),
+    typer.Option("--dataset", metavar="NAME", help="Only this dataset; may be given again."),
 ]
 WORKERS = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Worker processes; one per core without it.")
@@ -107,7 +107,7 @@ class Output:
 
         table = new_table()
         for number, name in enumerate(columns):
-            is_name = name == "data set"
+            is_name = name == "dataset"
             table.add_column(
                 name,
                 justify="left" if number < text_columns else "right",

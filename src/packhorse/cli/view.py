@@ -22,7 +22,7 @@ packhorse view meta.json --processor ./model --pack-size 4096
 [dim]# plans first, in memory[/dim]
 
 packhorse view meta.phplan --ledger run/ledgers
-[dim]# with what a run has left out, cut or replaced[/dim]
+[dim]# with what a run has dropped, cut or replaced[/dim]
 
 packhorse view meta.phplan --port 0 --json
 [dim]# one line for machines: {"version": 1, "source": …, "url": …}[/dim]

@@ -23,9 +23,9 @@ from packhorse.types import Action, Drop, Reason
 def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> list[int]:
     """In which order the samples become rows: as they are, or those with a fake image last.
 
-    Models with mRoPE hand out the grids of images to attended image tokens, row by row, to find positions.
+    Models with mRoPE deliver the grids of images to attended image tokens, row by row, to find positions.
     They pass over the hidden tokens of a fake image but not over its grid: the next row's image would get
-    that grid, and wrong positions (or the model stops). Behind the last real image it does no harm.
+    that grid, and wrong positions (or the model stops). After the last real image it does no harm.
 
     Args:
         fakes: whether each sample's image is the fake one.
@@ -49,7 +49,7 @@ class Counts(NamedTuple):
 
 
 def counted(batch: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
-    """The batch with ``n_images_per_sample`` [B] and its like, each where there is any such medium."""
+    """The batch with ``n_images_per_sample`` [B] and its like, each where there is any such media item."""
     result = dict(batch)
     for kind, numbers in counts._asdict().items():
         if any(numbers):
@@ -98,7 +98,7 @@ class Records:
     ledger: Ledger | None = None
     epoch: int | None = None
 
-    def record(self, key: str, reason: Reason, detail: str, action: Action = "left_out") -> None:
+    def record(self, key: str, reason: Reason, detail: str, action: Action = "dropped") -> None:
         """Log and record what became of a sample; an empty key counts it without naming it."""
         logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
         ledger = default_ledger() if self.ledger is None else self.ledger

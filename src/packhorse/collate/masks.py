@@ -18,7 +18,7 @@ from packhorse.errors import ConfigError
 
 
 class Span(NamedTuple):
-    """Where a document lies: its row, its first token and the one behind its last."""
+    """Where a document lies: its row, its first token and the one after its last."""
 
     row: int
     start: int
@@ -39,19 +39,19 @@ def spans(documents: torch.Tensor) -> Iterator[Span]:
             raise ConfigError(f"document numbers of row {row} go down: expected 1, 2, … from left to right")
         starts = torch.nonzero(steps).flatten() + 1
         edges = [0, *starts.tolist(), len(seen)]
-        for first, behind in pairwise(edges):
-            if behind > first:
-                yield Span(row, int(seen[first]), int(seen[behind - 1]) + 1)
+        for first, after in pairwise(edges):
+            if after > first:
+                yield Span(row, int(seen[first]), int(seen[after - 1]) + 1)
 
 
 def block_causal_mask(
-    documents: torch.Tensor, both_ways: torch.Tensor | None = None, window: int | None = None
+    documents: torch.Tensor, bidirectional: torch.Tensor | None = None, window: int | None = None
 ) -> torch.Tensor:
     """Which token sees which: bool [B, 1, S, S], True where the column is seen by the row.
 
     Args:
         documents: [B, S].
-        both_ways: bool [B, S]: tokens that see all of their own run of such tokens, not only those before.
+        bidirectional: bool [B, S]: tokens that also see later tokens of their own run of such tokens.
         window: a token sees so many of its document, itself included; None for all.
     """
     rows, length = documents.shape
@@ -64,9 +64,9 @@ def block_causal_mask(
         size = stop - start
         block = mask[row, 0, start:stop, start:stop]
         block.copy_(triangle[:size, :size])
-        if both_ways is not None:
-            for first, behind in _runs(both_ways[row, start:stop]):
-                block[first:behind, first:behind] = True
+        if bidirectional is not None:
+            for first, after in _runs(bidirectional[row, start:stop]):
+                block[first:after, first:after] = True
         if window is not None and size > window:
             block.copy_(block.triu(1 - window))
         hidden = torch.nonzero(documents[row, start:stop] == 0).flatten()
@@ -77,7 +77,7 @@ def block_causal_mask(
 
 
 def _runs(marked: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """First and behind-last place of each run of True."""
+    """First and after-last place of each run of True."""
     edges = torch.nn.functional.pad(marked.to(torch.int8), (1, 1)).diff()
     starts, ends = torch.nonzero(edges == 1).flatten(), torch.nonzero(edges == -1).flatten()
     yield from zip(starts.tolist(), ends.tolist(), strict=True)
@@ -111,7 +111,7 @@ class Segments(NamedTuple):
     """A batch as kernels for sequences of different lengths take it.
 
     Attributes:
-        order: [B, S]: where each token comes from, so that hidden ones stand behind their document.
+        order: [B, S]: where each token comes from, so that hidden ones stand after their document.
         moved: whether any token does move.
         cumulative: int32 [N + 1]: where segments begin in the flattened batch, and its end.
         longest: tokens of the longest.
@@ -128,9 +128,9 @@ class Segments(NamedTuple):
 
 
 def segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -> Segments:
-    """Make every document one run of tokens: what is hidden inside it goes behind it.
+    """Make every document one run of tokens: what is hidden inside it goes after it.
 
-    Behind its document and in a segment of its own, a hidden token sees nobody and is seen by nobody. Its
+    After its document and in a segment of its own, a hidden token sees nobody and is seen by nobody. Its
     position goes with it, and positions, not places, are what attention turns by.
 
     With ``alignment``, segments begin at multiples of it: the hidden tokens up to the next multiple belong to
@@ -189,7 +189,7 @@ class PackedBlockMask(BlockMask):
     """A BlockMask that takes its document numbers along to a device."""
 
     def to(self, device: Any) -> PackedBlockMask:
-        """The mask on another device; BlockMask's own ``to`` leaves what its ``mask_mod`` holds behind."""
+        """The mask on another device; BlockMask's own ``to`` leaves what its ``mask_mod`` holds after."""
         moved = super().to(device)
         moved.__class__ = PackedBlockMask
         own: Any = self.mask_mod

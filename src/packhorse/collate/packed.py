@@ -150,7 +150,7 @@ def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, con
     """Tensors per token, and what the backend needs to keep documents apart."""
     made = rows.tokens()
     documents = made["attention_mask"]
-    marked = rows.both_ways(made)
+    marked = rows.bidirectional(made)
     if backend in _CONTIGUOUS:
         made, found = rows.contiguous(made, marked is not None, backend)
         documents = made["attention_mask"]
@@ -191,8 +191,8 @@ def loss_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
             "attention_mask holds document numbers (materialize_4d_mask=False), which models of transformers "
             "take for one document: make batches with materialize_4d_mask=True"
         )
-    left_out = _INFORMATION | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
-    return {key: value for key, value in batch.items() if key not in left_out}
+    dropped = _INFORMATION | ({"attention_mask"} if "cu_seq_lens_q" in batch else set())
+    return {key: value for key, value in batch.items() if key not in dropped}
 
 
 def model_inputs(batch: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
@@ -272,10 +272,10 @@ class PackedRows:
         rows = [pack.per_token for pack in self.packs]
         return stack_tokens(rows, self.length, self.padding_idx)
 
-    def both_ways(self, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def bidirectional(self, made: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Tokens that see each other in both directions, bool [B, S]; None where the family has none."""
         if self.family is not None:
-            key = self.family.both_ways
+            key = self.family.bidirectional
             if key is None:
                 return None
             marked = made.get(key, torch.zeros_like(made["input_ids"]))
@@ -284,10 +284,10 @@ class PackedRows:
         return types == 1 if types is not None and bool((types == 1).any()) else None
 
     def contiguous(
-        self, made: Mapping[str, torch.Tensor], both_ways: bool, backend: str
+        self, made: Mapping[str, torch.Tensor], bidirectional: bool, backend: str
     ) -> tuple[dict[str, Any], Segments]:
-        """Every document in one run of tokens, what it hides behind it; and where documents are."""
-        if both_ways:
+        """Every document in one run of tokens, what it hides after it; and where documents are."""
+        if bidirectional:
             raise ConfigError(
                 f"images of this family see themselves both ways, which {backend} cannot do: use sdpa, eager "
                 "or flex_attention"

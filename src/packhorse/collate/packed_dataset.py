@@ -163,9 +163,9 @@ class PackedDatasetWrapper(ReplacingDataset):
         Raises:
             EmptyPack: none of its samples can be used.
         """
-        chosen, left_out = self.dealt(idx)
+        chosen, dropped = self.dealt(idx)
         failures: list[tuple[int, BaseException]] = []
-        for index in left_out:
+        for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
             failures.append((index, self._no_room(idx, self.packer.padded_length(length - 1))))
         samples: list[Sample] = []
@@ -203,8 +203,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         first = idx - idx % GROUP
         bins = tuple(tuple(int(i) for i in self.bins[n]) for n in range(first, min(first + GROUP, len(self))))
         rooms = {index: self.packer.padded_length(n - 1) for index, n in self._lengths(bins).items()}
-        packs, left_out = _redealt(bins, tuple(rooms.items()), self.pack_size)
-        return list(packs[idx - first]), list(left_out[idx - first])
+        packs, dropped = _redealt(bins, tuple(rooms.items()), self.pack_size)
+        return list(packs[idx - first]), list(dropped[idx - first])
 
     def _lengths(self, bins: Sequence[Sequence[int]]) -> dict[int, int]:
         indices = [index for bin_ in bins for index in bin_]
@@ -224,8 +224,8 @@ class PackedDatasetWrapper(ReplacingDataset):
                 stage=bad.stage if bad else "collate",
             )
             for index in self.dealt(idx)[0]:
-                self._enter(index, failure, "replaced" if replaced else "left_out")
-        logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "left out", error, more)
+                self._enter(index, failure, "replaced" if replaced else "dropped")
+        logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "dropped", error, more)
 
     def _record_sample(
         self, index: int, error: BaseException, more: str = "", *, replaced: bool = False
@@ -239,8 +239,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         failure = BadSample(
             what, reason=bad.reason if bad else "sample_failed", stage=bad.stage if bad else "encode"
         )
-        self._enter(index, failure, "replaced" if replaced else "left_out")
-        logger.warning("%s %s: %s", self.sample_key(index), "replaced" if replaced else "left out", what)
+        self._enter(index, failure, "replaced" if replaced else "dropped")
+        logger.warning("%s %s: %s", self.sample_key(index), "replaced" if replaced else "dropped", what)
 
     def _enter(self, index: int, failure: BadSample, action: Action) -> None:
         key = self.sample_key(index)
@@ -290,22 +290,22 @@ def _redealt(
                 over.append((number, index))
         packs.append(own)
         left.append(room)
-    left_out: list[list[int]] = [[] for _ in bins]
+    dropped: list[list[int]] = [[] for _ in bins]
     for number, index in sorted(over, key=lambda entry: -needs[entry[1]]):
         home = next((place for place, room in enumerate(left) if needs[index] <= room), None)
         if home is None:
-            left_out[number].append(index)
+            dropped[number].append(index)
         else:
             packs[home].append(index)
             left[home] -= needs[index]
-    return packs, left_out
+    return packs, dropped
 
 
 def pack_lengths(samples: Any, counts: CountColumns | None = None) -> Integers:
     """How many tokens of a pack each sample takes up: what :func:`neat_pack_dataset_vlm` plans with itself.
 
     That is one less than its ``input_ids`` has, for the shift of labels; the fake image of a sample without
-    pictures is in it, and what truncation cuts is not. A row that could not be counted has 0.
+    images is in it, and what truncation cuts is not. A row that could not be counted has 0.
 
     Args:
         samples: a :class:`packhorse.datasets.PreTokenizedDatasetWrapper`, or any dataset of encoded samples.
@@ -343,7 +343,7 @@ def neat_pack_dataset_vlm(
         padding_idx: fills documents up to ``sequence_alignment``.
         drop_long_samples: where lengths are estimated: leave out samples that seem to be longer than
             ``pack_size``, and record them. They get a pack of their own otherwise, and are recorded if they
-            really are too long for it. What is known to be too long (by exact counts) is left out and
+            really are too long for it. What is known to be too long (by exact counts) is dropped and
             recorded in any case.
         max_packs: keep no more packs than this, taken evenly from all of them; what is in the others is
             recorded.
@@ -431,7 +431,7 @@ def _refuse_examples(dataset: Any) -> None:
 
 
 def _planned(found: Eligibility, pack_size: int, capacity: int, alignment: int, seed: int | None) -> PackPlan:
-    """The plan: what may be longer than the planned capacity, but is not left out, has a pack of its own."""
+    """The plan: what may be longer than the planned capacity, but is not dropped, has a pack of its own."""
     longest = capacity - capacity % alignment
     if longest < 1:
         raise ConfigError(
@@ -503,15 +503,15 @@ def _record(made: PackedDatasetWrapper, plan: PackPlan, found: Eligibility, max_
             key = made.sample_key(index)
             drop, detail = reason, details.get(reason, "the plan leaves it out")
             if found.bad[index]:
-                drop, detail = found.why_bad(index, made.inner_dataset)
+                drop, detail = found.bad_reason(index, made.inner_dataset)
                 if made.on_bad == "raise":
                     raise BadSample(detail, reason=drop, key=key, stage="plan")
             elif reason == "too_long":
-                detail = found.why_too_long(index)
+                detail = found.overlong_reason(index)
             made.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
             dropped[drop] += 1
     for reason, number in dropped.items():
-        logger.warning("%s of %s samples left out: %s", f"{number:,}", f"{plan.samples:,}", reason)
+        logger.warning("%s of %s samples dropped: %s", f"{number:,}", f"{plan.samples:,}", reason)
 
 
 PackingFormat = Literal["neat", "thd"]

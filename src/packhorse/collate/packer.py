@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from packhorse.chat import IGNORE_INDEX, shift_tokens, token_keys
-from packhorse.collate.pixel_buffer import already_joined, room_for
+from packhorse.collate.pixel_buffer import already_joined, buffer_for
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES, Family, Generic
 from packhorse.families.positions import RopeIndex, mrope_position_ids
@@ -59,7 +59,7 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
 
 
 def _named_layout(key: str) -> TensorLayout:
-    """One entry per medium, but for pixels that come with a grid."""
+    """One entry per media item, but for pixels that come with a grid."""
     kind: MediaKind = "video" if "video" in key else "audio" if "audio" in key else "image"
     grid = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(key)
     ragged = key in _DECLARED and _DECLARED[key].ragged
@@ -165,7 +165,7 @@ def _as_tensor(key: str, value: Any) -> torch.Tensor:
 def join(
     key: str, parts: Sequence[torch.Tensor], family: Family | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """One tensor of all parts, each copied once; not at all where they lie one behind the other.
+    """One tensor of all parts, each copied once; not at all where they lie one after the other.
 
     Args:
         key: for messages, and to know whether other axes may differ.
@@ -185,7 +185,7 @@ def join(
     if len(parts) == 1 and parts[0].dtype == dtype:
         return parts[0]
     sides = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    joined = room_for((sum(map(len, parts)), *sides), dtype)
+    joined = buffer_for((sum(map(len, parts)), *sides), dtype)
     if len(shapes) > 1:
         joined.fill_((_FILL if family is None else family.fill).get(key, 0.0))
     first = 0

@@ -174,7 +174,7 @@ def whose_media(samples: Sequence[Sample], family: Family) -> dict[str, Any]:
 
 
 def _row_for_each(key: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Samples without a medium get a row of zeros, so that row and sample stay in step."""
+    """Samples without a media item get a row of zeros, so that row and sample stay in step."""
     like = next(tensor for tensor in tensors if tensor is not None)
     wrong = [tuple(t.shape) for t in tensors if t is not None and (t.dim() == 0 or len(t) != 1)]
     if wrong:

@@ -20,7 +20,7 @@ _LARGE = 1 << 22  # bytes from which on it matters where a tensor lies
 _TIMES = 4  # as many pixels for a token as the first sample has, at most
 _MOST = 1 << 32  # bytes of a room; what is more is copied when the batch is made
 _LEAST = 1 << 28
-_KEPT = 4  # rooms: the batch that is built, the one that is trained, and each of pictures and of films
+_KEPT = 4  # rooms: the batch that is built, the one that is trained, and each of images and of videos
 
 
 def are_pixels(key: str, dtype: torch.dtype) -> bool:
@@ -28,7 +28,7 @@ def are_pixels(key: str, dtype: torch.dtype) -> bool:
     return "pixel_values" in key and dtype.is_floating_point
 
 
-def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def buffer_for(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor to be filled, where large ones cost the least.
 
     A worker's tensor is made in shared memory, where the parent finds it: otherwise it would be copied there
@@ -47,29 +47,29 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Settled(torch.Tensor):
-    """Pixels in a :class:`PixelRoom`. Nobody else holds them, so a batch may have them as they are."""
+    """Pixels in a :class:`PixelBuffer`. Nobody else holds them, so a batch may have them as they are."""
 
     # Whatever is made of them is a plain tensor again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def already_joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-    """All parts as one tensor, where a :class:`PixelRoom` put them one behind the other; else None.
+    """All parts as one tensor, where a :class:`PixelBuffer` put them one after the other; else None.
 
     Nothing is copied. Tensors that others made are never handed on like this: they may be needed again.
     """
-    first, behind = parts[0], parts[0].data_ptr()
+    first, after = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
         if (
             not isinstance(part, Settled)
-            or part.data_ptr() != behind
+            or part.data_ptr() != after
             or part.untyped_storage().data_ptr() != storage
             or part.shape[1:] != first.shape[1:]
             or part.dtype != dtype
         ):
             return None
-        behind += part.nbytes
+        after += part.nbytes
     plain = first.as_subclass(torch.Tensor)
     numbers = sum(part.numel() for part in parts)
     whole = plain.as_strided((numbers,), (1,))
@@ -78,7 +78,7 @@ def already_joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     return exact.view(sum(map(len, parts)), *first.shape[1:])
 
 
-class RoomPool:
+class BufferPool:
     """Memory for pixels that is used again as soon as nobody holds what was in it.
 
     Memory that was written to before costs a third of fresh memory. What is larger than was ever needed costs
@@ -88,8 +88,8 @@ class RoomPool:
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
-    def __reduce__(self) -> tuple[type[RoomPool], tuple[()]]:
-        return RoomPool, ()  # another process begins with nothing
+    def __reduce__(self) -> tuple[type[BufferPool], tuple[()]]:
+        return BufferPool, ()  # another process begins with nothing
 
     def take(self, size: int) -> torch.Tensor:
         """So many bytes, or more.
@@ -113,12 +113,12 @@ class RoomPool:
 @cache
 def _unused() -> int:
     """What ``_holders`` says of an array that nobody uses; measured, as Pythons count differently."""
-    pool = RoomPool()
+    pool = BufferPool()
     pool._arrays = [np.empty(1, np.uint8)]
     return pool._holders(0)
 
 
-class PixelRoom:
+class PixelBuffer:
     """Room for the pixels of one batch: each sample's are put there as soon as they are made.
 
     Joining them then copies nothing (:func:`already_joined`), and the memory in which the processor made them
@@ -131,7 +131,7 @@ class PixelRoom:
         pool: where the memory comes from.
     """
 
-    def __init__(self, tokens: int, dtype: torch.dtype | None, pool: RoomPool) -> None:
+    def __init__(self, tokens: int, dtype: torch.dtype | None, pool: BufferPool) -> None:
         self._tokens, self._dtype, self._pool = tokens, dtype, pool
         self._rooms: dict[str, torch.Tensor] = {}
         self._off = False

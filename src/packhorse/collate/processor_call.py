@@ -2,7 +2,7 @@
 
 Users pass transformers' processors, wrapped ones, those of a model's own repository, and small objects that
 have the documented methods only. A call here looks at the signature first (some 20 microseconds); an option
-that a processor does not take is left out, but a medium that it does not take is an error.
+that a processor does not take is dropped, but a media item that it does not take is an error.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call ``function`` with those of ``options`` that it takes, and neutral values for what it requires.
 
     Raises:
-        ConfigError: it does not take a medium, which would be lost.
+        ConfigError: it does not take a media item, which would be lost.
     """
     named = parameters(function)
     if named is None:

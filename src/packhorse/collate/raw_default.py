@@ -43,7 +43,7 @@ def default_collate_fn(
     """Load the media of a batch, run the processor once, label the answers, shift by one.
 
     A batch with videos of a family that Packhorse knows is encoded sample by sample and joined: processors
-    differ in which films they take in one call (one alone, equally long ones, one rate for all).
+    differ in which videos they take in one call (one alone, equally long ones, one rate for all).
 
     Args:
         examples: in the documented format; they are not changed. Media may be paths, bytes or decoded.
@@ -210,7 +210,7 @@ def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
         sample; pixels stay as the processor makes them.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded, or text and media do not agree.
+        BadSample: (a ``ValueError``) a media item cannot be loaded, or text and media do not agree.
     """
     if not examples:
         return {}

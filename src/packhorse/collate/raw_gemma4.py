@@ -1,7 +1,7 @@
 r"""The collate function for Gemma 4 models that open every answer with an empty thinking channel.
 
 Their answers begin with ``<|channel>thought\n<channel|>``. Where training data have it not, the model expects
-it and the loss begins high; so it is put in, and not learned.
+it and the loss begins high; so it is put in, and not supervised.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gemma4_prefix_collate_fn(
 ) -> Batch:
     """:func:`~packhorse.collate_fns.default_collate_fn` with the thinking prefix in every answer.
 
-    The prefix counts towards ``max_length``; its tokens are not learned.
+    The prefix counts towards ``max_length``; its tokens are not supervised.
     """
     if not examples:
         return {}
@@ -70,7 +70,7 @@ def gemma4_inject_thinking_prefix(batch: Mapping[str, Any], processor: Any) -> d
 
 
 def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    r"""Put ``<|channel>thought\n<channel|>`` behind every ``<|turn>model\n`` that has it not.
+    r"""Put ``<|channel>thought\n<channel|>`` after every ``<|turn>model\n`` that has it not.
 
     Args:
         batch: ``input_ids`` [B, S], and any other tensors. ``attention_mask`` is 1 on what is put in,
@@ -121,7 +121,7 @@ def _patterns(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _ends(ids: Sequence[int], pattern: Sequence[int]) -> list[int]:
-    """The places behind each occurrence."""
+    """The places after each occurrence."""
     width, wanted = len(pattern), list(pattern)
     return [at + width for at in range(len(ids) - width + 1) if list(ids[at : at + width]) == wanted]
 
@@ -132,7 +132,7 @@ def _openings(ids: list[int], marker: list[int], prefix: list[int]) -> list[int]
 
 
 def _span(mask: torch.Tensor) -> tuple[int, int]:
-    """First and behind-last attended token of a row."""
+    """First and after-last attended token of a row."""
     places = mask.nonzero().flatten()
     return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
 

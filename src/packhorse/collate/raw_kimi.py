@@ -127,14 +127,14 @@ def kimi_k25_vl_collate_fn(
         processor: the model's own (``processor(text=…, medias=[{"type": "image", "image": …}])`` leaves one
             ``<|media_pad|>`` per image and returns ``grid_thws``), or transformers' (which expands itself).
         max_length: every batch has this many tokens before the shift; longer samples are cut, before the
-            first medium that does not fit, and that is recorded in the ledger. None pads to the longest.
+            first media item that does not fit, and that is recorded in the ledger. None pads to the longest.
 
     Returns:
         The batch as :func:`~packhorse.collate_fns.default_collate_fn` describes it. Media whose tokens were
-        cut are left out and not counted. With ``grid_thws`` there is ``image_grid_hws``: the same without t.
+        cut are dropped and not counted. With ``grid_thws`` there is ``image_grid_hws``: the same without t.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded.
+        BadSample: (a ``ValueError``) a media item cannot be loaded.
         ValueError: placeholders and images differ in number.
     """
     if not examples:
@@ -196,11 +196,11 @@ def _merge_kernel(processor: Any) -> tuple[int, int]:
 def _cut(
     sample: Batch, one: Ready, processor: Any, family: Family, max_length: int
 ) -> tuple[Batch, Counter[str]]:
-    """The sample without what is behind ``max_length``, or behind the first medium that does not fit."""
+    """The sample without what is after ``max_length``, or after the first media item that does not fit."""
     length, end = len(sample["input_ids"]), max_length
     kept: Counter[str] = Counter()
-    for kind, first, behind in _spans(sample, one, processor, family):
-        if behind >= max_length:  # the shift of labels cuts the last token
+    for kind, first, after in _spans(sample, one, processor, family):
+        if after >= max_length:  # the shift of labels cuts the last token
             end = min(end, first)
             break
         kept[kind] += 1
@@ -220,7 +220,7 @@ def _cut(
 
 
 def _spans(sample: Batch, one: Ready, processor: Any, family: Family) -> Iterator[tuple[MediaKind, int, int]]:
-    """Kind, first and behind-last token of each medium, in the order of the text."""
+    """Kind, first and after-last token of each media item, in the order of the text."""
     ids = sample["input_ids"]
     pads = {
         "image": media_pad_id(ChatProcessor(processor)),

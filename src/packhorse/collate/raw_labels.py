@@ -1,4 +1,4 @@
-"""Labels of a padded batch: the answers and the tokens that end them are learned, nothing else.
+"""Labels of a padded batch: the answers and the tokens that end them are supervised, nothing else.
 
 Three ways, each tried where the one before cannot be certain: the rendered conversation is laid over the ids
 (exact; see :mod:`packhorse.chat`); the template's turn markers are looked for in the ids; the answers are
@@ -39,7 +39,7 @@ _STOP_TEXTS = frozenset(
 def _find_pattern_indices(
     template: Any, pattern: Any, search_start_index: int = 0, allow_first_token_mismatch: bool = False
 ) -> tuple[int, int]:
-    """Where ``pattern`` stands in ``template``: (first, behind last), or (-1, -1).
+    """Where ``pattern`` stands in ``template``: (first, after last), or (-1, -1).
 
     Args:
         template: ids, a 1-D tensor or a list.
@@ -63,7 +63,7 @@ def _listed(ids: Any) -> list[int]:
 
 
 def search_answers(ids: list[int], conversation: Turns, processor: Any, media: frozenset[int]) -> list[int]:
-    """Labels of one row, in which each answer is searched behind the one before; not found, it is logged."""
+    """Labels of one row, in which each answer is searched after the one before; not found, it is logged."""
     tokenizer = tokenizer_of(processor)
     labels, at = [IGNORE_INDEX] * len(ids), 0
     before: list[str] = []  # what others said since the last answer
@@ -77,11 +77,11 @@ def search_answers(ids: list[int], conversation: Turns, processor: Any, media: f
         start, end = _find_answer(ids, text, at, tokenizer)
         if start >= 0 and _find_pattern_indices(ids, ids[start:end], start + 1)[0] >= 0:
             # It stands there more than once: first pass over what was said before it.
-            behind = _behind(ids, before, at, tokenizer, processor)
-            start, end = _find_answer(ids, text, behind, tokenizer)
+            after = _after(ids, before, at, tokenizer, processor)
+            start, end = _find_answer(ids, text, after, tokenizer)
         before = []
         if start < 0:
-            logger.warning("an answer was not found in the ids and is not learned: %r", text[:80])
+            logger.warning("an answer was not found in the ids and is not supervised: %r", text[:80])
             continue
         if end < len(ids) and is_stop(ids[end], processor):
             end += 1
@@ -100,7 +100,7 @@ def _find_answer(ids: list[int], text: str, at: int, tokenizer: Any) -> tuple[in
     return next((place for place in found if place[0] >= 0), (-1, -1))
 
 
-def _behind(ids: list[int], texts: Iterable[str], at: int, tokenizer: Any, processor: Any) -> int:
+def _after(ids: list[int], texts: Iterable[str], at: int, tokenizer: Any, processor: Any) -> int:
     for text in texts:
         pattern = tokens_or_nothing(tokenizer, text.strip(), processor)
         end = _find_pattern_indices(ids, pattern, at, allow_first_token_mismatch=True)[1]
@@ -159,7 +159,7 @@ def tokens_or_nothing(tokenizer: Any, text: str, processor: Any) -> list[int]:
 
 
 def learn(labels: list[int], ids: Sequence[int], start: int, end: int, media: frozenset[int]) -> None:
-    """Label the ids from ``start`` to ``end``, media tokens left out."""
+    """Label the ids from ``start`` to ``end``, media tokens dropped."""
     labels[start:end] = [token if token not in media else IGNORE_INDEX for token in ids[start:end]]
 
 
@@ -188,7 +188,7 @@ def build_labels_from_template(
     """Labels [B, S] for ids [B, S]: answers with their end-of-turn token; :data:`IGNORE_INDEX` elsewhere.
 
     Whatever a user types, a literal ``<|im_start|>assistant`` included, never becomes a label; nor do media
-    tokens and padding. A row in which nothing is learned is logged and recorded in the process's ledger.
+    tokens and padding. A row in which nothing is supervised is logged and recorded in the process's ledger.
 
     Args:
         input_ids_batch: what the processor made of the conversations; rows may be padded on either side, or
@@ -204,7 +204,7 @@ def build_labels_from_template(
 def make_labels(
     input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
 ) -> torch.Tensor:
-    """:func:`build_labels_from_template` without a report of rows in which nothing is learned."""
+    """:func:`build_labels_from_template` without a report of rows in which nothing is supervised."""
     encoder = Encoder(processor)
     media = media_ids(processor, encoder.family)
 
@@ -228,7 +228,7 @@ def build_labels(
     """Labels [B, S] by tokenising each answer alone and looking for it in the ids; the last resort.
 
     A blank that the template puts before an answer may change its first token, so that may differ. The token
-    that ends the turn is learned too. An answer that is not found is logged.
+    that ends the turn is supervised too. An answer that is not found is logged.
     """
     media = media_ids(processor, family_of(processor))
     rows = [
@@ -274,7 +274,7 @@ def _laid_over(ids: list[int], conversation: Turns, encoder: Encoder, media: fro
 
 
 def _with_stops(labels: list[int], ids: Sequence[int], processor: Any) -> list[int]:
-    """Learn the token behind each answer if it ends a turn; for tokenizers that name no special tokens."""
+    """Learn the token after each answer if it ends a turn; for tokenizers that name no special tokens."""
     ends = [
         place
         for place in range(1, len(labels))
@@ -386,6 +386,6 @@ def _tensor(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
 
 
 def report_unsupervised(labels: torch.Tensor, keys: Sequence[str], records: Records) -> None:
-    """Log and record each row of ``labels`` [B, S] in which nothing is learned."""
+    """Log and record each row of ``labels`` [B, S] in which nothing is supervised."""
     for row in (labels == IGNORE_INDEX).all(dim=1).nonzero().flatten().tolist():
-        records.record(keys[row], "nothing_supervised", "no token of it is learned", "kept")
+        records.record(keys[row], "nothing_supervised", "no token of it is supervised", "kept")

@@ -16,7 +16,7 @@ from packhorse.collate.finish import per_token
 from packhorse.collate.packer import stack_tokens
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.collate.raw_labels import media_ids
-from packhorse.collate.raw_media import leave_out, token_length
+from packhorse.collate.raw_media import drop_turn, token_length
 from packhorse.collate.raw_prepare import Opened, Ready, decode, hide_fakes, in_order, open_batch
 from packhorse.encode.preparation import run_hook
 from packhorse.families import Family
@@ -83,9 +83,9 @@ def within_length(
     estimates = [token_length(one.turns, processor, one.conversation.key) for one in opened]
     if not drop_overlong:
         return _with_fitting_media(opened, estimates, processor, family, max_length, made)
-    found = made(decode(leave_out(opened, estimates, max_length), processor, family))
+    found = made(decode(drop_turn(opened, estimates, max_length), processor, family))
     if max(found.lengths) > max_length:  # what only the processor could tell
-        found = made(leave_out(found.ready, found.lengths, max_length))
+        found = made(drop_turn(found.ready, found.lengths, max_length))
     return found
 
 

@@ -85,9 +85,9 @@ def _extract_image_config(processor: Any) -> dict[str, int] | None:
 def _estimate_media_tokens(conversation: Turns, processor: Any) -> int:
     """Tokens that the media of a conversation have beyond one placeholder each.
 
-    Exact for families that Packhorse knows (brackets and timestamps around a medium are not counted); for
-    others, images by the geometry of :func:`_extract_image_config`. A medium whose size cannot be told, or
-    that cannot be read, adds nothing. Costs a header per medium.
+    Exact for families that Packhorse knows (brackets and timestamps around a media item are not counted); for
+    others, images by the geometry of :func:`_extract_image_config`. A media item whose size cannot be told,
+    or that cannot be read, adds nothing. Costs a header per media item.
     """
     family = family_of(processor)
     refs = [ref for ref in _media(conversation) if ref.source is not None]
@@ -119,7 +119,7 @@ def _drop_overlong_samples(
 ) -> tuple[list[Turns], list[int]]:
     """Leave out conversations that have more than ``max_length`` tokens, as far as can be told beforehand.
 
-    Counts the rendered text and, from headers, the media. What is left out is logged and recorded in the
+    Counts the rendered text and, from headers, the media. What is dropped is logged and recorded in the
     process's ledger as ``too_long``, without a name.
 
     Returns:
@@ -135,7 +135,7 @@ def _drop_overlong_samples(
     return [conversations[place] for place in kept], kept
 
 
-def leave_out(samples: Sequence[Named], lengths: Sequence[int], max_length: int) -> list[Named]:
+def drop_turn(samples: Sequence[Named], lengths: Sequence[int], max_length: int) -> list[Named]:
     """Those samples of a batch that are not longer than ``max_length``; the others are recorded.
 
     Raises:

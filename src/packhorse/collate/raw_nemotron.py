@@ -17,7 +17,7 @@ from packhorse.collate.raw_prepare import make_ready
 from packhorse.encode.robust import Batch as Samples
 from packhorse.families import Encoder
 from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
-from packhorse.formats.conversation import sounds_beside
+from packhorse.formats.conversation import extra_audio
 
 _SAMPLING_RATE = 16_000  # where the processor does not say it
 _CHOSEN_FRAMES = ("frame_indices", "video_metadata")  # a part with one of these names its frames itself
@@ -54,7 +54,7 @@ def _with_rate(example: Mapping[str, Any], rate: int) -> Mapping[str, Any]:
     """The example with a sampling rate for sound that is a bare array."""
     if not isinstance(example, Mapping) or example.get("audio") is None:
         return example
-    sounds = [(sound, rate) if hasattr(sound, "shape") else sound for sound in sounds_beside(example)]
+    sounds = [(sound, rate) if hasattr(sound, "shape") else sound for sound in extra_audio(example)]
     return {**example, "audio": sounds}
 
 
@@ -95,7 +95,7 @@ def nemotron_parse_collate_fn(
             assistant's are used. The model learns where to stop only if answers end in ``</s>``.
         processor: ``processor(images=…, text=…, padding=True, add_special_tokens=False,
             return_tensors="pt")``; it needs no chat template.
-        task_prompt: what the decoder is told before each answer; not learned.
+        task_prompt: what the decoder is told before each answer; not supervised.
         pixel_dtype: what pixels are cast to; None leaves them as the processor makes them.
 
     Returns:

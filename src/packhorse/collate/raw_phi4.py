@@ -19,7 +19,7 @@ from packhorse.collate.raw_limit import Batch
 from packhorse.collate.raw_prepare import Opened, decode, hide_fakes, open_batch, rendered
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic, family_of
-from packhorse.formats.conversation import sounds_beside
+from packhorse.formats.conversation import extra_audio
 from packhorse.media import load_audio
 
 _IMAGE_KEYS = ("input_image_embeds", "image_pixel_values", "image_sizes", "image_attention_mask")
@@ -44,7 +44,7 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
         with sound, 3 with both, if the processor does not set it. A batch without images has no image keys.
 
     Raises:
-        BadSample: (a ``ValueError``) a medium cannot be loaded.
+        BadSample: (a ``ValueError``) a media item cannot be loaded.
     """
     if not examples:
         return {}
@@ -110,7 +110,7 @@ def _sounds(one: Opened, family: Family) -> list[tuple[Any, int]]:
     Raises:
         BadSample: there is sound in the conversation too, or one is too short.
     """
-    beside = sounds_beside(one.example)
+    beside = extra_audio(one.example)
     if beside and any(ref.kind == "audio" for ref in one.conversation.media):
         raise family.bad("sound beside the conversation ('audio') and in it", one.conversation)
     with named(one.conversation.key):

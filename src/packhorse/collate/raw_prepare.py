@@ -17,7 +17,7 @@ from packhorse.chat.template import is_transformers
 from packhorse.collate.finish import Records, check_present, keys_of, named, records_of, row_order
 from packhorse.collate.processor_call import logger, plain_turns, render
 from packhorse.collate.raw_labels import media_ids
-from packhorse.encode.preparation import fake_tokens, with_sound_in_place
+from packhorse.encode.preparation import fake_tokens, with_audio_placed
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic, LoadedMedia, MediaSize
 from packhorse.formats.conversation import parse_conversation
@@ -117,7 +117,7 @@ def open_batch(
     encoder.check_template()
     records, opened = records_of(examples), []
     for example, key in zip(examples, keys_of(examples), strict=True):
-        placed = with_sound_in_place(example, encoder, key) if sound else example
+        placed = with_audio_placed(example, encoder, key) if sound else example
         opened.append(Opened(placed, parse_conversation(placed, key), records))
     return opened
 
@@ -139,7 +139,7 @@ def decode(opened: Sequence[Opened], processor: Any, family: Family, *, check: b
         check: see :func:`check_text`.
 
     Raises:
-        BadSample: a medium is missing, broken or not one of the family's, or typed out in a text.
+        BadSample: a media item is missing, broken or not one of the family's, or typed out in a text.
     """
     ready = []
     for one in opened:
@@ -159,7 +159,7 @@ def in_order(ready: Sequence[Ready], family: Family) -> list[Ready]:
 
 
 def check_text(conversation: Conversation, processor: Any, family: Family) -> None:
-    """Refuse a conversation whose text does not hold one placeholder for each medium, and no other.
+    """Refuse a conversation whose text does not hold one placeholder for each media item, and no other.
 
     Only for transformers' processors of known families, which would mix up the media without a word.
     """
@@ -249,13 +249,13 @@ def hide_fakes(
     for row, one in enumerate(ready):
         if one.fake:
             places = mask[row].nonzero().flatten()
-            first, behind = _fake_span(ids[row][places], one, processor, family)
-            mask[row, places[first:behind]] = 0
+            first, after = _fake_span(ids[row][places], one, processor, family)
+            mask[row, places[first:after]] = 0
     return {**batch, "attention_mask": mask}
 
 
 def _fake_span(ids: torch.Tensor, one: Ready, processor: Any, family: Family) -> tuple[int, int]:
-    """First and behind-last token of the fake image in the unpadded ids of its sample."""
+    """First and after-last token of the fake image in the unpadded ids of its sample."""
     beside = len(one.conversation.media) > 1
     # With other media beside it, what the processor makes of them has to be known too.
     if _tells_placeholders(processor, family) and (is_transformers(processor) or not beside):
@@ -275,7 +275,7 @@ def _fake_span(ids: torch.Tensor, one: Ready, processor: Any, family: Family) ->
 
 
 def _sizes(one: Ready, processor: Any, family: Family) -> list[tuple[MediaKind, MediaSize]]:
-    """Kind and size of each medium; from headers where a package of the model's decodes them."""
+    """Kind and size of each media item; from headers where a package of the model's decodes them."""
     refs = one.conversation.media
     if len(one.media.sizes()) == len(refs):
         return one.media.sizes(ref.kind for ref in refs)

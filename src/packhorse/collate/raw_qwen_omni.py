@@ -66,7 +66,7 @@ def qwen3_omni_collate_fn(
 
     Raises:
         MissingDependency: (an ``ImportError``) ``qwen_omni_utils`` is not installed.
-        BadSample: (a ``ValueError``) a medium cannot be loaded, or text and media do not agree.
+        BadSample: (a ``ValueError``) a media item cannot be loaded, or text and media do not agree.
     """
     if not examples:
         return {}

@@ -48,7 +48,7 @@ def packed_sequence_thd_vlm_collater(
         return {}
     rows = PackedRows(*read_packs(batch), padding_idx, max_length)
     made = rows.tokens()
-    made, found = rows.contiguous(made, rows.both_ways(made) is not None, "Transformer Engine")
+    made, found = rows.contiguous(made, rows.bidirectional(made) is not None, "Transformer Engine")
     del made["attention_mask"]
     made["seq_lens"] = _rectangular(found.lengths, seq_lens_padding_value)
     made["seq_lens_padded"] = _rectangular(found.padded, seq_lens_padding_value)

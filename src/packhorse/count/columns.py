@@ -29,7 +29,7 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> Any:
     """
     import pyarrow as pa
 
-    medium = [
+    media_item = [
         pa.field("kind", pa.int8(), nullable=False),
         *(pa.field(name, pa.int32(), nullable=False) for name in _MEDIA_INTEGERS),
         *(pa.field(name, pa.float64(), nullable=False) for name in _MEDIA_NUMBERS),
@@ -40,7 +40,7 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> Any:
         pa.field("detail", pa.string(), nullable=False),
         pa.field("exact", pa.bool_(), nullable=False),
         pa.field("off_by", pa.int32(), nullable=False),
-        pa.field("media", pa.list_(pa.field("item", pa.struct(medium), nullable=False)), nullable=False),
+        pa.field("media", pa.list_(pa.field("item", pa.struct(media_item), nullable=False)), nullable=False),
     ]
     return pa.schema(columns, metadata=dict(metadata or {}))
 
@@ -117,7 +117,7 @@ class MediaColumns:
     """The media of many rows, flat: those of row ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
 
     ``kind`` is a place in :data:`packhorse.types.MEDIA_KINDS`; ``height``, ``width`` and ``frames`` are 0 for
-    sound, ``samples`` for pictures; ``frames`` are those that are fed to the model, ``fps`` and ``duration``
+    sound, ``samples`` for images; ``frames`` are those that are fed to the model, ``fps`` and ``duration``
     the video's own (0 where nobody knows them).
     """
 

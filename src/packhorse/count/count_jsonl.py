@@ -21,7 +21,7 @@ from packhorse.count.count_report import CountedFile
 from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.rows.row_files import JsonRows, RowFile
 from packhorse.types import MEDIA_KINDS
-from packhorse.utils.files import write_whole
+from packhorse.utils.files import write_atomic
 from packhorse.utils.progress import OnProgress, Progress
 
 _FIELDS = ("_text_tokens", "mm_inputs_meta")
@@ -32,19 +32,19 @@ def write_counted_jsonl(
     folder: str | os.PathLike[str],
     progress: OnProgress | None = None,
 ) -> list[Path]:
-    """Write ``<data set>.jsonl`` for each data set, and a ``meta.json`` that names them.
+    """Write ``<dataset>.jsonl`` for each dataset, and a ``meta.json`` that names them.
 
     Each file appears when it is whole. Memory is one part of the file.
 
     Raises:
-        ConfigError: a row holds what JSON cannot (the bytes of an image in a Parquet file), or two data sets
+        ConfigError: a row holds what JSON cannot (the bytes of an image in a Parquet file), or two datasets
             would get the same file.
         SystemFault: the files cannot be written.
     """
     home = Path(folder)
     targets = [home / f"{counted.config.name.replace(os.sep, '_')}.jsonl" for counted in files]
     if len(set(targets)) < len(targets):
-        raise ConfigError(f"two data sets would be written to one of {', '.join(map(str, targets))}")
+        raise ConfigError(f"two datasets would be written to one of {', '.join(map(str, targets))}")
     for counted, target in zip(files, targets, strict=True):
         if os.path.realpath(target) == os.path.realpath(counted.file.path):
             raise ConfigError(f"{target} is the data file itself: write the copies to another folder")
@@ -64,9 +64,9 @@ def write_counted_jsonl(
 
     try:
         for counted, target in zip(files, targets, strict=True):
-            write_whole(target, partial(write_rows, counted))
+            write_atomic(target, partial(write_rows, counted))
         text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
-        write_whole(home / "meta.json", lambda file: _write(file, text.encode()))
+        write_atomic(home / "meta.json", lambda file: _write(file, text.encode()))
     except OSError as error:
         raise SystemFault(f"{error.filename or home} cannot be written ({error.strerror})") from error
     return targets
@@ -122,8 +122,8 @@ def inputs_meta(media: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any
         "audio": ("samples",),
     }
     found: dict[str, list[dict[str, Any]]] = {"images_meta": [], "videos_meta": []}
-    for medium in media:
-        kind = MEDIA_KINDS[medium["kind"]]
-        entry = {name: medium[name] for name in names[kind]} | {"n_tokens": medium["tokens"]}
+    for media_item in media:
+        kind = MEDIA_KINDS[media_item["kind"]]
+        entry = {name: media_item[name] for name in names[kind]} | {"n_tokens": media_item["tokens"]}
         found.setdefault(f"{kind}s_meta", []).append(entry)
     return found

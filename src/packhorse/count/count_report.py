@@ -30,12 +30,12 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class CountedFile:
-    """A data set, its open file, the counts of it, and how many of them an earlier run has made."""
+    """A dataset, its open file, the counts of it, and how many of them an earlier run has made."""
 
     config: DatasetConfig
     file: RowFile
     sidecar: Sidecar
-    taken_over: int = 0
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReport:
-    """One data set: sums over all rows of its file.
+    """One dataset: sums over all rows of its file.
 
     Attributes:
         tokens: by kind: ``text``, ``image``, ``video``, ``audio``.
         media: by kind: ``images``, ``videos``, ``audios``.
         longest: the most tokens of a row, ``longest_row`` its key (empty if there is none).
         bad: rows that could not be counted, by reason; some of them in ``examples``.
-        unsupervised: rows without a token that is learned; the keys of some in ``unsupervised_rows``.
-        taken_over: rows that an earlier run has counted.
+        unsupervised: rows without a token that is supervised; the keys of some in ``unsupervised_rows``.
+        reused: rows that an earlier run has counted.
         off_by: 0 where all counts are exact; else by how many tokens the worst may be off, -1 if nobody can
             tell.
     """
@@ -77,7 +77,7 @@ class DatasetReport:
     examples: tuple[BadRow, ...]
     unsupervised: int
     unsupervised_rows: tuple[str, ...]
-    taken_over: int
+    reused: int
     off_by: int
 
     @property
@@ -109,9 +109,9 @@ class CountReport:
         datasets: in the order of their names.
         seconds: for all of it, opening the processor included.
         counting_seconds: from the first row that had to be counted to the last.
-        counted_rows: how many rows were counted now; the others were taken over.
+        counted_rows: how many rows were counted now; the others were reused.
         verified: None if nothing was verified.
-        files: the data sets with their open files and sidecars.
+        files: the datasets with their open files and sidecars.
     """
 
     datasets: tuple[DatasetReport, ...]
@@ -138,12 +138,12 @@ class CountReport:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Sums over the data sets, under the names they have there."""
+        """Sums over the datasets, under the names they have there."""
         every = self.datasets
         longest = max(every, key=lambda one: one.longest, default=None)
         sums = {
             name: sum(getattr(one, name) for one in every)
-            for name in ("rows", "total", "supervised", "unsupervised", "patches", "taken_over")
+            for name in ("rows", "total", "supervised", "unsupervised", "patches", "reused")
         }
         by_kind = {
             name: _added_up([getattr(one, name) for one in every]) for name in ("tokens", "media", "bad")
@@ -173,7 +173,7 @@ def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetRe
     """Sum up one sidecar; memory does not grow with its rows.
 
     Args:
-        counted: the data set.
+        counted: the dataset.
         bad_rows: so many bad rows of each reason are named.
     """
     name, sidecar = counted.config.name, counted.sidecar
@@ -191,10 +191,10 @@ def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetRe
         if total.max(initial=0) > longest:
             place = int(total.argmax())
             longest, longest_row = int(total[place]), row_key(name, first + place)
-        nothing_learned = np.flatnonzero(columns.ok & (columns.supervised == 0))
-        sums["unsupervised"] += len(nothing_learned)
+        nothing_supervised = np.flatnonzero(columns.ok & (columns.supervised == 0))
+        sums["unsupervised"] += len(nothing_supervised)
         silent += [
-            row_key(name, first + place) for place in nothing_learned[: _EXAMPLES - len(silent)].tolist()
+            row_key(name, first + place) for place in nothing_supervised[: _EXAMPLES - len(silent)].tolist()
         ]
         for place in np.flatnonzero(~columns.ok).tolist():
             reason = columns.status[place]
@@ -217,7 +217,7 @@ def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetRe
         tuple(examples),
         sums["unsupervised"],
         tuple(silent),
-        counted.taken_over,
+        counted.reused,
         off_by,
     )
 

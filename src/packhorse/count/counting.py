@@ -1,9 +1,9 @@
-"""The counting pass: the data sets of a meta file go in, one sidecar for each data file comes out.
+"""The counting pass: the datasets of a meta file go in, one sidecar for each data file comes out.
 
 A file is cut into parts of a fixed number of rows. A part is known by the digest of its bytes: parts that an
 interrupted run has finished, and parts that an older state of the file has in common with this one, are taken
 over, and only the rest is counted, in this process or on an engine. The sidecar appears when all its parts
-are there, whole and under its own name; its bytes are the same whatever was taken over and whoever counted.
+are there, whole and under its own name; its bytes are the same whatever was reused and whoever counted.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from packhorse.count.columns import count_schema
 from packhorse.count.count_report import CountedFile, CountReport, dataset_report, verify_counts
 from packhorse.count.part_files import (
     Part,
-    be_newest,
     has_bad,
     has_unreachable,
     is_bad,
-    keep_part,
+    mark_newest,
     may_write,
     needs_no_media,
     older_than,
     remove_files,
-    remove_leavings,
-    told_if_full,
+    remove_stale_files,
+    report_full_disk,
+    save_part,
 )
 from packhorse.count.parts import (
     PartCounter,
@@ -48,7 +48,7 @@ from packhorse.count.sidecar import Place, Settings, Sidecar, data_source, sidec
 from packhorse.errors import ConfigError, SystemFault
 from packhorse.formats.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.rows.row_files import RowFile
-from packhorse.utils.files import Fingerprint, cache_lock, write_whole
+from packhorse.utils.files import Fingerprint, cache_lock, write_atomic
 from packhorse.utils.progress import OnProgress, Progress
 
 logger = getLogger("packhorse.datasets")
@@ -97,12 +97,12 @@ def count_meta(
 
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are counted, whatever share of
-            them a data set takes.
+            them a dataset takes.
         processor: a processor, or the path of one.
-        dataset_names: only these data sets.
+        dataset_names: only these datasets.
         engine: where to count (see :mod:`packhorse.count.engines`); None counts in this process.
-        part_rows: how many rows are counted, kept and taken over together. None for the size that a file's
-            earlier counts with the same settings have, so that they can be taken over, else 4,096.
+        part_rows: how many rows are counted, kept and reused together. None for the size that a file's
+            earlier counts with the same settings have, so that they can be reused, else 4,096.
         verify: run the real processor on so many random rows and compare.
         seed: which rows those are.
         retry_bad: count parts with bad rows again (after missing media have arrived).
@@ -130,7 +130,7 @@ def count_meta(
         Place.of(file, Settings.with_counter(work.settings, config))
         for file, config in zip(files, named, strict=True)
     ]
-    jobs: dict[Path, _Job] = {}  # one for each sidecar: data sets may share a file
+    jobs: dict[Path, _Job] = {}  # one for each sidecar: datasets may share a file
     for config, file, place in zip(configs, files, places, strict=True):
         jobs.setdefault(place.targets()[0], _Job(config, file, place, part_rows or 0, index_dir))
     with contextlib.ExitStack() as stack:
@@ -251,7 +251,7 @@ class _Job:
     def keep(self, number: int, result: PartResult) -> None:
         """Take in a counted part, and keep it for a later run until the sidecar is finished."""
         path = self._folder / f"{result.digest}-{self.part_rows}.arrow"
-        keep_part(path, result.data, self.place.all_targets())
+        save_part(path, result.data, self.place.all_targets())
         self._files.add(path)
         self._parts[number] = Part(result.digest, path)
         self.missing.discard(number)
@@ -269,13 +269,13 @@ class _Job:
         try:
             place = self._final_place()
             target = place.targets()[self.home]
-            with told_if_full(target):
+            with report_full_disk(target):
                 if self._retries_unreachable and self._seen is not None:
                     # A run that was planned from these counts can go on with them only.
                     with contextlib.suppress(OSError):
                         _keep_aside(self._seen[0])
-                write_whole(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
-                be_newest(target, [*self.place.all_targets(), *self._files])
+                write_atomic(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
+                mark_newest(target, [*self.place.all_targets(), *self._files])
             self._done = Sidecar(target)
         except FileNotFoundError as error:
             self._done = self._of_another_machine()
@@ -315,10 +315,10 @@ class _Job:
         self.missing |= lost
 
     def tidy_up(self) -> None:
-        """Leave no empty folder behind, whatever happened."""
+        """Leave no empty folder after, whatever happened."""
         for folder in self.place.parts_folders():
             if self._done is not None:
-                remove_leavings(folder, self._done.mtime_ns)
+                remove_stale_files(folder, self._done.mtime_ns)
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -343,7 +343,7 @@ class _Job:
         self.home = home
 
     def _usual_part_rows(self, found: Sidecar | None) -> int:
-        """The size of the parts that can be taken over; the usual one if there are none."""
+        """The size of the parts that can be reused; the usual one if there are none."""
         for sidecar in [*([found] if found is not None else []), *self.place.others()]:
             return sidecar.part_rows
         kept = (path.stem for folder in self.place.parts_folders() for path in folder.glob("*-*.arrow"))

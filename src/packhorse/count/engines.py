@@ -41,27 +41,27 @@ class RayEngine:
     """Tasks on Ray.
 
     A Ray that this process has already joined is used as it is, and stays. Otherwise one is joined (or
-    started) for the run and left (or stopped) behind it.
+    started) for the run and left (or stopped) after it.
 
     Args:
         address: an existing cluster (``host:6379``, ``ray://host:10001``, ``auto``). None: what the variable
             ``RAY_ADDRESS`` says, else a Ray on this machine for as long as the run takes.
-        workers: how many tasks may run at once; None for as many as the cluster has CPUs, those that join
+        num_workers: how many tasks may run at once; None for as many as the cluster has CPUs, those that join
             during the run included.
     """
 
-    def __init__(self, address: str | None = None, workers: int | None = None) -> None:
-        if workers is not None and workers < 1:
-            raise ConfigError(f"workers={workers} is too few: expected at least 1")
+    def __init__(self, address: str | None = None, num_workers: int | None = None) -> None:
+        if num_workers is not None and num_workers < 1:
+            raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
         self.address = address if address is not None else os.environ.get("RAY_ADDRESS") or "local"
-        self.workers = workers
+        self.num_workers = num_workers
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """See :meth:`packhorse.utils.pool.Engine.run`. Closing the iterator cancels what is under way."""
         if not tasks:
             return
         ray = require("ray", "ray")
-        _membership.enter(ray, self.address, self.workers)
+        _membership.enter(ray, self.address, self.num_workers)
         flying: dict[Any, int] = {}
         try:
             try:
@@ -75,7 +75,7 @@ class RayEngine:
             limit = 0
             silence = _SILENCE if _free_cpus(ray) < 1 else _LONG_SILENCE
             while True:
-                limit = self.workers or max(limit, 2 * int(ray.cluster_resources().get("CPU", 1)))
+                limit = self.num_workers or max(limit, 2 * int(ray.cluster_resources().get("CPU", 1)))
                 while len(flying) < limit and (position := next(waiting, None)) is not None:
                     flying[_started(do, parcel, position, tasks[position])] = position
                 if not flying:
@@ -163,10 +163,10 @@ class _Membership:
     def __init__(self) -> None:
         self.lock, self.runs, self.ours = threading.Lock(), 0, False
 
-    def enter(self, ray: Any, address: str, workers: int | None) -> None:
+    def enter(self, ray: Any, address: str, num_workers: int | None) -> None:
         with self.lock:
             if not ray.is_initialized():
-                _join(ray, address, workers)
+                _join(ray, address, num_workers)
                 self.ours = True
             self.runs += 1
 
@@ -181,10 +181,14 @@ class _Membership:
 _membership = _Membership()
 
 
-def _join(ray: Any, address: str, workers: int | None) -> None:
+def _join(ray: Any, address: str, num_workers: int | None) -> None:
     settings: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
     if address == "local":
-        settings |= {"include_dashboard": False, "num_cpus": workers, "object_store_memory": _OBJECT_STORE}
+        settings |= {
+            "include_dashboard": False,
+            "num_cpus": num_workers,
+            "object_store_memory": _OBJECT_STORE,
+        }
     try:
         _knock(address)
         ray.init(**settings)
@@ -202,13 +206,12 @@ def _knock(address: str) -> None:
 ENGINES = ("local", "ray")
 
 
-def engine_named(name: str, workers: int | None = None, ray_address: str | None = None) -> Engine:
+def make_engine(name: str, num_workers: int | None = None, ray_address: str | None = None) -> Engine:
     """The engine ``name`` ("local" or "ray").
 
     Args:
         name: one of :data:`ENGINES`.
-        workers: how many tasks run at the same time; None leaves it to the engine (all cores, or as many as
-            the cluster has).
+        num_workers: tasks that run at the same time; None for all cores, or for what the cluster has.
         ray_address: an existing Ray cluster; None takes that of ``RAY_ADDRESS``, else starts one on this
             machine.
     """
@@ -216,9 +219,11 @@ def engine_named(name: str, workers: int | None = None, ray_address: str | None 
         if ray_address is not None:
             raise ConfigError(f"ray_address={ray_address!r} goes with the engine 'ray', not with 'local'")
         # The process of a command is our own: it has used no GPU, and forks start at once with all it loaded.
-        return LocalEngine(workers, start="fork" if sys.platform == "linux" else "spawn")
+        return LocalEngine(
+            num_workers, multiprocessing_context="fork" if sys.platform == "linux" else "spawn"
+        )
     if name == "ray":
-        return RayEngine(ray_address, workers)
+        return RayEngine(ray_address, num_workers)
     raise ConfigError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 from packhorse.count.columns import OK
 from packhorse.count.sidecar import CHECK, Sidecar, as_damage, batch_digest, open_batches
 from packhorse.errors import FULL_DISK, SystemFault
-from packhorse.utils.files import remove_if_idle, write_whole
+from packhorse.utils.files import remove_if_idle, write_atomic
 
 logger = getLogger("packhorse.datasets")
 
@@ -46,13 +46,13 @@ def may_write(folder: Path) -> bool:
     return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def keep_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
+def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
     """Write a part, whole or not at all.
 
     Args:
         path: its file.
         data: what it holds.
-        newer_than: count files that it belongs behind, whatever the clock says (see :func:`older_than`).
+        newer_than: count files that it belongs after, whatever the clock says (see :func:`older_than`).
 
     Raises:
         SystemFault: that cannot be done.
@@ -61,13 +61,13 @@ def keep_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
     def write(file: IO[bytes]) -> None:
         file.write(data)
         file.flush()
-        be_newest(file.fileno(), newer_than)  # before it is seen under its name
+        mark_newest(file.fileno(), newer_than)  # before it is seen under its name
 
     try:
-        with told_if_full(path):
+        with report_full_disk(path):
             with contextlib.suppress(FileNotFoundError):
-                return write_whole(path, write)
-            write_whole(path, write)  # another process has just removed the folder, as it was empty
+                return write_atomic(path, write)
+            write_atomic(path, write)  # another process has just removed the folder, as it was empty
     except FileNotFoundError as error:
         raise _fault(error, path) from error
 
@@ -113,7 +113,7 @@ class Part:
         return isinstance(self.home, Path) and not self.home.exists()
 
     def is_whole(self) -> bool:
-        """Whether it can be taken over."""
+        """Whether it can be reused."""
         try:
             self.batch()
         except (OSError, ValueError):
@@ -163,7 +163,7 @@ def has_bad(sidecar: Sidecar) -> bool:
 
 
 @contextlib.contextmanager
-def told_if_full(path: Path) -> Iterator[None]:
+def report_full_disk(path: Path) -> Iterator[None]:
     """Writing inside: says in plain words what went wrong; a part that is gone is the caller's to handle."""
     try:
         yield
@@ -181,7 +181,7 @@ def _fault(error: OSError, path: Path) -> SystemFault:
     )
 
 
-def be_newest(path: Path | int, others: Iterable[Path]) -> None:
+def mark_newest(path: Path | int, others: Iterable[Path]) -> None:
     """Make a file (or an open one, by its descriptor) newer than others, though clocks are set back.
 
     Of several count files the newest holds; parts are somebody's at work while they are newer than it.
@@ -202,7 +202,7 @@ def older_than(mtime_ns: int, paths: Iterable[Path]) -> Iterator[Path]:
                 yield path
 
 
-def remove_leavings(folder: Path, mtime_ns: int) -> None:
+def remove_stale_files(folder: Path, mtime_ns: int) -> None:
     """Remove what killed processes had begun to write in a folder of parts before that time.
 
     Without it the folder could not be removed. What a process is writing now is locked, and stays.

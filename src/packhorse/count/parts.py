@@ -34,7 +34,7 @@ from packhorse.types import MEDIA_KINDS, Conversation, Drop
 from packhorse.utils.files import Fingerprint
 
 if TYPE_CHECKING:
-    from packhorse.count.token_counter import Counted, MediumCount, TokenCounter
+    from packhorse.count.token_counter import Counted, MediaItemCount, TokenCounter
 
 
 _BLOCK = 512  # rows in memory at a time: enough for the tokenizer to work in bulk
@@ -44,10 +44,10 @@ _IN_ROW = re.compile(r"line (\d+) column (\d+) \(char \d+\)")
 
 @dataclass(frozen=True, slots=True)
 class PartTask:
-    """Rows ``first`` to ``stop`` of a data set's file.
+    """Rows ``first`` to ``stop`` of a dataset's file.
 
     Attributes:
-        config: the data set, with absolute paths: a worker may start in another folder.
+        config: the dataset, with absolute paths: a worker may start in another folder.
         size: bytes of the data file where the task was made; with
         edges: a hash of its first and last bytes, to notice when a worker sees another file.
         index_dir: as for :func:`~packhorse.datasets.open_rows`.
@@ -75,7 +75,7 @@ class PartCounter:
 
     Args:
         processor: a processor, or the path of one, which each process opens once.
-        settings: what the counter of the starting process counts with: another is refused.
+        settings: what the counter of the starting process counts with: another is rejected.
         trust_remote_code: run code that comes with the processor.
     """
 
@@ -152,7 +152,7 @@ def make_counter(processor: Any) -> TokenCounter:
 
 
 def check_media_dir(config: DatasetConfig) -> None:
-    """One error for a media folder that is not there or may not be entered, not a bad row for each medium."""
+    """Raise if the media folder is missing or unreadable, instead of one bad row per media item."""
     folder = config.rules.media_dir
     if folder is None or is_address(folder):
         return
@@ -168,7 +168,7 @@ def check_media_dir(config: DatasetConfig) -> None:
 
 
 def with_absolute_paths(config: DatasetConfig) -> DatasetConfig:
-    """The same data set for a process in another folder."""
+    """The same dataset for a process in another folder."""
     rules = config.rules
     media_dir = os.getcwd() if rules.media_dir is None else rules.media_dir
     if not is_address(media_dir):
@@ -253,7 +253,7 @@ def _parsed(row: Row | BadSample, number: int, config: DatasetConfig) -> Convers
 
 
 def no_remarks(drop: Drop) -> None:
-    """Remarks on rows that are delivered are made, and kept, when the data set is opened."""
+    """Remarks on rows that are delivered are made, and kept, when the dataset is opened."""
 
 
 def _placeless(error: BadSample, rows: RowFile, number: int, config: DatasetConfig) -> BadSample:
@@ -297,7 +297,7 @@ class CountedRows:
             self.status.append(OK)
             self.detail.append("")
             if row.media:
-                self.media.extend(map(_medium, row.media))
+                self.media.extend(map(_media_item, row.media))
         self.offsets.append(len(self.media))
 
     def batch(self) -> Any:
@@ -305,10 +305,12 @@ class CountedRows:
         import pyarrow as pa
 
         schema = count_schema()
-        medium = schema.field("media").type.value_field
-        columns = list(zip(*self.media, strict=True)) or [()] * medium.type.num_fields
-        arrays = [pa.array(column, medium.type.field(number).type) for number, column in enumerate(columns)]
-        structs = pa.StructArray.from_arrays(arrays, fields=list(medium.type))
+        media_item = schema.field("media").type.value_field
+        columns = list(zip(*self.media, strict=True)) or [()] * media_item.type.num_fields
+        arrays = [
+            pa.array(column, media_item.type.field(number).type) for number, column in enumerate(columns)
+        ]
+        structs = pa.StructArray.from_arrays(arrays, fields=list(media_item.type))
         media = pa.ListArray.from_arrays(
             pa.array(self.offsets, pa.int32()), structs, type=schema.field("media").type
         )
@@ -325,9 +327,9 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _medium(medium: MediumCount) -> tuple[int | float, ...]:
-    """A medium as ``count_schema`` has it."""
-    kind, size = MEDIA_KINDS.index(medium.kind), medium.size
+def _media_item(media_item: MediaItemCount) -> tuple[int | float, ...]:
+    """A media item as ``count_schema`` has it."""
+    kind, size = MEDIA_KINDS.index(media_item.kind), media_item.size
     height = width = frames = samples = 0
     fps = duration = 0.0
     if isinstance(size, VideoInfo):
@@ -337,4 +339,4 @@ def _medium(medium: MediumCount) -> tuple[int | float, ...]:
         height, width = size
     else:
         samples = size
-    return kind, height, width, frames, samples, medium.tokens, medium.patches, fps, duration
+    return kind, height, width, frames, samples, media_item.tokens, media_item.patches, fps, duration

@@ -33,7 +33,7 @@ _ON_CONTAINERS = frozenset(
 _BLIND_TESTS = frozenset(("boolean", "defined", "mapping", "none", "number", "string", "undefined"))
 
 
-def stand_in(number: int) -> str:
+def sentinel(number: int) -> str:
     """A text that shows if anything is done to it on the way: trimmed, quoted, escaped."""
     return f" \n\t{_OPEN}{number}\"'\\<&>%{_CLOSE}\t\n "
 
@@ -43,8 +43,8 @@ class Frame:
     """A rendered conversation with holes.
 
     Attributes:
-        pieces: what the template writes before, between and behind the texts.
-        holes: which text stands behind each piece but the last.
+        pieces: what the template writes before, between and after the texts.
+        holes: which text stands after each piece but the last.
         text: the whole, with stand-ins in the holes.
     """
 
@@ -58,7 +58,7 @@ def find_frame(chat: ChatProcessor, turns: Sequence[Mapping[str, Any]], count: i
 
     Args:
         chat: the processor that renders them.
-        turns: the messages, with :func:`stand_in` for each text.
+        turns: the messages, with :func:`sentinel` for each text.
         count: how many texts there are.
 
     Returns:
@@ -68,13 +68,13 @@ def find_frame(chat: ChatProcessor, turns: Sequence[Mapping[str, Any]], count: i
     if not _only_writes(chat, turns, text):
         return None
     pieces, holes, at = [], [], 0
-    found = sorted((text.find(stand_in(number)), number) for number in range(count))
+    found = sorted((text.find(sentinel(number)), number) for number in range(count))
     for place, number in found:
-        if place < at or text.count(stand_in(number)) != 1:
+        if place < at or text.count(sentinel(number)) != 1:
             return None
         pieces.append(text[at:place])
         holes.append(number)
-        at = place + len(stand_in(number))
+        at = place + len(sentinel(number))
     return Frame((*pieces, text[at:]), tuple(holes), text)
 
 
@@ -245,14 +245,14 @@ class Step:
         kind: ``text`` (written by the template), ``hole`` (text of the conversation), ``special`` (tokens
             that nothing merges with) or ``media``.
         text: of a ``text`` step.
-        number: which text or medium; how many special tokens.
-        learned: whether it is supervised.
+        number: which text or media item; how many special tokens.
+        supervised: whether it is supervised.
     """
 
     kind: Literal["text", "hole", "special", "media"]
     text: str = ""
     number: int = 0
-    learned: bool = False
+    supervised: bool = False
 
 
 @dataclass(slots=True)
@@ -260,9 +260,9 @@ class Assembled:
     """A conversation ready to be counted: pieces of text that can be counted apart, and what is fixed."""
 
     pieces: list[str] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
+    supervised: list[bool] = field(default_factory=list)
     fixed: int = 0
-    fixed_learned: int = 0
+    fixed_supervised: int = 0
 
 
 class SpecialTokens:
@@ -304,13 +304,13 @@ def compile_program(
     Args:
         frame: of the shape.
         spans: the supervised characters of ``frame.text``.
-        placeholders: what the template writes for each medium of the conversation, in order; the first of
+        placeholders: what the template writes for each media item of the conversation, in order; the first of
             equal ones in the text is the first of these.
         special: finds special tokens.
 
     Returns:
-        None if a span begins or ends inside a text, a medium is supervised, or media and placeholders do not
-        agree.
+        None if a span begins or ends inside a text, a media item is supervised, or media and placeholders do
+        not agree.
     """
     steps: list[Step] = []
     waiting = list(enumerate(placeholders))
@@ -319,8 +319,8 @@ def compile_program(
         if kind == "text":
             steps += _literal(text, start, inside, special)
             continue
-        learned = bool(inside)
-        if learned and (kind == "media" or len(inside) > 1 or not _covers(inside[0], start, len(text))):
+        supervised = bool(inside)
+        if supervised and (kind == "media" or len(inside) > 1 or not _covers(inside[0], start, len(text))):
             return None
         if kind == "media":
             one = next(((place, written) for place, written in waiting if written == text), None)
@@ -328,7 +328,7 @@ def compile_program(
                 return None
             waiting.remove(one)
             number = one[0]
-        steps.append(Step(kind, "", number, learned))
+        steps.append(Step(kind, "", number, supervised))
     return None if waiting else steps
 
 
@@ -354,7 +354,7 @@ def _stretches(
             yield "text", piece[begin:], 0, at + begin
         at += len(piece)
         if number < len(frame.holes):
-            hole = stand_in(frame.holes[number])
+            hole = sentinel(frame.holes[number])
             yield "hole", hole, frame.holes[number], at
             at += len(hole)
 
@@ -364,12 +364,12 @@ def _literal(text: str, start: int, spans: Sequence[Span], special: SpecialToken
     edges = {0, len(text), *(min(max(edge - start, 0), len(text)) for span in spans for edge in span)}
     cuts = sorted(edges)
     for begin, end in pairwise(cuts):
-        learned = any(a <= start + begin and b >= start + end for a, b in spans)
+        supervised = any(a <= start + begin and b >= start + end for a, b in spans)
         for piece in special.cut(text[begin:end]):
             if isinstance(piece, int):
-                yield Step("special", number=piece, learned=learned)
+                yield Step("special", number=piece, supervised=supervised)
             else:
-                yield Step("text", piece, learned=learned)
+                yield Step("text", piece, supervised=supervised)
 
 
 def assemble(
@@ -380,7 +380,7 @@ def assemble(
     Args:
         steps: the program.
         texts: of the conversation, in order.
-        media: for each medium its plain pieces and numbers of special tokens.
+        media: for each media item its plain pieces and numbers of special tokens.
         cut: whether two texts can be counted apart for certain.
 
     Returns:
@@ -398,20 +398,20 @@ def assemble(
         for part in parts:
             if isinstance(part, int):
                 made.fixed += part
-                made.fixed_learned += part if step.learned else 0
+                made.fixed_supervised += part if step.supervised else 0
                 if piece:
                     made.pieces.append(piece)
-                    made.learned.append(learning)
+                    made.supervised.append(learning)
                     piece = ""
             elif part:
-                if piece and step.learned != learning:
+                if piece and step.supervised != learning:
                     if not cut(piece, part):
                         return None
                     made.pieces.append(piece)
-                    made.learned.append(learning)
+                    made.supervised.append(learning)
                     piece = ""
-                piece, learning = piece + part, step.learned
+                piece, learning = piece + part, step.supervised
     if piece:
         made.pieces.append(piece)
-        made.learned.append(learning)
+        made.supervised.append(learning)
     return made

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 
 from packhorse.count.parts import PartCounter
-from packhorse.distributed import Ranks, Rendezvous, Watch
+from packhorse.distributed import Collectives, Rendezvous, Watch
 from packhorse.errors import ConfigError
 from packhorse.utils.pool import LocalEngine, R, T, read_message, result_message
 
@@ -26,7 +26,7 @@ class RankEngine:
         local: what runs this rank's share.
     """
 
-    def __init__(self, ranks: Ranks, rendezvous: Rendezvous, local: LocalEngine) -> None:
+    def __init__(self, ranks: Collectives, rendezvous: Rendezvous, local: LocalEngine) -> None:
         self.ranks, self.rendezvous, self.local = ranks, rendezvous, local
         self._runs = 0
 
@@ -91,14 +91,14 @@ class RankEngine:
             raise AssertionError("a rank leaves the count only when rank 0 has, or when it failed")
 
 
-def share_cores(ranks: Ranks, workers: int | None) -> int:
+def share_cores(ranks: Collectives, num_workers: int | None) -> int:
     """How many processes this rank may use, where several ranks of one machine share its cores.
 
     Args:
         ranks: all of them have to call this.
-        workers: for each machine; None for one for each core.
+        num_workers: for each machine; None for one for each core.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     host = socket.gethostname()
     sharing = [name for name, theirs in ranks.gather((host, cores)) if name == host and cores & theirs]
-    return max(1, (len(cores) if workers is None else workers) // len(sharing))
+    return max(1, (len(cores) if num_workers is None else num_workers) // len(sharing))

@@ -3,7 +3,7 @@
 A sidecar is an Arrow IPC file, not compressed: one row for each row of its data file, one record batch for
 each part of it. It lies beside the data file (``train.jsonl.<key>.phcount``) or, where that folder cannot be
 written, in the cache. Its name says what it holds for: the key is made of the state of the data file, the
-tokenizer, the chat template, the settings of the processor, the rules of the data set and the version of the
+tokenizer, the chat template, the settings of the processor, the rules of the dataset and the version of the
 counter. So a file under the right name is right, and one of another state is simply not found. Its bytes
 depend on the content of the data and on these settings alone, not on when, where or by how many processes it
 was made.
@@ -35,7 +35,7 @@ from packhorse.formats.meta_file import DatasetConfig
 from packhorse.media.source import is_address, local_path
 from packhorse.rows.row_files import RowFile
 from packhorse.types import MEDIA_KINDS, mask_secrets
-from packhorse.utils.files import Fingerprint, cache_folder, digest, is_of_the_system
+from packhorse.utils.files import Fingerprint, cache_folder, digest, is_machine_error
 
 if TYPE_CHECKING:
     from packhorse.formats.meta import MetaDataset
@@ -87,7 +87,7 @@ def open_batches(path: str) -> Any:
 
 def as_damage(error: Exception, path: str) -> Exception:
     """What Arrow raised over a file, as what it means: the system's own errors stay, the rest is damage."""
-    if is_of_the_system(error):
+    if is_machine_error(error):
         return error
     why = " ".join(str(error).split())[:200]
     return ConfigError(f"{path} is a count file of another format, or damaged ({why})")
@@ -163,7 +163,7 @@ def _add(hashed: Any, array: Any) -> None:
 
 
 def _characters(array: Any) -> Any:
-    """All texts of a column as they lie one behind the other."""
+    """All texts of a column as they lie one after the other."""
     _, offsets, characters = array.buffers()
     if not len(array) or characters is None:
         return b""
@@ -281,7 +281,7 @@ def _read_about(reader: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything but the data that decides the counts of a data set's rows.
+    """Everything but the data that decides the counts of a dataset's rows.
 
     Attributes:
         values: what JSON can hold.
@@ -301,17 +301,17 @@ class Settings:
 
     @classmethod
     def of(cls, counter: Any, config: DatasetConfig) -> Settings:
-        """For one data set.
+        """For one dataset.
 
         Args:
             counter: a :class:`packhorse.count.token_counter.TokenCounter`.
-            config: the data set; its rules count, its name and share do not.
+            config: the dataset; its rules count, its name and share do not.
         """
         return cls.with_counter(counter_settings(counter), config)
 
     @classmethod
     def with_counter(cls, counter: Mapping[str, Any], config: DatasetConfig) -> Settings:
-        """As :meth:`of`, with :func:`counter_settings` made once for many data sets."""
+        """As :meth:`of`, with :func:`counter_settings` made once for many datasets."""
         rules = asdict(config.rules)
         found = cls._with_rules(counter, rules | {"media_dir": _portable(config)})
         if config.rules.media_dir is not None:
@@ -473,7 +473,7 @@ def _with(name: Path, ending: str) -> Path:
     return name.with_name(name.name + ending)
 
 
-# --- for a data set --------------------------------------------------------------------------------------
+# --- for a dataset --------------------------------------------------------------------------------------
 
 
 def places_of(dataset: MetaDataset, processor: Any) -> list[Place]:
@@ -495,7 +495,7 @@ def places_of(dataset: MetaDataset, processor: Any) -> list[Place]:
 def counts_of(
     dataset: MetaDataset, processor: Any, *, tell: bool = True, retry_unreachable: bool = False
 ) -> CountColumns | None:
-    """The counts of a data set's examples, from the sidecars that ``packhorse count`` has written.
+    """The counts of a dataset's examples, from the sidecars that ``packhorse count`` has written.
 
     Position ``i`` is ``dataset[i]``: a share, copies and this rank's rows are taken into account.
 
@@ -538,7 +538,7 @@ def counts_of(
 
 
 def is_counted(dataset: MetaDataset) -> bool:
-    """Whether any file of a data set has a count file, whatever it was counted with."""
+    """Whether any file of a dataset has a count file, whatever it was counted with."""
     return any(
         any(True for _ in neighbours(names_of(data_source(source.file)))) for source in dataset.sources
     )

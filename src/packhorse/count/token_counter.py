@@ -1,12 +1,12 @@
 """The counter: how many tokens a conversation has, exactly, without decoding a pixel.
 
-What is counted is what the processor would make: the rendered chat template with every medium written out
+What is counted is what the processor would make: the rendered chat template with every media item written out
 from its header's size alone. Most conversations go the short way (see :mod:`packhorse.count.programs`: no
 template is run, no known word encoded); the others are rendered and tokenised whole. Both give the same
 numbers, and those of the processor.
 
 Costs: about 30 microseconds for a conversation of 200 words on the short way, a millisecond on the long one,
-and the reading of each medium's header.
+and the reading of each media item's header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from packhorse.count.programs import (
     assemble,
     compile_program,
     find_frame,
-    stand_in,
+    sentinel,
 )
 from packhorse.errors import BadSample, ConfigError, naming
 from packhorse.families import Encoder, MediaSize
@@ -68,25 +68,25 @@ class TokenLengths:
     def __init__(self, tokenizer: Any) -> None:
         self._encoder = tokenizer._tokenizer
         self.by_word = _cuts_as_shown(self._encoder)
-        # Words behind a space (without it), and words at the beginning of a text or line.
-        self._behind_space: dict[str, int] = {}
+        # Words after a space (without it), and words at the beginning of a text or line.
+        self._after_space: dict[str, int] = {}
         self._at_start: dict[str, int] = {}
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """The number of tokens of each text, in order."""
         if not self.by_word:
             return self._encoded_lengths(texts)
-        if len(self._behind_space) + len(self._at_start) > _MOST_WORDS:
-            self._behind_space.clear()
+        if len(self._after_space) + len(self._at_start) > _MOST_WORDS:
+            self._after_space.clear()
             self._at_start.clear()
-        at_start, behind = self._at_start, self._behind_space.__getitem__
+        at_start, after = self._at_start, self._after_space.__getitem__
         lengths = [0] * len(texts)
         unknown: list[tuple[int, str, list[str]]] = []
         for number, text in enumerate(texts):
             for line in _lines(text):
                 first, words = _words(line)
                 try:
-                    lengths[number] += at_start[first] + sum(map(behind, words))
+                    lengths[number] += at_start[first] + sum(map(after, words))
                 except KeyError:
                     unknown.append((number, first, words))
         if unknown:
@@ -105,13 +105,13 @@ class TokenLengths:
         return left[-1] in "\r\n" and not right[0].isspace()
 
     def _learn(self, lines: Iterable[tuple[int, str, list[str]]]) -> tuple[dict[str, int], dict[str, int]]:
-        """The lengths of all words of some lines, at the start and behind a space; short ones are kept."""
+        """The lengths of all words of some lines, at the start and after a space; short ones are kept."""
         starts: set[str] = set()
         others: set[str] = set()
         for _, first, words in lines:
             starts.add(first)
             others.update(words)
-        return self._looked_up(starts, self._at_start, ""), self._looked_up(others, self._behind_space, " ")
+        return self._looked_up(starts, self._at_start, ""), self._looked_up(others, self._after_space, " ")
 
     def _looked_up(self, words: set[str], known: dict[str, int], before: str) -> dict[str, int]:
         new = [word for word in words if word not in known]
@@ -138,7 +138,7 @@ def plain_encoder(encoder: Any) -> Any:
 
 
 def _lines(text: str) -> list[str]:
-    """A text cut behind line breaks that something else than white space follows."""
+    """A text cut after line breaks that something else than white space follows."""
     if "\n" not in text:
         return [text]
     cut = text.split("\n")
@@ -153,7 +153,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _words(line: str) -> tuple[str, list[str]]:
-    """The first word, and the words behind a space, without that space."""
+    """The first word, and the words after a space, without that space."""
     if _BLANK_BEFORE_SPACE.search(line):
         words = _WORD_STARTS.split(line)
         first = words.pop(0)
@@ -192,8 +192,8 @@ _MOST_MEDIA = 1 << 14  # remembered by their sizes, about a kilobyte each
 
 
 @dataclass(frozen=True, slots=True)
-class MediumCount:
-    """One medium: what it is, how large, its content tokens and its patches."""
+class MediaItemCount:
+    """One media item: what it is, how large, its content tokens and its patches."""
 
     kind: MediaKind
     size: MediaSize
@@ -206,7 +206,7 @@ class Counted:
     """A conversation's count and its media, in the order of the text."""
 
     count: TokenCount
-    media: tuple[MediumCount, ...] = ()
+    media: tuple[MediaItemCount, ...] = ()
 
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
@@ -231,15 +231,15 @@ class TokenCounter:
         self._lengths = TokenLengths(tokenizer) if fast else None
         self._programs: dict[Shape, tuple[list[Step], bool] | None] = {}
         self._seen: set[Shape] = set()
-        self._media_of_sizes: dict[Any, tuple[tuple[MediumCount, ...], list[Written]]] = {}
+        self._media_of_sizes: dict[Any, tuple[tuple[MediaItemCount, ...], list[Written]]] = {}
         self._media_held = 0
 
     def count(self, conversation: Conversation) -> Counted:
         """Count one conversation.
 
         Raises:
-            BadSample: it cannot be encoded: a medium is missing or broken, text and media do not agree, the
-                template or the processor refuses it.
+            BadSample: it cannot be encoded: a media item is missing or broken, text and media do not agree,
+                the template or the processor refuses it.
         """
         (result,) = self.count_many([conversation])
         if isinstance(result, BadSample):
@@ -252,7 +252,7 @@ class TokenCounter:
         Much quicker than one by one: hand over some hundreds at a time.
         """
         results: list[Counted | BadSample | None] = [None] * len(conversations)
-        short: list[tuple[int, Assembled, tuple[MediumCount, ...]]] = []
+        short: list[tuple[int, Assembled, tuple[MediaItemCount, ...]]] = []
         for place, conversation in enumerate(conversations):
             made = self._prepared(conversation)
             if isinstance(made, tuple):
@@ -265,13 +265,13 @@ class TokenCounter:
             ends = list(accumulate(len(one.pieces) for _, one, _ in short))
             for (place, one, media), end in zip(short, ends, strict=True):
                 mine = lengths[end - len(one.pieces) : end]
-                learned = sum(n for n, yes in zip(mine, one.learned, strict=True) if yes)
-                results[place] = self._result(sum(mine) + one.fixed, learned + one.fixed_learned, media)
+                supervised = sum(n for n, yes in zip(mine, one.supervised, strict=True) if yes)
+                results[place] = self._result(sum(mine) + one.fixed, supervised + one.fixed_supervised, media)
         return cast("list[Counted | BadSample]", results)
 
     def _prepared(
         self, conversation: Conversation
-    ) -> tuple[Assembled, tuple[MediumCount, ...]] | Counted | BadSample:
+    ) -> tuple[Assembled, tuple[MediaItemCount, ...]] | Counted | BadSample:
         """What is to be counted on the short way, or the result of the long one."""
         try:
             return self._assembled(conversation) or self._count_whole(conversation)
@@ -291,7 +291,7 @@ class TokenCounter:
 
     # --- the short way -----------------------------------------------------------------------------------
 
-    def _assembled(self, conversation: Conversation) -> tuple[Assembled, tuple[MediumCount, ...]] | None:
+    def _assembled(self, conversation: Conversation) -> tuple[Assembled, tuple[MediaItemCount, ...]] | None:
         if self._lengths is None or not self._lengths.by_word:
             return None
         self.family.check(conversation)
@@ -359,13 +359,13 @@ class TokenCounter:
     # --- the long way ------------------------------------------------------------------------------------
 
     def _count_whole(self, conversation: Conversation) -> Counted:
-        """Render, write the media out, tokenise, label: all that encoding does, but no medium is decoded."""
+        """Render, expand placeholders, tokenize and label as encoding does, without decoding media."""
         encoder, family = self.encoder, self.family
         family.check(conversation)
         text = encoder.render_conversation(conversation)
         encoder.check_placeholders(text, conversation)
         media, _ = self._media(conversation.media, conversation.key)
-        sizes = [(medium.kind, medium.size) for medium in media]
+        sizes = [(media_item.kind, media_item.size) for media_item in media]
         outline, omitted = encoder.outline(text, sizes, conversation.key)
         ids = encoder.tokenize(outline, rendered=text)
         content = encoder.media_token_ids
@@ -374,16 +374,16 @@ class TokenCounter:
             labels = label_tokens(encoder, text, spans, ids, content)
         except CannotAlign as error:
             raise BadSample(str(error), key=conversation.key, stage="encode") from error
-        learned = sum(label != IGNORE_INDEX for label in labels)
+        supervised = sum(label != IGNORE_INDEX for label in labels)
         found = sum(token in content for token in ids) + omitted
-        expected = sum(medium.tokens for medium in media)
+        expected = sum(media_item.tokens for media_item in media)
         if family.exact and found != expected:
             raise family.bad(f"{found} media tokens where its media need {expected}", conversation)
-        return self._result(len(ids) + omitted, learned, media)
+        return self._result(len(ids) + omitted, supervised, media)
 
     # --- both --------------------------------------------------------------------------------------------
 
-    def _media(self, refs: Sequence[MediaRef], key: str) -> tuple[tuple[MediumCount, ...], list[Written]]:
+    def _media(self, refs: Sequence[MediaRef], key: str) -> tuple[tuple[MediaItemCount, ...], list[Written]]:
         """The counts of a sample's media and what is written for each, from the sizes in their headers."""
         encoder = self.encoder
         with naming(key):
@@ -393,7 +393,7 @@ class TokenCounter:
             images = sum(kind == "image" for kind, _ in sizes)
             with processor_errors(key):
                 counts = tuple(
-                    MediumCount(
+                    MediaItemCount(
                         kind,
                         size,
                         encoder.media_tokens(kind, size, images),
@@ -411,31 +411,31 @@ class TokenCounter:
         return known
 
     def _cut(self, pieces: Pieces) -> Written:
-        """What is written for a medium, cut at special tokens; repeated ones need not be written out."""
+        """What is written for a media item, cut at special tokens; repeated ones need not be written out."""
         written: list[str | int] = []
         for text, times in pieces:
             cut = self._special.cut(text)
             written += [cut[0] * times] if len(cut) == 1 and isinstance(cut[0], int) else cut * times
         return written
 
-    def _result(self, total: int, learned: int, media: tuple[MediumCount, ...]) -> Counted:
+    def _result(self, total: int, supervised: int, media: tuple[MediaItemCount, ...]) -> Counted:
         if not media:
-            return Counted(TokenCount(total, supervised=learned))
+            return Counted(TokenCount(total, supervised=supervised))
         tokens: dict[MediaKind, int] = {"image": 0, "video": 0, "audio": 0}
         number = dict(tokens)
-        for medium in media:
-            tokens[medium.kind] += medium.tokens
-            number[medium.kind] += 1
+        for media_item in media:
+            tokens[media_item.kind] += media_item.tokens
+            number[media_item.kind] += 1
         count = TokenCount(
             text=total - sum(tokens.values()),
             image=tokens["image"],
             video=tokens["video"],
             audio=tokens["audio"],
-            supervised=learned,
+            supervised=supervised,
             images=number["image"],
             videos=number["video"],
             audios=number["audio"],
-            patches=sum(medium.patches for medium in media),
+            patches=sum(media_item.patches for media_item in media),
         )
         if not self.family.exact:
             count = replace(
@@ -456,7 +456,7 @@ def _with_stand_ins(conversation: Conversation) -> tuple[Conversation, int]:
         parts: list[Any] = []
         for part in message.parts:
             if isinstance(part, TextPart):
-                parts.append(TextPart(stand_in(number) if part.text else ""))
+                parts.append(TextPart(sentinel(number) if part.text else ""))
                 number += 1
             else:
                 parts.append(part)

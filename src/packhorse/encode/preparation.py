@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoder
 from packhorse.families.media_sizes import Sizes
-from packhorse.formats.conversation import sound_in_place
+from packhorse.formats.conversation import place_audio
 from packhorse.types import Conversation, MediaRef
 
 T = TypeVar("T")
 
 
-def with_sound_in_place(example: Mapping[str, Any], encoder: Encoder, key: str = "") -> Mapping[str, Any]:
-    """The example with sound beside its conversation made a part of it (see :func:`sound_in_place`).
+def with_audio_placed(example: Mapping[str, Any], encoder: Encoder, key: str = "") -> Mapping[str, Any]:
+    """The example with sound beside its conversation made a part of it (see :func:`place_audio`).
 
     Raises:
         BadSample: it cannot be told where the sound belongs.
@@ -31,7 +31,7 @@ def with_sound_in_place(example: Mapping[str, Any], encoder: Encoder, key: str =
     placeholders: list[str] = []
     with suppress(ConfigError):  # a small object by the name of a known class names none
         placeholders = [encoder.placeholders["audio"]] if "audio" in encoder.family.kinds else []
-    return sound_in_place(example, placeholders, key)
+    return place_audio(example, placeholders, key)
 
 
 def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Any) -> T:
@@ -62,7 +62,7 @@ def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], p
 def fake_tokens(
     encoder: Encoder, ids: Sequence[int], conversation: Conversation, sizes: Sizes
 ) -> tuple[int, int]:
-    """First and behind-last token that the fake image brought into a sample, brackets and newlines included.
+    """First and after-last token that the fake image brought into a sample, brackets and newlines included.
 
     They are what lies between the tokens that the conversation with the image and that without it have in
     common at their beginning and at their end. (A blank that the template writes only before a text, or that
@@ -79,8 +79,8 @@ def fake_tokens(
     """
     plain = _plain_ids(encoder, _without_first_image(conversation), sizes)
     first = _common(ids, plain)
-    behind = _common(ids[::-1], plain[first:][::-1])
-    return first, len(ids) - behind
+    after = _common(ids[::-1], plain[first:][::-1])
+    return first, len(ids) - after
 
 
 def _plain_ids(encoder: Encoder, without: Conversation, sizes: Sizes) -> list[int]:

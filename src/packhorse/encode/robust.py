@@ -1,7 +1,7 @@
 """Datasets that do not stop at a broken sample, and never lose one without a word.
 
 A sample that fails is replaced by another one (chosen from seed, epoch and index: the same on every run),
-left out, or raised, as ``on_bad`` says; the first two are recorded in the ledger. Only failures that can be
+dropped, or raised, as ``on_bad`` says; the first two are recorded in the ledger. Only failures that can be
 the sample's fault are handled so (see :func:`packhorse.errors.is_data_error`): a ``NameError`` stops the run.
 """
 
@@ -141,7 +141,7 @@ class ReplacingDataset(Dataset[Any]):
         return make_robust_collate(self, collate_fn, self.max_retries)
 
     def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
-        """Write into the ledger (and the log) that a sample was replaced or left out, and why.
+        """Write into the ledger (and the log) that a sample was replaced or dropped, and why.
 
         ``idx`` is None where nobody knows which sample it was: the entry then names none, but counts.
         """
@@ -151,7 +151,7 @@ class ReplacingDataset(Dataset[Any]):
         detail += self._place(idx, stage) + more
         key = "" if idx is None else self.key(idx)
         dataset = key.rpartition("/")[0]
-        action: Literal["replaced", "left_out"] = "replaced" if replaced else "left_out"
+        action: Literal["replaced", "dropped"] = "replaced" if replaced else "dropped"
         self.ledger.record(Drop(key, stage, reason, detail, action, dataset, self.epoch))
         logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
 
@@ -210,7 +210,7 @@ def load_sample(dataset: Any, index: int) -> Any:
 
 
 class RobustDatasetWrapper(ReplacingDataset):
-    """Wraps any dataset so that a broken sample is replaced, left out or raised, and always named.
+    """Wraps any dataset so that a broken sample is replaced, dropped or raised, and always named.
 
     Arguments are those of :class:`ReplacingDataset`.
 
@@ -241,7 +241,7 @@ def check_in_a_row(failures: int, limit: int, what: str, last: BaseException) ->
     """Stop the run where failures follow each other so closely that no single sample can be at fault."""
     if failures >= limit:
         raise RuntimeError(
-            f"{failures} {what} in a row were left out; the last: {_described(last)}. "
+            f"{failures} {what} in a row were dropped; the last: {_described(last)}. "
             "If the data really are like this, raise max_in_a_row"
         ) from last
 
@@ -250,8 +250,8 @@ def make_robust_collate(dataset: Any, collate_fn: Collate, max_retries: int = 10
     """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew from ``dataset``.
 
     Samples that were skipped (None) are taken out first; a batch with none left is None. When ``collate_fn``
-    raises :class:`BadSample` with the key of a sample, that one is replaced or left out. When it fails on the
-    data otherwise, nobody knows which sample is at fault: the whole batch is replaced (or left out),
+    raises :class:`BadSample` with the key of a sample, that one is replaced or dropped. When it fails on the
+    data otherwise, nobody knows which sample is at fault: the whole batch is replaced (or dropped),
     reproducibly, and its samples are recorded.
 
     Args:

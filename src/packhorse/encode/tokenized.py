@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, token_keys
-from packhorse.encode.preparation import fake_tokens, run_hook, with_sound_in_place
+from packhorse.encode.preparation import fake_tokens, run_hook, with_audio_placed
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.example_media import inject_fake_image, shows_a_picture
+from packhorse.formats.example_media import has_image, inject_fake_image
 from packhorse.ledger import Ledger
 from packhorse.types import MEDIA_KINDS, Action, Conversation, Drop, Reason, Sample
 
@@ -39,18 +39,18 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     ``n_videos``. Labels are not shifted; collate functions do that.
 
     Args:
-        dataset: examples in the documented format; the data set itself, not a :class:`RobustDatasetWrapper`
+        dataset: examples in the documented format; the dataset itself, not a :class:`RobustDatasetWrapper`
             around it.
         processor: of any family; see :func:`packhorse.families.family_of`.
         max_length: the most tokens a sample may have; None for no limit.
         max_retries: as for :class:`ReplacingDataset`, like ``on_bad``, ``max_in_a_row``, ``seed`` and
             ``ledger``.
         truncate: shorten a sample that is too long instead of treating it as bad. Whole turns are cut from
-            its end; only where even the first answer does not fit, that answer's text is cut. A medium is
+            its end; only where even the first answer does not fit, that answer's text is cut. A media item is
             never cut in two: it is there with all its tokens, or not at all.
         inject_fake_images: give samples without image or video the fake image, whose tokens get
             ``attention_mask`` 0, so that the vision tower runs on every rank. A sample that has lost its
-            pictures to truncation gets it too.
+            images to truncation gets it too.
         post_tokenize_hook: called as ``hook(result, processor) -> result`` before labels are made, with the
             processor's tensors (those per token of shape [1, S]). It may raise :class:`BadSample` to refuse
             a sample; anything else that it raises stops the run.
@@ -98,7 +98,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         example = self.read(idx)
         if example is None:
             raise ConfigError(
-                f"the data set gives None for sample {idx}: PreTokenizedDatasetWrapper takes the data set "
+                f"the dataset gives None for sample {idx}: PreTokenizedDatasetWrapper takes the dataset "
                 "itself, not a RobustDatasetWrapper around it; it has an on_bad of its own"
             )
         return self.encode(example, self.key(idx))
@@ -109,7 +109,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = with_sound_in_place(example, self.encoder, key)
+        example = with_audio_placed(example, self.encoder, key)
         # Before a fake image hides that there is nothing.
         conversation = parse_conversation(example, key)
         self.family.check(conversation)
@@ -120,13 +120,13 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         if cut:
             self._remark(key, "truncated", cut, "cut")
         if sample.labels is None or not (sample.labels != IGNORE_INDEX).any():
-            self._remark(key, "nothing_supervised", "no token of it is learned", "kept")
+            self._remark(key, "nothing_supervised", "no token of it is supervised", "kept")
         return sample
 
     def _shown(self, example: Mapping[str, Any], conversation: Conversation) -> tuple[Conversation, bool]:
         """An example's conversation with a fake image where it needs one, and whether it has one."""
         wanted = self.inject_fake_images and "image" in self.family.kinds
-        if wanted and not shows_a_picture(conversation):
+        if wanted and not has_image(conversation):
             example = inject_fake_image(example)
             conversation = parse_conversation(example, conversation.key)
         images = any(ref.kind == "image" for ref in conversation.media)
@@ -172,9 +172,9 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return Counter(token for token in ids.tolist() if token in self.encoder.media_token_ids)
 
     def _check_end(self, sample: Sample, key: str) -> None:
-        """Refuse a sample that ends in a medium: shifting labels by one cuts the last token."""
+        """Refuse a sample that ends in a media item: shifting labels by one cuts the last token."""
         if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
-            what = "its last token is a medium's, and is cut when labels are shifted"
+            what = "its last token is a media item's, and is cut when labels are shifted"
             raise BadSample(what, reason="media_mismatch", key=key, stage="encode")
 
     def _shortened(self, example: Mapping[str, Any], key: str, length: int, limit: int) -> tuple[Sample, str]:
@@ -205,12 +205,12 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _with_cut_answer(self, conversation: Conversation, fake: bool, limit: int, too_long: str) -> Sample:
         sample = self._labelled(conversation, fake)
-        # The shift of labels cuts one token more, so a medium has to end before the last one.
+        # The shift of labels cuts one token more, so a media item has to end before the last one.
         cuts_media = self._media_tokens(sample.tokens["input_ids"][limit - 1 :])
         shorter = sample.cut(slice(limit))
         learns = shorter.labels is not None and bool((shorter.labels != IGNORE_INDEX).any())
         if cuts_media or not learns:
-            left = "a medium would be cut in two" if learns else "nothing to learn would be left"
+            left = "a media item would be cut in two" if learns else "nothing to learn would be left"
             what = f"{too_long}, and {left}"
             raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
         return shorter

@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
 def family_of(processor: Any) -> Family:
     """The family that serves a processor, found by the names of its class and its base classes.
 
-    An object around a known processor (``.processor``) is served as that one if it hands out the same
+    An object around a known processor (``.processor``) is served as that one if it delivers the same
     tokenizer and image processor, so that the family's facts hold for it. Any other gets the generic family,
     with one warning per class that says what is not exact; a tokenizer gets one that takes no media.
 

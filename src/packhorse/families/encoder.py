@@ -28,9 +28,9 @@ from packhorse.chat import (
     is_transformers,
     supervised_tokens,
     template_errors,
-    with_runs,
+    with_repeated_tokens,
 )
-from packhorse.chat.repeated_tokens import RunTokenizer
+from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer
 from packhorse.chat.template import token_ids
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
 from packhorse.families.media_sizes import (
@@ -38,8 +38,8 @@ from packhorse.families.media_sizes import (
     MediaSize,
     Pieces,
     Sizes,
-    blank_ref,
     fill_placeholders,
+    placeholder_ref,
     shorten,
     size_of,
     split_runs,
@@ -123,7 +123,7 @@ class Family:
     least_samples: ClassVar[int] = 1
     chats: ClassVar[bool] = True
     mrope: ClassVar[bool] = False
-    both_ways: ClassVar[str | None] = None
+    bidirectional: ClassVar[str | None] = None
     listed: ClassVar[bool] = True
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
@@ -405,11 +405,11 @@ class Encoder(ChatProcessor):
         return VideoSampling() if owner is None else VideoSampling.from_processor(self.processor)
 
     @cached_property
-    def _quick(self) -> tuple[Encoder, RunTokenizer] | None:
+    def _quick(self) -> tuple[Encoder, RepeatedTokenTokenizer] | None:
         """An encoder whose tokenizer reads runs of a media token once; None if the processor allows none."""
         if not self.family.listed:
             return None
-        processor, tokenizer = with_runs(self.processor, self.media_token_ids)
+        processor, tokenizer = with_repeated_tokens(self.processor, self.media_token_ids)
         return None if tokenizer is None else (Encoder(processor, self.family), tokenizer)
 
     def check_template(self) -> None:
@@ -459,7 +459,7 @@ class Encoder(ChatProcessor):
             if found != number or typed:
                 what = f"the rendered text holds '{placeholder}' {found} times for {number} media"
                 if typed:
-                    what += f", {typed} of them typed out in a text: cannot be told from a medium"
+                    what += f", {typed} of them typed out in a text: cannot be told from a media item"
                 raise self.family.bad(what, conversation)
 
     def text_options(self, text: str) -> Mapping[str, Any]:
@@ -543,7 +543,7 @@ class Encoder(ChatProcessor):
             BadSample: the processor rejects it.
         """
         if (kind, size) not in self._probes:
-            blank = blank_ref(kind, size, self.family.sampling_rate)
+            blank = placeholder_ref(kind, size, self.family.sampling_rate)
             encoded = self.encode(Conversation((Message("user", (blank,)),)))
             ids = encoded.tokens["input_ids"].tolist()
             tokens = sum(token in self.media_token_ids for token in ids)
@@ -568,13 +568,13 @@ class Encoder(ChatProcessor):
         # Its tokens apart from what surrounds them, so that they are known to be the same ones.
         return split_runs(read[start + len(before) : end], placeholder)
 
-    def blank_media(self, conversation: Conversation, sizes: Sizes) -> Conversation:
+    def placeholder_media(self, conversation: Conversation, sizes: Sizes) -> Conversation:
         """The conversation with a blank media item of the same size for each of its own.
 
         If a family is not exact, encoding this gives the length of the sample without decoding its media; the
         processor still does all its work.
         """
-        blanks = iter([blank_ref(kind, size, self.family.sampling_rate) for kind, size in sizes])
+        blanks = iter([placeholder_ref(kind, size, self.family.sampling_rate) for kind, size in sizes])
         messages = [
             replace(
                 message,

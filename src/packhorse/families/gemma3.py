@@ -21,7 +21,7 @@ class Gemma3(Family):
     name = "gemma3"
     processor_classes: ClassVar[tuple[str, ...]] = ("Gemma3Processor",)
     layout: ClassVar[MediaLayout] = {"pixel_values": TensorLayout(("image",), "item")}
-    both_ways: ClassVar[str | None] = "token_type_ids"
+    bidirectional: ClassVar[str | None] = "token_type_ids"
 
     def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
         """The token that opens an image; it is still there when the image is expanded."""

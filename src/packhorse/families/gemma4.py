@@ -38,10 +38,10 @@ class Gemma4(Family):
     least_samples: ClassVar[int] = 161
     # Before that the frames of two videos cannot be separated (num_frames_per_video).
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = {"video": "5.19"}
-    both_ways: ClassVar[str | None] = "mm_token_type_ids"
+    bidirectional: ClassVar[str | None] = "mm_token_type_ids"
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Squares of pooled patches in the resized picture; a token per four frames of sound."""
+        """Squares of pooled patches in the resized image; a token per four frames of sound."""
         processor = encoder.processor
         if kind == "image":
             return _tokens(processor.image_processor, *size)
@@ -84,11 +84,11 @@ def _tokens(owner: Any, height: int, width: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _squares(height: int, width: int, patch: int, pooled: int, most: int) -> int:
-    """The largest picture of nearly this shape within the budget, in squares of pooled patches."""
+    """The largest image of nearly this shape within the budget, in squares of pooled patches."""
     square = patch * pooled
     scale = math.sqrt(most * square**2 / (height * width))
     rows, columns = math.floor(scale * height / square), math.floor(scale * width / square)
-    # A very long picture is one square wide, and as long as its shape and the budget allow.
+    # A very long image is one square wide, and as long as its shape and the budget allow.
     if rows == 0:
         rows, columns = 1, min(width // height, most)
     elif columns == 0:

@@ -39,9 +39,9 @@ class Generic(Family):
     off_by: ClassVar[int | None] = None
     listed: ClassVar[bool] = False
     caveats: ClassVar[tuple[str, ...]] = (
-        "media tokens are counted by running the processor on a blank medium of the same size",
-        "a media tensor is kept only if it has one entry per medium of one kind (or patches with a grid); "
-        "any other stops the run",
+        "media tokens are counted by running the processor on a blank media item of the same size",
+        "a media tensor is kept only if it has one entry per media item of one kind (or patches with a "
+        "grid); any other stops the run",
         "text that types a placeholder is found only if the processor names its image_token, video_token or "
         "audio_token",
     )
@@ -64,15 +64,15 @@ class Generic(Family):
         return frozenset(int(number) for number in ids if number is not None and number != unknown)
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """What a blank medium of this size gets."""
+        """What a blank media item of this size gets."""
         return encoder.probe(kind, size).tokens
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """As many as a blank medium of this size has; 0 where the processor returns no grid that tells it."""
+        """Patches of a placeholder item of this size; 0 if the processor returns no grid."""
         return 0 if kind == "audio" else encoder.probe(kind, size).patches
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
-        """What the processor writes for a blank medium of this size, read back from the ids."""
+        """What the processor writes for a blank media item of this size, read back from the ids."""
         return encoder.probe(kind, size).pieces
 
     def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,7 @@ _PATCHES_PER_TOKEN = 4  # pixel shuffle halves both sides; the processor does no
 
 
 class InternVL(Family):
-    """Images are tiles and a thumbnail, films are frames: all in one tensor, in the order of the text."""
+    """Images are tiles and a thumbnail, videos are frames: all in one tensor, in the order of the text."""
 
     name = "internvl"
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
@@ -24,7 +24,7 @@ class InternVL(Family):
     )
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
-        """One token for all pictures; the placeholder of a video is gone when it is expanded."""
+        """One token for all images; the placeholder of a video is gone when it is expanded."""
         return frozenset({int(encoder.tokenizer.context_image_token_id)})
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
@@ -52,7 +52,7 @@ class InternVL(Family):
         return written
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
-        """All films must have the same number of frames."""
+        """All videos must have the same number of frames."""
         check_equal_frames(sizes)
         return super().pieces_together(encoder, sizes)
 

@@ -18,7 +18,7 @@ _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
 
 
 class KimiK25(Family):
-    """Images and films at their own resolution; a film is cut into chunks of four frames, each with a time.
+    """Images and videos at their own resolution; a video is cut into chunks of four frames, each with a time.
 
     ``video_grid_thw`` has a row for each chunk, not for each video.
     """

@@ -53,7 +53,7 @@ class LlavaOnevision(Family):
         return int(tiles * encoder.processor.num_image_tokens)
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
-        """All films must have the same number of frames."""
+        """All videos must have the same number of frames."""
         check_equal_frames(sizes)
         return super().pieces_together(encoder, sizes)
 
@@ -81,7 +81,7 @@ def _canvases(owner: Any) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def _best_canvas(height: int, width: int, canvases: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """The canvas that keeps most of the picture's pixels, the smallest of those; the first of equals."""
+    """The canvas that keeps most of the image's pixels, the smallest of those; the first of equals."""
 
     def kept_and_wasted(canvas: tuple[int, int]) -> tuple[int, int]:
         scale = min(canvas[1] / width, canvas[0] / height)

@@ -56,7 +56,7 @@ class LoadedMedia:
     audios: list[tuple[Any, int]]
 
     def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
-        """Kind and size of each medium.
+        """Kind and size of each media item.
 
         Args:
             order: the kinds as the text mentions them; without it all images come first, then all videos,
@@ -90,15 +90,15 @@ def frame_times(info: VideoInfo) -> list[float]:
 
 
 def size_of(ref: MediaRef, sampling: VideoSampling, sampling_rate: int) -> MediaSize:
-    """The size of a medium as the family is fed it, from its header.
+    """The size of a media item as the family is fed it, from its header.
 
     Args:
-        ref: the medium.
+        ref: the media item.
         sampling: how many frames of a video are taken.
         sampling_rate: the rate to which sound is brought.
 
     Raises:
-        BadSample: the medium is missing, broken or too large to be decoded, or its options make no sense.
+        BadSample: the media item is missing, broken or too large to be decoded, or its options make no sense.
     """
     if ref.kind == "video":
         return _video_size(ref, sampling)
@@ -151,7 +151,7 @@ def check_equal_frames(sizes: Sizes) -> None:
 # --- the text of media ------------------------------------------------------------------------------------
 
 
-def blank_ref(kind: MediaKind, size: Any, sampling_rate: int) -> MediaRef:
+def placeholder_ref(kind: MediaKind, size: Any, sampling_rate: int) -> MediaRef:
     """A blank media item of a size: a white image or video, or silence."""
     if kind == "image":
         height, width = size

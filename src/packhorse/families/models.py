@@ -176,7 +176,7 @@ def _is_cached(hub: Any, name: str) -> bool:
 
 
 def _hub_answers(address: str) -> bool:
-    """Whether anything answers there: any status will do, and so will a certificate that is refused."""
+    """Whether anything answers there: any status will do, and so will a certificate that is rejected."""
     try:
         request = urllib.request.Request(address, method="HEAD")
         with urllib.request.urlopen(request, timeout=_HUB_SECONDS):

@@ -30,7 +30,7 @@ class NemotronOmni(Family):
         "input_features_mask": TensorLayout(("audio",), "item", ragged=True),
     }
     caveats: ClassVar[tuple[str, ...]] = (
-        "two videos in one sample are refused: the processor takes one",
+        "two videos in one sample are rejected: the processor takes one",
         "videos in one batch must have frames of the same size",
     )
     min_transformers: ClassVar[str] = "5.18"

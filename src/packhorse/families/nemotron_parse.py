@@ -32,7 +32,7 @@ class NemotronParse(Family):
     chats: ClassVar[bool] = False
     caveats: ClassVar[tuple[str, ...]] = (
         "the text is prompt and answer alone: end answers in </s> for the model to learn where to stop",
-        "a second image in a sample is refused: the encoder takes one page",
+        "a second image in a sample is rejected: the encoder takes one page",
     )
 
     def __init__(self, task_prompt: str | None = None, stop: str = "") -> None:
@@ -76,8 +76,8 @@ class NemotronParse(Family):
     ) -> list[tuple[int, int]]:
         """Where the answers are."""
         spans, at = [], 0
-        for piece, learned in self._pieces(turns):
-            if learned and piece:
+        for piece, supervised in self._pieces(turns):
+            if supervised and piece:
                 spans.append((at, at + len(piece)))
             at += len(piece)
         return spans
@@ -85,12 +85,12 @@ class NemotronParse(Family):
     def _pieces(self, turns: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         """The texts in order, and whether each is an answer."""
         said = [(_text(turn["content"]), turn["role"] == "assistant") for turn in turns]
-        answers = [(text + self.stop, learned) for text, learned in said if learned]
+        answers = [(text + self.stop, supervised) for text, supervised in said if supervised]
         if self.task_prompt is not None:
             return [(self.task_prompt, False), *answers]
-        if not any(text for text, learned in said if not learned):
+        if not any(text for text, supervised in said if not supervised):
             return [(TASK_PROMPT, False), *answers]
-        return [(text + self.stop, True) if learned else (text, False) for text, learned in said]
+        return [(text + self.stop, True) if supervised else (text, False) for text, supervised in said]
 
     def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """The page."""

@@ -11,12 +11,12 @@ from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import LoadedMedia
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
-_GLOBAL_TOKENS = 256 + 16 + 1  # the whole picture with its row ends, and one between it and the crops
+_GLOBAL_TOKENS = 256 + 16 + 1  # the whole image with its row ends, and one between it and the crops
 _LEAST_SIDE = 10
 
 
 class Phi4MM(Family):
-    """An image is a picture of the whole and crops of 448 pixels; sound is a flat list of clips."""
+    """An image is an image of the whole and crops of 448 pixels; sound is a flat list of clips."""
 
     name = "phi4_mm"
     processor_classes: ClassVar[tuple[str, ...]] = ("Phi4MultimodalProcessor", "Phi4MMProcessor")
@@ -45,7 +45,7 @@ class Phi4MM(Family):
         return tokens
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Those of a crop, for each crop and for the whole picture; none for sound."""
+        """Those of a crop, for each crop and for the whole image; none for sound."""
         if kind == "audio":
             return 0
         owner = encoder.processor.image_processor
@@ -89,14 +89,14 @@ def _half_patches(height: int, width: int, side: int, patch: int, most: int) -> 
 
 
 def _crops(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Crops across and down: as many as the picture has, or as its shape needs where those are too many."""
+    """Crops across and down: as many as the image has, or as its shape needs where those are too many."""
     across, down = math.ceil(width / side), math.ceil(height / side)
     return (across, down) if across * down <= most else _nearest(height, width, side, most)
 
 
 @lru_cache(maxsize=4096)
 def _nearest(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Crops across and down whose shape is nearest to the picture's; of equals see below."""
+    """Crops across and down whose shape is nearest to the image's; of equals see below."""
     best, nearest = (1, 1), float("inf")
     for across, down in _arrangements(most):
         distance = abs(width / height - across / down)

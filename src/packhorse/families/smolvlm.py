@@ -18,10 +18,10 @@ _LONGEST_SIDE = 4096
 
 
 class SmolVLM(Family):
-    """A sample's pictures are tiles along axis 1 of one entry; a film's frames are untiled pictures.
+    """A sample's images are tiles along axis 1 of one entry; a video's frames are untiled images.
 
     The processor has one key for images and for frames, and the second overwrites the first: a sample with
-    both is refused.
+    both is rejected.
     """
 
     name = "smolvlm"
@@ -32,14 +32,14 @@ class SmolVLM(Family):
         "pixel_values": TensorLayout(("image", "video"), "sample", ragged=True),
         "pixel_attention_mask": TensorLayout(("image", "video"), "sample", ragged=True),
     }
-    caveats: ClassVar[tuple[str, ...]] = ("an image and a video in one sample are refused",)
+    caveats: ClassVar[tuple[str, ...]] = ("an image and a video in one sample are rejected",)
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
         """One token for images and frames."""
         return frozenset({int(encoder.tokenizer.convert_tokens_to_ids(encoder.processor.image_token))})
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """The same number for each tile, for the whole picture, and for each frame."""
+        """The same number for each tile, for the whole image, and for each frame."""
         processor = encoder.processor
         if kind == "video":
             return int(size.total_frames * processor.image_seq_len)
@@ -47,16 +47,16 @@ class SmolVLM(Family):
         return int((rows * columns + 1) * processor.image_seq_len)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Those of a tile, for each tile, for the whole picture, and for each frame."""
+        """Those of a tile, for each tile, for the whole image, and for each frame."""
         tokens = int(encoder.processor.image_seq_len)
         side = encoder.processor.image_processor.max_image_size["longest_edge"]
         return self.media_tokens(encoder, kind, size) // tokens * _patches(side, tokens)
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
-        """Tiles by row and column, and the whole picture; frames with their times, and words around them."""
+        """Tiles by row and column, and the whole image; frames with their times, and words around them."""
         processor = encoder.processor
         if kind == "video":
-            return _film(encoder, size, size.total_frames)
+            return _video(encoder, size, size.total_frames)
         rows, columns = _tiles(processor.image_processor, *size)
         fake, pad = processor.fake_image_token, (processor.image_token, int(processor.image_seq_len))
         written: list[tuple[str, int]] = []
@@ -73,7 +73,7 @@ class SmolVLM(Family):
         if not films:
             return super().pieces_together(encoder, sizes)
         most = max(film.total_frames for film in films)
-        return [_film(encoder, film, most) for film in films]
+        return [_video(encoder, film, most) for film in films]
 
     def check(self, conversation: Conversation) -> None:
         """Refuse images beside videos."""
@@ -104,8 +104,8 @@ class SmolVLM(Family):
         return output
 
 
-def _film(encoder: Encoder, info: VideoInfo, frames: int) -> Pieces:
-    """A video: how many frames are said to come, their times, and each as a whole picture."""
+def _video(encoder: Encoder, info: VideoInfo, frames: int) -> Pieces:
+    """A video: how many frames are said to come, their times, and each as a whole image."""
     processor = encoder.processor
     fake, pad = processor.fake_image_token, (processor.image_token, int(processor.image_seq_len))
     times = frame_times(info)
@@ -141,7 +141,7 @@ def _patches(side: int, tokens: int) -> int:
 
 
 def _tiles(owner: Any, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of tiles; no tiles where the resized picture fits into one."""
+    """Rows and columns of tiles; no tiles where the resized image fits into one."""
     if not owner.do_image_splitting:
         return 0, 0
     tile = owner.max_image_size["longest_edge"]

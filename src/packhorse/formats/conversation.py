@@ -19,7 +19,7 @@ a second for each million, and minutes for a row that was joined from a whole fi
 
 _READ = ("role", "content")
 
-# What data sets type where a sound is to be: Phi-4's own token, and what users write for it.
+# What datasets type where a sound is to be: Phi-4's own token, and what users write for it.
 _TYPED_SOUND = ("<|endoftext11|>", "<|audio|>", "<|audio_1|>")
 
 
@@ -53,10 +53,10 @@ def check_text(chars: int, key: str = "") -> None:
 def replace_media(
     example: Mapping[str, Any], load: Callable[[MediaRef], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A copy of ``example`` in which each medium's part is updated with what ``load(ref)`` returns.
+    """A copy of ``example`` in which each media item's part is updated with what ``load(ref)`` returns.
 
-    The whole example is parsed before the first medium is loaded. Only dicts and lists on the way to a medium
-    are copied; the caller's example stays as it was.
+    The whole example is parsed before the first media item is loaded. Only dicts and lists on the way to a
+    media item are copied; the caller's example stays as it was.
     """
     turns = []
     messages = parse_conversation(example).messages
@@ -74,7 +74,7 @@ def replace_media(
 def prepend_part(example: Mapping[str, Any], turn: int, part: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of ``example`` with ``part`` at the front of turn number ``turn``.
 
-    Where the turn's content is a text, that becomes a part behind it. The caller's example stays as it was.
+    Where the turn's content is a text, that becomes a part after it. The caller's example stays as it was.
 
     >>> example = {"conversation": [{"role": "user", "content": "Hi"}]}
     >>> prepend_part(example, 0, {"type": "text", "text": "1."})["conversation"][0]["content"]
@@ -88,7 +88,7 @@ def prepend_part(example: Mapping[str, Any], turn: int, part: Mapping[str, Any])
     return {**example, "conversation": turns}
 
 
-def sound_in_place(
+def place_audio(
     example: Mapping[str, Any], placeholders: Iterable[str] = (), key: str = ""
 ) -> Mapping[str, Any]:
     """A copy of ``example`` in which sound that lies beside the conversation is a part of it.
@@ -109,7 +109,7 @@ def sound_in_place(
     Raises:
         BadSample: there is sound in the conversation too, or placeholders and sounds differ in number.
     """
-    sounds = sounds_beside(example)
+    sounds = extra_audio(example)
     if not sounds:
         return example
     conversation = parse_conversation(example, key)
@@ -136,7 +136,7 @@ def sound_in_place(
     return {**rest, "conversation": turns}
 
 
-def sounds_beside(example: Mapping[str, Any]) -> list[Any]:
+def extra_audio(example: Mapping[str, Any]) -> list[Any]:
     """The sounds of the field ``audio``: one, or a list of them; an (array, rate) pair is one."""
     beside = example.get("audio")
     if beside is None:

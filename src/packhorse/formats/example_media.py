@@ -1,6 +1,6 @@
-"""The fake image: a text-only sample goes in, the same sample with one small white picture comes out.
+"""The fake image: a text-only sample goes in, the same sample with one small white image comes out.
 
-Under FSDP or ZeRO the vision tower has to run on every rank in every step, so a sample without a picture gets
+Under FSDP or ZeRO the vision tower has to run on every rank in every step, so a sample without an image gets
 one that costs little; later stages hide its tokens from attention (``_injected_fake``).
 """
 
@@ -42,7 +42,7 @@ def preload_media(
     """
 
     def load(ref: MediaRef) -> dict[str, Any]:
-        medium = load_media(
+        media_item = load_media(
             ref,
             sampling=sampling,
             sampling_rate=sampling_rate,
@@ -51,10 +51,10 @@ def preload_media(
             max_pixels=max_pixels,
             max_bytes=max_bytes,
         )
-        if isinstance(medium, VideoFrames):
-            frames = [Image.fromarray(frame) for frame in medium.frames]
-            return {"video": frames, "video_metadata": medium.metadata.as_dict()}
-        return {ref.kind: medium}
+        if isinstance(media_item, VideoFrames):
+            frames = [Image.fromarray(frame) for frame in media_item.frames]
+            return {"video": frames, "video_metadata": media_item.metadata.as_dict()}
+        return {ref.kind: media_item}
 
     return replace_media(example, load)
 
@@ -68,13 +68,13 @@ def fake_image() -> Image.Image:
     return Image.new("RGB", (FAKE_IMAGE_SIZE, FAKE_IMAGE_SIZE), (255, 255, 255))
 
 
-def shows_a_picture(conversation: Conversation) -> bool:
+def has_image(conversation: Conversation) -> bool:
     """Whether there is an image or a video in it, for which the vision tower runs."""
     return any(ref.kind in ("image", "video") for ref in conversation.media)
 
 
 def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put the fake image at the front of the first user turn of a sample that shows no picture.
+    """Put the fake image at the front of the first user turn of a sample that shows no image.
 
     Args:
         example: a sample in the documented format. One with an image or a video comes back itself; sound
@@ -82,13 +82,13 @@ def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Returns:
         A copy with the image part and ``_injected_fake=True``. A text turn becomes a list of parts. Where
-        there is no user turn, one with the image alone is put behind the leading system turns.
+        there is no user turn, one with the image alone is put after the leading system turns.
 
     Raises:
         BadSample: ``wrong_format`` where the example is not in the documented format.
     """
     conversation = parse_conversation(example)
-    if shows_a_picture(conversation):
+    if has_image(conversation):
         return example
     roles = [message.role for message in conversation.messages]
     image_part = {"type": "image", "image": fake_image()}

@@ -79,7 +79,7 @@ class MetaDataset(Sequence[dict[str, Any]]):
     It can be forked and pickled into workers. Resident memory is a few MB whatever the size of the data.
 
     Attributes:
-        ledger: what was left out when opening, and what conversion found since.
+        ledger: what was dropped when opening, and what conversion found since.
     """
 
     def __init__(self, sources: Sequence[Source], ledger: Ledger) -> None:
@@ -175,7 +175,7 @@ def open_meta_dataset(
         shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
         rank: the data-parallel rank (see :meth:`World.from_mesh`); if None, the rank among all processes.
         world_size: how many data-parallel ranks there are; if None, how many processes.
-        remainder: rows that do not divide by ``world_size`` are recorded and left out (``"drop"``), or go to
+        remainder: rows that do not divide by ``world_size`` are recorded and dropped (``"drop"``), or go to
             the first ranks (``"keep"``).
         ledger: where losses are recorded; a new one if None.
         index_dir: folder for the row indexes, instead of beside the files.
@@ -266,7 +266,7 @@ def make_meta_dataset(
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One dataset in memory: its examples, the positions that were left out, its line of the summary."""
+    """One dataset in memory: its examples, the positions that were dropped, its line of the summary."""
 
     examples: list[dict[str, Any]]
     skipped: list[int]
@@ -274,7 +274,7 @@ class _Loaded:
 
 
 class RowKeys:
-    """Names of the examples of a loaded list, where rows may have been left out.
+    """Names of the examples of a loaded list, where rows may have been dropped.
 
     Attributes:
         mixture: what the list was loaded from.
@@ -284,7 +284,7 @@ class RowKeys:
         self.mixture = mixture
         starts = accumulate(map(len, mixture.sources), initial=0)
         gone = [start + place for start, part in zip(starts, skipped, strict=False) for place in part]
-        # For each place left out: how many examples of the list come before it.
+        # For each place dropped: how many examples of the list come before it.
         self._before = [place - number for number, place in enumerate(gone)]
 
     def __len__(self) -> int:
@@ -381,8 +381,8 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
             require_driver(media_dir)
     elif media_dir is not None and not os.path.isdir(media_dir):
         logger.warning(
-            "%s: media_dir %s is not a folder (nor is it one beside the meta file): every medium with a "
-            "relative path will be missing, and its row left out or replaced as missing_media",
+            "%s: media_dir %s is not a folder (nor is it one beside the meta file): every media item with a "
+            "relative path will be missing, and its row dropped or replaced as missing_media",
             config.name,
             media_dir,
         )
@@ -407,7 +407,7 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
 
 
 def record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:
-    """Say of data sets that they have the same file, in the log and in the ledger."""
+    """Say of datasets that they have the same file, in the log and in the ledger."""
     first: dict[str, str] = {}
     for source in sources:
         name, path = source.config.name, os.path.realpath(source.file.path)

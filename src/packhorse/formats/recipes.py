@@ -12,7 +12,7 @@ A row that cannot be used raises :class:`~packhorse.errors.BadSample` when it is
 (no image or sound), ``broken_media``, ``media_too_large``, or ``wrong_format`` (no text, or not the JSON that
 is expected).
 
-Turns of an unknown role and images without a place in the text are left out. The ledger of the loader (or of
+Turns of an unknown role and images without a place in the text are dropped. The ledger of the loader (or of
 another dataset of packhorse that reads the row) names each such row. Where rows are read by hand, the default
 ledger has one entry for all rows with the same remark.
 """
@@ -473,7 +473,7 @@ def _text_turn(role: str, text: str) -> dict[str, Any]:
 
 
 def _tagged_parts(text: str, next_image: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The parts of a text in which each ``<image>`` stands for an image; blank pieces are left out."""
+    """The parts of a text in which each ``<image>`` stands for an image; blank pieces are dropped."""
     parts: list[dict[str, Any]] = []
     for number, piece in enumerate(_IMAGE_TAG.split(text)):
         if number:

@@ -19,7 +19,7 @@ from packhorse.media import resolve
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason
 
 PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
-"""What stands in the text of a user for the next medium of that kind."""
+"""What stands in the text of a user for the next media item of that kind."""
 
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed

@@ -24,7 +24,7 @@ STAT_KEYS = (
 def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Count media and estimate tokens over ``examples``: one pass, no file is opened.
 
-    Text tokens are an example's ``_text_tokens``, else characters // 3. A medium's tokens are the
+    Text tokens are an example's ``_text_tokens``, else characters // 3. A media item's tokens are the
     ``n_tokens`` of its entry in ``mm_inputs_meta``; an entry that is null counts 0; anything else 500.
 
     Returns:

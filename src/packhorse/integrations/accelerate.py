@@ -18,7 +18,7 @@ from packhorse.types import to_device
 
 
 def attach(accelerator: Any, loader: Any) -> Any:
-    """Put the loader's state into checkpoints; ``load_state`` goes on behind the last batch handed out.
+    """Put the loader's state into checkpoints; ``load_state`` goes on after the last batch delivered.
 
     Args:
         accelerator: an ``accelerate.Accelerator``, whose ``gradient_accumulation_steps`` is the loader's.
@@ -59,19 +59,19 @@ def _check_models(accelerator: Any, loader: Any) -> None:
 
 def _refuse_unfinished_step(accelerator: Any, loader: Any) -> None:
     """Raise while gradients are accumulated: the state would count micro-batches that are lost with them."""
-    accumulation = loader.config.accumulation
-    if not accelerator.sync_gradients or loader.cursor % accumulation:
+    per_step = loader.config.gradient_accumulation_steps
+    if not accelerator.sync_gradients or loader.cursor % per_step:
         raise ConfigError(
-            f"save_state in the middle of an optimizer step of {accumulation} micro-batches: the accumulated "
+            f"save_state in the middle of an optimizer step of {per_step} micro-batches: the accumulated "
             "gradients are not saved, so the micro-batches so far would never be trained. Save after the "
             "last one, when accelerator.sync_gradients is True"
         )
 
 
 def steps(accelerator: Any, loader: Any) -> Iterator[tuple[list[Batch], int]]:
-    """The micro batches of each step on the accelerator's device, and the supervised tokens of all ranks.
+    """The micro-batches of each step on the accelerator's device, and the supervised tokens of all ranks.
 
-    Loop over the micro batches under ``accelerator.accumulate(model)``.
+    Loop over the micro-batches under ``accelerator.accumulate(model)``.
 
     Raises:
         ConfigError: packed rows are wrong for a model that was prepared.
@@ -84,7 +84,7 @@ def steps(accelerator: Any, loader: Any) -> Iterator[tuple[list[Batch], int]]:
 def replicas(accelerator: Any) -> int:
     """What :func:`~packhorse.integrations.loss.token_loss` is to be told.
 
-    ``accelerator.backward`` divides by the number of accumulated micro steps, and ranks average gradients:
+    ``accelerator.backward`` divides by the number of accumulated micro-steps, and ranks average gradients:
     both are undone, as the loss is divided by the tokens of all of them already.
     """
     return int(accelerator.num_processes * accelerator.gradient_accumulation_steps)

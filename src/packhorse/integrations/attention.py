@@ -73,7 +73,7 @@ def varlen_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, *
     """The mask of ordinary batches, as for sdpa; none where every token may see all before it.
 
     Here nobody knows whether the batch is packed, so no mask is made of what may be a pack: as many keys as
-    queries, and none of them hidden. What lies in a cache before the queries, or behind them in a static one,
+    queries, and none of them hidden. What lies in a cache before the queries, or after them in a static one,
     is transformers' to say.
     """
     # Earlier releases of transformers tell the queries' places in the cache instead of their number.
@@ -240,7 +240,7 @@ _AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class AttentionInfo:
     """What decides about attention.
 
     Attributes:
@@ -251,7 +251,7 @@ class Facts:
         varlen_windows: whether that takes a sliding window.
         flash: whether flash-attn is installed.
         both_ways: images see themselves in both directions.
-        softcap: scores are capped; ``sinks``: they have one more, learned entry.
+        softcap: scores are capped; ``sinks``: they have one more, supervised entry.
         dropout: of attention weights.
         window: tokens that a layer sees, where one does not see all; None for all.
         chunk: tokens of a chunk, where a layer sees its chunk alone; None for all.
@@ -265,7 +265,7 @@ class Facts:
     varlen: bool = True
     varlen_windows: bool = True
     flash: bool = False
-    both_ways: bool = False
+    bidirectional: bool = False
     softcap: bool = False
     sinks: bool = False
     dropout: float = 0.0
@@ -275,12 +275,12 @@ class Facts:
     mixing: tuple[str, ...] = ()
 
 
-def facts_of(
+def inspect_attention(
     model: Any,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
-) -> Facts:
+) -> AttentionInfo:
     """Look at a model of transformers, at its device and at what is installed; see :func:`.prepare`.
 
     Args:
@@ -292,14 +292,14 @@ def facts_of(
     config = model.config.get_text_config()
     device = torch.device(device or _device_of(model))
     varlen, windows = _varlen_kernel()
-    return Facts(
+    return AttentionInfo(
         device=device.type,
         dtype=autocast or dtype or model.dtype,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         varlen=varlen,
         varlen_windows=windows,
         flash=bool(require("transformers.utils", "train").is_flash_attn_2_available()),
-        both_ways=model.config.model_type in _both_ways_models(),
+        bidirectional=model.config.model_type in _both_ways_models(),
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         dropout=max((float(p) for name in _DROPOUTS for p in _values(config, name)), default=0.0),
@@ -328,7 +328,7 @@ def _varlen_kernel() -> tuple[bool, bool]:
 
 def _both_ways_models() -> frozenset[str]:
     """Families are named after their models' type."""
-    return frozenset(family.name for family in FAMILIES if family.both_ways is not None)
+    return frozenset(family.name for family in FAMILIES if family.bidirectional is not None)
 
 
 def _values(config: Any, name: str) -> list[Any]:
@@ -359,7 +359,7 @@ def _head(config: Any) -> int | None:
     return max(found, default=None)
 
 
-def objections(facts: Facts, backend: str, longest: int | None = None) -> tuple[str, ...]:
+def unsupported_features(facts: AttentionInfo, backend: str, longest: int | None = None) -> tuple[str, ...]:
     """Why a backend would be wrong, or would not run; empty if it is right.
 
     Args:
@@ -374,7 +374,7 @@ def objections(facts: Facts, backend: str, longest: int | None = None) -> tuple[
         raise ConfigError(f"attn={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}")
     kernels = {"varlen": _on_varlen, "flash_attention_2": _on_flash, "flex_attention": _on_flex}
     found = [*kernels[backend](facts)] if backend in kernels else []
-    if facts.both_ways and backend in ("varlen", "flash_attention_2"):
+    if facts.bidirectional and backend in ("varlen", "flash_attention_2"):
         found.append("images of this model see themselves both ways, and it knows one direction only")
     if facts.sinks and backend in ("varlen", "sdpa"):
         found.append("it has no attention sinks, which this model uses")
@@ -387,7 +387,7 @@ def objections(facts: Facts, backend: str, longest: int | None = None) -> tuple[
     return (*found, *_on_windows(facts, backend, longest))
 
 
-def _on_varlen(facts: Facts) -> Iterator[str]:
+def _on_varlen(facts: AttentionInfo) -> Iterator[str]:
     if facts.device == "cuda" and not facts.varlen:
         yield "this PyTorch has no torch.nn.attention.varlen: update it (2.10 or later)"
     if facts.device == "cuda" and facts.window is not None and not facts.varlen_windows:
@@ -395,18 +395,18 @@ def _on_varlen(facts: Facts) -> Iterator[str]:
     yield from _on_kernels(facts)
 
 
-def _on_flash(facts: Facts) -> Iterator[str]:
+def _on_flash(facts: AttentionInfo) -> Iterator[str]:
     if facts.device != "cuda" or not facts.flash:
         yield "flash-attn is not installed" if facts.device == "cuda" else f"there is none on {facts.device}"
     yield from _on_kernels(facts)
 
 
-def _on_flex(facts: Facts) -> Iterator[str]:
+def _on_flex(facts: AttentionInfo) -> Iterator[str]:
     if facts.device != "cuda":
         yield f"it has no backward pass on {facts.device}"
 
 
-def _on_kernels(facts: Facts) -> Iterator[str]:
+def _on_kernels(facts: AttentionInfo) -> Iterator[str]:
     """What the kernels of flash attention cannot do."""
     if facts.device != "cuda":
         return
@@ -418,10 +418,10 @@ def _on_kernels(facts: Facts) -> Iterator[str]:
         yield f"its kernel takes heads of up to {_WIDEST_HEAD}, this model's have {facts.head}"
 
 
-def _on_windows(facts: Facts, backend: str, longest: int | None) -> Iterator[str]:
+def _on_windows(facts: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:
     """Layers that see less than their whole document: a mask made for all layers cannot say so."""
     told = "" if longest is None else f" (documents have up to {longest:,} tokens)"
-    window = None if facts.both_ways else facts.window  # transformers makes the masks of Gemma 3 and 4
+    window = None if facts.bidirectional else facts.window  # transformers makes the masks of Gemma 3 and 4
     # Kernels that take documents apart are given the window by the layer itself.
     masked = backend not in ("varlen", "flash_attention_2")
     if window is not None and masked and (longest is None or longest > window):
@@ -433,7 +433,7 @@ def _on_windows(facts: Facts, backend: str, longest: int | None) -> Iterator[str
         yield f"a layer sees chunks of {facts.chunk:,} tokens only, which packed batches do not know{told}"
 
 
-def choose(facts: Facts, attn: str = "auto", longest: int | None = None) -> str:
+def choose_attention(facts: AttentionInfo, attn: str = "auto", longest: int | None = None) -> str:
     """The backend to take: the one asked for if it is right, for ``"auto"`` the fastest that is.
 
     Raises:
@@ -442,14 +442,14 @@ def choose(facts: Facts, attn: str = "auto", longest: int | None = None) -> str:
     if facts.mixing:
         raise refusal(facts.mixing)
     if attn != "auto":
-        wrong = objections(facts, attn, longest)
+        wrong = unsupported_features(facts, attn, longest)
         if wrong:
             raise ConfigError(f"{attn} is wrong here: {'; '.join(wrong)}")
         return attn
-    refused = {}
+    rejected = {}
     for backend in BEST_ON_CUDA if facts.device == "cuda" else BEST_ELSEWHERE:
-        refused[backend] = objections(facts, backend, longest)
-        if not refused[backend]:
+        rejected[backend] = unsupported_features(facts, backend, longest)
+        if not rejected[backend]:
             return backend
-    reasons = "\n".join(f"- {backend}: {'; '.join(why)}" for backend, why in refused.items())
+    reasons = "\n".join(f"- {backend}: {'; '.join(why)}" for backend, why in rejected.items())
     raise ConfigError(f"no attention backend is right for this model on {facts.device}:\n{reasons}")

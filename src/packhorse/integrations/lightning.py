@@ -18,7 +18,7 @@ _lightning: Any = require("lightning.pytorch", "lightning")
 
 
 class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
-    """Trains from a loader; its state is in every checkpoint, and ``ckpt_path`` goes on behind it.
+    """Trains from a loader; its state is in every checkpoint, and ``ckpt_path`` goes on after it.
 
     Each item is a pair: the batch, and the supervised tokens of its whole step over all ranks; see
     :func:`step_loss`. Lightning adds no sampler of its own, as the loader is no ``DataLoader``.
@@ -27,8 +27,9 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
     Lightning asks for the length of an epoch once otherwise.
 
     Args:
-        loader: a :class:`packhorse.Loader`, with ``accumulation`` as Lightning's ``accumulate_grad_batches``;
-            or a function without arguments that builds one, called once the process group is there.
+        loader: a :class:`packhorse.Loader`, with Lightning's ``accumulate_grad_batches`` as
+            ``gradient_accumulation_steps``; or a function without arguments that builds one,
+            called once the process group exists.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -51,7 +52,7 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
         """The loader.
 
         Raises:
-            ConfigError: it deals to other ranks, accumulates another number of micro steps, or packed rows
+            ConfigError: it deals to other ranks, accumulates another number of micro-steps, or packed rows
                 are wrong for a model in the LightningModule.
         """
         trainer = self.trainer
@@ -85,9 +86,9 @@ def _mark_saved(trainer: Any) -> None:
 
 
 def step_loss(trainer: Any, logits: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
-    """What ``training_step`` returns: one mean over the supervised tokens of all ranks and micro steps.
+    """What ``training_step`` returns: one mean over the supervised tokens of all ranks and micro-steps.
 
-    Lightning divides by the number of accumulated micro steps, and ranks average gradients; both are undone
+    Lightning divides by the number of accumulated micro-steps, and ranks average gradients; both are undone
     here. Divided by both again, and added up, this is the loss to log: see ``examples/train_lightning.py``.
     """
     return token_loss(

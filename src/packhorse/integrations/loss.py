@@ -1,6 +1,6 @@
 """The loss of a step: one mean over every supervised token of the global batch.
 
-A step of the optimizer may be made of many batches: several ranks, several accumulated micro steps. Each has
+A step of the optimizer may be made of many batches: several ranks, several accumulated micro-steps. Each has
 another number of supervised tokens, so the mean of their means is not the mean over their tokens: a token in
 a batch of few counts for more than one in a batch of many, and a batch without any has no mean at all (NaN).
 Here every batch contributes the *sum* over its tokens, divided by the number of tokens of *all* batches.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from packhorse.chat import IGNORE_INDEX
-from packhorse.distributed import has_process_group, reachable_device
+from packhorse.distributed import is_distributed, reachable_device
 from packhorse.errors import ConfigError
 
 Batch = Mapping[str, Any]
@@ -30,7 +30,7 @@ def token_loss(
 ) -> torch.Tensor:
     """What a batch contributes to the mean loss over all supervised tokens of a step.
 
-    Summed over all micro steps and ranks, this is the mean cross entropy of the global batch; so are its
+    Summed over all micro-steps and ranks, this is the mean cross entropy of the global batch; so are its
     gradients. DDP and FSDP do not sum the gradients of ranks, though, they average them: with ``replicas``
     = the number of ranks their average is the sum.
 
@@ -41,7 +41,7 @@ def token_loss(
         logits: [B, S, vocabulary].
         labels: [B, S], already shifted: the token after ``input_ids[:, t]``, or -100. May hold no label
             at all: then the loss is 0, and so are all gradients.
-        tokens: supervised tokens of the step, of all ranks and micro steps, see :func:`count_supervised`.
+        tokens: supervised tokens of the step, of all ranks and micro-steps, see :func:`count_supervised`.
         replicas: ranks whose gradients are averaged.
 
     Raises:
@@ -90,12 +90,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def supervised(batch: Batch) -> int:
-    """How many tokens of a batch are learned."""
+    """How many tokens of a batch are supervised."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 def count_supervised(batches: Sequence[Batch], group: Any = None, device: Any = None) -> int:
-    """How many tokens are learned in a step: in these micro batches, on all ranks.
+    """How many tokens are supervised in a step: in these micro-batches, on all ranks.
 
     Every rank must call it once per step. Costs one all-reduce of a single number; none without a process
     group.
@@ -107,31 +107,31 @@ def count_supervised(batches: Sequence[Batch], group: Any = None, device: Any = 
         device: where the backend can reach a number; None asks it.
     """
     count = sum(supervised(batch) for batch in batches)
-    if not has_process_group():
+    if not is_distributed():
         return count
     number = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
     dist.all_reduce(number, group=group)
     return int(number)
 
 
-def grouped(batches: Iterable[Item], accumulation: int) -> Iterator[list[Item]]:
-    """The micro batches of each step of the optimizer together, so that their tokens can be counted first.
+def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterator[list[Item]]:
+    """The micro-batches of each step of the optimizer together, so that their tokens can be counted first.
 
-    Holds ``accumulation`` batches at a time, on the CPU. A loader built with the same ``accumulation`` gives
-    full groups only; of others the last one may be shorter.
+    Holds one group of batches at a time, on the CPU. A loader with the same ``gradient_accumulation_steps``
+    gives full groups only; otherwise the last group may be shorter.
 
     >>> list(grouped(range(5), 2))
     [[0, 1], [2, 3], [4]]
 
     Raises:
-        ConfigError: ``accumulation`` is below 1.
+        ConfigError: ``gradient_accumulation_steps`` is below 1.
     """
-    if accumulation < 1:
-        raise ConfigError(f"{accumulation=}: expected 1 or more")
+    if gradient_accumulation_steps < 1:
+        raise ConfigError(f"{gradient_accumulation_steps=}: expected 1 or more")
     group: list[Item] = []
     for batch in batches:
         group.append(batch)
-        if len(group) == accumulation:
+        if len(group) == gradient_accumulation_steps:
             yield group
             group = []
     if group:

@@ -10,14 +10,16 @@ from packhorse.families.models import UNCHECKED, check_packable, models_in
 from packhorse.integrations.loss import Batch, count_supervised
 
 
-def check_world(loader: Any, rank: int, size: int, accumulation: int, *, saved_by_all: bool = False) -> None:
+def check_world(
+    loader: Any, rank: int, size: int, gradient_accumulation_steps: int, *, saved_by_all: bool = False
+) -> None:
     """Refuse a loader that deals to other ranks, or in other steps, than those that train.
 
     Args:
         loader: the loader.
         rank: of this process among those that train.
         size: how many train.
-        accumulation: micro steps of a step.
+        gradient_accumulation_steps: micro-batches per optimizer step of the training loop.
         saved_by_all: whether each rank has a state of its own in a checkpoint.
 
     Raises:
@@ -34,10 +36,11 @@ def check_world(loader: Any, rank: int, size: int, accumulation: int, *, saved_b
             "shard_data=True: each rank's loader has a state of its own, but checkpoints hold only that of "
             "the first rank. Leave shard_data out"
         )
-    if loader.config.accumulation != accumulation:
+    if loader.config.gradient_accumulation_steps != gradient_accumulation_steps:
         raise ConfigError(
-            f"{accumulation} micro batches are accumulated, but the loader has accumulation="
-            f"{loader.config.accumulation}: give both the same"
+            f"{gradient_accumulation_steps} micro-batches are accumulated, but the loader has "
+            "gradient_accumulation_steps="
+            f"{loader.config.gradient_accumulation_steps}: give both the same"
         )
 
 
@@ -57,11 +60,11 @@ def check_model(loader: Any, module: Any) -> None:
         check_packable(model)
 
 
-class Feed:
+class TrainerFeed:
     """One pass is the rest of the loader's epoch; the next pass is the next epoch.
 
     Trainers ask for as many batches as there are and never for the end, so the epoch is closed here, when its
-    last batch is handed out. Counts what was trained: trainers fetch all micro batches of a step before they
+    last batch is delivered. Counts what was trained: trainers fetch all micro-batches of a step before they
     train the first.
 
     Attributes:
@@ -77,7 +80,7 @@ class Feed:
         self._reset()
 
     def _reset(self) -> None:
-        self.epoch, self.handed_out, self.trained, self.accumulated = self.loader.epoch, 0, 0, 0
+        self.epoch, self.delivered, self.trained, self.accumulated = self.loader.epoch, 0, 0, 0
 
     def finish_step(self) -> None:
         """Count the micro-batches of the step that the optimizer has made."""
@@ -91,36 +94,36 @@ class Feed:
         batches = iter(self.loader)  # begins the next epoch if this one is over
         if self.loader.epoch != self.epoch:
             self._reset()
-        return self._handed_out(batches)
+        return self._delivered(batches)
 
-    def _handed_out(self, batches: Iterator[Batch]) -> Iterator[Any]:
+    def _delivered(self, batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
-            self.handed_out += 1
+            self.delivered += 1
             if not self.loader.remaining:
                 _close(batches)
             yield batch
 
     @property
     def position(self) -> float:
-        """Epochs handed out, with the part of the present one."""
+        """Epochs delivered, with the part of the present one."""
         return float(self.loader.epoch + 1 - self.loader.remaining / self._length)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's, with no more used up than was trained."""
-        consumed = None if self.trained == self.handed_out else self.trained
+        consumed = None if self.trained == self.delivered else self.trained
         state: dict[str, Any] = self.loader.state_dict(consumed=consumed)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what was trained."""
+        """Go on after what was trained."""
         self.loader.load_state_dict(state)
         self._reset()
 
 
-class StepFeed(Feed):
+class StepFeed(TrainerFeed):
     """Pairs of a batch and the supervised tokens of its step, for trainers that show one batch at a time.
 
-    All micro batches of a step are fetched when its first one is asked for; their tokens are counted over all
+    All micro-batches of a step are fetched when its first one is asked for; their tokens are counted over all
     ranks.
     """
 
@@ -134,14 +137,14 @@ class StepFeed(Feed):
 
     def __len__(self) -> int:
         """Batches of this epoch, those before a restart as they were then."""
-        return self._before + self.handed_out + int(self.loader.remaining)
+        return self._before + self.delivered + int(self.loader.remaining)
 
-    def _handed_out(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
-        accumulation = self.loader.config.accumulation
+    def _delivered(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
+        gradient_accumulation_steps = self.loader.config.gradient_accumulation_steps
         step: list[Batch] = []
-        for batch in super()._handed_out(batches):
+        for batch in super()._delivered(batches):
             step.append(batch)
-            if self.loader.cursor % accumulation and self.loader.remaining:
+            if self.loader.cursor % gradient_accumulation_steps and self.loader.remaining:
                 continue
             tokens = count_supervised(step)
             for number, one in enumerate(step, 1):
@@ -161,21 +164,21 @@ class StepFeed(Feed):
         if self.accumulated:
             raise ConfigError(
                 f"checkpoint after {self.accumulated} micro-batches of an optimizer step of "
-                f"{self.loader.config.accumulation}: their gradients are not saved, so they would never be "
-                "trained. Save when a step is finished: count optimizer steps "
+                f"{self.loader.config.gradient_accumulation_steps}: their gradients are not saved, so "
+                "they would never be trained. Save when a step is finished: count optimizer steps "
                 "(ModelCheckpoint(every_n_train_steps=…)), or make val_check_interval a multiple of "
                 "accumulate_grad_batches"
             )
         return {"loader": super().state_dict(), "batches": self._before + self.trained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what was trained."""
+        """Go on after what was trained."""
         super().load_state_dict(state["loader"])
         if self.loader.epoch == state["loader"]["epoch"]:
             self._before = int(state["batches"])
 
 
 def _close(batches: Iterator[Batch]) -> None:
-    """Ask for the end behind the last batch, where the loader adds up its epoch."""
+    """Ask for the end after the last batch, where the loader adds up its epoch."""
     for _ in batches:
-        raise AssertionError("a loader with nothing remaining has handed out a batch")
+        raise AssertionError("a loader with nothing remaining has delivered a batch")

@@ -20,9 +20,9 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import check_router_loss
 from packhorse.families.shift_labels import honours_shift_labels, make_honour_shift_labels
-from packhorse.integrations.attention import choose, facts_of, use_attention
+from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import count_supervised, supervised, token_loss
-from packhorse.integrations.trainer_feed import Feed, check_model, check_world
+from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.types import Batch, to_device
 
 LOADER_STATE = "packhorse_loader.json"
@@ -41,8 +41,8 @@ class TrainFromLoader:
         trainer.train(resume_from_checkpoint=True)
 
     - The loader deals batches to ranks itself; ``per_device_train_batch_size`` is without effect.
-    - The loss is one mean over the supervised tokens of all ranks and accumulated micro steps.
-    - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` goes on behind the last batch
+    - The loss is one mean over the supervised tokens of all ranks and accumulated micro-steps.
+    - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` goes on after the last batch
       trained, without loading any before it, on another number of ranks too.
     - The loader's metrics are logged beside the loss.
 
@@ -50,7 +50,7 @@ class TrainFromLoader:
     labels as the model takes them.
 
     Args:
-        loader: a :class:`packhorse.Loader`, built with as many accumulated micro steps as the Trainer takes.
+        loader: a :class:`packhorse.Loader`, built with as many accumulated micro-steps as the Trainer takes.
 
     Raises:
         ConfigError: arguments of the Trainer would undo what the loader does, packed rows are wrong for the
@@ -58,13 +58,13 @@ class TrainFromLoader:
             would not be computed.
     """
 
-    # The Trainer's own words for: do not divide by the number of accumulated micro steps.
+    # The Trainer's own words for: do not divide by the number of accumulated micro-steps.
     loss_is_scaled_for_ga: bool | None = True
 
     def __init__(self, *arguments: Any, loader: Any, **options: Any) -> None:
         _check_loss(type(self))
         self.loader = loader
-        self._feed = Feed(loader)
+        self._feed = TrainerFeed(loader)
         super().__init__(*arguments, **options)
         args: Any = self.args  # type: ignore[attr-defined]
         _check(args, loader)
@@ -99,7 +99,7 @@ class TrainFromLoader:
             resume_from_checkpoint = last
         if resume_from_checkpoint:
             self._resume(Path(resume_from_checkpoint))
-        elif self._feed.trained < self._feed.handed_out:
+        elif self._feed.trained < self._feed.delivered:
             self._feed.load_state_dict(self._feed.state_dict())
         return super().train(resume_from_checkpoint or None, *arguments, **options)  # type: ignore[misc]
 
@@ -113,8 +113,10 @@ class TrainFromLoader:
         self._resumed = True
         done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
         if self._asked_steps <= 0:
-            accumulation = args.gradient_accumulation_steps
-            rest, whole = (math.ceil(n / accumulation) for n in (self.loader.remaining, len(self._feed)))
+            gradient_accumulation_steps = args.gradient_accumulation_steps
+            rest, whole = (
+                math.ceil(n / gradient_accumulation_steps) for n in (self.loader.remaining, len(self._feed))
+            )
             more = rest + math.ceil((args.num_train_epochs - self.loader.epoch - 1) * whole)
             args.max_steps = max(done + more, 1)  # the Trainer takes 0 for "not given"
         self._finished = args.max_steps <= done
@@ -129,7 +131,7 @@ class TrainFromLoader:
         return (0 if self._finished else epochs + 2 * self._resumed, *others)
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], int | None]:
-        """The micro batches of a step, and the supervised tokens of all ranks in them."""
+        """The micro-batches of a step, and the supervised tokens of all ranks in them."""
         batches, _ = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         return batches, count_supervised(batches) if batches else None
 
@@ -163,7 +165,7 @@ class TrainFromLoader:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """What a micro batch contributes to the mean over the step's tokens; see :mod:`.loss`."""
+        """What a micro-batch contributes to the mean over the step's tokens; see :mod:`.loss`."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         outputs = model(**model_inputs(inputs))
@@ -316,7 +318,7 @@ def prepare(
         ConfigError: the backend would be wrong for this model, or the model cannot be trained on packs.
     """
     check_router_loss(model.config)
-    backend = choose(facts_of(model, device, dtype, autocast), attn, longest)
+    backend = choose_attention(inspect_attention(model, device, dtype, autocast), attn, longest)
     use_attention(model, backend)
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False

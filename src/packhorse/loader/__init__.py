@@ -2,8 +2,8 @@
 
 from packhorse.loader.build import BatchReport
 from packhorse.loader.config import LoaderConfig, load
-from packhorse.loader.epoch_stats import EpochAccount, TooManyBad
+from packhorse.loader.epoch_stats import EpochStats, TooManyBad
 from packhorse.loader.loader import Loader
 from packhorse.loader.metrics import Metrics
 
-__all__ = ["BatchReport", "EpochAccount", "Loader", "LoaderConfig", "Metrics", "TooManyBad", "load"]
+__all__ = ["BatchReport", "EpochStats", "Loader", "LoaderConfig", "Metrics", "TooManyBad", "load"]

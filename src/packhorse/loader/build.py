@@ -23,12 +23,12 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, ordered
-from packhorse.collate.pixel_buffer import PixelRoom, RoomPool
+from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.placeholder import Blanks
+from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, as_dtype
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, Sample, WorkItem
@@ -86,7 +86,7 @@ Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 BatchReport = BatchInfo
-"""What ``loader.last`` holds: the ``info`` of the batch handed out last."""
+"""What ``loader.last`` holds: the ``info`` of the batch delivered last."""
 
 
 class Built(NamedTuple):
@@ -101,7 +101,7 @@ class BatchBuilder(Dataset[Built]):
     """Builds batches from work items; see the subclasses.
 
     Args:
-        samples: encodes single samples; a sample that fails is recorded in its ledger and left out.
+        samples: encodes single samples; a sample that fails is recorded in its ledger and dropped.
         finish: done to every batch at the end (casting, chunks for a pipeline).
         sample_timeout: after so many seconds a sample counts as failed; None waits for ever.
     """
@@ -113,7 +113,7 @@ class BatchBuilder(Dataset[Built]):
         sample_timeout: float | None = None,
     ) -> None:
         self.samples, self.finish, self.sample_timeout = samples, finish, sample_timeout
-        self.blanks = Blanks(samples)
+        self.blanks = Placeholders(samples)
 
     def __getitem__(self, item: WorkItem) -> Built:
         """Encode the samples of a work item and make a batch of those that can be used."""
@@ -127,10 +127,12 @@ class BatchBuilder(Dataset[Built]):
         rows = [[sample for _, sample in pack] for pack in packs]
         blank = bool(missing) or not rows
         if blank:
-            self.add_blank(rows, missing)
-        rows, batch, refused = self._collated(rows, packs, item)
-        delivered = {s: index for at, pack in enumerate(packs) if at not in refused for index, s in pack}
-        info = self._describe(item, self.in_order(rows), delivered, batch, placeholder=blank or bool(refused))
+            self.add_placeholder(rows, missing)
+        rows, batch, rejected = self._collated(rows, packs, item)
+        delivered = {s: index for at, pack in enumerate(packs) if at not in rejected for index, s in pack}
+        info = self._describe(
+            item, self.in_order(rows), delivered, batch, placeholder=blank or bool(rejected)
+        )
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
         return Built(Batch(loss_inputs(finished), info), info)
@@ -157,7 +159,7 @@ class BatchBuilder(Dataset[Built]):
             item.step,
             samples=samples,
             lost=tuple(index for index in item.samples if index not in inside),
-            in_a_row=tuple(index in inside for index in item.samples),
+            consecutive_bad=tuple(index in inside for index in item.samples),
             tokens=sum(map(self.length, used)),
             slots=labels.numel(),
             supervised=int((labels != IGNORE_INDEX).sum()),
@@ -194,7 +196,7 @@ class BatchBuilder(Dataset[Built]):
         """The samples of a pack in rows: in one, as a rule, and in none if there is no sample."""
         return [samples] if samples else []
 
-    def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add a placeholder with these media: one row at least where there is none."""
         raise NotImplementedError
 
@@ -242,20 +244,20 @@ class BatchBuilder(Dataset[Built]):
             if self.samples.on_bad == "raise" or not is_data_error(error):
                 raise
             first = error
-        refused: set[int] = set()
+        rejected: set[int] = set()
         for at, pack in enumerate(packs):
             refusal = self._refusal([sample for _, sample in pack])
             if refusal is not None:
-                refused.add(at)
+                rejected.add(at)
                 for index, _ in pack:
                     self.samples.record(index, refusal, replaced=False)
-        if not refused:  # each for itself is good: no sample is at fault
+        if not rejected:  # each for itself is good: no sample is at fault
             raise first
-        kept = [rows[at] for at in range(len(packs)) if at not in refused]
+        kept = [rows[at] for at in range(len(packs)) if at not in rejected]
         missing = item.kinds & ~self._kinds_of(sample for row in kept for sample in row)
         if missing or not kept:
-            self.add_blank(kept, missing)
-        return kept, self.collate(kept), refused
+            self.add_placeholder(kept, missing)
+        return kept, self.collate(kept), rejected
 
     def _refusal(self, row: list[Sample]) -> BadSample | None:
         """Why nothing can be made of a row; None if something can."""
@@ -289,14 +291,14 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
-        self._pool = RoomPool()
-        self._pixels: PixelRoom | None = None
+        self._pool = BufferPool()
+        self._pixels: PixelBuffer | None = None
 
     def begin(self, item: WorkItem) -> None:
         """As above, with room for the pixels of one batch."""
         super().begin(item)
         tokens = len(item.packs) * self.packer.pack_size
-        self._pixels = PixelRoom(tokens, self.collater.get("pixel_dtype"), self._pool)
+        self._pixels = PixelBuffer(tokens, self.collater.get("pixel_dtype"), self._pool)
 
     def prepare(self, sample: Sample) -> Sample:
         """The sample shifted and with its positions, its pixels where the batch has them."""
@@ -323,7 +325,7 @@ class PackBuilder(BatchBuilder):
             used += room
         return rows
 
-    def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add documents to the row that has the most room, which was reserved; else a row of their own."""
         blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(kinds)]
         needed, *used = (sum(self.packer.padded_length(len(s)) for s in row) for row in (blanks, *rows))
@@ -367,7 +369,7 @@ class PadBuilder(BatchBuilder):
         """How many tokens of the batch a sample takes up: the collate function takes off one."""
         return super().length(sample) - 1
 
-    def add_blank(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
         """Add rows."""
         rows += [[sample] for _, sample in self.blanks.samples(kinds)]
 
@@ -401,7 +403,7 @@ def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mode
     collater: dict[str, Any] = {
         "padding_idx": pad_token_id(samples.processor),
         "max_length": config.pack_size if config.pad_to_size else None,
-        "attn_implementation": config.attention or model.attention,
+        "attn_implementation": config.attn_implementation or model.attn_implementation,
         "pixel_dtype": dtype,
         "config": model.config,
         "media_layout": for_pipeline,

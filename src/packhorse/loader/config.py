@@ -24,14 +24,11 @@ Verify = Literal["changed", "full"]
 
 # Settings under the names that other libraries have for them.
 _CALLED_ELSEWHERE = {
-    "num_workers": "workers",
-    "prefetch_factor": "prefetch",
-    "gradient_accumulation_steps": "accumulation",
+    "workers": "num_workers",
     "per_device_train_batch_size": "batch_size",
     "max_length": "pack_size",
     "max_seq_length": "pack_size",
     "packed_sequence_size": "pack_size",
-    "attn_implementation": "attention",
     "pp_n_microbatches": "pipeline_microbatches",
 }
 _CHOICES: dict[str, Any] = {
@@ -42,11 +39,11 @@ _CHOICES: dict[str, Any] = {
     "verify": Verify,
 }
 _NUMBERS_OR_NONE = (
-    *("max_bad_share", "max_bad_in_a_row", "max_patches", "max_media", "max_documents"),
+    *("max_bad_share", "max_consecutive_bad", "max_patches", "max_media", "max_documents"),
     *("effort", "timeout", "sample_timeout", "count_workers"),
 )
 _PATHS = ("data", "ledger_dir", "cache_dir")
-_AT_LEAST_ONE = ("pack_size", "batch_size", "accumulation", "alignment", "prefetch")
+_AT_LEAST_ONE = ("pack_size", "batch_size", "gradient_accumulation_steps", "alignment", "prefetch_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,35 +53,36 @@ class LoaderConfig:
     Attributes:
         data: a meta file, a dict with its content, or examples: a list, a Hugging Face dataset, anything with
             ``len`` and ``[index]`` that gives ``{"conversation": [...]}``.
-        dataset_names: only these data sets of a meta file.
+        dataset_names: only these datasets of a meta file.
         mode: ``"pack"`` fills packs; ``"pad"`` makes batches of samples of similar length.
         pack_size: the most tokens of a pack (``"pad"``: of a sample), after the shift.
-        batch_size: packs (or samples) of a rank in a micro step.
-        accumulation: the epoch has a multiple of so many micro steps.
+        batch_size: packs (or samples) of a rank in a micro-step.
+        accumulation: the epoch has a multiple of so many micro-steps.
         pad_to_size: pad every batch to ``pack_size``, for models that are compiled; else to its longest row.
         seed: of everything that is drawn.
         attention: the backend that batches are made for; None asks the model, else ``"sdpa"``.
         pixel_dtype: what pixels are converted to, as ``"bfloat16"``; None asks the model, else leaves them.
         alignment: each document takes up a multiple of so many tokens (2 x the size of context parallelism).
-        on_overlong: samples longer than a pack are left out and recorded, truncated, or an error.
-        on_bad: samples that fail are left out and recorded, or an error.
+        on_overlong: samples longer than a pack are dropped and recorded, truncated, or an error.
+        on_bad: samples that fail are dropped and recorded, or an error.
         max_bad_share: the run stops when more of an epoch's samples are bad; None never.
-        max_bad_in_a_row: the run stops when more than so many fail one after the other on a rank; None
+        max_consecutive_bad: the run stops when more than so many fail one after the other on a rank; None
             never.
         max_patches: vision patches of a pack, as a guard of memory; ``max_media`` and ``max_documents`` too.
         max_media: see there.
         max_documents: see there.
-        placeholder: ``"auto"`` gives a rank a blank medium where another rank has one in the same step (FSDP
-            and ZeRO hang otherwise); ``"never"`` does not.
+        placeholder: ``"auto"`` gives a rank a blank media item where another rank has one in the same step
+            (FSDP and ZeRO hang otherwise); ``"never"`` does not.
         shard_data: each rank opens, counts and plans its own rows only. Resuming then needs the same world.
-        spread_datasets: each data set of a mixture is spread evenly over the epoch.
+        spread_datasets: each dataset of a mixture is spread evenly over the epoch.
         effort: seconds to look for better packs, see :func:`~packhorse.neat_packing_vlm.plan_packs`.
-        workers: processes that build batches; 0 builds them in this one.
+        num_workers: processes that build batches; 0 builds them in this one.
         prefetch: batches that each worker builds ahead.
         pin_memory: copy batches to pinned memory.
         timeout: seconds after which a batch that does not come stops the run; None waits.
         sample_timeout: seconds after which a sample counts as failed, and is recorded; None waits.
-        start: how workers are started (``"fork"``, ``"spawn"``, ``"forkserver"``); None for the system's way.
+        multiprocessing_context: how workers start: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for
+            Python's default.
         ledger_dir: each rank appends its ledger to a file in this folder as it happens.
         cache_dir: where plans are kept; None for the machine's cache.
         count_workers: processes to count with where counts are missing; None for one per core.
@@ -98,16 +96,16 @@ class LoaderConfig:
     mode: Mode = "pack"
     pack_size: int = 8192
     batch_size: int = 1
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
     pad_to_size: bool = False
     seed: int = 0
-    attention: str | None = None
+    attn_implementation: str | None = None
     pixel_dtype: str | None = None
     alignment: int = 1
     on_overlong: OnOverlong = "drop"
     on_bad: OnBad = "skip"
     max_bad_share: float | None = 0.01
-    max_bad_in_a_row: int | None = 100
+    max_consecutive_bad: int | None = 100
     max_patches: int | None = None
     max_media: int | None = None
     max_documents: int | None = None
@@ -115,12 +113,12 @@ class LoaderConfig:
     shard_data: bool = False
     spread_datasets: bool = True
     effort: float | None = None
-    workers: int = 0
-    prefetch: int = 2
+    num_workers: int = 0
+    prefetch_factor: int = 2
     pin_memory: bool = False
     timeout: float | None = None
     sample_timeout: float | None = None
-    start: str | None = None
+    multiprocessing_context: str | None = None
     ledger_dir: str | os.PathLike[str] | None = None
     cache_dir: str | os.PathLike[str] | None = None
     count_workers: int | None = None
@@ -138,7 +136,7 @@ class LoaderConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
-        for name, least in (("workers", " of 0 or more"), ("seed", "")):
+        for name, least in (("num_workers", " of 0 or more"), ("seed", "")):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or (least and value < 0):
                 raise ConfigError(f"{name}={value!r}: expected a whole number{least}")
@@ -196,7 +194,7 @@ class LoaderConfig:
 
     def of_all_ranks(self) -> str:
         """What has to be the same on all ranks, beside what the plan depends on."""
-        names = ("mode", "batch_size", "accumulation", "placeholder", "shard_data")
+        names = ("mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
         values = [f"{name}={getattr(self, name)}" for name in names]
         # Each rank may have a folder of its own. With and without one they read different step files.
         return ", ".join([*values, f"ledger_dir={'None' if self.ledger_dir is None else 'given'}"])
@@ -247,7 +245,7 @@ def load(
 ) -> Loader:
     """From data to batches, in one call: ``LoaderConfig(data=…, **settings).build(processor, …)``.
 
-    For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, workers=8)``.
+    For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, num_workers=8)``.
 
     Args:
         data: a meta file, a dict with its content, or examples.

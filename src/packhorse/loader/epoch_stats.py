@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
 
-from packhorse.distributed import Ranks
+from packhorse.distributed import Collectives
 from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
 from packhorse.ledger import GONE, Ledger
 from packhorse.loader.build import BatchReport
-from packhorse.loader.state import Progress, Tally
+from packhorse.loader.state import LoaderState, Tally
 from packhorse.plan.pack_plan import BAD_ROW, DROP_REASONS
 from packhorse.types import Drop, World
 
@@ -33,7 +33,7 @@ class TooManyBad(PackhorseError):
     """More samples are bad than the run is to bear; the message has the reasons."""
 
 
-class Guard:
+class BadSampleBudget:
     """Stops the run when too many samples of an epoch are bad, or too many in a row.
 
     Args:
@@ -41,7 +41,7 @@ class Guard:
         bad: of them were bad already when they were counted.
         ranks: that share them.
         share: the most that may be bad; None for any.
-        in_a_row: the most that may fail one after the other on this rank; None for any.
+        consecutive_bad: the most that may fail one after the other on this rank; None for any.
         ledger: has the reasons.
         lost: so many have failed on this rank already, before a restart.
 
@@ -58,26 +58,32 @@ class Guard:
         bad: int,
         ranks: int,
         share: float | None,
-        in_a_row: int | None,
+        consecutive_bad: int | None,
         ledger: Ledger,
         lost: int = 0,
     ) -> None:
-        self.samples, self.bad, self.share, self.in_a_row, self.ledger = samples, bad, share, in_a_row, ledger
+        self.samples, self.bad, self.share, self.consecutive_bad, self.ledger = (
+            samples,
+            bad,
+            share,
+            consecutive_bad,
+            ledger,
+        )
         self.ranks, self.counted = ranks, (lost, 0)
         self.check(0)
 
-    def saw(self, report: BatchReport) -> None:
-        """Take a batch into account; one that stops the run is not handed out, and leaves no trace here.
+    def update(self, report: BatchReport) -> None:
+        """Take a batch into account; one that stops the run is not delivered, and leaves no trace here.
 
         Raises:
             TooManyBad: that is enough.
         """
         lost, row = self.counted
         lost += len(report.lost)
-        for inside in report.in_a_row:
+        for inside in report.consecutive_bad:
             row = 0 if inside else row + 1
-            if self.in_a_row is not None and row > self.in_a_row:
-                raise TooManyBad(self._told(f"{row} samples in a row failed", "max_bad_in_a_row"))
+            if self.consecutive_bad is not None and row > self.consecutive_bad:
+                raise TooManyBad(self._told(f"{row} samples in a row failed", "max_consecutive_bad"))
         if self.ranks == 1:
             self.check(lost)
         elif self.share is not None:
@@ -107,7 +113,7 @@ class Guard:
         examples = "; ".join(f"{drop.key}: {drop.reason}, {drop.detail}" for drop in last)
         gone = self.ledger.samples_by_reason(gone=True)
         bad = {reason: number for reason, number in gone.items() if reason not in _GOOD}
-        value = f"{self.share:.2%}" if setting == "max_bad_share" else self.in_a_row
+        value = f"{self.share:.2%}" if setting == "max_bad_share" else self.consecutive_bad
         return (
             f"{what}, more than {setting}={value} allows. By reason: {_by_reason(bad)}. "
             f"As: {examples}. `packhorse check` finds them all, with --fix it writes the data without them; "
@@ -120,14 +126,14 @@ def _by_reason(counts: dict[str, int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochAccount:
+class EpochStats:
     """Where the samples of an epoch went, over all ranks.
 
     Attributes:
         epoch: which one.
-        rows: examples of the data set.
+        rows: examples of the dataset.
         planned: of them are in the plan; the others are in the ledger.
-        delivered: were handed out to a rank, counted batch by batch; None where that is not known
+        delivered: were delivered to a rank, counted batch by batch; None where that is not known
             (``unknown`` says why).
         lost: were planned and failed on the way; counted likewise.
         reasons: how many samples were not delivered for each reason, in this epoch or in all.
@@ -145,7 +151,7 @@ class EpochAccount:
     unknown: str = ""
 
     @property
-    def left_out(self) -> int:
+    def dropped(self) -> int:
         """Rows that are in no pack: bad already when they were counted, too long, empty."""
         return self.rows - self.planned
 
@@ -163,8 +169,8 @@ class EpochAccount:
 
 
 def close_epoch(
-    mine: EpochAccount, before: Tally | None, *, shard_data: bool, ledger: Ledger, ranks: Ranks
-) -> EpochAccount:
+    mine: EpochStats, before: Tally | None, *, shard_data: bool, ledger: Ledger, ranks: Collectives
+) -> EpochStats:
     """Add up the epoch over all ranks; the first rank logs it.
 
     Args:
@@ -182,7 +188,7 @@ def close_epoch(
     total = Tally(sum(one.delivered or 0 for one, _ in parts), sum(one.lost for one, _ in parts))
     for one in earlier:
         total = total.plus(one or Tally())
-    account = EpochAccount(
+    account = EpochStats(
         mine.epoch,
         sum(one.rows for one, _ in parts) if shard_data else mine.rows,
         sum(one.planned for one, _ in parts) if shard_data else mine.planned,
@@ -210,7 +216,7 @@ class StepFile:
     """What each micro-step gave a rank, in a file next to the rank's ledger: one JSON line per micro-step.
 
     The resume state is the same on every rank, so it cannot hold what a single rank was given. A line holds
-    the branch (see :meth:`Progress.branch`), the micro-step, how many samples were delivered and lost, and
+    the branch (see :meth:`LoaderState.branch`), the micro-step, how many samples were delivered and lost, and
     the step's ledger entries. A run that goes back to an earlier state writes the steps again: the last line
     of a step counts.
     """
@@ -246,30 +252,30 @@ class StepFile:
                 "written) and start from the last checkpoint"
             ) from error
 
-    def read(self, progress: Progress) -> list[dict[int, Tally]]:
+    def read(self, progress: LoaderState) -> list[dict[int, Tally]]:
         """For each segment of a progress: its used micro-steps that this file has."""
         return [{step: tally for step, (tally, _) in steps.items()} for steps in self._read(progress)]
 
-    def drops(self, progress: Progress) -> list[Drop]:
+    def drops(self, progress: LoaderState) -> list[Drop]:
         """The ledger entries of the used micro-steps."""
         return [drop for steps in self._read(progress) for _, drops in steps.values() for drop in drops]
 
-    def _read(self, progress: Progress) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+    def _read(self, progress: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
         found: list[dict[int, tuple[Tally, list[Drop]]]] = [{} for _ in progress.segments]
         branches = {progress.branch(number): number for number in range(len(progress.segments))}
         if not self.path.exists():
             return found
         for line in self.path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # a line that a crash cut off
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
                 branch, step, delivered, lost, *drops = json.loads(line)
                 number = branches.get(branch)
                 if number is not None and step < progress.segments[number].steps:
-                    entry = Tally(int(delivered), int(lost)), [Drop(**drop) for drop in drops]
+                    entry = Tally(int(delivered), int(lost)), [Drop.from_json(drop) for drop in drops]
                     found[number][step] = entry
         return found
 
 
-def counted_before(ledger: Ledger, ranks: Ranks, progress: Progress) -> Tally | None:
+def counted_before(ledger: Ledger, ranks: Collectives, progress: LoaderState) -> Tally | None:
     """What all ranks were given in the used steps of a state, from their step files; the same on all ranks.
 
     Returns:
@@ -317,14 +323,14 @@ def _lost_in(ledger: Ledger) -> int:
     return ledger.lost() - ledger.of_epoch(-1).lost()
 
 
-def recall(ledger: Ledger, epoch: int) -> None:
+def restore_epoch(ledger: Ledger, epoch: int) -> None:
     """Take in what the file of a ledger has on an epoch from before a restart; it is not written again."""
     if ledger.path is not None and ledger.path.exists():
-        ledger.take_in(_read(ledger.path).of_epoch(epoch, alone=True))
+        ledger.restore(_read(ledger.path).of_epoch(epoch, alone=True))
 
 
-def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Collection[str]]) -> None:
-    """Forget what was recorded behind a state: about samples that it says are to come, and later epochs.
+def roll_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Collection[str]]) -> None:
+    """Forget what was recorded after a state: about samples that it says are to come, and later epochs.
 
     Args:
         ledger: this rank's.
@@ -334,18 +340,18 @@ def take_back(ledger: Ledger, world: World, epoch: int, unused: Callable[[], Col
     """
     if ledger.path is None:
         if ledger.last_epoch() >= epoch:
-            ledger.take_back(epoch, unused())
+            ledger.roll_back(epoch, unused())
         return
     for path in _own_files(ledger.path.parent, world):
         own = ledger if path == ledger.path else Ledger(path)
         last = max(own.last_epoch(), _read(path).last_epoch() if path.exists() else -1)
         if last >= epoch:
-            number = own.take_back(epoch, unused())
+            number = own.roll_back(epoch, unused())
             if number:
-                logger.info("%s: %s entries behind the state are taken back", path, number)
+                logger.info("%s: %s entries after the state are taken back", path, number)
 
 
-def restore_entries(ledger: Ledger, world: World, progress: Progress) -> None:
+def restore_entries(ledger: Ledger, world: World, progress: LoaderState) -> None:
     """Write entries of the used steps of a state that the ledger files lack, from the step files.
 
     They are missing if the run went back to an earlier state, which took them back, and now goes on from a
@@ -388,7 +394,7 @@ def _reasons(ledger: Ledger) -> _Reasons:
     return ledger.samples_by_reason(gone=True), ledger.samples_by_reason(gone=False)
 
 
-def _written(ledger: Ledger, ranks: Ranks, epoch: int) -> _Reasons:
+def _written(ledger: Ledger, ranks: Collectives, epoch: int) -> _Reasons:
     """The reasons that the ledgers of all ranks have for an epoch.
 
     Files are read: they have what an earlier run, or a process that was killed, has recorded too. After a

@@ -15,36 +15,36 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.count.columns import CountColumns
-from packhorse.distributed import Ranks
+from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.loader.build import BatchReport, Built, make_builder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.epoch_stats import (
-    EpochAccount,
-    Guard,
+    BadSampleBudget,
+    EpochStats,
     StepFile,
     TooManyBad,
     close_epoch,
     counted_before,
     lost_before,
     rank_file,
-    recall,
     restore_entries,
-    take_back,
+    restore_epoch,
+    roll_back,
 )
 from packhorse.loader.metrics import Metrics
 from packhorse.loader.startup import check_batches, open_data, start_up
-from packhorse.loader.state import Progress, Tally, describe_state
+from packhorse.loader.state import LoaderState, Tally, describe_state
 from packhorse.loader.worker_pool import WorkerPool, WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
-from packhorse.plan.schedule import Dealt, Packs, Shape
+from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule
 from packhorse.types import Batch, Drop, WorkItem, World
 
 
 @dataclass
 class Epoch:
-    """The epoch that is being handed out.
+    """The epoch that is being delivered.
 
     Attributes:
         packs: of its plan.
@@ -53,19 +53,19 @@ class Epoch:
         first: the micro-step at which this process began with it.
         before: what was delivered and lost before ``first``, over all ranks; None if unknown.
         tallies: what this rank was given since ``first``, up to each micro-step.
-        over: whether all of it was handed out.
+        over: whether all of it was delivered.
     """
 
     packs: Packs
-    dealt: Dealt
-    guard: Guard
+    dealt: PackSchedule
+    guard: BadSampleBudget
     first: int
     before: Tally | None
     tallies: list[Tally] = field(default_factory=lambda: [Tally()])
     over: bool = False
 
 
-def work_item_of(dealt: Dealt, epoch: int, rank: int, kinds: int | None, step: int) -> WorkItem:
+def work_item_of(dealt: PackSchedule, epoch: int, rank: int, kinds: int | None, step: int) -> WorkItem:
     """What a rank is to build in a step; ``kinds`` of None are those that any rank has in it."""
     packs = tuple(map(tuple, dealt.samples(step, rank)))
     return WorkItem(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)
@@ -75,7 +75,7 @@ logger = getLogger("packhorse.loader")
 
 
 class Loader:
-    """Batches of a data set for one rank; iterate over it.
+    """Batches of a dataset for one rank; iterate over it.
 
     Each sample of the plan reaches exactly one rank exactly once in an epoch, or is in the ledger with its
     reason. All ranks make the same number of steps. ``iter`` goes on where the last one stopped; when the
@@ -90,10 +90,10 @@ class Loader:
         counts: their exact counts.
         model_name: class of the model (or of its config) that batches are made for; ``"unchecked"`` if the
             user opted out of checking one.
-        ledger: what was left out on this rank, and why; after a resume with ``ledger_dir`` also what the
+        ledger: what was dropped on this rank, and why; after a resume with ``ledger_dir`` also what the
             rank's file has on the epoch that goes on.
         metrics: fill, speed and waiting of the last steps.
-        last: the ``info`` of the batch handed out last; None before the first.
+        last: the ``info`` of the batch delivered last; None before the first.
         account: where the samples of the last finished epoch went; None before that.
     """
 
@@ -109,14 +109,14 @@ class Loader:
     ) -> None:
         self.config = config
         self.world = World.detect() if world is None else world
-        self._ranks = Ranks(self.world, group)
+        self._ranks = Collectives(self.world, group)
         # What fails on one rank raises on all of them; steps that may take long have their own names.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
         config, folder = self.config, self.config.ledger_dir
         # Buffer entries until iteration starts, so a loader that fails validation never writes to its file.
-        self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).hold()
+        self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).buffer()
         opened = open_data(config, processor, model, self._ranks, self.ledger)
         check_batches(config, opened)
         self._start = start_up(config, opened, self._ranks, counts)
@@ -125,20 +125,22 @@ class Loader:
         self._samples, self._planner = self._start.samples, self._start.planner
         # Schedule all packs over all ranks, or this rank's own rows on itself.
         self._dealing = World() if config.shard_data else self.world
-        self._shape = Shape(self._dealing.size, config.batch_size, config.accumulation).check()
-        self.metrics = Metrics(config.accumulation)
+        self._shape = BatchLayout(
+            self._dealing.size, config.batch_size, config.gradient_accumulation_steps
+        ).check()
+        self.metrics = Metrics(config.gradient_accumulation_steps)
         self.last: BatchReport | None = None
-        self.account: EpochAccount | None = None
+        self.account: EpochStats | None = None
         self._told = False
         self._steps = StepFile.of(self.ledger)
-        self._not_handed_out: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
-        self._progress = Progress().under(self._shape)
+        self._not_delivered: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
+        self._progress = LoaderState().under(self._shape)
         self._now = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
 
     # What there is.
 
     def __len__(self) -> int:
-        """Micro steps of the epoch under the present shape; the same on every rank.
+        """Micro-steps of the epoch under the present shape; the same on every rank.
 
         After a resume under another shape these are the steps of what was left; else of the whole epoch.
         """
@@ -164,17 +166,17 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is, or was last, handed out."""
+        """The epoch that is, or was last, delivered."""
         return self._progress.epoch
 
     @property
     def cursor(self) -> int:
-        """Micro steps of this epoch that were handed out under the present shape."""
+        """Micro-steps of this epoch that were delivered under the present shape."""
         return self._progress.cursor
 
     @property
     def remaining(self) -> int:
-        """Micro steps of this epoch that are still to come."""
+        """Micro-steps of this epoch that are still to come."""
         return len(self) - self.cursor
 
     def key(self, index: int) -> str:
@@ -186,13 +188,13 @@ class Loader:
         return self._now.dealt.straggler_ratio()
 
     def describe(self) -> str:
-        """The plan, the steps and what was left out, for reading."""
+        """The plan, the steps and what was dropped, for reading."""
         size, free = self.config.pack_size, self._planner.reserve_in(self.plan)
         kept = f"; {free:,} of the {size:,} tokens of a pack are kept free for a placeholder" if free else ""
         lines = [
             f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",
             *self._planner.describe(self.plan),
-            f"{len(self):,} micro steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
+            f"{len(self):,} micro-steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
             f"{self.straggler_ratio():.4f}",
             self.ledger.summary(len(self.dataset)),
         ]
@@ -201,19 +203,19 @@ class Loader:
     # Batches.
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this epoch that were not handed out yet, or those of the next one."""
+        """The batches of this epoch that were not delivered yet, or those of the next one."""
         if self._now.over:
-            self._go_to(Progress(self.epoch + 1))
+            self._go_to(LoaderState(self.epoch + 1))
         self.metrics.paused()
         return self._batches(self._now)
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
-        if self.ledger.held:  # the run begins here, perhaps in the folder of an earlier one
+        if self.ledger.is_buffering:  # the run begins here, perhaps in the folder of an earlier one
             try:
-                take_back(self.ledger, self.world, self.epoch, self._unused)
+                roll_back(self.ledger, self.world, self.epoch, self._unused)
             except OSError as error:  # raised again, on all ranks, when the epoch is reconciled
                 logger.warning("the ledger of an earlier run cannot be rolled back: %s", error)
-            self.ledger.release()
+            self.ledger.flush()
         self._roll_back_stopped()
         asked = time.perf_counter()
         for built in self._feed.batches(self._work_items(epoch), self.cursor, len(epoch.dealt)):
@@ -235,14 +237,14 @@ class Loader:
         return partial(work_item_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
 
     def _hand_out(self, built: Built, waited: float) -> None:
-        """Count a batch as handed out, and reconcile the epoch after its last one.
+        """Count a batch as delivered, and reconcile the epoch after its last one.
 
         Raises:
             PackhorseError: the run stops here, and the batch does not count; its entries say why until they
                 are rolled back by iterating again, or by resuming.
         """
         now, before = self._now, (self._progress, self.last)
-        counted, handed_out = now.guard.counted, len(now.tallies)
+        counted, delivered = now.guard.counted, len(now.tallies)
         try:
             self._note(built, waited)
             if not self.remaining:  # now: many trainers never ask for the end
@@ -251,15 +253,15 @@ class Loader:
         except BaseException:
             self._progress, self.last = before
             now.guard.counted = counted
-            del now.tallies[handed_out:]
-            self._not_handed_out = built.drops
+            del now.tallies[delivered:]
+            self._not_delivered = built.drops
             raise
 
     def _note(self, built: Built, waited: float) -> None:
-        """Count a batch as handed out, with its ledger entries."""
+        """Count a batch as delivered, with its ledger entries."""
         report, now = built.report, self._now
         self.ledger.record_all(built.drops)
-        now.guard.saw(report)
+        now.guard.update(report)
         tally = Tally(len(report.samples), len(report.lost))
         if self._steps is not None:
             branch = self._progress.branch(len(self._progress.segments) - 1)
@@ -269,17 +271,17 @@ class Loader:
         self._progress = self._progress.at(report.step + 1)
         now.tallies.append(now.tallies[-1].plus(tally))
         self.last = report
-        self.metrics.handed_out(report, float(costs.max()) / mean if mean else 1.0, waited)
+        self.metrics.delivered(report, float(costs.max()) / mean if mean else 1.0, waited)
 
     def _roll_back_stopped(self) -> None:
-        """Forget the entries of a batch that was not handed out: it is built again."""
-        keys, self._not_handed_out = {drop.key for drop in self._not_handed_out}, ()
+        """Forget the entries of a batch that was not delivered: it is built again."""
+        keys, self._not_delivered = {drop.key for drop in self._not_delivered}, ()
         if keys:
-            self.ledger.take_back(self.epoch, keys)
+            self.ledger.roll_back(self.epoch, keys)
 
     def _add_up(self) -> None:
         now = self._now
-        mine = EpochAccount(self.epoch, len(self.dataset), len(self.plan.indices), *now.tallies[-1])
+        mine = EpochStats(self.epoch, len(self.dataset), len(self.plan.indices), *now.tallies[-1])
         self.account = close_epoch(
             mine, now.before, shard_data=self.config.shard_data, ledger=self.ledger, ranks=self._ranks
         )
@@ -296,7 +298,11 @@ class Loader:
         """Builds batches, in workers; made when the first batch is asked for."""
         config, samples = self.config, self._samples
         settings = WorkerSettings(
-            config.workers, config.prefetch, config.pin_memory, config.timeout, config.start
+            config.num_workers,
+            config.prefetch_factor,
+            config.pin_memory,
+            config.timeout,
+            config.multiprocessing_context,
         )
         return WorkerPool(make_builder(config, samples, self._start.opened.model), settings, samples.key)
 
@@ -306,31 +312,31 @@ class Loader:
         """Go to the beginning of an epoch; in the middle of that epoch nothing changes.
 
         What the ledger has on an earlier pass over that epoch, and on later ones, is rolled back; in a loader
-        that has handed out no batch yet, with its first one.
+        that has delivered no batch yet, with its first one.
         """
         if epoch < 0:
             raise ConfigError(f"epoch {epoch}: expected 0 or more")
         if epoch != self.epoch or self._now.over:
-            self._go_to(Progress(epoch))
-            if not self.ledger.held:
-                take_back(self.ledger, self.world, epoch, self._unused)
+            self._go_to(LoaderState(epoch))
+            if not self.ledger.is_buffering:
+                roll_back(self.ledger, self.world, epoch, self._unused)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """How far the run has come: small, plain, and the same on every rank (but with ``shard_data``).
 
         Args:
             consumed: micro-steps of this epoch that count as used since the loader was built or loaded; None
-                for all that were handed out. For trainers that fetch batches ahead of training on them.
+                for all that were delivered. For trainers that fetch batches ahead of training on them.
 
         Raises:
-            ConfigError: more than were handed out.
+            ConfigError: more than were delivered.
         """
         now = self._now
-        handed_out = self.cursor - now.first
+        delivered = self.cursor - now.first
         if consumed is None:
-            consumed = handed_out
-        elif not 0 <= consumed <= handed_out:
-            raise ConfigError(f"{consumed=}: {handed_out} micro steps of this epoch were handed out")
+            consumed = delivered
+        elif not 0 <= consumed <= delivered:
+            raise ConfigError(f"{consumed=}: {delivered} micro-steps of this epoch were delivered")
         used = now.before
         if used is not None and consumed:
             # What other ranks were given is in their step files, see `counted_before`.
@@ -373,7 +379,7 @@ class Loader:
                 f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
                 "shard_data any of them can go on"
             )
-        progress = Progress.from_dict(state, self.plan_key, planner.key, planner.contents)
+        progress = LoaderState.from_dict(state, self.plan_key, planner.key, planner.contents)
         self._go_to(progress)
         planned = self._now.packs.digest
         if state.get("packs") != planned:
@@ -387,13 +393,13 @@ class Loader:
             used = counted_before(self.ledger, self._ranks, progress)
         self._now.before, self._progress = used, replace(self._progress, used=used)
         # Roll the ledger back, or forward, to the state.
-        take_back(self.ledger, self.world, progress.epoch, self._unused)
+        roll_back(self.ledger, self.world, progress.epoch, self._unused)
         restore_entries(self.ledger, self.world, progress)
         if self.remaining:
-            recall(self.ledger, progress.epoch)
+            restore_epoch(self.ledger, progress.epoch)
             self._now.guard = self._guard(self.plan)
         else:  # the epoch was over
-            self._go_to(Progress(self.epoch + 1))
+            self._go_to(LoaderState(self.epoch + 1))
 
     def _unused(self) -> set[str]:
         """The names of the samples of this epoch that are still to come."""
@@ -403,9 +409,9 @@ class Loader:
 
     def _shard(self) -> list[int]:
         """What has to stay the same where each rank has a plan of its own."""
-        return [self.world.rank, self.world.size, self._shape.batch, self._shape.accumulation]
+        return [self.world.rank, self.world.size, self._shape.batch, self._shape.gradient_accumulation_steps]
 
-    def _go_to(self, progress: Progress) -> None:
+    def _go_to(self, progress: LoaderState) -> None:
         packs = self._now.packs if progress.epoch == self.epoch else None
         before = self._progress
         self._progress = progress.under(self._shape)
@@ -415,7 +421,7 @@ class Loader:
         except BaseException:
             self._progress = before
             raise
-        self._not_handed_out = ()
+        self._not_delivered = ()
 
     def _plan_epoch(self, packs: Packs | None = None) -> Epoch:
         """The epoch of the present progress, planned (unless it is) and dealt."""
@@ -428,8 +434,8 @@ class Loader:
         guard = self._guard(packs.plan)
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
 
-    def _dealt(self, packs: Packs, progress: Progress) -> Dealt:
-        deal = partial(Dealt, packs, seed=self.config.seed, epoch=progress.epoch)
+    def _dealt(self, packs: Packs, progress: LoaderState) -> PackSchedule:
+        deal = partial(PackSchedule, packs, seed=self.config.seed, epoch=progress.epoch)
         if not self.config.shard_data or self.world.size == 1:
             return deal(progress.segments)
         if not self._ranks.can_talk:
@@ -439,21 +445,21 @@ class Loader:
                 "ranks, pass group=; or leave shard_data out"
             )
         # As many as the rank with the most, which is the same whenever it is asked.
-        natural = len(deal(Progress().under(self._shape).segments))
+        natural = len(deal(LoaderState().under(self._shape).segments))
         most = max(self._ranks.gather(natural))
         return deal(progress.segments, at_least=most)
 
-    def _guard(self, plan: PackPlan) -> Guard:
+    def _guard(self, plan: PackPlan) -> BadSampleBudget:
         self._planner.check_overlong(plan)
         if self.config.on_bad == "raise":
             self._planner.check_bad()
         # Which samples are in no pack depends on their counts alone: it is reported once.
         if not self._told and (self.world.rank == 0 or self.config.shard_data):
             self._planner.warn_of_overlong(plan)
-            self.ledger.record_all(self._planner.left_out(plan))
+            self.ledger.record_all(self._planner.dropped(plan))
         self._told = True
         if not len(plan):
-            told = self._left_out(plan)
+            told = self._dropped(plan)
             first = next(iter(told), None)
             example = "" if first is None else f"\nas {first.key}: {first.detail}"
             raise ConfigError(
@@ -462,7 +468,9 @@ class Loader:
             )
         bad = int((~self.counts.ok).sum())
         config, samples, ranks = self.config, len(self.counts), self._dealing.size
-        guard = partial(Guard, samples, bad, ranks, config.max_bad_share, config.max_bad_in_a_row)
+        guard = partial(
+            BadSampleBudget, samples, bad, ranks, config.max_bad_share, config.max_consecutive_bad
+        )
         lost, used = 0, self._progress.used
         if used is not None and ranks == 1:
             lost = used.lost
@@ -472,10 +480,10 @@ class Loader:
             return guard(self.ledger, lost)
         except TooManyBad:
             pass  # said below, once and with the rows, which the ledger of the first rank alone has
-        return guard(self._left_out(plan))
+        return guard(self._dropped(plan))
 
-    def _left_out(self, plan: PackPlan) -> Ledger:
+    def _dropped(self, plan: PackPlan) -> Ledger:
         """What is in no pack; the ledger of the first rank alone has it."""
         ledger = Ledger()
-        ledger.record_all(self._planner.left_out(plan))
+        ledger.record_all(self._planner.dropped(plan))
         return ledger

@@ -25,16 +25,16 @@ class Numbers:
     """Over the last steps of this rank.
 
     Attributes:
-        fill: share of the batches' tokens, as they are handed out, that belong to samples. Without
+        fill: share of the batches' tokens, as they are delivered, that belong to samples. Without
             ``pad_to_size`` a batch of one pack ends with its last sample, so that this is near 1 however
             full packs are of ``pack_size``, which the plan tells.
         padding: the rest.
-        supervised: share of the samples' tokens that are learned.
+        supervised: share of the samples' tokens that are supervised.
         tokens_per_second: of samples, from batch to batch.
         wait: share of the time in which the loop waited for a batch.
         straggler: max / mean over ranks of what a step costs, as planned.
-        samples: handed out since the loader was built.
-        lost: left out since then.
+        samples: delivered since the loader was built.
+        lost: dropped since then.
     """
 
     fill: float
@@ -61,17 +61,17 @@ class Metrics:
     """Numbers over the last 50 steps, for a line in the log or for TensorBoard.
 
     Args:
-        accumulation: micro steps that may be fetched before anything is trained.
+        accumulation: micro-steps that may be fetched before anything is trained.
     """
 
-    def __init__(self, accumulation: int = 1) -> None:
-        self._accumulation = accumulation
+    def __init__(self, gradient_accumulation_steps: int = 1) -> None:
+        self._accumulation = gradient_accumulation_steps
         self._steps: deque[_Step] = deque(maxlen=_WINDOW)
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
 
-    def handed_out(self, report: BatchReport, straggler: float, waited: float) -> None:
-        """A batch is about to be handed out, for which the loop has waited so many seconds."""
+    def delivered(self, report: BatchReport, straggler: float, waited: float) -> None:
+        """A batch is about to be delivered, for which the loop has waited so many seconds."""
         now = time.perf_counter()
         # The first step's time began when its batch was asked for.
         took = now - self._last if self._last is not None else waited
@@ -112,7 +112,7 @@ class Metrics:
         # The first step is nothing but waiting: nobody has trained before it.
         wait = f"waiting for data {n.wait:.1%} · " if self.steps > self._accumulation else ""
         return (
-            f"fill {n.fill:.1%} · {n.tokens_per_second:,.0f} tokens/s · learned {n.supervised:.1%} · "
+            f"fill {n.fill:.1%} · {n.tokens_per_second:,.0f} tokens/s · supervised {n.supervised:.1%} · "
             f"{wait}straggler {n.straggler:.3f} · samples {n.samples:,}"
             + (f" · lost {n.lost:,}" if n.lost else "")
         )

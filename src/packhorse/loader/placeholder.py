@@ -2,9 +2,9 @@
 
 Under FSDP or ZeRO every rank has to run the vision tower whenever one rank does, and every rank has to step
 as often as the others. Where a rank has no image in a step in which another has one, or no sample at all, it
-gets this: a blank image (or video, or audio clip) of which no token is learned. It is a document of its own,
-so no other token sees it, and its gradient is exactly zero. Every pack keeps that many tokens free, so it is
-the media item with the fewest tokens that the processor accepts.
+gets this: a blank image (or video, or audio clip) of which no token is supervised. It is a document of its
+own, so no other token sees it, and its gradient is exactly zero. Every pack keeps that many tokens free, so
+it is the media item with the fewest tokens that the processor accepts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder, Family, MediaSize
 from packhorse.families.encoder import REFUSALS
-from packhorse.families.media_sizes import blank_ref
+from packhorse.families.media_sizes import placeholder_ref
 from packhorse.ledger import Ledger
 from packhorse.media import VideoInfo
 from packhorse.types import MEDIA_KINDS, MediaKind, Sample
@@ -67,18 +67,18 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     return sizes[kind][min(counted)[1]]
 
 
-def blank_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
+def placeholder_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
     """A conversation with one blank media item of a size, or with none."""
     media = []
     if kind is not None:
-        blank = blank_ref(kind, size, sampling_rate)
+        blank = placeholder_ref(kind, size, sampling_rate)
         media = [{"type": kind, kind: blank.source, **blank.options}]
     full_stop = {"type": "text", "text": "."}
     turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
     return {"conversation": [{"role": role, "content": content} for role, content in turns]}
 
 
-class Blanks:
+class Placeholders:
     """Blank samples for an encoding dataset, each encoded once.
 
     Args:
@@ -131,7 +131,7 @@ class Blanks:
 
         if kind in self._made:
             return self._made[kind]
-        example = blank_example(kind, size, self.dataset.family.sampling_rate)
+        example = placeholder_example(kind, size, self.dataset.family.sampling_rate)
         try:
             sample = self.dataset.encode(example, "blank")
         except BadSample as error:
@@ -146,7 +146,7 @@ class Blanks:
     def _without_words(self, sample: Sample) -> Sample:
         """The media's own tokens with one on each side: what is said around them costs room and does nothing.
 
-        The token behind them goes when labels are shifted.
+        The token after them goes when labels are shifted.
         """
         ids = sample.tokens["input_ids"].tolist()
         media = self.dataset.encoder.media_token_ids

@@ -1,4 +1,4 @@
-"""The plan of each epoch: from counts to packs, what is left out of them, and the name of all of it.
+"""The plan of each epoch: from counts to packs, what is dropped of them, and the name of all of it.
 
 The same on every rank: it depends on the counts and the settings alone. Kept in the cache, so that a second
 start (and every other process of the machine) maps it from a file.
@@ -28,7 +28,7 @@ from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
 from packhorse.plan.lengths import after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
-from packhorse.plan.schedule import SampleFacts
+from packhorse.plan.schedule import SampleInfo
 from packhorse.types import MEDIA_KINDS, Drop, Reason
 from packhorse.utils.files import cache_folder, cache_lock, digest
 
@@ -78,7 +78,7 @@ class Planner:
     ) -> None:
         self.counts, self.samples, self.config, self.weights = counts, samples, config, weights
         self.reserve, self.reserved_kinds = reserve, reserved_kinds if reserve else 0
-        self.strata, self.contents = _dataset_numbers(samples.dataset), tuple(contents)
+        self.dataset_ids, self.contents = _dataset_numbers(samples.dataset), tuple(contents)
         # Where the family cannot promise the number, there is room for what it may be off.
         lengths = after_shift(counts.total) + np.where(
             counts.exact | (counts.total == 0), 0, np.maximum(counts.off_by, 0)
@@ -86,15 +86,15 @@ class Planner:
         if config.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.room)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)
-        self.facts = SampleFacts(
-            self._costs(), self._kinds(), self.strata if config.spread_datasets else None
+        self.facts = SampleInfo(
+            self._costs(), self._kinds(), self.dataset_ids if config.spread_datasets else None
         )
         self.limits = self._limits()
         self._options: dict[str, Any] = {
             "limits": self.limits,
             "alignment": config.alignment,
             "seed": config.seed,
-            "strata": self.strata,
+            "dataset_ids": self.dataset_ids,
             "effort": config.effort,
         }
         self.key = self._key()
@@ -209,7 +209,7 @@ class Planner:
 
     # Rows that are in no pack.
 
-    def left_out(self, plan: PackPlan) -> list[Drop]:
+    def dropped(self, plan: PackPlan) -> list[Drop]:
         """The ledger entries of the rows that are in no pack of a plan."""
         counts = self.counts
         found: list[tuple[int, Reason, str]] = [
@@ -243,11 +243,11 @@ class Planner:
         # A plan knows positions only: its own lines on them are replaced by lines with keys.
         lines = [line for line in plan.describe(()).splitlines() if not line.startswith(("bad ", "dropped "))]
         keys: dict[str, list[str]] = {}
-        for drop in self.left_out(plan):
+        for drop in self.dropped(plan):
             keys.setdefault(drop.reason, []).append(drop.key)
         for reason, names in keys.items():
             some = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-            lines.append(f"left out   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
+            lines.append(f"dropped   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
         return lines
 
     def check_bad(self) -> None:

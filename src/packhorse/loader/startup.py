@@ -30,8 +30,8 @@ from packhorse.count.parts import CountedRows, PartCounter, make_counter
 from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
-from packhorse.distributed import Ranks
-from packhorse.encode.preparation import with_sound_in_place
+from packhorse.distributed import Collectives
+from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.families import family_of
@@ -52,7 +52,7 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
-from packhorse.loader.placeholder import Blanks
+from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
@@ -88,7 +88,7 @@ class ModelInfo:
     """
 
     get_rope_index: RopeIndex | None = None
-    attention: str = "sdpa"
+    attn_implementation: str = "sdpa"
     dtype: torch.dtype | None = None
     weights: CostWeights = field(default_factory=CostWeights)
     config: Any = None
@@ -131,7 +131,9 @@ class Startup:
     media_kinds: int
 
 
-def open_data(config: LoaderConfig, processor: Any, model: Any, ranks: Ranks, ledger: Ledger) -> OpenedData:
+def open_data(
+    config: LoaderConfig, processor: Any, model: Any, ranks: Collectives, ledger: Ledger
+) -> OpenedData:
     """Open processor, model and rows.
 
     Args:
@@ -160,7 +162,7 @@ def open_data(config: LoaderConfig, processor: Any, model: Any, ranks: Ranks, le
 
 
 def start_up(
-    config: LoaderConfig, opened: OpenedData, ranks: Ranks, counts: CountColumns | None = None
+    config: LoaderConfig, opened: OpenedData, ranks: Collectives, counts: CountColumns | None = None
 ) -> Startup:
     """Count what was not counted before, and make the planner.
 
@@ -223,7 +225,7 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
     )
 
 
-def _media_of_samples(counts: CountColumns, ranks: Ranks, shard_data: bool) -> tuple[int, int]:
+def _media_of_samples(counts: CountColumns, ranks: Collectives, shard_data: bool) -> tuple[int, int]:
     """The kinds of media that any sample has, and those that any sample lacks, one bit for each."""
     present = lacking = 0
     for bit, kind in enumerate(MEDIA_KINDS):
@@ -244,7 +246,7 @@ def _placeholder_tokens(config: LoaderConfig, samples: PreTokenizedDatasetWrappe
     """
     if config.placeholder == "never" or config.mode == "pad" or not kinds:
         return 0
-    reserve = sum(length + -length % config.alignment for length in Blanks(samples).lengths(kinds))
+    reserve = sum(length + -length % config.alignment for length in Placeholders(samples).lengths(kinds))
     if 2 * reserve > config.pack_size:
         raise ConfigError(
             f"pack_size={config.pack_size:,} has no room for the placeholder of {reserve} tokens: make it "
@@ -473,7 +475,7 @@ class Shard(Sequence[Any]):
         return self.world.rank + index % len(self) * self.world.size
 
 
-def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Ranks) -> CountColumns:
+def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> CountColumns:
     """The exact counts of all rows: from the count files, or counted now.
 
     Each rank counts a share; ranks without a process group count all rows, each for itself.
@@ -507,7 +509,7 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Ranks) -> CountC
     return found
 
 
-def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Ranks, local: LocalEngine) -> None:
+def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, local: LocalEngine) -> None:
     """Count the files of a meta file; on several ranks, each counts a share of their parts."""
     engine: Runner = local
     if ranks.can_talk and ranks.rendezvous is not None:
@@ -546,7 +548,7 @@ def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
     return whole.take(np.concatenate(positions))
 
 
-def _count_slices(dataset: Any, processor: Any, ranks: Ranks) -> CountColumns:
+def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColumns:
     """Count examples that all ranks have: each rank a slice of them."""
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.can_talk else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
@@ -578,7 +580,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
     try:
-        example = with_sound_in_place(dataset[index], counter.encoder, str(index))
+        example = with_audio_placed(dataset[index], counter.encoder, str(index))
         return counter.count(parse_conversation(example, str(index)))
     except DATA_ERRORS as error:
         if not is_data_error(error):

@@ -11,7 +11,7 @@ import orjson
 
 from packhorse.count.contents import Content
 from packhorse.errors import ConfigError
-from packhorse.plan.schedule import Segment, Shape
+from packhorse.plan.schedule import BatchLayout, ResumeSegment
 
 VERSION = 2
 # What a plan is made from, in words.
@@ -21,7 +21,7 @@ _TOLD = {
     "*.phcount.before*, if there are any) and resume with PACKHORSE_KEEP_COUNTS=1 in the environment)",
     "samples": "the number of samples",
     "capacity": "the tokens that a pack has room for",
-    "rows": "the rows of the data set",
+    "rows": "the rows of the dataset",
     "media": "the media of the samples",
     "weights": "what tokens and patches cost (the model's sizes)",
     "planner": "the version of the planner",
@@ -32,7 +32,7 @@ _SHOWN = (int, float, str, type(None))
 
 
 class Tally(NamedTuple):
-    """Samples that were handed out, and samples that failed on the way; both are counted batch by batch."""
+    """Samples that were delivered, and samples that failed on the way; both are counted batch by batch."""
 
     delivered: int = 0
     lost: int = 0
@@ -47,36 +47,36 @@ def _read_tally(delivered: Any, lost: Any) -> Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoaderState:
     """Where a run stands.
 
     Attributes:
         epoch: which one.
-        segments: the shapes under which packs of this epoch were dealt, and how many micro steps of each were
+        segments: the shapes under which packs of this epoch were dealt, and how many micro-steps of each were
             used. A run that keeps its shape has one.
         used: samples delivered and lost in these steps, over all ranks; None if unknown.
     """
 
     epoch: int = 0
-    segments: tuple[Segment, ...] = field(default=())
+    segments: tuple[ResumeSegment, ...] = field(default=())
     used: Tally | None = field(default_factory=Tally)
 
     @property
     def cursor(self) -> int:
-        """Micro steps used under the present shape."""
+        """Micro-steps used under the present shape."""
         return self.segments[-1].steps if self.segments else 0
 
-    def under(self, shape: Shape) -> Progress:
+    def under(self, shape: BatchLayout) -> LoaderState:
         """The same progress, to go on under a shape; a shape that was not used leaves no trace."""
         kept = self.segments
         while kept and kept[-1].shape != shape and not kept[-1].steps:
             kept = kept[:-1]
         if not kept or kept[-1].shape != shape:
-            kept = (*kept, Segment(*shape, 0))
+            kept = (*kept, ResumeSegment(*shape, 0))
         return replace(self, segments=kept)
 
-    def at(self, steps: int) -> Progress:
-        """With so many micro steps used under the present shape."""
+    def at(self, steps: int) -> LoaderState:
+        """With so many micro-steps used under the present shape."""
         last = self.segments[-1]._replace(steps=steps)
         return replace(self, segments=(*self.segments[:-1], last))
 
@@ -100,7 +100,7 @@ class Progress:
     @classmethod
     def from_dict(
         cls, state: Mapping[str, Any], plan: str, made_from: Mapping[str, Any], contents: Sequence[Content]
-    ) -> Progress:
+    ) -> LoaderState:
         """What :meth:`to_dict` made.
 
         Raises:
@@ -117,7 +117,9 @@ class Progress:
         try:
             version, found = state["version"], state["plan"]
             epoch = int(state["epoch"])
-            segments = tuple(Segment(*(int(number) for number in segment)) for segment in state["segments"])
+            segments = tuple(
+                ResumeSegment(*(int(number) for number in segment)) for segment in state["segments"]
+            )
             if version == VERSION:
                 data = [(str(name), str(digest)) for name, digest in state["data"]]
                 used = None if state["used"] is None else _read_tally(*state["used"])
@@ -177,8 +179,8 @@ def describe_state(state: Any, *, own_rows: bool) -> str:
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     epoch, segments = state.get("epoch"), state.get("segments")
-    held = [epoch, segments] if own_rows else state
-    text = orjson.dumps(held, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    is_buffering = [epoch, segments] if own_rows else state
+    text = orjson.dumps(is_buffering, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     try:
         steps = list(segments)[-1][-1]  # type: ignore[arg-type]  # or no state at all
     except (TypeError, LookupError):

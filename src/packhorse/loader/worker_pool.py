@@ -1,7 +1,7 @@
 """Builds batches in worker processes and hands them out in order.
 
 A worker that dies (a decoder that crashes, the out-of-memory killer) is replaced and its batches are rebuilt.
-Only batches that were handed out count as used, so nothing is lost or delivered twice. A batch that keeps
+Only batches that were delivered count as used, so nothing is lost or delivered twice. A batch that keeps
 killing its worker stops the run with the names of its samples.
 """
 
@@ -36,7 +36,7 @@ _SAID_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 def keep_freed_memory() -> bool:
     """Have this process keep the memory that one sample needed for the next one.
 
-    A processor makes and frees tensors of some ten megabytes for each picture. By itself glibc gives the end
+    A processor makes and frees tensors of some ten megabytes for each image. By itself glibc gives the end
     of the heap back to the system when it is larger than about 64 MB, so it is luck what happens: the same
     work was seen to take one page fault or a million, which is a quarter of its time. This is for processes
     that do nothing else; it holds until they end.
@@ -63,15 +63,15 @@ class WorkerSettings:
     """How batches are built.
 
     Attributes:
-        workers: processes that build batches; 0 builds them in this process, on request.
+        num_workers: processes that build batches; 0 builds them in this process, on request.
         prefetch: batches that each worker builds ahead.
         pin_memory: copy batches to pinned memory, from which copies to a GPU are asynchronous.
         timeout: seconds to wait for a batch before the run stops; None waits forever.
         context: start method: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for Python's default.
     """
 
-    workers: int = 0
-    prefetch: int = 2
+    num_workers: int = 0
+    prefetch_factor: int = 2
     pin_memory: bool = False
     timeout: float | None = None
     context: str | None = None
@@ -79,7 +79,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class StagedBuilder:
-    """Builds batches that carry their ledger entries; nothing is recorded before a batch is handed out.
+    """Builds batches that carry their ledger entries; nothing is recorded before a batch is delivered.
 
     Batches are built ahead, and rebuilt after a worker died or the loader was closed or iterated again.
     Recorded at once, the entries of a first attempt would stay although the second one may succeed.
@@ -117,7 +117,7 @@ class WorkerPool:
         self.builder, self.settings, self.name = builder, settings, name
         self._build = StagedBuilder(builder)
         self._processes: ProcessPool[WorkItem, Built] = ProcessPool(
-            self._build, settings.workers, settings.context, _RETRIES
+            self._build, settings.num_workers, settings.context, _RETRIES
         )
         self._turn = 0
 
@@ -146,7 +146,7 @@ class WorkerPool:
     def _built(self, make: Callable[[int], WorkItem], steps: range) -> Iterator[Built]:
         settings = self.settings
         pin = settings.pin_memory and torch.cuda.is_available()
-        if not settings.workers:
+        if not settings.num_workers:
             for step in steps:
                 built = self._build(make(step))
                 yield pin_batch(built) if pin else built
@@ -158,7 +158,7 @@ class WorkerPool:
                 make,
                 steps,
                 ordered=True,
-                prefetch=settings.prefetch,
+                prefetch_factor=settings.prefetch_factor,
                 timeout=settings.timeout,
                 receive=(lambda built: thread.submit(pin_batch, built)) if pin else None,
             )

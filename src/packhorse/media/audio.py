@@ -69,9 +69,9 @@ class Mp3Length:
 
 
 def mp3_length(file: BinaryIO) -> Mp3Length:
-    """Read the length header behind the tags; leaves the file at its start."""
+    """Read the length header after the tags; leaves the file at its start."""
     end = file.seek(0, 2)
-    start = _behind_tags(file, end)
+    start = _after_tags(file, end)
     file.seek(start)
     head = file.read(_WINDOW)
     file.seek(0)
@@ -79,14 +79,14 @@ def mp3_length(file: BinaryIO) -> Mp3Length:
     return Mp3Length(frames > 0, max(0, start + size - end))
 
 
-def _behind_tags(file: BinaryIO, end: int) -> int:
+def _after_tags(file: BinaryIO, end: int) -> int:
     at = 0
     while at < end:
         file.seek(at)
         tag = file.read(10)
         if len(tag) < 10 or tag[:3] != b"ID3":
             break
-        # Seven bits of each byte; a flag says that the header is repeated behind the tag.
+        # Seven bits of each byte; a flag says that the header is repeated after the tag.
         size = sum((byte & 0x7F) << shift for byte, shift in zip(tag[6:], (21, 14, 7, 0), strict=True))
         at += 10 + size + (10 if tag[5] & 0x10 else 0)
     return at
@@ -119,7 +119,7 @@ _UNKNOWN = (1 << 63) - 1  # what libsndfile says where a header tells no length
 _SAMPLE_BYTES = 4
 
 
-def measure_sound(source: Any) -> tuple[int, int]:
+def measure_audio(source: Any) -> tuple[int, int]:
     """(number of samples, rate); the header, or one read of the file where that tells no length."""
     with open_source(source) as file, _reading(source):
         with _libsndfile(file, source) as sound:
@@ -131,7 +131,7 @@ def measure_sound(source: Any) -> tuple[int, int]:
         return read.promised, read.rate
 
 
-def decode_sound(source: Any, max_bytes: int | None) -> tuple[np.ndarray, int]:
+def decode_audio(source: Any, max_bytes: int | None) -> tuple[np.ndarray, int]:
     """(mono float32 samples, rate)."""
     with open_source(source) as file, _reading(source):
         lost = missing_bytes(file)
@@ -360,7 +360,7 @@ def load_audio(
     Args:
         source: anything :func:`~packhorse.media.open_source` opens; an ``(array, rate)`` pair; a dict with
             ``array`` and ``sampling_rate``; or an object with ``get_all_samples()`` (torchcodec's decoder,
-            which Hugging Face datasets hand out). Channels are averaged; integers are scaled. In a 2-D array
+            which Hugging Face datasets deliver). Channels are averaged; integers are scaled. In a 2-D array
             the shorter axis is the channels.
         sampling_rate: resample to this rate (soxr, high quality) where the clip has another.
         max_bytes: refuse a clip whose samples, at its own rate or at ``sampling_rate``, take more memory
@@ -375,7 +375,7 @@ def load_audio(
     elif hasattr(source, "get_all_samples"):
         mono, rate = _from_decoder(source)
     else:
-        mono, rate = decode_sound(source, max_bytes)
+        mono, rate = decode_audio(source, max_bytes)
     if sampling_rate is not None and sampling_rate != rate:
         # A damaged header can tell a rate of 1.
         check_samples(len(mono) * sampling_rate // rate, max_bytes, source)
@@ -406,7 +406,7 @@ def audio_info(source: Any) -> tuple[int, int]:
     elif hasattr(source, "get_all_samples"):
         count, rate = _decoder_info(source)
     else:
-        count, rate = measure_sound(source)
+        count, rate = measure_audio(source)
     if count < 1:
         raise _no_samples(source)
     return count, rate

@@ -1,7 +1,7 @@
 """Media paths of a row against the folder they belong to.
 
 :func:`resolve` turns what a row holds into what is opened; :func:`confine` refuses what leaves the folder.
-Both look at names and links only: no medium is opened, and nothing that is not a path is touched.
+Both look at names and links only: no media item is opened, and nothing that is not a path is touched.
 """
 
 from __future__ import annotations
@@ -124,5 +124,5 @@ def _address_inside(url: str, root: str) -> bool:
     if not url.startswith(root + "/"):
         return False
     rest = url[len(root) + 1 :]
-    # "::" would chain a second file system behind this one; servers decode %2e%2e before they look.
+    # "::" would chain a second file system after this one; servers decode %2e%2e before they look.
     return "::" not in rest and ".." not in re.split(r"[/\\]", unquote(rest))

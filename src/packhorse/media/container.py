@@ -35,7 +35,7 @@ _TURNS: dict[tuple[float, float, float, float], int] = {
 
 
 def quarter_turns(file: BinaryIO) -> dict[int, int]:
-    """Track number -> counter-clockwise quarter turns that put its picture upright.
+    """Track number -> counter-clockwise quarter turns that put its image upright.
 
     Empty for everything that is not an MP4 or MOV file; 0 for a track with any other matrix.
     """
@@ -108,7 +108,7 @@ class VideoFile:
     Attributes:
         name: the source, for messages.
         promised: the number of frames that the header tells, 0 where it does not.
-        turns: quarter turns (counter-clockwise) that put the picture upright.
+        turns: quarter turns (counter-clockwise) that put the image upright.
     """
 
     def __init__(self, av: Any, file: BinaryIO, name: str) -> None:
@@ -169,7 +169,7 @@ class VideoFile:
 
     @cached_property
     def has_open_groups(self) -> bool:
-        """Whether frames are stored behind a keyframe and shown before it, so that it is no clean start."""
+        """Whether frames are stored after a keyframe and shown before it, so that it is no clean start."""
         key = None
         for packet in self._stored:
             if packet.keyframe:
@@ -265,7 +265,7 @@ class VideoFile:
 
     def _decoded_from(self, key: _Packet) -> Iterator[Any]:
         """Frames from a keyframe on (or from one before it); none where the container does not seek there."""
-        # Some containers seek by presentation time, some by decoding time, which may come out behind the key.
+        # Some containers seek by presentation time, some by decoding time, which may come out after the key.
         for position in (key.pts, key.dts):
             if position is None:
                 continue
@@ -380,9 +380,9 @@ def open_container(av: Any, file: BinaryIO) -> Any:
 
 
 def packets_of(container: Any, stream: Any) -> Iterator[Any]:
-    """The stream's packets; the last one is empty and makes the decoder hand out what it still holds.
+    """The stream's packets; the last one is empty and makes the decoder deliver what it still holds.
 
-    Going on behind that one is not safe: where FFmpeg found a further stream on the way (the file is damaged,
+    Going on after that one is not safe: where FFmpeg found a further stream on the way (the file is damaged,
     or joined from two), PyAV looks for that stream in tables without a place for it and may raise IndexError.
     """
     for packet in container.demux(stream):

@@ -1,4 +1,4 @@
-"""The two ways this stage fails: a sample is refused, or the machine is at fault and stops the run."""
+"""The two ways this stage fails: a sample is rejected, or the machine is at fault and stops the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RemoteError(OSError):
 
 
 def bad(detail: str, reason: Reason) -> BadSample:
-    """The error for a medium that cannot be used, ready to raise; ``detail`` names the source."""
+    """The error for a media item that cannot be used, ready to raise; ``detail`` names the source."""
     return BadSample(detail, reason=reason, stage="media")
 
 
@@ -74,9 +74,9 @@ def check_bytes(needed: int, max_bytes: int | None, what: str, advice: str) -> N
     """Raise ``media_too_large`` where ``needed`` is above the limit; None is no limit.
 
     Args:
-        needed: bytes of the decoded medium.
+        needed: bytes of the decoded media item.
         max_bytes: the limit.
-        what: the medium and what there is of it, for the message.
+        what: the media item and what there is of it, for the message.
         advice: how to make it smaller.
     """
     if max_bytes is not None and needed > max_bytes:

@@ -27,7 +27,7 @@ _QUIETLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL, _GIF_COMMENT, _GIF_APPLICATION = 0x21, 0x2C, 0xF9, 0xFE, 0xFF
 _JPEG_DQT, _JPEG_SOS, _JPEG_FILL = 0xFFDB, 0xFFDA, 0xFFFF
 _JPEG_FRAMES = frozenset(range(0xFFC0, 0xFFD0)) - {0xFFC4, 0xFFC8, 0xFFCC}
-# Segments with contents that PIL reads: EXIF, colour profile or several pictures, Photoshop's resources.
+# Segments with contents that PIL reads: EXIF, colour profile or several images, Photoshop's resources.
 _JPEG_EXIF, _JPEG_PROFILE, _JPEG_PHOTOSHOP = _JPEG_METADATA = (0xFFE1, 0xFFE2, 0xFFED)
 # Segments to step over, and how long they must be at least for PIL to like them: tables, restart interval,
 # comment, and the other application segments.

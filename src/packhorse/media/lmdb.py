@@ -90,7 +90,7 @@ def _opened(database: str, path: str, lmdb: Any) -> Any:
                 "yours before Packhorse reads the database"
             ) from error
         raise _failed(lmdb, error, f"{database} is not an LMDB database ({error})") from error
-    # Reading a page behind the end of the file would kill the process (SIGBUS) instead of raising.
+    # Reading a page after the end of the file would kill the process (SIGBUS) instead of raising.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:
         environment.close()

@@ -1,7 +1,7 @@
 """From a reference to pixels or sound: one door for all kinds of media.
 
-``ref.source`` says where a medium is, ``ref.options`` what its row wishes (``fps``, ``frame_indices``, …).
-The result is new; the reference and the row it came from stay as they were.
+``ref.source`` says where a media item is, ``ref.options`` what its row wishes (``fps``, ``frame_indices``,
+…). The result is new; the reference and the row it came from stay as they were.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def load_media(
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
     max_bytes: int | None = DEFAULT_MAX_BYTES,
 ) -> Image.Image | VideoFrames | tuple[np.ndarray, int]:
-    """Decode one medium: an RGB image, a :class:`VideoFrames`, or (samples, rate).
+    """Decode one media item: an RGB image, a :class:`VideoFrames`, or (samples, rate).
 
     Args:
-        ref: the medium. A video's options ``fps``, ``min_frames``, ``max_frames``, ``num_frames`` and
+        ref: the media item. A video's options ``fps``, ``min_frames``, ``max_frames``, ``num_frames`` and
             ``frame_indices`` override ``sampling``; a video that was preloaded (it has ``video_metadata``)
             is not sampled again. Sound given as a bare array has its rate in the option ``sampling_rate``.
         sampling: how many frames of a video to take; None takes all.
@@ -49,7 +49,7 @@ def load_media(
         max_bytes: the most memory that a decoded video or clip may take.
 
     Raises:
-        BadSample: the medium is missing, broken or too large, or its options make no sense.
+        BadSample: the media item is missing, broken or too large, or its options make no sense.
     """
     if ref.kind == "image":
         return load_image(ref.source, exif=exif, max_pixels=max_pixels)
@@ -74,7 +74,7 @@ def load_media(
 def media_size(
     ref: MediaRef, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> tuple[int, int] | VideoInfo:
-    """What can be told about a medium without decoding it.
+    """What can be told about a media item without decoding it.
 
     Returns:
         (height, width) of an image, the :class:`VideoInfo` of a video, (samples, rate) of sound.

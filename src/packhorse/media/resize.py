@@ -1,4 +1,4 @@
-"""The size to which a picture or a film is brought before it is cut into patches: the only such formulas.
+"""The size to which an image or a video is brought before it is cut into patches: the only such formulas.
 
 They round as transformers' Qwen2-VL image processor and Qwen3-VL video processor do: to whole multiples of
 ``factor``, within a budget of pixels, keeping the shape as well as that allows. Pure arithmetic.
@@ -41,7 +41,7 @@ def resize_video(
     min_pixels: int = 128 * 128,
     max_pixels: int = 16 * 16 * 2 * 2 * 2 * 6144,
 ) -> tuple[int, int]:
-    """(height, width) of the frames of a film after resizing; the budget is for all frames together.
+    """(height, width) of the frames of a video after resizing; the budget is for all frames together.
 
     Raises:
         ValueError: fewer frames than ``temporal_factor``, or one side more than 200 times the other.

@@ -1,4 +1,4 @@
-"""Where a medium's bytes come from: what a row holds goes in, a binary file or bytes come out.
+"""Where a media item's bytes come from: what a row holds goes in, a binary file or bytes come out.
 
 A source is one of
 
@@ -95,7 +95,7 @@ def locate(source: Any) -> Place:
 def is_address(text: str) -> bool:
     """Whether ``text`` starts with a scheme (``s3://``, ``simplecache::s3://``), ``file://`` included.
 
-    A ``://`` further behind, in a folder's name or in the key of an LMDB entry, does not make an address.
+    A ``://`` further after, in a folder's name or in the key of an LMDB entry, does not make an address.
     """
     head, found, _ = text.partition("://")
     return bool(found) and _SCHEME.fullmatch(head) is not None and ".lmdb::" not in head

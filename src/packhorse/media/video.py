@@ -6,7 +6,7 @@
 :func:`load_video` decodes the frames that :func:`~packhorse.media.sample_frame_indices` names, and as few
 others as it can, and holds them all in memory: frames x height x width x 3 bytes, up to a limit.
 
-Needs ``pip install 'packhorse[video]'`` for files; frames as pictures need nothing.
+Needs ``pip install 'packhorse[video]'`` for files; frames as images need nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def as_frames(source: Any) -> list[Any] | None:
         folder = local_path(source)
         if folder is None or not _is_folder(folder):
             return None
-        frames = _pictures(folder)
+        frames = _images(folder)
     if not frames:
         wanted = (
             "" if isinstance(source, list | tuple | np.ndarray) else f" (files named {', '.join(_PICTURES)})"
@@ -85,7 +85,7 @@ def _is_folder(path: str) -> bool:
         return False
 
 
-def _pictures(folder: str) -> list[str]:
+def _images(folder: str) -> list[str]:
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -125,10 +125,10 @@ def _with_decord(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames
     decord = _import("decord", "decord")
     # What decord 0.6 gets wrong without a word, found by comparing every frame.
     if video.turns % 2:
-        raise _refused(video, "decord garbles videos that are turned by 90 degrees")
+        raise _rejected(video, "decord garbles videos that are turned by 90 degrees")
     if not set(video.container.format.name.split(",")) & _DECORD_CONTAINERS:
         found = video.container.format.name
-        raise _refused(
+        raise _rejected(
             video, f"decord finds the right frames in MP4, MKV and AVI files only, this is {found}"
         )
     path = local_path(source)
@@ -164,10 +164,10 @@ def _with_torchcodec(video: VideoFile, source: Any, wanted: Sequence[int]) -> Fr
     except (RuntimeError, ValueError, IndexError) as error:
         raise _failed(video, "torchcodec", error) from error
     if video.timed:
-        # Where an edit list cuts the start, torchcodec 0.13 hands out other frames than were asked for.
+        # Where an edit list cuts the start, torchcodec 0.13 delivers other frames than were asked for.
         for number, seconds in zip(wanted, batch.pts_seconds.tolist(), strict=True):
             if abs(seconds - video.seconds(number)) > _SAME_TIME:
-                raise _refused(
+                raise _rejected(
                     video,
                     f"torchcodec gives the frame of {seconds:.3f} s for frame {number}, "
                     f"which is shown at {video.seconds(number):.3f} s",
@@ -200,10 +200,10 @@ def _failed(video: VideoFile, name: str, error: Exception) -> BadSample:
 
 
 def _other_count(video: VideoFile, name: str, found: int) -> BadSample:
-    return _refused(video, f"{name} finds {found:,} frames where the file shows {len(video.packets):,}")
+    return _rejected(video, f"{name} finds {found:,} frames where the file shows {len(video.packets):,}")
 
 
-def _refused(video: VideoFile, why: str) -> BadSample:
+def _rejected(video: VideoFile, why: str) -> BadSample:
     return bad(f"{video.name}: {why}; use backend='pyav'", "broken_media")
 
 
@@ -250,7 +250,7 @@ def probe_video(
     """What the header tells, no pixel decoded.
 
     Args:
-        source: a video file (path, address, ``db.lmdb::key``, bytes, dict), or frames: a folder of pictures
+        source: a video file (path, address, ``db.lmdb::key``, bytes, dict), or frames: a folder of images
             or a list of paths or PIL images.
         fps: the rate at which a folder or list of frames was taken; a file knows its own.
         max_pixels: refuse larger frames, as :func:`load_video` does.
@@ -340,7 +340,7 @@ def _check(info: VideoInfo, max_pixels: int | None, name: str) -> None:
         raise bad(f"{name}: the video has no frames", "broken_media")
     pixels = info.height * info.width
     if pixels < 1:
-        raise bad(f"{name}: the header tells no picture size", "broken_media")
+        raise bad(f"{name}: the header tells no image size", "broken_media")
     if max_pixels is not None and pixels > max_pixels:
         raise bad(
             f"{name} has frames of {info.width:,} x {info.height:,} = {pixels:,} pixels, "

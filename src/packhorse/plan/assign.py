@@ -1,7 +1,7 @@
 """Dealing samples to packs: who of the samples of one length goes where.
 
 A fill says how many samples of a length each pack takes. Here the samples are put in order of length, those
-of one length as they come, or shuffled by seed and epoch, or spread by data set, and then handed out in that
+of one length as they come, or shuffled by seed and epoch, or spread by dataset, and then delivered in that
 order. All of it is numpy: one sort of the samples, and one copy in runs or a second sort.
 """
 
@@ -31,7 +31,7 @@ def longest_first(
     *,
     seed: int | None = None,
     epoch: int = 0,
-    strata: Integers | None = None,
+    dataset_ids: Integers | None = None,
 ) -> Positions:
     """Positions in order of falling length.
 
@@ -43,8 +43,8 @@ def longest_first(
         capacity: an upper bound, below 2^31.
         seed: None keeps samples of one length in the order in which they come.
         epoch: another one shuffles anew.
-        strata: a number for each sample; those of one length are then spread so that every number appears as
-            evenly as it can.
+        dataset_ids: the dataset of each sample; samples of one length are spread so that each dataset appears
+            as evenly as possible.
     """
     bits = max(_LEAST_BITS, len(lengths).bit_length())
     shuffle = None if seed is None else Shuffle(bits, seed, epoch)
@@ -62,8 +62,10 @@ def longest_first(
         for at in range(0, len(order), _PIECE):
             scrambled = order[at : at + _PIECE]
             scrambled[:] = shuffle.restored(scrambled.astype(np.int64))
-    if strata is not None:
-        order = order[_spread(np.asarray(lengths)[order], strata[order], 0 if seed is None else seed, epoch)]
+    if dataset_ids is not None:
+        order = order[
+            _spread(np.asarray(lengths)[order], dataset_ids[order], 0 if seed is None else seed, epoch)
+        ]
     return order
 
 
@@ -108,10 +110,10 @@ def random_numbers(seed: int, *more: int) -> np.random.Generator:
     return np.random.default_rng([seed & (2**63 - 1), *more])
 
 
-def _spread(lengths: npt.NDArray[np.integer], strata: Integers, seed: int, epoch: int) -> Integers:
-    """An order within each run of equal lengths in which the strata come evenly."""
-    groups = np.lexsort((strata, -lengths.astype(np.int64)))  # stable: it keeps the shuffle
-    run, kind = lengths[groups], strata[groups]
+def _spread(lengths: npt.NDArray[np.integer], dataset_ids: Integers, seed: int, epoch: int) -> Integers:
+    """An order within each run of equal lengths in which the datasets come evenly."""
+    groups = np.lexsort((dataset_ids, -lengths.astype(np.int64)))  # stable: it keeps the shuffle
+    run, kind = lengths[groups], dataset_ids[groups]
     starts = np.flatnonzero(np.concatenate([[True], (np.diff(run) != 0) | (np.diff(kind) != 0)]))
     counts = np.diff(np.append(starts, len(groups)))
     rank = np.arange(len(groups)) - np.repeat(starts, counts)

@@ -1,7 +1,7 @@
 """Best fit decreasing on the histogram of lengths, and how few packs there could be at best.
 
 In go the distinct lengths with their numbers, out come bulk moves; samples do not appear. Lengths are small
-integers, so a data set of any size has at most a few thousand of them, and packs that hold the same lengths
+integers, so a dataset of any size has at most a few thousand of them, and packs that hold the same lengths
 are moved together. The cost is that of the distinct lengths and of the moves (some 25,000 for the mixes we
 know, 2 microseconds each), whether there are a hundred thousand samples or ten million.
 """

@@ -2,7 +2,8 @@
 
 The cost of a pack is counted in operations: the language model's for each token, its attention for each pair
 of tokens of one document, the vision encoder's for each patch, its attention for each pair of patches of one
-medium. Packs of equal length differ by a factor of two in it. ``order`` puts packs of equal cost together.
+media item. Packs of equal length differ by a factor of two in it. ``order`` puts packs of equal cost
+together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CostWeights:
         token: of the language model, without attention.
         token_pair: attention, for each of the ``n * n`` pairs of a document of ``n`` tokens.
         patch: of the vision encoder, without attention.
-        patch_pair: attention, for each of the ``m * m`` pairs of a medium (a video: of a frame) of ``m``
+        patch_pair: attention, for each of the ``m * m`` pairs of a media item (a video: of a frame) of ``m``
             patches.
     """
 
@@ -58,7 +59,7 @@ class CostWeights:
         the vision encoder's, whose attention is not causal and whose MLP has two matrices, or three if gated:
 
         - patch: ``l * (8h² + 4hi)``, and with window attention the pairs inside the window
-        - patch pair: ``4h`` for each layer that attends over the whole medium
+        - patch pair: ``4h`` for each layer that attends over the whole media item
         """
         text = _part(config, ("text_config", "llm_config", "language_config")) or config
         vision = _part(config, ("vision_config", "vision_tower_config"))
@@ -137,7 +138,7 @@ def sample_costs(
         weights: what one of each costs.
         patches: vision patches of each sample; none if not given.
         patch_pairs: of each sample the sum of ``m * m`` over its media of ``m`` patches (frames, if the
-            encoder attends within a frame); if not given, as if each sample had one medium.
+            encoder attends within a frame); if not given, as if each sample had one media item.
     """
     tokens = np.asarray(lengths, np.float64)
     costs: Floats = weights.token * tokens + weights.token_pair * tokens**2
@@ -152,9 +153,9 @@ def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames:
     """``patch_pairs`` for :func:`sample_costs` from the media of all samples, flat.
 
     Args:
-        media_patches: patches of each medium.
+        media_patches: patches of each media item.
         offsets: the media of sample ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
-        frames: into how many pieces that do not attend to each other a medium falls: frames of a video.
+        frames: into how many pieces that do not attend to each other a media item falls: frames of a video.
     """
     patches = np.asarray(media_patches, np.float64)
     ends = np.concatenate([[0.0], np.cumsum(patches**2 / np.maximum(1, np.asarray(frames)))])
@@ -178,7 +179,7 @@ def pack_kinds(plan: PackPlan, **media: npt.ArrayLike) -> npt.NDArray[np.uint8]:
     """
     if unknown := sorted(set(media) - set(MEDIA_KINDS)):
         raise ConfigError(
-            f"no such kind of medium: {', '.join(unknown)} (there are {', '.join(MEDIA_KINDS)})"
+            f"no such kind of media item: {', '.join(unknown)} (there are {', '.join(MEDIA_KINDS)})"
         )
     kinds = np.zeros(len(plan), np.uint8)
     for bit, name in enumerate(MEDIA_KINDS):

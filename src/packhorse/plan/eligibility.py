@@ -37,7 +37,7 @@ class Eligibility:
     counts: CountColumns | None = None
     limit: int | None = None
 
-    def why_bad(self, index: int, dataset: Rows) -> tuple[Reason, str]:
+    def bad_reason(self, index: int, dataset: Rows) -> tuple[Reason, str]:
         """Return the reason and the detail of a bad row, with its place in the file if known."""
         assert self.counts is not None, "only counts tell that a row is bad"
         reason: Reason = self.counts.status[index]
@@ -45,7 +45,7 @@ class Eligibility:
         place = f"; {locations([index])[0]}" if callable(locations) else ""
         return reason, f"{self.counts.detail[index]} ({FOUND_WHEN_COUNTED}){place}"
 
-    def why_too_long(self, index: int) -> str:
+    def overlong_reason(self, index: int) -> str:
         """Return the detail of a sample that is too long."""
         length = int(self.lengths[index])
         about = "" if self.counts is not None else "an estimated "

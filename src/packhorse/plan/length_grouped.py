@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from packhorse.count.sidecar import counts_of
-from packhorse.distributed import Ranks, has_process_group
+from packhorse.distributed import Collectives, is_distributed
 from packhorse.errors import ConfigError
 from packhorse.families.processors import as_processor
 from packhorse.formats.estimate import (
@@ -187,7 +187,7 @@ class LengthGroupedSampler(Sampler[int]):
     ``batch_size``, one chunk is short: a different one each epoch, and it comes last.
 
     All ranks take as many rows as the one that has the fewest. With a process group that number is agreed on
-    when the sampler is made, so make it on all ranks. Rows of the others that are over are left out evenly
+    when the sampler is made, so make it on all ranks. Rows of the others that are over are dropped evenly
     along the sorted order, different ones each epoch, and are recorded in the ledger.
 
     A length comes from the count file that ``packhorse count`` has written for this processor if there is
@@ -205,7 +205,7 @@ class LengthGroupedSampler(Sampler[int]):
         world: this rank's place, where there is no process group, or ``World()`` to agree with nobody.
         counts: the lengths of the rows, if the caller has them.
         smallest: how many rows every rank has left, if that was agreed on elsewhere.
-        ledger: where rows that are left out are recorded; the dataset's own, or else the process's.
+        ledger: where rows that are dropped are recorded; the dataset's own, or else the process's.
 
     Attributes:
         lengths: tokens of each row of the dataset, in its order.
@@ -348,8 +348,8 @@ class LengthGroupedSampler(Sampler[int]):
         too_long = are_too_long(lengths, self._exact, self.max_length)
         above = f"more than max_length={self.max_length}"
         for exact, detail in ((True, above), (False, f"{above} and a margin of {MARGIN}")):
-            left_out = np.flatnonzero(too_long & (self._exact == exact))
-            self._record(left_out, "too_long", detail, lengths=lengths[left_out])
+            dropped = np.flatnonzero(too_long & (self._exact == exact))
+            self._record(dropped, "too_long", detail, lengths=lengths[dropped])
         return order[~too_long[order]]
 
     def _agree_on_count(self, count: int, world: World | None, smallest: int | None) -> int:
@@ -360,8 +360,8 @@ class LengthGroupedSampler(Sampler[int]):
             return smallest
         if world is not None and world.size == 1:
             return count
-        if has_process_group():
-            ranks, settings = Ranks(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
+        if is_distributed():
+            ranks, settings = Collectives(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
             ranks.same("sample with different settings", settings, "Pass the same on every rank.")
             return int(min(ranks.gather(count)))
         if world is None:
@@ -446,7 +446,7 @@ class LengthGroupedSampler(Sampler[int]):
                 many[name].append(int(number))
                 continue
             tokens = "" if lengths is None else f"{lengths[place]} tokens are "
-            self.ledger.record(Drop(key, "plan", reason, tokens + detail, "left_out", name, epoch))
+            self.ledger.record(Drop(key, "plan", reason, tokens + detail, "dropped", name, epoch))
         for name, numbers in many.items():
             found = np.unique(np.array(numbers, np.int64))
             self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
@@ -475,9 +475,9 @@ class LengthGroupedSampler(Sampler[int]):
             )
         too_long = len(self.lengths) - len(self._order)
         if too_long:
-            logger.warning("%s rows above max_length=%s are left out", f"{too_long:,}", self.max_length)
+            logger.warning("%s rows above max_length=%s are dropped", f"{too_long:,}", self.max_length)
         if self._count < len(self._order):
             gone = f"{len(self._order) - self._count:,}"
-            logger.warning("another rank has fewer rows: %s are left out in each epoch", gone)
+            logger.warning("another rank has fewer rows: %s are dropped in each epoch", gone)
         if not self._count:
             logger.warning("no rows to sample from on at least one rank: every epoch is empty")

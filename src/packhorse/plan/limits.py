@@ -165,7 +165,7 @@ def _one_by_one(resources: list[Resource], rooms: Sequence[list[int]] = ()) -> t
 
 
 class _Packs:
-    """Packs by the room they have of the first resource; those too full for any sample are left out."""
+    """Packs by the room they have of the first resource; those too full for any sample are dropped."""
 
     def __init__(self, least: int, least_of_others: list[int]) -> None:
         self.number = 0

@@ -20,7 +20,7 @@ from packhorse.plan.cost_model import straggler_ratio
 from packhorse.plan.schedule import order_packs
 from packhorse.rows.row_files import gc_paused
 from packhorse.types import Flags, Floats, Integers, Reason
-from packhorse.utils.files import write_whole
+from packhorse.utils.files import write_atomic
 
 DROP_REASONS: tuple[Reason, ...] = ("too_long", "over_limit", "empty_sample", "left_over", "sample_failed")
 """``plan_packs`` gives the first three. ``left_over`` is beyond ``max_packs``; ``sample_failed`` is a row
@@ -101,7 +101,7 @@ class PackPlan:
         return packs
 
     def dropped_by_reason(self) -> dict[Reason, Integers]:
-        """The positions of the samples in no pack, by reason; reasons without samples are left out."""
+        """The positions of the samples in no pack, by reason; reasons without samples are dropped."""
         found = {reason: self.dropped[self.drop_codes == code] for code, reason in enumerate(DROP_REASONS)}
         return {reason: positions for reason, positions in found.items() if len(positions)}
 
@@ -213,7 +213,7 @@ class PackPlan:
             with pa.ipc.new_file(file, schema) as writer:
                 writer.write_batch(pa.record_batch(columns, schema=schema))
 
-        write_whole(Path(path), write)
+        write_atomic(Path(path), write)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: PlanKey | None = None) -> PackPlan:

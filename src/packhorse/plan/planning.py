@@ -33,7 +33,7 @@ def plan_packs(
     alignment: int = 1,
     seed: int | None = None,
     epoch: int = 0,
-    strata: npt.ArrayLike | None = None,
+    dataset_ids: npt.ArrayLike | None = None,
     effort: float | None = None,
     empty: Literal["drop", "keep"] = "drop",
 ) -> PackPlan:
@@ -51,8 +51,8 @@ def plan_packs(
         alignment: each sample takes up its length rounded up to a multiple of this.
         seed: deals samples of one length at random; None deals them in the order in which they come.
         epoch: deals them anew.
-        strata: for example the number of each sample's data set: samples of one length are dealt so that each
-            data set is spread evenly over the packs.
+        dataset_ids: the dataset of each sample; samples of one length are assigned so that each dataset is
+            spread evenly over the packs.
         effort: about how many seconds to look for something better than best fit; 0 is best fit alone; None
             spends, where best fit is more than 0.1 % over the bound, as long as the packs that could be saved
             take to train (a twentieth of a second each), but five seconds at most.
@@ -70,7 +70,9 @@ def plan_packs(
     if limits and empty == "keep":
         raise ConfigError("empty='keep' with limits: the last pack could be over them; use empty='drop'")
     others = _resources(limits or {}, len(tokens))
-    groups = None if strata is None else as_integers(strata, "strata", len(tokens)).astype(np.int64)
+    groups = (
+        None if dataset_ids is None else as_integers(dataset_ids, "dataset_ids", len(tokens)).astype(np.int64)
+    )
     units = tokens if alignment == 1 else -(-tokens // alignment)
     room = capacity // alignment
     codes = _drop_codes(units, room, others)
@@ -78,7 +80,7 @@ def plan_packs(
     if kept is not None:
         units, others = units[kept], [other.take(kept) for other in others]
         groups = None if groups is None else groups[kept]
-    order = longest_first(units, room, seed=seed, epoch=epoch, strata=groups)
+    order = longest_first(units, room, seed=seed, epoch=epoch, dataset_ids=groups)
     histogram = Histogram.of(units, room)
     bound = lower_bound(histogram, room)
     fill = _filled(histogram, room, bound, effort, [other.take(order) for other in others])
@@ -104,7 +106,7 @@ def plan_key(
     alignment: int = 1,
     seed: int | None = None,
     epoch: int = 0,
-    strata: npt.ArrayLike | None = None,
+    dataset_ids: npt.ArrayLike | None = None,
     effort: float | None = None,
     empty: str = "drop",
     source: Mapping[str, Any] | None = None,
@@ -119,8 +121,8 @@ def plan_key(
     columns = {"lengths": tokens} | {
         f"limit {name}": as_integers(values[0], name) for name, values in (limits or {}).items()
     }
-    if strata is not None:
-        columns["strata"] = as_integers(strata, "strata")
+    if dataset_ids is not None:
+        columns["strata"] = as_integers(dataset_ids, "dataset_ids")
     for name, column in sorted(columns.items()):
         hashed.update(f"{name} {len(column)} ".encode())
         hashed.update(np.ascontiguousarray(column, "<i8").data)

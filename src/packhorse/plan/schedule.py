@@ -46,7 +46,7 @@ def order_packs(
     world_size: int,
     *,
     kinds: npt.ArrayLike | None = None,
-    strata: npt.ArrayLike | None = None,
+    dataset_ids: npt.ArrayLike | None = None,
     seed: int = 0,
     epoch: int = 0,
     tolerance: float = TOLERANCE,
@@ -61,8 +61,8 @@ def order_packs(
         costs: of each pack.
         world_size: the number of ranks.
         kinds: the media of each pack (``pack_kinds``); packs of one kind only if not given.
-        strata: a number for each pack, for example the data set that most of its tokens are from: steps are
-            then shuffled so that each part of the epoch has its share of every number.
+        dataset_ids: the dataset of each pack, for example the one most of its tokens are from; steps are then
+            shuffled so that each part of the epoch has its share of every dataset.
         seed: of the shuffle.
         epoch: shuffles anew.
         tolerance: packs whose costs differ by less are taken as equal.
@@ -94,21 +94,21 @@ def order_packs(
     full = len(rest) // world_size * world_size
     steps = np.concatenate([pure, rest[:full].reshape(-1, world_size)]).astype(np.int64)
     steps = draw.permuted(steps, axis=1)
-    steps = steps[_shuffled(steps, strata, draw)]
+    steps = steps[_shuffled(steps, dataset_ids, draw)]
     mixed = np.flatnonzero((kind[steps] != kind[steps[:, :1]]).any(axis=1))
     return StepOrder(steps, rest[full:].astype(np.int64), mixed)
 
 
-def _shuffled(steps: Integers, strata: npt.ArrayLike | None, draw: np.random.Generator) -> Integers:
+def _shuffled(steps: Integers, dataset_ids: npt.ArrayLike | None, draw: np.random.Generator) -> Integers:
     """An order of the steps: any, or one in which every stretch has its share of each stratum.
 
     Steps are lined up by content and cut into blocks of neighbours; each stretch of the epoch takes one step
     from each block.
     """
     number = len(steps)
-    if strata is None or number < 4:
+    if dataset_ids is None or number < 4:
         return draw.permutation(number)
-    of_packs = np.asarray(strata)
+    of_packs = np.asarray(dataset_ids)
     shares = np.stack([(of_packs == one)[steps].mean(axis=1) for one in np.unique(of_packs)])
     first = shares.argmax(axis=0)
     lined_up = np.lexsort((draw.random(number), shares.max(axis=0), first))
@@ -119,16 +119,18 @@ def _shuffled(steps: Integers, strata: npt.ArrayLike | None, draw: np.random.Gen
     return lined_up[np.lexsort((draw.random(number), stretch))]
 
 
-def main_stratum(strata: npt.ArrayLike, lengths: npt.ArrayLike, pack_of: Integers, packs: int) -> Integers:
-    """For each pack the stratum that most of its tokens are from.
+def main_dataset(
+    dataset_ids: npt.ArrayLike, lengths: npt.ArrayLike, pack_of: Integers, packs: int
+) -> Integers:
+    """Return, for each pack, the dataset that most of its tokens are from.
 
     Args:
-        strata: of each sample.
+        dataset_ids: of each sample.
         lengths: of each sample.
         pack_of: the pack of each sample; -1 for none.
         packs: how many packs there are.
     """
-    names, numbers = np.unique(np.asarray(strata), return_inverse=True)
+    names, numbers = np.unique(np.asarray(dataset_ids), return_inverse=True)
     inside = pack_of >= 0
     cells = pack_of[inside] * len(names) + numbers.reshape(-1)[inside]
     tokens = np.bincount(cells, weights=np.asarray(lengths)[inside], minlength=packs * len(names))
@@ -141,20 +143,20 @@ NOTHING = -1
 """Stands in a table where there is no pack for a rank."""
 
 
-class Shape(NamedTuple):
+class BatchLayout(NamedTuple):
     """How an epoch is cut.
 
     Attributes:
         world: ranks that share the packs.
-        batch: packs (or samples) that a rank gets in a micro step.
-        accumulation: the number of micro steps is a multiple of this.
+        batch: packs (or samples) that a rank gets in a micro-step.
+        accumulation: the number of micro-steps is a multiple of this.
     """
 
     world: int
     batch: int = 1
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
 
-    def check(self) -> Shape:
+    def check(self) -> BatchLayout:
         """Itself, if it makes sense.
 
         Raises:
@@ -165,39 +167,39 @@ class Shape(NamedTuple):
         return self
 
 
-class Segment(NamedTuple):
-    """A stretch of an epoch under one shape, and how many micro steps of it were used."""
+class ResumeSegment(NamedTuple):
+    """A stretch of an epoch under one shape, and how many micro-steps of it were used."""
 
     world: int
     batch: int
-    accumulation: int
+    gradient_accumulation_steps: int
     steps: int
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> BatchLayout:
         """Without the steps."""
-        return Shape(self.world, self.batch, self.accumulation)
+        return BatchLayout(self.world, self.batch, self.gradient_accumulation_steps)
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFacts:
+class SampleInfo:
     """What dealing has to know of each sample.
 
     Attributes:
         costs: what it costs to train, more than 0.
         kinds: its media, one bit for each kind (image 1, video 2, audio 4).
-        strata: a number that says which data set it is from; None does not spread data sets.
+        dataset_ids: a number that says which dataset it is from; None does not spread datasets.
     """
 
     costs: Floats
     kinds: Kinds
-    strata: Integers | None = None
+    dataset_ids: Integers | None = None
 
 
 class Packs:
     """The packs of a plan, and what dealing has to know of each; a fifth of a second for a million."""
 
-    def __init__(self, plan: PackPlan, facts: SampleFacts) -> None:
+    def __init__(self, plan: PackPlan, facts: SampleInfo) -> None:
         self.plan, self.facts = plan, facts
         starts, ordered = plan.offsets[:-1], plan.indices
         self.costs: Floats = np.add.reduceat(facts.costs[ordered], starts) if len(plan) else np.zeros(0)
@@ -207,16 +209,16 @@ class Packs:
         hashed = blake2b(np.ascontiguousarray(plan.offsets).data, digest_size=12)
         hashed.update(np.ascontiguousarray(plan.indices).data)
         self.digest = hashed.hexdigest()
-        # Of a pack the data set of its longest sample, which stands first.
-        self.strata = None if facts.strata is None else facts.strata[ordered[starts]]
+        # Of a pack the dataset of its longest sample, which stands first.
+        self.dataset_ids = None if facts.dataset_ids is None else facts.dataset_ids[ordered[starts]]
 
 
 class Units:
-    """Packs under their numbers, and behind them the parts of packs that had to be split."""
+    """Packs under their numbers, and after them the parts of packs that had to be split."""
 
     def __init__(self, packs: Packs) -> None:
         self.plan, self.facts = packs.plan, packs.facts
-        self.costs, self.kinds, self.strata = packs.costs, packs.kinds, packs.strata
+        self.costs, self.kinds, self.dataset_ids = packs.costs, packs.kinds, packs.dataset_ids
         self.parts: list[Integers] = []
         self._parents: list[int] = []
 
@@ -249,7 +251,7 @@ class Units:
             return float(self.costs[unit])
         return float(self.facts.costs[self.samples(unit)].sum())
 
-    def take_in(self) -> None:
+    def merge_parts(self) -> None:
         """Give the parts that were split off their places in the arrays, all at once."""
         new = self.parts[len(self.costs) - len(self.plan) :]
         if not new:
@@ -258,25 +260,25 @@ class Units:
         self.costs = np.append(self.costs, [self.facts.costs[part].sum() for part in new])
         kinds = np.array([np.bitwise_or.reduce(self.facts.kinds[part]) for part in new], np.uint8)
         self.kinds = np.append(self.kinds, kinds)
-        if self.strata is not None:
-            strata = self.strata.tolist()
+        if self.dataset_ids is not None:
+            dataset_ids = self.dataset_ids.tolist()
             for parent in parents:  # which may be a part itself
-                strata.append(strata[parent])
-            self.strata = np.array(strata, np.int64)
+                dataset_ids.append(dataset_ids[parent])
+            self.dataset_ids = np.array(dataset_ids, np.int64)
 
 
-class Dealt:
+class PackSchedule:
     """One epoch, dealt to the shape of its last segment.
 
     Attributes:
-        table: the units of each micro step, rank and place in the rank's batch; ``NOTHING`` where none is.
+        table: the units of each micro-step, rank and place in the rank's batch; ``NOTHING`` where none is.
         units: what the numbers mean.
     """
 
     def __init__(
         self,
         packs: Packs,
-        segments: Sequence[Segment],
+        segments: Sequence[ResumeSegment],
         *,
         seed: int = 0,
         epoch: int = 0,
@@ -289,7 +291,7 @@ class Dealt:
             segments: the shapes of this epoch in order; all steps of the last one are dealt.
             seed: of the order.
             epoch: another order.
-            at_least: so many micro steps at least in the last segment; packs are split to fill them.
+            at_least: so many micro-steps at least in the last segment; packs are split to fill them.
 
         Raises:
             ConfigError: a segment has used more steps than there were.
@@ -300,9 +302,9 @@ class Dealt:
             shape = segment.shape.check()
             last = turn == len(segments) - 1
             order_seed = seed if not turn else _other_seed(seed, turn)
-            table = deal(self.units, left, shape, order_seed, epoch, at_least if last else 0)
+            table = schedule_packs(self.units, left, shape, order_seed, epoch, at_least if last else 0)
             if not 0 <= segment.steps <= len(table):
-                raise ConfigError(f"{segment}: there are {len(table):,} micro steps under this shape")
+                raise ConfigError(f"{segment}: there are {len(table):,} micro-steps under this shape")
             if last:
                 self.table = table
             rest = table[segment.steps :].reshape(-1)
@@ -313,16 +315,16 @@ class Dealt:
         return len(self.table)
 
     def samples(self, step: int, rank: int) -> list[list[int]]:
-        """The samples of each pack that a rank gets in a micro step."""
+        """The samples of each pack that a rank gets in a micro-step."""
         return [self.units.samples(unit).tolist() for unit in self.table[step, rank].tolist() if unit >= 0]
 
     def kinds(self, step: int) -> int:
-        """The media that any rank has in a micro step, one bit for each kind."""
+        """The media that any rank has in a micro-step, one bit for each kind."""
         units = self.table[step].reshape(-1)
         return int(np.bitwise_or.reduce(self.units.kinds[units[units != NOTHING]], initial=0))
 
     def costs(self, step: int) -> Floats:
-        """What a micro step costs each rank."""
+        """What a micro-step costs each rank."""
         costs: Floats = self._costs(self.table[step : step + 1])[0]
         return costs
 
@@ -337,35 +339,40 @@ class Dealt:
         return costs
 
 
-def deal(
-    units: Units, ids: Integers, shape: Shape, seed: int = 0, epoch: int = 0, at_least: int = 0
+def schedule_packs(
+    units: Units, ids: Integers, shape: BatchLayout, seed: int = 0, epoch: int = 0, at_least: int = 0
 ) -> Integers:
     """Deal units to the ranks of a shape.
 
     Full steps come from :func:`~packhorse.neat_packing_vlm.order_packs`: packs of equal cost and of the same
-    media together, shuffled. What does not fill the last optimiser step is spread over its micro steps and
+    media together, shuffled. What does not fill the last optimiser step is spread over its micro-steps and
     ranks; packs are split where there are fewer of them than ranks, so that every rank has something to
     learn as long as there are samples for it.
 
     Returns:
         [steps, world, batch]: each of ``ids``, or the parts it was split into, exactly once.
     """
-    world, batch, accumulation = shape
-    strata = None if units.strata is None else units.strata[ids]
+    world, batch, gradient_accumulation_steps = shape
+    dataset_ids = None if units.dataset_ids is None else units.dataset_ids[ids]
     kinds = units.kinds[ids]
-    order = order_packs(units.costs[ids], world * batch, kinds=kinds, strata=strata, seed=seed, epoch=epoch)
+    order = order_packs(
+        units.costs[ids], world * batch, kinds=kinds, dataset_ids=dataset_ids, seed=seed, epoch=epoch
+    )
     rows, rest = ids[order.steps], ids[order.rest]
-    full = len(rows) // accumulation * accumulation
+    full = len(rows) // gradient_accumulation_steps * gradient_accumulation_steps
     tail = np.concatenate([rows[full:].reshape(-1), rest])
-    steps = max(full + (accumulation if len(tail) else 0), -(-at_least // accumulation) * accumulation)
+    steps = max(
+        full + (gradient_accumulation_steps if len(tail) else 0),
+        -(-at_least // gradient_accumulation_steps) * gradient_accumulation_steps,
+    )
     if steps > full and not len(tail) and full:
-        full -= accumulation
+        full -= gradient_accumulation_steps
         tail = rows[full:].reshape(-1)
     body = rows[:full].reshape(-1, world, batch)
-    return np.concatenate([body, _deal_tail(units, tail, steps - full, world, batch)])
+    return np.concatenate([body, _schedule_tail(units, tail, steps - full, world, batch)])
 
 
-def _deal_tail(units: Units, ids: Integers, steps: int, world: int, batch: int) -> Integers:
+def _schedule_tail(units: Units, ids: Integers, steps: int, world: int, batch: int) -> Integers:
     table = np.full((steps, world, batch), NOTHING, np.int64)
     if not steps:
         return table
@@ -397,7 +404,7 @@ def _split(units: Units, ids: list[int], wanted: int) -> list[int]:
                 heapq.heappush(heap, (-units.cost(half), half))
             else:
                 whole.append(half)
-    units.take_in()
+    units.merge_parts()
     return [*whole, *(unit for _, unit in heap)]
 
 

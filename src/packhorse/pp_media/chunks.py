@@ -215,8 +215,8 @@ def wrap_vlm_collate_for_pp(
     is no mapping or has no media. Let the function
     say whose its media are where it can: ``partial(pad_collate_fn, processor=…, media_layout=True)`` and
     ``partial(neat_packed_vlm_collater, media_layout=True)`` do for every family. Batches of the other collate
-    functions are split by ``layout`` and their counts, which does for all but tiles, films and samples that
-    no tensor counts; these are refused by name.
+    functions are split by ``layout`` and their counts, which does for all but tiles, videos and samples that
+    no tensor counts; these are rejected by name.
 
     Args:
         collate_fn: makes batches with ``input_ids`` [B, S].

@@ -144,13 +144,13 @@ def pixels_layout(
     grid: Any,
     grids: tuple[str, ...] = (),
 ) -> TensorLayout:
-    """One entry per medium, or flat patches: where both fit, each medium has one patch and both are the same.
+    """One entry per media item, or flat patches; if both fit, each item has one patch and they are equal.
 
     Args:
         key: of the pixels.
         pixels: the tensor.
         kind: of the media.
-        grid_key: of the tensor that tells about each medium; None where there is none.
+        grid_key: of the tensor that tells about each media item; None where there is none.
         grid: that tensor.
         grids: the keys it could have, for messages.
 
@@ -162,7 +162,7 @@ def pixels_layout(
         if pixels.dim() <= 2:
             raise ValueError(
                 f"'{key}' has shape {tuple(pixels.shape)}, flat patches, and the batch has no grid that says "
-                f"how many belong to each medium: expected one of {', '.join(grids)}"
+                f"how many belong to each media item: expected one of {', '.join(grids)}"
             )
         return TensorLayout((kind,), "item")
     grid = tensor_of(grid_key, grid)

@@ -93,7 +93,7 @@ class MediaRows:
             if counted is None:
                 return
             other, source = counted
-            if layout.owner == "rows":  # each medium has at least one
+            if layout.owner == "rows":  # each media item has at least one
                 other, source = torch.where(other > 0, rows.maximum(other), 0), f"{source} (at least)"
         if not torch.equal(rows, other):
             raise ValueError(
@@ -124,7 +124,7 @@ class MediaRows:
         what = f"'{key}' of shape {tuple(self.tensor(key).shape)}"
         if self.batch.get(grid_key) is None:
             raise ValueError(
-                f"{what} without '{grid_key}', which says how many entries each medium has: keep "
+                f"{what} without '{grid_key}', which says how many entries each media item has: keep "
                 f"'{grid_key}' in the batch"
             )
         if grid_key not in self.layout:
@@ -196,12 +196,12 @@ def tensor_of(key: str, value: Any) -> torch.Tensor:
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         what = "a number" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise ValueError(f"'{key}' is {what}: expected a tensor with one entry per medium, patch or row")
+        raise ValueError(f"'{key}' is {what}: expected a tensor with one entry per media item, patch or row")
     return value
 
 
 def multiplied_out(key: str, grid: torch.Tensor) -> torch.Tensor:
-    """How many entries each medium has by its grid: int64 [N], on the CPU.
+    """How many entries each media item has by its grid: int64 [N], on the CPU.
 
     Args:
         key: of the grid. One that begins with ``num_`` holds numbers, which may be 0; others hold the sides
@@ -278,4 +278,4 @@ def split_rows(tensor: torch.Tensor, rows: torch.Tensor, n_microbatches: int) ->
     """
     totals = [int(part.sum()) for part in torch.tensor_split(rows, n_microbatches)]
     edges = [0, *accumulate(totals)]
-    return [tensor[first:behind] for first, behind in pairwise(edges)]
+    return [tensor[first:after] for first, after in pairwise(edges)]

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.utils.files import Fingerprint, cache_folder, cache_lock, digest, write_whole
+from packhorse.utils.files import Fingerprint, cache_folder, cache_lock, digest, write_atomic
 from packhorse.utils.progress import Progress
 
 Offsets = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ _HEAD = 1 << 16  # bytes at the beginning of a file that tell how long its lines
 _LONG_LINE = 200  # bytes, from which searching for each newline is quicker than comparing all bytes
 _NEWLINE, _RETURN, _SPACE, _QUOTE, _BACKSLASH = b'\n\r "\\'
 _BOM = b"\xef\xbb\xbf"
-_AHEAD = 4  # bytes read beyond a chunk: a line may start right behind it, or behind a byte-order mark
+_AHEAD = 4  # bytes read beyond a chunk: a line may start right after it, or after a byte-order mark
 
 
 # Sees each piece of a file as it is scanned: the bytes, the offset of the first, where in them lines begin.
@@ -41,7 +41,7 @@ Onlooker = Callable[[memoryview, int, list[int]], None]
 
 
 class BlankLines:
-    """Whether rows come behind blank lines; where none does, row ``i`` is line ``i + 1`` of its file."""
+    """Whether rows come after blank lines; where none does, row ``i`` is line ``i + 1`` of its file."""
 
     def __init__(self) -> None:
         self.before_rows = self._any = False
@@ -80,7 +80,7 @@ def scan_lines(
         starts = breaks + 1
         if offset == 0:
             starts = np.concatenate([[len(_BOM) if data.startswith(_BOM) else 0], starts])
-        starts = starts[starts < got]  # behind the file's last newline there is no line
+        starts = starts[starts < got]  # after the file's last newline there is no line
         blank = _blank(fd, array, starts, offset, size)
         starts = starts[~blank]
         if blank_lines is not None:
@@ -95,7 +95,7 @@ def _breaks_by_search(data: bytearray, stop: int) -> Offsets:
     """Where the newlines are, one search for each: the quicker way when they are far apart."""
     found: list[int] = []
     add, index = found.append, data.index
-    with contextlib.suppress(ValueError):  # there is none behind the last: told once, not asked each time
+    with contextlib.suppress(ValueError):  # there is none after the last: told once, not asked each time
         at = -1
         while True:
             at = index(_NEWLINE, at + 1, stop)
@@ -190,7 +190,7 @@ class _ArrayState:
         self.seen_first = False
         self.closed_at = -1
         self.last_start = 0
-        self.first: int | None = None  # behind '[', until we know that an element follows and not ']'
+        self.first: int | None = None  # after '[', until we know that an element follows and not ']'
 
     def feed(self, data: npt.NDArray[np.uint8], offset: int) -> Offsets:
         if not self.opened:
@@ -208,7 +208,7 @@ class _ArrayState:
         self._check_closing(data, marks, after, step, offset)
         if self.first is None and not self.seen_first and len(marks):
             self.first = offset + int(marks[0]) + 1
-        # Behind each comma between elements begins the next one.
+        # After each comma between elements begins the next one.
         starts: Offsets = marks[(after == 1) & (data[marks] == ord(","))] + (offset + 1)
         if self.first is not None:
             follows = data[max(0, self.first - offset) :].tobytes().lstrip()
@@ -312,7 +312,7 @@ class RowIndex:
     """Where the rows of a file begin: row ``i`` lies from ``span(i)[0]`` to ``span(i)[1]``.
 
     Args:
-        offsets: the beginnings, ascending, and behind them the end of the last row; an array in memory, or a
+        offsets: the beginnings, ascending, and after them the end of the last row; an array in memory, or a
             memory map, of which only few pages are kept resident.
         every_line: whether row ``i`` is line ``i + 1`` of the file.
     """
@@ -330,7 +330,7 @@ class RowIndex:
         return len(self._offsets) - 1
 
     def span(self, row: int) -> tuple[int, int]:
-        """First byte of a row, and the byte behind it."""
+        """First byte of a row, and the byte after it."""
         start, stop = self._offsets[row : row + 2].tolist()
         self._looked_up += 1
         if self._looked_up >= self._LOOKUPS:
@@ -338,7 +338,7 @@ class RowIndex:
         return start, stop
 
     def spans(self, rows: Offsets) -> tuple[Offsets, Offsets]:
-        """First bytes, and bytes behind, of many rows."""
+        """First bytes, and bytes after, of many rows."""
         starts, stops = self._offsets[rows], self._offsets[rows + 1]
         self._let_go()
         return starts, stops
@@ -414,7 +414,7 @@ def _build_and_keep(
 ) -> RowIndex:
     for home in homes:
         try:
-            write_whole(home, lambda file: _write(file, path, layout, fingerprint, onlooker))
+            write_atomic(home, lambda file: _write(file, path, layout, fingerprint, onlooker))
         except OSError as error:
             # Read-only folder, no space left, …: the next home, and in the end memory.
             logger.info("cannot keep the index of %s at %s (%s)", path, home, error)

@@ -22,7 +22,7 @@ import numpy as np
 
 from packhorse.errors import BadSample, ConfigError
 from packhorse.rows.row_files import Row, RowFile
-from packhorse.utils.files import Fingerprint, build_anew, build_once, digest, is_of_the_system
+from packhorse.utils.files import Fingerprint, build_once, digest, is_machine_error, rebuild
 
 logger = getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ParquetRows(RowFile):
                         writer.write_batch(pyarrow.RecordBatch.from_arrays(list(columns), schema=schema))
             self._must_be_as_opened()  # the copy has the name of the file that was opened
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
-            if is_of_the_system(error):
+            if is_machine_error(error):
                 raise
             raise ConfigError(f"{self.name}: not a readable Parquet file ({error})") from error
 
@@ -97,11 +97,11 @@ class ParquetRows(RowFile):
         """
         import pyarrow
 
-        if is_of_the_system(error) and _holds_anything(path):  # an empty file cannot be mapped
+        if is_machine_error(error) and _holds_anything(path):  # an empty file cannot be mapped
             raise error
         self._must_be_as_opened()
         logger.warning("%s, the copy of %s, is damaged (%s): making it anew", path, self.name, error)
-        path = build_anew(self._in_cache, self._rewrite, self._inode)
+        path = rebuild(self._in_cache, self._rewrite, self._inode)
         try:
             self._map(path)
             for batch in range(len(self._ends)):

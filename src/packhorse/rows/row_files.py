@@ -150,19 +150,19 @@ class JsonRows(RowFile):
             at = self._all_checked(block)
             starts, stops = self._index.spans(at)
             firsts = _runs(starts, stops)
-            first_bytes, behind = starts.tolist(), stops.tolist()
+            first_bytes, after = starts.tolist(), stops.tolist()
             for first, last in zip(firsts, [*firsts[1:], len(block)], strict=True):
                 base = first_bytes[first]
-                if behind[last - 1] - base > most:  # a run of its own, or one that ends with such a row
+                if after[last - 1] - base > most:  # a run of its own, or one that ends with such a row
                     yield from map(self._get_or_error, block[first:last])
                     continue
-                data = self._fetch(base, behind[last - 1])
+                data = self._fetch(base, after[last - 1])
                 if last == first + 1:
                     yield self._row_or_error(data, block[first])
                 else:
                     view = memoryview(data)
                     for i in range(first, last):
-                        yield self._row_or_error(view[first_bytes[i] - base : behind[i] - base], block[i])
+                        yield self._row_or_error(view[first_bytes[i] - base : after[i] - base], block[i])
 
     def content(self, first: int, stop: int) -> Iterator[bytes]:
         """As :meth:`RowFile.content`: the rows' own bytes and what lies between them, without parsing."""
@@ -234,7 +234,7 @@ class JsonRows(RowFile):
 
     def _parse(self, data: bytes | memoryview, row: int) -> Row:
         try:
-            # The parser itself takes white space behind a row.
+            # The parser itself takes white space after a row.
             value = orjson.loads(data if self.layout == "lines" else self._shed(data))
         except orjson.JSONDecodeError:
             value = self._parse_leniently(self._shed(data), row)
@@ -282,7 +282,7 @@ class JsonRows(RowFile):
 def _runs(starts: Offsets, stops: Offsets) -> list[int]:
     """Which of the rows begin a run, that is, a stretch of the file to fetch with one call.
 
-    A row goes on with the run before it if it lies behind it, with no wider gap between than both are worth;
+    A row goes on with the run before it if it lies after it, with no wider gap between than both are worth;
     runs are ended after about ``_RUN_BYTES``.
     """
     sizes = stops - starts
@@ -307,7 +307,7 @@ def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | N
     """
     path, address = local_file(address), mask_secrets(address)
     if os.path.isdir(path):
-        raise ConfigError(f"{address} is a folder, expected a file of rows: name its files, a data set each")
+        raise ConfigError(f"{address} is a folder, expected a file of rows: name its files, a dataset each")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{address}: no such file")
     if path.endswith(".parquet"):
@@ -395,7 +395,7 @@ def load_jsonl_for_rank(
         sample_ratio: below 1 a fixed draw of rows, above 1 repetitions; see :class:`RowSelection`.
         rank: this process.
         world_size: how many processes share the file; rows are dealt ``[rank::world_size]``.
-        remainder: rows that do not divide are recorded and left out, or kept by the first ranks.
+        remainder: rows that do not divide are recorded and dropped, or kept by the first ranks.
         ledger: where rank 0 records what no rank gets; the process's own if None.
 
     Returns:

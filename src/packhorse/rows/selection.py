@@ -20,7 +20,7 @@ import numpy.typing as npt
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.types import Drop, World
-from packhorse.utils.files import build_anew, build_once
+from packhorse.utils.files import build_once, rebuild
 
 logger = getLogger("packhorse.datasets")
 
@@ -48,7 +48,7 @@ def _draw(total: int, size: int) -> RowNumbers:
     kept = _kept_draw(path, total, size)
     if kept is None:
         logger.warning("%s is damaged: drawing anew", path)
-        kept = _kept_draw(build_anew(name, write, path.stat().st_ino), total, size)
+        kept = _kept_draw(rebuild(name, write, path.stat().st_ino), total, size)
     if kept is None:
         raise ConfigError(f"{path} is damaged as soon as it is made: is the disk in order?")
     return kept
@@ -65,7 +65,7 @@ def _kept_draw(path: Path, total: int, size: int) -> RowNumbers | None:
 
 
 def _digest_of_draw(drawn: RowNumbers, total: int) -> bytes:
-    """What is written behind a draw of rows, so that any change is noticed."""
+    """What is written after a draw of rows, so that any change is noticed."""
     digest = hashlib.blake2b(str(total).encode(), digest_size=_DIGEST_SIZE)
     digest.update(drawn.data)
     return digest.digest()
@@ -145,8 +145,8 @@ class RowSelection:
         """The numbers of all this rank's rows, in order."""
         entries = self.world.rank + np.arange(len(self), dtype=np.int64) * self.world.size
         numbers = entries % max(1, self.total)
-        behind = entries >= self._copied
-        numbers[behind] = self._drawn[entries[behind] - self._copied]
+        after = entries >= self._copied
+        numbers[after] = self._drawn[entries[after] - self._copied]
         return numbers
 
     def left_over(self) -> list[tuple[int, int]]:

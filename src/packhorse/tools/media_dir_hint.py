@@ -1,7 +1,7 @@
 """Advice on media that are all missing where they are looked for, but lie beside the meta or the data file.
 
 Without a ``media_dir`` relative paths of media start at the working directory; ``file_name`` starts at the
-meta file. Costs a look at the first rows of a data set, and only where all its media are missing.
+meta file. Costs a look at the first rows of a dataset, and only where all its media are missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _advice(meta: str, config: DatasetConfig, rows: RowFile) -> str | None:
             entry = json.dumps(os.path.relpath(folder or ".", beside or "."), ensure_ascii=False)
             return (
                 f"{config.name}: its media are missing where they are looked for, in {os.getcwd()}. They "
-                f'exist beside {what}: add "media_dir": {entry} to this data set in {meta}'
+                f'exist beside {what}: add "media_dir": {entry} to this dataset in {meta}'
             )
     return None
 
@@ -64,7 +64,7 @@ def _relative_paths(config: DatasetConfig, rows: RowFile) -> Iterator[str]:
 
 
 def _local_path(source: object) -> str | None:
-    """The file of a medium; of frames in a list the first; None where it is no local file."""
+    """The file of a media item; of frames in a list the first; None where it is no local file."""
     if isinstance(source, list | tuple):
         return _local_path(source[0]) if source else None
     try:

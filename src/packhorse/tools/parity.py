@@ -1,6 +1,6 @@
 """Is packed training what unpacked training is? For *this* model, processor and attention backend.
 
-A few samples go through the model one by one and packed; the loss of every learned token and the gradients
+A few samples go through the model one by one and packed; the loss of every supervised token and the gradients
 are compared. Where they differ, the usual mistakes are looked for and named: positions of the wrong kind,
 attention that leaks from document to document, labels shifted once too often. Costs a few forward and
 backward passes.
@@ -149,7 +149,7 @@ def _of_attention(packed: Packed, tolerance: float) -> Iterator[str]:
         for row, samples in enumerate(packed.bins):
             for document in range(1, len(samples) + 1):
                 _, places = packed.visible(row, document)
-                # Learned tokens are text, so media still fit their placeholders.
+                # Supervised tokens are text, so media still fit their placeholders.
                 changed = places & (labels[row] != IGNORE_INDEX)
                 if not bool(changed.any()):
                     continue
@@ -199,7 +199,7 @@ class DocumentParity:
         row: of the packed batch: its pack, from 0.
         document: its number there, from 1.
         tokens: that can be seen.
-        learned: tokens with a label.
+        supervised: tokens with a label.
         unpacked: mean loss alone.
         packed: mean loss in the pack.
         largest: largest difference of a token's loss.
@@ -209,7 +209,7 @@ class DocumentParity:
     row: int
     document: int
     tokens: int
-    learned: int
+    supervised: int
     unpacked: float
     packed: float
     largest: float
@@ -480,8 +480,8 @@ def _unpacked(
     for index in range(len(encoded)):
         batch = pad_collate_fn([encoded[index]], processor, length, pixel_dtype=model.dtype)
         batches.append(to_device(batch, model.device))
-    learned = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
-    if not learned:
+    supervised = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
+    if not supervised:
         raise ConfigError("no token of the samples is supervised: there is no loss to compare")
     alone = []
     with torch.set_grad_enabled(gradients):
@@ -489,7 +489,7 @@ def _unpacked(
             logits = model(**model_inputs(batch)).logits[0]
             losses = token_losses(logits, batch["labels"][0])
             if gradients:
-                _backward(losses.sum() / learned)
+                _backward(losses.sum() / supervised)
             visible = batch["attention_mask"][0].bool()
             alone.append(_Alone(losses.detach()[visible], batch["labels"][0][visible]))
     return alone, _taken_gradients(model)
@@ -531,11 +531,13 @@ def _compared(
                 f"{packed.name(row, document)} has {len(mine)} visible tokens, alone it has "
                 f"{len(other.losses)}: the batch does not hold the samples as they are"
             )
-        learned = int((other.labels != IGNORE_INDEX).sum())
-        means = [float(each.sum()) / max(1, learned) for each in (other.losses, mine)]
+        supervised = int((other.labels != IGNORE_INDEX).sum())
+        means = [float(each.sum()) / max(1, supervised) for each in (other.losses, mine)]
         largest = float((mine - other.losses).abs().max())
         key = packed.keys[sample]
-        documents.append(DocumentParity(row, document, len(mine), learned, means[0], means[1], largest, key))
+        documents.append(
+            DocumentParity(row, document, len(mine), supervised, means[0], means[1], largest, key)
+        )
     return tuple(documents), _relative_difference(found, expected)
 
 

@@ -1,8 +1,8 @@
-"""How long and how heavy the rows of data sets are: exact from counts, or estimated and called so.
+"""How long and how heavy the rows of datasets are: exact from counts, or estimated and called so.
 
-With a processor the rows are counted (what has been counted before is taken over), and everything here is
-exact. Without one, text is characters // 3, a medium is 500 tokens, and only numbers of media and sizes of
-images are exact; it costs one pass over the rows and the headers of their images.
+With a processor the rows are counted (what has been counted before is reused), and everything here is
+exact. Without one, text is characters // 3, a media item is 500 tokens, and only numbers of media and sizes
+of images are exact; it costs one pass over the rows and the headers of their images.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ SPREADS = (
     "image_side",
     "image_tokens",
 )
-"""What is spread over what: tokens, learned tokens, their share in percent, tokens of images and videos and
-number of media for each row; the longer side in pixels and tokens for each image."""
+"""What is spread over what: tokens, supervised tokens, their share in percent, tokens of images and videos
+and number of media for each row; the longer side in pixels and tokens for each image."""
 
 _IMAGE = MEDIA_KINDS.index("image")
 
 LONGEST = 5
-"""So many rows of each data set are named, the longest first."""
+"""So many rows of each dataset are named, the longest first."""
 
 
 class LongRow(NamedTuple):
-    """One of the longest rows of a data set: its tokens and its number, its name, its file and line."""
+    """One of the longest rows of a dataset: its tokens and its number, its name, its file and line."""
 
     tokens: int
     row: int
@@ -71,7 +71,7 @@ class LongRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DatasetStats:
-    """One data set, over all rows of its file.
+    """One dataset, over all rows of its file.
 
     Attributes:
         rows: all; ``bad`` of them could not be counted, by reason, and are in no distribution.
@@ -97,8 +97,8 @@ class DatasetStats:
         return own | spreads | {"longest": [row._asdict() for row in self.longest]}
 
     @property
-    def learned_share(self) -> float:
-        """Learned tokens over all tokens."""
+    def supervised_share(self) -> float:
+        """Supervised tokens over all tokens."""
         tokens = self.spreads["tokens"].sum
         return self.spreads["supervised_tokens"].sum / tokens if tokens else 0.0
 
@@ -123,7 +123,7 @@ class StatsReport:
     seconds: float
 
     def all(self) -> DatasetStats:
-        """All data sets together."""
+        """All datasets together."""
         return _together("all", "", self.datasets, max(len(one.longest) for one in self.datasets))
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,18 +152,18 @@ def stats_of(
     longest: int = LONGEST,
     progress: OnProgress | None = None,
 ) -> StatsReport:
-    """How the rows of the data sets of a meta file are spread.
+    """How the rows of the datasets of a meta file are spread.
 
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are looked at, whatever share of
-            them a data set takes.
+            them a dataset takes.
         processor: a processor, or the path of one: rows that are not counted yet are counted first, and the
             counts kept. None for estimates.
-        dataset_names: only these data sets.
+        dataset_names: only these datasets.
         engine: where to count (see :mod:`packhorse.count.engines`); None counts in this process.
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
-        longest: name so many rows of each data set, the longest first.
+        longest: name so many rows of each dataset, the longest first.
         progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
@@ -171,7 +171,7 @@ def stats_of(
     """
     started = time.monotonic()
     if not read_meta(meta, dataset_names):
-        raise ConfigError(f"{meta}: it names no data set")
+        raise ConfigError(f"{meta}: it names no dataset")
     if processor is None:
         found = _estimated(
             meta, dataset_names, engine, index_dir, progress or Progress("estimating"), longest

@@ -78,11 +78,11 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"the cache cannot be written ({error}): set PACKHORSE_CACHE") from error
-            write_whole(target, write, to_disk=True)
+            write_atomic(target, write, to_disk=True)
     return target
 
 
-def build_anew(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path:
+def rebuild(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path:
     """As :func:`build_once`, where the file is there but is not what was written.
 
     Args:
@@ -93,11 +93,11 @@ def build_anew(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> P
     target = cache_folder() / name
     with cache_lock(name):
         if not target.exists() or target.stat().st_ino == damaged:
-            write_whole(target, write, to_disk=True)
+            write_atomic(target, write, to_disk=True)
     return target
 
 
-def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bool = False) -> None:
+def write_atomic(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bool = False) -> None:
     """Write a file so that it is seen under its name only when it is complete.
 
     ``to_disk`` waits until it is safe from a power cut; for files whose damage nobody would notice.
@@ -128,7 +128,7 @@ def write_whole(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bo
         raise
 
 
-def is_of_the_system(error: Exception) -> bool:
+def is_machine_error(error: Exception) -> bool:
     """Whether an error is the system's own (no rights, no room), and tells nothing of what a file holds.
 
     Arrow says OSError of a file whose inside is wrong, too, but then without the system's number.

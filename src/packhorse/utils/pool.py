@@ -267,8 +267,8 @@ def _receive_tasks(pipe: Connection, tasks: queue.SimpleQueue[bytes]) -> None:
 class _Worker:
     """One process, its pipe, and the keys of the tasks it was sent, oldest first."""
 
-    def __init__(self, work: _Work, start: str | None) -> None:
-        context: Any = multiprocessing.get_context(start)
+    def __init__(self, work: _Work, multiprocessing_context: str | None) -> None:
+        context: Any = multiprocessing.get_context(multiprocessing_context)
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
         self.note = context.RawValue("q", -1)
@@ -318,14 +318,23 @@ class ProcessPool(Generic[T, R]):
     Args:
         work: what to apply. Pickled, unless workers are forked.
         workers: number of processes.
-        start: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for Python's default.
+        multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for Python's default.
         retries: how often a task is retried after its worker died.
     """
 
     def __init__(
-        self, work: Callable[[T], R], workers: int, start: str | None = None, retries: int = MAX_RETRIES
+        self,
+        work: Callable[[T], R],
+        num_workers: int,
+        multiprocessing_context: str | None = None,
+        retries: int = MAX_RETRIES,
     ) -> None:
-        self._work, self.size, self._start, self._retries = _Work(work), workers, start, retries
+        self._work, self.size, self._start, self._retries = (
+            _Work(work),
+            num_workers,
+            multiprocessing_context,
+            retries,
+        )
         self._workers: list[_Worker] = []
         self._retry = deque[int]()  # positions whose worker died
         self._done: dict[int, Any] = {}  # results and failures by position, until they are yielded
@@ -348,19 +357,19 @@ class ProcessPool(Generic[T, R]):
         positions: Sequence[int],
         *,
         ordered: bool = False,
-        prefetch: int = 2,
+        prefetch_factor: int = 2,
         timeout: float | None = None,
         receive: Callable[[R], Any] | None = None,
     ) -> Iterator[tuple[int, Any]]:
         """Run the tasks at ``positions``; yield (position, result).
 
-        At most ``prefetch * workers`` results are under way. A new run ends the previous one.
+        At most ``prefetch_factor * workers`` results are under way. A new run ends the previous one.
 
         Args:
             task: the task at a position.
             positions: what to run, in order.
             ordered: yield results in order; otherwise as they arrive.
-            prefetch: tasks that a worker holds, the one it runs included.
+            prefetch_factor: tasks that a worker holds, the one it runs included.
             timeout: seconds to wait for a result.
             receive: applied to each result as soon as it is seen, before its turn.
 
@@ -370,7 +379,7 @@ class ProcessPool(Generic[T, R]):
             EngineError: the work or a task cannot be sent, or workers die while they start.
         """
         self._run += 1
-        self._task, self._ordered, self._prefetch, self._receive = task, ordered, prefetch, receive
+        self._task, self._ordered, self._prefetch, self._receive = task, ordered, prefetch_factor, receive
         self._unsent, self._retry = iter(positions), deque[int]()
         self._left = len(positions)  # not yet yielded
         self._done = {}
@@ -510,31 +519,32 @@ class LocalEngine:
     With one worker, or one task, everything runs in this process: nothing is pickled and nothing is started.
 
     Args:
-        workers: number of processes; None for one per core this process may use.
-        start: ``"spawn"`` needs an importable main script (``if __name__ == "__main__":``). ``"fork"`` starts
-            at once, with all that this process has loaded; only for a process that has used no GPU and has
-            no threads at work, such as a command of its own.
+        num_workers: number of processes; None for one per core this process may use.
+        multiprocessing_context: ``"spawn"`` needs an importable main script (``if __name__ == "__main__":``).
+            ``"fork"`` starts at once with all loaded modules; use it only in a process that has not used a
+            GPU and runs no other threads, such as a command.
     """
 
-    def __init__(self, workers: int | None = None, start: Start = "spawn") -> None:
-        self.workers = _cores() if workers is None else workers
-        if self.workers < 1:
-            raise ConfigError(f"workers={workers} is too few: expected at least 1")
+    def __init__(self, num_workers: int | None = None, multiprocessing_context: Start = "spawn") -> None:
+        self.num_workers = _cores() if num_workers is None else num_workers
+        if self.num_workers < 1:
+            raise ConfigError(f"num_workers={num_workers} is too few: expected at least 1")
         known = multiprocessing.get_all_start_methods()
-        if start not in known:
+        if multiprocessing_context not in known:
             raise ConfigError(
-                f"start={start!r} is not available on this platform: choose one of {', '.join(known)}"
+                f"multiprocessing_context={multiprocessing_context!r} is not available on this platform: "
+                f"choose one of {', '.join(known)}"
             )
-        self.start: Start = start
+        self.multiprocessing_context: Start = multiprocessing_context
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """See :meth:`packhorse.utils.pool.Engine.run`. Closing the iterator early ends the processes."""
-        workers = min(self.workers, len(tasks))
-        if workers <= 1:
+        num_workers = min(self.num_workers, len(tasks))
+        if num_workers <= 1:
             for position, task in enumerate(tasks):
                 yield position, work(task)
             return
-        pool = ProcessPool(work, workers, self.start)
+        pool = ProcessPool(work, num_workers, self.multiprocessing_context)
         try:
             yield from pool.run(tasks.__getitem__, range(len(tasks)))
         finally:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from packhorse.chat import ChatProcessor
-from packhorse.count.programs import find_frame, stand_in
+from packhorse.count.programs import find_frame, sentinel
 
 TURNS = [
-    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": stand_in(0)}]},
-    {"role": "assistant", "content": [{"type": "text", "text": stand_in(1)}]},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": sentinel(0)}]},
+    {"role": "assistant", "content": [{"type": "text", "text": sentinel(1)}]},
 ]
 LOOP = (
     "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}"
@@ -50,7 +50,7 @@ def test_a_template_that_writes_texts_has_a_frame(body):
     found = frame(LOOP.replace("BODY", body))
     assert found is not None
     assert found.holes == (0, 1)
-    assert stand_in(0).join([found.pieces[0], found.pieces[1]]) in found.text
+    assert sentinel(0).join([found.pieces[0], found.pieces[1]]) in found.text
     assert found.pieces[0].startswith("<user><i>")
     assert found.pieces[2].endswith("</>")
 

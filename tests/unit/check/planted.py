@@ -1,4 +1,4 @@
-"""A data set with a known defect in known rows, and a clean one."""
+"""A dataset with a known defect in known rows, and a clean one."""
 
 import json
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from count_samples import write_meta
 MAX_LENGTH = 400
 
 
-def picture(path: Path, number: int, size: tuple[int, int] = (64, 48)) -> Path:
-    """A small picture, another one for each number."""
+def make_image(path: Path, number: int, size: tuple[int, int] = (64, 48)) -> Path:
+    """A small image, another one for each number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     width, height = size
     pixels = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
@@ -31,9 +31,9 @@ def text_row(number: int) -> dict[str, Any]:
     return {"messages": turns(f"What is {number} and one?", f"It is {number + 1}.")}
 
 
-def picture_row(number: int, name: str | None = None) -> dict[str, Any]:
+def image_row(number: int, name: str | None = None) -> dict[str, Any]:
     return {
-        "messages": turns(f"<image>What is on picture {number}?", f"Coloured dots, number {number}."),
+        "messages": turns(f"<image>What is on image {number}?", f"Coloured dots, number {number}."),
         "images": [name or f"p{number}.png"],
     }
 
@@ -56,8 +56,8 @@ class Planted:
         number = len(self.lines)
         if number % 3:
             return self.add(text_row(number))
-        picture(self.media / f"p{number}.png", number)
-        return self.add(picture_row(number))
+        make_image(self.media / f"p{number}.png", number)
+        return self.add(image_row(number))
 
 
 def _with_messages(*messages: tuple[str, str]) -> dict[str, Any]:
@@ -65,19 +65,19 @@ def _with_messages(*messages: tuple[str, str]) -> dict[str, Any]:
 
 
 def _broken(planted: Planted, name: str, number: int) -> dict[str, Any]:
-    path = picture(planted.media / name, number)
+    path = make_image(planted.media / name, number)
     path.write_bytes(path.read_bytes()[:200])
-    return picture_row(number, name)
+    return image_row(number, name)
 
 
 def _sized(planted: Planted, name: str, number: int, size: tuple[int, int]) -> dict[str, Any]:
-    picture(planted.media / name, number, size)
-    return picture_row(number, name)
+    make_image(planted.media / name, number, size)
+    return image_row(number, name)
 
 
 def _outside(planted: Planted) -> dict[str, Any]:
-    picture(planted.media.parent / "elsewhere.png", 9_000)
-    return picture_row(9_000, "../elsewhere.png")
+    make_image(planted.media.parent / "elsewhere.png", 9_000)
+    return image_row(9_000, "../elsewhere.png")
 
 
 Plant = Callable[[Planted], Any]
@@ -108,8 +108,8 @@ DEFECTS: tuple[Plant, ...] = (
     ),
     lambda p: p.add({"messages": turns("Say nothing.", "  ")}, "empty_turn"),
     lambda p: p.add(_outside(p), "outside_media_dir"),
-    lambda p: p.add(picture_row(9_002, "nowhere.png"), "missing_media"),
-    lambda p: p.add({**picture_row(9_003), "images": [None]}, "missing_media"),
+    lambda p: p.add(image_row(9_002, "nowhere.png"), "missing_media"),
+    lambda p: p.add({**image_row(9_003), "images": [None]}, "missing_media"),
     lambda p: p.add(_broken(p, "broken.png", 9_004), "broken_media"),
     lambda p: p.add(_sized(p, "line.png", 9_005, (4200, 20)), "extreme_aspect_ratio"),
     lambda p: p.add(_sized(p, "dot.png", 9_006, (8, 8)), "tiny_image"),
@@ -122,7 +122,7 @@ DEFECTS: tuple[Plant, ...] = (
 
 
 def write_planted(folder: Path, rows: int = 200) -> tuple[Path, Planted]:
-    """A data set ``mixed``: every defect among good rows; two of them copy row 1 and picture 0."""
+    """A dataset ``mixed``: every defect among good rows; two of them copy row 1 and image 0."""
     planted = Planted(folder / "media")
     planted.media.mkdir(parents=True)
     step = rows // len(DEFECTS)
@@ -138,7 +138,7 @@ def write_planted(folder: Path, rows: int = 200) -> tuple[Path, Planted]:
 
 
 def write_clean(folder: Path, rows: int = 20, name: str = "clean") -> Path:
-    """A data set without a defect."""
+    """A dataset without a defect."""
     planted = Planted(folder / "media")
     for _ in range(rows):
         planted.add_good()

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planted import DEFECTS, MAX_LENGTH, Planted, picture, picture_row, text_row, turns, write_planted
+from planted import DEFECTS, MAX_LENGTH, Planted, image_row, make_image, text_row, turns, write_planted
 
 from contract.processors import processor
 from count_samples import write_meta, write_rows
@@ -32,16 +32,16 @@ def digests(folder: Path) -> dict[Path, str]:
 
 
 def assert_adds_up(planted: list[bytes], fixed: Fixed, name: str = "mixed") -> None:
-    """Rows in = rows kept + rows left out; kept ones are as they were unless the ledger says repaired."""
+    """Rows in = rows kept + rows dropped; kept ones are as they were unless the ledger says repaired."""
     ledger = Ledger.load(fixed.ledger)
     actions = {drop.key: drop.action for drop in ledger if drop.dataset == name}
     assert len(actions) == sum(drop.dataset == name for drop in ledger)  # one entry a row
-    kept = [n for n in range(len(planted)) if actions.get(f"{name}/{n}") != "left_out"]
+    kept = [n for n in range(len(planted)) if actions.get(f"{name}/{n}") != "dropped"]
     (dataset,) = [one for one in fixed.datasets if one.name == name]
     lines = (Path(fixed.folder) / dataset.file).read_bytes().splitlines()
     assert len(lines) == len(kept) == dataset.kept
-    assert dataset.rows == len(planted) == dataset.kept + dataset.left_out
-    assert dataset.left_out == list(actions.values()).count("left_out")
+    assert dataset.rows == len(planted) == dataset.kept + dataset.dropped
+    assert dataset.dropped == list(actions.values()).count("dropped")
     assert dataset.repaired == list(actions.values()).count("repaired")
     for number, line in zip(kept, lines, strict=True):
         if f"{name}/{number}" in actions:
@@ -67,7 +67,7 @@ def test_a_cleaned_copy_has_no_error_and_its_ledger_names_every_row_that_is_gone
 REPAIRABLE = (
     lambda p: p.add({"messages": [{"role": "Human", "content": "Hi?"}, {"role": "gpt", "content": "Yes."}]}),
     lambda p: p.add(
-        {"messages": turns("What is this?", "Dots."), "images": [picture(p.media / "r.png", 77).name]}
+        {"messages": turns("What is this?", "Dots."), "images": [make_image(p.media / "r.png", 77).name]}
     ),
 )
 
@@ -95,8 +95,8 @@ def test_rows_in_are_rows_kept_and_rows_in_the_ledger(
 
 
 def test_what_has_one_plausible_reading_is_repaired_and_told(tmp_path: Path) -> None:
-    picture(tmp_path / "media" / "a.png", 1)
-    picture(tmp_path / "media" / "b.png", 2)
+    make_image(tmp_path / "media" / "a.png", 1)
+    make_image(tmp_path / "media" / "b.png", 2)
     rows = [
         {"messages": [{"role": " Human", "content": "Hi?"}, {"role": "GPT", "content": "Yes."}], "id": 7},
         {"messages": turns("Compare them: ä.", "Both are dots."), "images": ["a.png", "b.png"]},
@@ -113,8 +113,8 @@ def test_what_has_one_plausible_reading_is_repaired_and_told(tmp_path: Path) -> 
     assert {key: (drop.action, drop.reason) for key, drop in ledger.items()} == {
         "rows/0": ("repaired", "unknown_role"),
         "rows/1": ("repaired", "surplus_media"),
-        "rows/2": ("left_out", "surplus_media"),
-        "rows/3": ("left_out", "unknown_role"),
+        "rows/2": ("dropped", "surplus_media"),
+        "rows/3": ("dropped", "unknown_role"),
     }
     assert "role 'GPT' became 'assistant'" in ledger["rows/0"].detail
     assert "2 <image> put in front" in ledger["rows/1"].detail
@@ -159,13 +159,13 @@ def test_a_file_that_changes_after_the_check_is_not_copied_from(tmp_path: Path) 
     assert not (tmp_path / "clean").exists()
 
 
-def test_paths_stay_right_whatever_a_data_set_is_called(
+def test_paths_stay_right_whatever_a_dataset_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    picture(tmp_path / "p.png", 1)
+    make_image(tmp_path / "p.png", 1)
     for name in ("x", "y", "z"):
-        write_rows(tmp_path / f"{name}.jsonl", [picture_row(1, "p.png"), {"messages": []}])
+        write_rows(tmp_path / f"{name}.jsonl", [image_row(1, "p.png"), {"messages": []}])
     names = {"ledger": "x", "a/b": "y", "a_b": "z"}
     write_meta(tmp_path, {name: {"file_name": f"{file}.jsonl"} for name, file in names.items()})
     fixed = fixed_copy(Path("meta.json"), Path("clean"))
@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_read_is_in_the_ledger_as_a_whole(tmp_path: Path) 
     (tmp_path / "cut.json").write_text('[{"messages": [')
     meta = write_meta(tmp_path, {"cut": {"file_name": "cut.json"}})
     (drop,) = Ledger.load(fixed_copy(meta, tmp_path / "clean").ledger)
-    assert (drop.key, drop.action, drop.stage) == ("cut", "left_out", "read")
+    assert (drop.key, drop.action, drop.stage) == ("cut", "dropped", "read")
     assert check_meta(tmp_path / "clean" / "meta.json").passed()
 
 
@@ -192,23 +192,23 @@ def test_an_array_is_written_as_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 700])
-def test_a_parquet_file_with_the_bytes_of_pictures_stays_one_without_its_bad_rows(
+def test_a_parquet_file_with_the_bytes_of_images_stays_one_without_its_bad_rows(
     tmp_path: Path, rows: int
 ) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    data = [picture(tmp_path / f"{n}.png", n).read_bytes() for n in range(4)]
+    data = [make_image(tmp_path / f"{n}.png", n).read_bytes() for n in range(4)]
     made = []
     for number in range(rows):
-        picture_bytes = data[number % 4] if number % 4 != 1 else data[1][:150]
+        image_bytes = data[number % 4] if number % 4 != 1 else data[1][:150]
         row: dict[str, Any] = {
             "messages": turns(f"<image>What is {number}?", "Dots."),
-            "images": [{"bytes": picture_bytes, "path": None}],
+            "images": [{"bytes": image_bytes, "path": None}],
             "split": "train",
         }
         if number % 4 == 2:
-            row["messages"][0]["content"] = f"What is {number}?"  # a picture that nobody mentions
+            row["messages"][0]["content"] = f"What is {number}?"  # an image that nobody mentions
         made.append(row)
     table = pa.Table.from_pylist(made).replace_schema_metadata({"made_by": "somebody"})
     split = table.column("split").dictionary_encode()
@@ -218,7 +218,7 @@ def test_a_parquet_file_with_the_bytes_of_pictures_stays_one_without_its_bad_row
     fixed = fixed_copy(meta, tmp_path / "clean")
     (one,) = fixed.datasets
     bad = len(range(1, rows, 4))
-    assert (one.file, one.rows, one.kept, one.left_out) == ("rows.parquet", rows, rows - bad, bad)
+    assert (one.file, one.rows, one.kept, one.dropped) == ("rows.parquet", rows, rows - bad, bad)
     assert one.repaired == len(range(2, rows, 4))
     written = pq.read_table(tmp_path / "clean" / "rows.parquet")
     assert written.schema.equals(pq.read_schema(tmp_path / "rows.parquet"), check_metadata=True)
@@ -228,7 +228,7 @@ def test_a_parquet_file_with_the_bytes_of_pictures_stays_one_without_its_bad_row
             row["messages"][0]["content"] = "<image>\n" + row["messages"][0]["content"]
     assert written.to_pylist() == expected
     actions = {drop.key: (drop.action, drop.reason) for drop in Ledger.load(fixed.ledger)}
-    assert actions["rows/1"] == ("left_out", "broken_media")
+    assert actions["rows/1"] == ("dropped", "broken_media")
     assert actions["rows/2"] == ("repaired", "surplus_media")
     again = check_meta(fixed.meta)
     assert again.counts()["error"] == 0
@@ -242,7 +242,7 @@ def test_a_parquet_file_of_which_no_row_is_good_becomes_an_empty_one(tmp_path: P
     rows = [{"messages": turns("<image>?", "Dots."), "images": ["gone.png"]}] * 3
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     fixed = fixed_copy(write_meta(tmp_path, {"a": {"file_name": "rows.parquet"}}), tmp_path / "clean")
-    assert fixed.datasets[0].left_out == 3
+    assert fixed.datasets[0].dropped == 3
     assert pq.read_table(tmp_path / "clean" / "a.parquet").num_rows == 0
     assert check_meta(fixed.meta).passed(strict=True)
 

@@ -13,8 +13,8 @@ from packhorse.types import Drop
 
 def rank(folder: Path, number: int) -> Ledger:
     ledger = Ledger()
-    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file", "left_out", "coco"))
-    ledger.record(Drop("coco/7#1", "encode", "too_long", "900 tokens", "left_out", "coco"))
+    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file", "dropped", "coco"))
+    ledger.record(Drop("coco/7#1", "encode", "too_long", "900 tokens", "dropped", "coco"))
     ledger.record_rows("chats", np.array([number, number + 10]), stage="select", reason="not_sampled")
     ledger.save(folder / f"rank{number}.jsonl")
     return ledger
@@ -34,7 +34,7 @@ def test_the_ledgers_of_all_ranks_are_merged_and_other_files_passed_over(tmp_pat
     assert len(single) == 4
 
 
-def test_entries_are_selected_by_reason_data_set_and_row(tmp_path: Path) -> None:
+def test_entries_are_selected_by_reason_dataset_and_row(tmp_path: Path) -> None:
     ledger = rank(tmp_path, 3)
     assert [drop.key for drop in ledger.select(reason="not_sampled")] == ["chats/3", "chats/13"]
     assert [drop.key for drop in ledger.select(dataset="coco")] == ["coco/3", "coco/7#1"]
@@ -43,7 +43,7 @@ def test_entries_are_selected_by_reason_data_set_and_row(tmp_path: Path) -> None
     assert len(list(ledger.select())) == 4
 
 
-def test_an_empty_ledger_is_one_and_a_folder_without_any_is_refused(tmp_path: Path) -> None:
+def test_an_empty_ledger_is_one_and_a_folder_without_any_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no ledger in this folder"):
         read_ledgers(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import MAX_LENGTH, picture, picture_row, text_row, turns, write_clean, write_planted
+from planted import MAX_LENGTH, image_row, make_image, text_row, turns, write_clean, write_planted
 
 from contract.processors import build, processor
 from count_samples import write_meta, write_rows
@@ -74,7 +74,7 @@ def test_few_rows_are_checked_like_many(tmp_path: Path, rows: int) -> None:
 def test_two_processes_find_what_one_finds_in_the_same_order(tmp_path: Path) -> None:
     meta, _ = write_planted(tmp_path)
     one = check_meta(meta, part_rows=7)
-    two = check_meta(meta, part_rows=16, engine=LocalEngine(2, start="fork"))
+    two = check_meta(meta, part_rows=16, engine=LocalEngine(2, multiprocessing_context="fork"))
     assert list(one.findings()) == list(two.findings())
     assert one.counts() == two.counts()
 
@@ -98,14 +98,14 @@ def test_headers_alone_show_what_is_missing_but_not_what_is_cut_off(tmp_path: Pa
 
 
 def test_the_shape_that_a_processor_refuses_is_an_error_that_names_its_family(tmp_path: Path) -> None:
-    meta = mixture(tmp_path, [picture_row(0, "line.png")])
-    picture(tmp_path / "media" / "line.png", 0, (4200, 20))
+    meta = mixture(tmp_path, [image_row(0, "line.png")])
+    make_image(tmp_path / "media" / "line.png", 0, (4200, 20))
     (alone,) = check_meta(meta).findings()
     assert (alone.rule, alone.severity) == ("extreme_aspect_ratio", "warning")
     assert "4,200 x 20, sides of 1 to 210" in alone.found
-    (refused,) = check_meta(meta, processor("qwen2_vl")).findings()
-    assert (refused.rule, refused.severity) == ("extreme_aspect_ratio", "error")
-    assert "Qwen2VLProcessor (family qwen2_vl) refuses it" in refused.found
+    (rejected,) = check_meta(meta, processor("qwen2_vl")).findings()
+    assert (rejected.rule, rejected.severity) == ("extreme_aspect_ratio", "error")
+    assert "Qwen2VLProcessor (family qwen2_vl) refuses it" in rejected.found
     assert list(check_meta(meta, processor("gemma3")).findings()) == []  # which squeezes any shape
 
 
@@ -130,7 +130,7 @@ def test_rows_that_the_chat_template_refuses_are_found(tmp_path: Path) -> None:
     assert "no system turns" in finding.found
 
 
-def test_a_row_of_which_nothing_is_learned_is_found(tmp_path: Path) -> None:
+def test_a_row_of_which_nothing_is_supervised_is_found(tmp_path: Path) -> None:
     plain = build("qwen2_vl")
     # A template without an end of turn: an empty answer is nothing at all.
     plain.chat_template = (
@@ -141,34 +141,32 @@ def test_a_row_of_which_nothing_is_learned_is_found(tmp_path: Path) -> None:
     assert by_row(report) == {1: {"empty_turn", "nothing_supervised"}, 2: {"nothing_supervised"}}
 
 
-def test_a_picture_used_again_is_no_copy_but_another_name_or_data_set_is(tmp_path: Path) -> None:
+def test_an_image_used_again_is_no_copy_but_another_name_or_dataset_is(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
-        picture(tmp_path / "media" / name, 5)
-    picture(tmp_path / "media" / "c.png", 6)
-    write_rows(
-        tmp_path / "one.jsonl", [picture_row(n, "a.png") for n in range(3)] + [picture_row(9, "c.png")]
-    )
+        make_image(tmp_path / "media" / name, 5)
+    make_image(tmp_path / "media" / "c.png", 6)
+    write_rows(tmp_path / "one.jsonl", [image_row(n, "a.png") for n in range(3)] + [image_row(9, "c.png")])
     write_rows(
         tmp_path / "two.jsonl",
-        [picture_row(n, name) for n, name in ((4, "b.png"), (5, "b.png"), (6, "c.png"))],
+        [image_row(n, name) for n, name in ((4, "b.png"), (5, "b.png"), (6, "c.png"))],
     )
     entry = {"media_dir": "media"}
     meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl", **entry} for name in ("one", "two")})
     found = [(one.key, one.rule, one.found) for one in check_meta(meta).findings()]
     assert found == [
-        ("two/0", "duplicate_image", "medium 0 is, byte for byte, medium 0 of one/0"),
-        ("two/2", "duplicate_image", "medium 0 is, byte for byte, medium 0 of one/3"),
+        ("two/0", "duplicate_image", "media item 0 is, byte for byte, media item 0 of one/0"),
+        ("two/2", "duplicate_image", "media item 0 is, byte for byte, media item 0 of one/3"),
     ]
 
 
-def test_the_same_question_to_another_picture_is_no_duplicate(tmp_path: Path) -> None:
+def test_the_same_question_to_another_image_is_no_duplicate(tmp_path: Path) -> None:
     for number in (1, 2):
-        picture(tmp_path / "media" / f"{number}.png", number)
-    rows = [{**picture_row(0), "images": [f"{number}.png"]} for number in (1, 2, 1)]
+        make_image(tmp_path / "media" / f"{number}.png", number)
+    rows = [{**image_row(0), "images": [f"{number}.png"]} for number in (1, 2, 1)]
     assert by_row(check_meta(mixture(tmp_path, rows))) == {2: {"duplicate_conversation"}}
 
 
-def test_duplicates_are_found_across_data_sets_and_parts(tmp_path: Path) -> None:
+def test_duplicates_are_found_across_datasets_and_parts(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", [text_row(n) for n in range(50)])
     write_rows(tmp_path / "b.jsonl", [text_row(n) for n in range(45, 60)])
     meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in "ab"})
@@ -177,13 +175,13 @@ def test_duplicates_are_found_across_data_sets_and_parts(tmp_path: Path) -> None
 
 
 def test_a_row_with_an_error_is_nobodys_original(tmp_path: Path) -> None:
-    bad = picture_row(1, "gone.png")
+    bad = image_row(1, "gone.png")
     assert by_row(check_meta(mixture(tmp_path, [bad, bad]))) == {0: {"missing_media"}, 1: {"missing_media"}}
 
 
-def test_media_outside_the_folder_are_errors_where_the_data_set_is_confined(tmp_path: Path) -> None:
-    picture(tmp_path / "elsewhere.png", 1)
-    rows = [picture_row(1, str(tmp_path / "elsewhere.png")), picture_row(2, "link.png")]
+def test_media_outside_the_folder_are_errors_where_the_dataset_is_confined(tmp_path: Path) -> None:
+    make_image(tmp_path / "elsewhere.png", 1)
+    rows = [image_row(1, str(tmp_path / "elsewhere.png")), image_row(2, "link.png")]
     meta = mixture(tmp_path, rows, confine=True)
     os.symlink(tmp_path / "elsewhere.png", tmp_path / "media" / "link.png")
     found = [(one.rule, one.severity) for one in check_meta(meta, ignore=["duplicate_image"]).findings()]
@@ -223,11 +221,11 @@ def test_arrays_blank_lines_and_packed_files_have_their_places_told(tmp_path: Pa
     assert places["packed"][0] == 2
 
 
-def test_pictures_in_a_parquet_file_are_decoded(tmp_path: Path) -> None:
+def test_images_in_a_parquet_file_are_decoded(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    good = picture(tmp_path / "good.png", 1).read_bytes()
+    good = make_image(tmp_path / "good.png", 1).read_bytes()
     rows = [
         {"messages": turns(f"<image>What is {n}?", "Dots."), "images": [{"bytes": data, "path": None}]}
         for n, data in enumerate((good, good[:150], good))
@@ -249,7 +247,7 @@ def test_a_cut_off_video_is_found_and_a_whole_one_is_not(tmp_path: Path) -> None
     assert [(one.key, one.rule) for one in found] == [("clips/1", "broken_media")]
 
 
-def test_a_rule_can_be_ignored_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+def test_a_rule_can_be_ignored_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
     meta = mixture(tmp_path, [{"messages": []}, text_row(1), text_row(1)])
     report = check_meta(meta, ignore=["empty_conversation", "duplicate_conversation"])
     assert list(report.findings()) == []
@@ -260,7 +258,7 @@ def test_a_rule_can_be_ignored_and_an_unknown_one_is_refused(tmp_path: Path) -> 
         check_meta(meta, max_length=5)
 
 
-def test_two_data_sets_of_one_file_are_noted(tmp_path: Path) -> None:
+def test_two_datasets_of_one_file_are_noted(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [text_row(1)])
     meta = write_meta(tmp_path, {name: {"file_name": "rows.jsonl"} for name in "ab"})
     found = [(one.key, one.rule) for one in check_meta(meta).findings()]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import picture, picture_row, text_row, write_clean
+from planted import image_row, make_image, text_row, write_clean
 
 from contract.processors import processor
 from count_samples import sidecars, write_chats, write_meta, write_rows
@@ -55,7 +55,7 @@ def test_counted_statistics_are_those_of_the_counts(tmp_path: Path) -> None:
     assert (tokens.n, tokens.sum, tokens.max) == (39, total.sum(), total.max())
     assert tokens.percentile(50) == np.sort(total)[19]
     assert every.spreads["supervised_tokens"].sum == counts.supervised.sum()
-    assert every.learned_share == counts.supervised.sum() / total.sum()
+    assert every.supervised_share == counts.supervised.sum() / total.sum()
     assert every.spreads["visual_tokens"].sum == (counts.image + counts.video).sum()
     assert every.media == {"images": 23, "videos": 4, "audios": 0}
     assert (every.rows, every.text_only, every.bad) == (40, 12, {"malformed_row": 1})
@@ -81,7 +81,7 @@ def test_estimates_write_nothing_and_are_called_so(tmp_path: Path) -> None:
 
 def test_estimates_are_the_same_from_two_processes(tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 9_000)
-    one, two = stats_of(meta), stats_of(meta, engine=LocalEngine(2, start="fork"))
+    one, two = stats_of(meta), stats_of(meta, engine=LocalEngine(2, multiprocessing_context="fork"))
     assert one.as_dict()["all"] == two.as_dict()["all"]
     assert one.all().rows == 9_000
 
@@ -96,10 +96,10 @@ def test_no_rows_and_one_row_have_statistics(tmp_path: Path, rows: int) -> None:
         json.dumps(report.as_dict())
 
 
-def test_rows_with_missing_pictures_are_told_and_in_no_distribution(tmp_path: Path) -> None:
+def test_rows_with_missing_images_are_told_and_in_no_distribution(tmp_path: Path) -> None:
     write_clean(tmp_path, 3)
-    picture(tmp_path / "media" / "p.png", 1)
-    write_rows(tmp_path / "clean.jsonl", [picture_row(1, "p.png"), picture_row(2, "gone.png")])
+    make_image(tmp_path / "media" / "p.png", 1)
+    write_rows(tmp_path / "clean.jsonl", [image_row(1, "p.png"), image_row(2, "gone.png")])
     for report in (stats_of(tmp_path / "meta.json"), stats_of(tmp_path / "meta.json", processor("qwen2_vl"))):
         assert report.all().bad == {"missing_media": 1}
         assert report.all().spreads["tokens"].n == 1

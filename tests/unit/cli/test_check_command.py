@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["check", *map(str, arguments), "--workers", "1"])
+    return CliRunner().invoke(app, ["check", *map(str, arguments), "--num-workers", "1"])
 
 
 def as_typed(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     assert re.search(r"^ *error +broken_media +charts +1 *$", result.stdout, re.MULTILINE)
     assert "error malformed_row in charts: write the row again, or delete it\n" in result.stdout
     assert f"  charts/7, {tmp_path}/charts.jsonl:8 (byte 1105): not valid JSON" in result.stdout
-    assert "40 rows of 3 data sets checked, 26 of 27 media decoded, in " in result.stdout
+    assert "40 rows of 3 datasets checked, 26 of 27 media decoded, in " in result.stdout
     assert ": 3 errors, 1 warning.\n" in result.stdout
     assert "not asked (needs a processor): special_token_in_text" in result.stdout
     assert result.stderr == ""
@@ -102,7 +102,7 @@ def test_fix_writes_a_copy_that_passes_and_says_what_it_did(tmp_path: Path) -> N
     meta = write_demo_data(tmp_path / "data")
     result = run(meta, "--fix", tmp_path / "clean", "--drop-duplicates")
     assert result.exit_code == 1  # of the data as they are
-    assert "charts: 24 rows, 21 kept (0 of them repaired), 3 left out\n" in result.stdout
+    assert "charts: 24 rows, 21 kept (0 of them repaired), 3 dropped\n" in result.stdout
     assert f"wrote {tmp_path}/clean/meta.json" in result.stdout
     ledger = Ledger.load(tmp_path / "clean" / "ledger.jsonl")
     assert ledger.lost() == 4
@@ -110,7 +110,7 @@ def test_fix_writes_a_copy_that_passes_and_says_what_it_did(tmp_path: Path) -> N
     assert again.exit_code == 0, again.stdout
     told = json.loads(run(meta, "--fix", tmp_path / "more", "--json").stdout)["fixed"]
     assert told["ledger"] == f"{tmp_path}/more/ledger.jsonl"
-    assert [one["left_out"] for one in told["datasets"]] == [3, 0, 0]
+    assert [one["dropped"] for one in told["datasets"]] == [3, 0, 0]
 
 
 def test_the_command_finds_each_of_twenty_kinds_of_defects_in_two_hundred_rows_and_none_in_clean_ones(
@@ -172,7 +172,7 @@ def test_two_processes_check_with_a_processor_what_one_checks(tmp_path: Path, sa
     meta = write_chats(tmp_path, 1200)
     wanted: dict[str, Any] = {"env": {"PYTHONPATH": python_path(tmp_path / "py"), "HF_HUB_OFFLINE": "1"}}
     arguments = (meta, "--processor", saved, "--max-length", 60, "--json")
-    two = json.loads(as_typed(*arguments, "--workers", 2, **wanted).stdout)
+    two = json.loads(as_typed(*arguments, "--num-workers", 2, **wanted).stdout)
     one = json.loads(run(*arguments).stdout)
     assert two["findings"] == one["findings"] != []
 
@@ -181,7 +181,7 @@ def test_a_terminal_shows_how_far_the_work_is(tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 2_000)
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "packhorse", "check", str(meta), "--workers", "1"],
+        [sys.executable, "-m", "packhorse", "check", str(meta), "--num-workers", "1"],
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
@@ -195,7 +195,7 @@ def test_a_terminal_shows_how_far_the_work_is(tmp_path: Path) -> None:
     os.close(ours)
     assert b"checking" in shown
     assert b"2000/2000" in shown
-    assert b"2,000 rows of 1 data set checked" in out
+    assert b"2,000 rows of 1 dataset checked" in out
 
 
 def test_the_same_check_twice_at_once_gives_the_same_twice(tmp_path: Path) -> None:
@@ -206,11 +206,11 @@ def test_the_same_check_twice_at_once_gives_the_same_twice(tmp_path: Path) -> No
     assert one["findings"] == two["findings"] != []
 
 
-def test_an_interrupted_fix_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_fix_leaves_nothing_after(tmp_path: Path) -> None:
     meta = write_chats(tmp_path / "data", 200_000)
     command = [sys.executable, "-m", "packhorse", "check", str(meta), "--fix", str(tmp_path / "clean")]
     with subprocess.Popen(
-        [*command, "--workers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--num-workers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         opened = Path(f"/proc/{process.pid}/fd")
         while not any("chats.jsonl" in os.path.realpath(entry) for entry in opened.iterdir()):

@@ -22,10 +22,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(*arguments: object) -> Result:
     # One worker: the work is done in this process. Two are for the tests of counting and of faults.
-    return CliRunner().invoke(app, ["count", *map(str, arguments), "--workers", "1"])
+    return CliRunner().invoke(app, ["count", *map(str, arguments), "--num-workers", "1"])
 
 
-def test_a_count_shows_a_table_of_the_data_sets_and_the_bad_rows_and_verifies(
+def test_a_count_shows_a_table_of_the_datasets_and_the_bad_rows_and_verifies(
     tmp_path: Path, saved: str
 ) -> None:
     meta = write_demo_data(tmp_path)
@@ -46,10 +46,10 @@ def test_a_count_shows_a_table_of_the_data_sets_and_the_bad_rows_and_verifies(
     assert "charts/13" in result.stdout  # cannot be decoded
     assert len(sidecars(tmp_path)) == 3
     result = run(meta, "--processor", saved)
-    assert "0 rows counted, 40 taken over" in result.stdout  # and no rate
+    assert "0 rows counted, 40 reused" in result.stdout  # and no rate
 
 
-def test_rows_with_nothing_learned_and_media_that_were_missing_before_are_told(
+def test_rows_with_nothing_supervised_and_media_that_were_missing_before_are_told(
     tmp_path: Path, saved: str
 ) -> None:
     meta = write_demo_data(tmp_path)
@@ -59,8 +59,8 @@ def test_rows_with_nothing_learned_and_media_that_were_missing_before_are_told(
     for number in range(4):
         (tmp_path / "media" / f"chart0{number}.png").unlink()
     first = run(meta, "--processor", saved)
-    learned = "charts: nothing is learned of 4 of 28 rows, as charts/24, charts/25, charts/26\n"
-    assert learned in first.stdout
+    supervised = "charts: nothing is supervised of 4 of 28 rows, as charts/24, charts/25, charts/26\n"
+    assert supervised in first.stdout
     assert "4 missing_media, as\n" in first.stdout
     assert first.stdout.count("no file chart0") == 3
     assert "--retry-bad" not in first.stdout
@@ -139,7 +139,7 @@ def failure(result: Result) -> str:
     return line
 
 
-def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path, saved: str) -> None:
+def test_errors_are_one_line_and_leave_nothing_after(tmp_path: Path, saved: str) -> None:
     meta = write_demo_data(tmp_path)
     assert "no such folder" in failure(run(meta, "--processor", tmp_path / "nothing"))
     error = failure(run(tmp_path / "no" / "meta.json", "--processor", saved))

@@ -33,13 +33,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_processor(tmp_path_factory.mktemp("processor"))
 
 
-def arguments(meta: Path, saved: str, workers: int) -> list[str]:
-    options = ["--processor", saved, "--json", "--part-rows", str(PART), "--workers", str(workers)]
+def arguments(meta: Path, saved: str, num_workers: int) -> list[str]:
+    options = ["--processor", saved, "--json", "--part-rows", str(PART), "--num-workers", str(num_workers)]
     return ["count", str(meta), *options]
 
 
 def count(meta: Path, saved: str) -> Result:
-    return CliRunner().invoke(app, arguments(meta, saved, workers=1))
+    return CliRunner().invoke(app, arguments(meta, saved, num_workers=1))
 
 
 def parts(folder: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def test_a_killed_count_goes_on_where_it_stopped_and_ends_with_the_same_bytes(
     meta = write_chats(tmp_path / "data", rows)
     home = meta.parent
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "path"))
-    command = [sys.executable, "-m", "packhorse", *arguments(meta, saved, workers=2)]
+    command = [sys.executable, "-m", "packhorse", *arguments(meta, saved, num_workers=2)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
         while len(parts(home)) < 5 and run.poll() is None:
             time.sleep(0.002)

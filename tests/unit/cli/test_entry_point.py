@@ -43,11 +43,11 @@ def typed(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
 def options(command: str, saved: str) -> list[str]:
     """What a command needs beside its meta file."""
     return {
-        "count": ["--processor", saved, "--workers", "1"],
-        "plan": ["--processor", saved, "--workers", "1"],
+        "count": ["--processor", saved, "--num-workers", "1"],
+        "plan": ["--processor", saved, "--num-workers", "1"],
         "view": ["--processor", saved, "--port", "0"],
         "parity": ["--model", saved],
-    }.get(command, ["--workers", "1"])
+    }.get(command, ["--num-workers", "1"])
 
 
 def told(arguments: list[object]) -> str:
@@ -82,7 +82,7 @@ def test_the_help_of_a_command_has_examples_exit_codes_and_json(command: str) ->
     assert re.search(r"--json +[A-Z]", shown)
     narrow = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
     options = narrow.partition("Options")[2].partition("╰")[0]
-    assert "<bool>" not in options  # nothing stands behind a flag
+    assert "<bool>" not in options  # nothing stands after a flag
     assert not re.search(r"--[\w-]*…", options)  # no name is cut
 
 
@@ -95,7 +95,7 @@ def test_the_help_of_a_command_has_examples_exit_codes_and_json(command: str) ->
         ("empty.json", b"", "not a valid meta file"),
         ("cut.json", b'{"a": {', "not a valid meta file"),
         ("binary.json", b"\xff\xfe\x00", "not a valid meta file"),
-        ("none.json", b"{}", "no data set|no example|0 rows"),
+        ("none.json", b"{}", "no dataset|no example|0 rows"),
         ("list.json", b"[1, 2]", "looks like a data file"),
         ("number.json", b'{"a": 3}', "expected an object"),
         ("nameless.json", b'{"a": {}}', "has no file_name"),
@@ -145,7 +145,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_long_work(tmp_path: P
         (["plan"], "packhorse plan: missing argument 'META'"),
         (["plan", "meta.json"], "packhorse plan: missing option '--processor'"),
         (["parity", "meta.json"], "packhorse parity: missing option '--model'"),
-        (["check", "meta.json", "--workers", "0"], "packhorse check: invalid value for '--workers'"),
+        (["check", "meta.json", "--num-workers", "0"], "packhorse check: invalid value for '--num-workers'"),
         (
             ["ledger", "a", "--by", "colour"],
             "packhorse ledger: invalid value for '--by': 'colour' is not one",
@@ -192,7 +192,7 @@ def on_a_terminal(arguments: list[str], **env: str) -> bytes:
 
 def test_a_terminal_has_bars_and_a_run_in_ci_has_none(tmp_path: Path) -> None:
     meta = str(write_chats(tmp_path / "data", 500))
-    fix = ["check", meta, "--workers", "1", "--fix"]
+    fix = ["check", meta, "--num-workers", "1", "--fix"]
     shown = on_a_terminal([*fix, str(tmp_path / "one")])
     assert b"checking" in shown
     assert b"writing" in shown
@@ -211,14 +211,14 @@ def test_output_that_is_piped_has_no_control_codes(tmp_path: Path, force: dict[s
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 1)
     write_rows(tmp_path / "chats.jsonl", [{"messages": []}] * 3000)
-    script = f"{PACKHORSE} check {meta} --json --workers 1 | head -c 1; exit ${{PIPESTATUS[0]}}"
+    script = f"{PACKHORSE} check {meta} --json --num-workers 1 | head -c 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (1, "{", "")
 
 
 def test_ctrl_c_in_a_count_is_exit_code_130_and_leaves_no_half_file(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path / "data", 60_000)
-    command = [PACKHORSE, "count", str(meta), "--processor", saved, "--workers", "2"]
+    command = [PACKHORSE, "count", str(meta), "--processor", saved, "--num-workers", "2"]
     with subprocess.Popen(
         [*command, "--part-rows", "200", "--write-jsonl", str(tmp_path / "copies")],
         env={**os.environ, "PYTHONPATH": python_path(tmp_path / "path")},

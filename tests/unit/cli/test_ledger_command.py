@@ -25,8 +25,8 @@ def run(*arguments: object) -> Result:
 
 def write_rank(folder: Path, number: int) -> Path:
     ledger = Ledger()
-    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file a.png", "left_out", "coco"))
-    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file b.png", "left_out", "coco"))
+    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file a.png", "dropped", "coco"))
+    ledger.record(Drop(f"coco/{number}", "media", "missing_media", "no file b.png", "dropped", "coco"))
     ledger.record(Drop(f"chats/{number}", "convert", "unknown_role", "turn 1\nis [bold]odd", "cut", "chats"))
     ledger.record_rows("chats", np.arange(30), stage="select", reason="not_sampled")
     ledger.save(folder / f"rank{number}.jsonl")
@@ -38,7 +38,7 @@ def test_a_ledger_is_a_table_and_a_list_of_one_line_an_entry(tmp_path: Path) -> 
     command = [sys.executable, "-m", "packhorse", "ledger", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.search(r"^ *not_sampled +30 +0 +30 *$", result.stdout, re.MULTILINE)
-    assert "coco/0  left_out  missing_media  no file a.png\n" in result.stdout
+    assert "coco/0  dropped  missing_media  no file a.png\n" in result.stdout
     assert "chats/0  cut  unknown_role  turn 1 is [bold]odd\n" in result.stdout
     assert "… and 13 more (--limit 0 lists all)\n" in result.stdout
     assert "33 entries; 31 samples were not delivered as themselves.\n" in result.stdout
@@ -53,7 +53,7 @@ def test_the_ranks_of_a_folder_are_merged_and_counted_by_anything(tmp_path: Path
     report = json.loads(run(tmp_path, "--by", "dataset", "--json", "--limit", 1).stdout)
     assert report["files"] == [f"{tmp_path}/rank0.jsonl", f"{tmp_path}/rank1.jsonl"]
     assert report["counts"] == {"chats": 32, "coco": 4}
-    assert report["actions"] == {"left_out": 34, "cut": 2}
+    assert report["actions"] == {"dropped": 34, "cut": 2}
     assert (report["entries"], report["lost"], report["by"]) == (36, 32, "dataset")
     assert [one["key"] for one in report["listed"]] == ["coco/0"]
     for by in ("stage", "action", "reason"):
@@ -62,7 +62,7 @@ def test_the_ranks_of_a_folder_are_merged_and_counted_by_anything(tmp_path: Path
         assert "36 entries in 2 files" in run(tmp_path, "--by", by).stdout
 
 
-def test_entries_can_be_chosen_by_reason_data_set_and_row(tmp_path: Path) -> None:
+def test_entries_can_be_chosen_by_reason_dataset_and_row(tmp_path: Path) -> None:
     path = write_rank(tmp_path, 5)
     assert json.loads(run(path, "--reason", "missing_media", "--json").stdout)["entries"] == 2
     assert json.loads(run(path, "--dataset", "chats", "--json").stdout)["entries"] == 31
@@ -81,10 +81,10 @@ def test_entries_can_be_chosen_by_reason_data_set_and_row(tmp_path: Path) -> Non
     assert one.endswith("1 entry; 0 samples were not delivered as themselves.\n")
 
 
-def test_a_ledger_without_an_entry_says_that_nothing_was_left_out(tmp_path: Path) -> None:
+def test_a_ledger_without_an_entry_says_that_nothing_was_dropped(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
     told = run(tmp_path / "ledger.jsonl", "--reason", "too_long")
-    assert told.stdout == "no entry: nothing was left out, replaced, cut or repaired\n"
+    assert told.stdout == "no entry: nothing was dropped, replaced, cut or repaired\n"
 
 
 @pytest.mark.parametrize("blank", [False, True], ids=["no blank line", "a blank line"])
@@ -116,7 +116,7 @@ def test_rows_that_a_loader_leaves_out_are_found_with_their_place_in_the_file(
         assert re.search(rf"; {re.escape(place(row))}\d+\)$", one["detail"]), one
     if ratio == 1.0:
         shown = run(ledger, "--key", "chats/7").stdout
-        assert "chats/7  left_out  malformed_row  not valid JSON" in shown
+        assert "chats/7  dropped  malformed_row  not valid JSON" in shown
         assert place(7) in shown
 
 

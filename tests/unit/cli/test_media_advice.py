@@ -17,20 +17,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_processor(tmp_path_factory.mktemp("processor"))
 
 
-def rows(folder: Path, *pictures: str) -> Path:
-    """A row for each picture, and one without."""
+def rows(folder: Path, *images: str) -> Path:
+    """A row for each image, and one without."""
     turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A mule."}]
     seen = [{"role": "user", "content": "<image>What is it?"}, turns[1]]
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Any] = [
         {"messages": turns},
         "{",
-        *({"messages": seen, "images": [one]} for one in pictures),
+        *({"messages": seen, "images": [one]} for one in images),
     ]
     return write_rows(folder / "mules.jsonl", written)
 
 
-def picture(path: Path) -> None:
+def image(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (56, 56), "tan").save(path)
 
@@ -39,7 +39,7 @@ def told(command: str, meta: Path, saved: str) -> list[str]:
     """The advice of a command, which is the same on the screen and for machines."""
     more = ["--processor", saved] if command == "count" else []
     plain, machine = (
-        CliRunner().invoke(app, [command, str(meta), "--workers", "1", *more, *options])
+        CliRunner().invoke(app, [command, str(meta), "--num-workers", "1", *more, *options])
         for options in ([], ["--json"])
     )
     advice: list[str] = json.loads(machine.stdout)["advice"]
@@ -54,18 +54,18 @@ def test_media_beside_the_meta_file_are_told_and_found_with_what_is_advised(
     monkeypatch.chdir(tmp_path)
     rows(tmp_path / "data", "pics/0.png", "pics/1.png")
     for number in range(2):
-        picture(tmp_path / "data" / "pics" / f"{number}.png")
+        image(tmp_path / "data" / "pics" / f"{number}.png")
     entry = {"file_name": "mules.jsonl"}
     write_meta(tmp_path / "data", {"mules": entry})
     meta = Path("data/meta.json")
     (line,) = told(command, meta, saved)
     assert line == (
         f"mules: its media are missing where they are looked for, in {tmp_path}. They exist beside the meta "
-        'file: add "media_dir": "." to this data set in data/meta.json'
+        'file: add "media_dir": "." to this dataset in data/meta.json'
     )
     write_meta(tmp_path / "data", {"mules": entry | {"media_dir": "."}})
     assert told(command, meta, saved) == []
-    done = CliRunner().invoke(app, ["check", str(meta), "--workers", "1", "--json"])
+    done = CliRunner().invoke(app, ["check", str(meta), "--num-workers", "1", "--json"])
     assert json.loads(done.stdout)["media_failed"] == 0
 
 
@@ -75,7 +75,7 @@ def test_media_beside_the_data_file_are_told_from_the_meta_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows(tmp_path / "sets" / "far", "0.png")
-    picture(tmp_path / "sets" / "far" / "0.png")
+    image(tmp_path / "sets" / "far" / "0.png")
     write_meta(tmp_path / "sets", {"mules": {"file_name": "far/mules.jsonl"}})
     (line,) = told(command, Path("sets/meta.json"), saved)
     assert 'They exist beside the data file: add "media_dir": "far" to' in line
@@ -90,11 +90,11 @@ def test_nothing_is_advised_where_media_are_nowhere_or_only_some_are_missing_or_
     rows(folder, "0.png", "1.png")
     write_meta(folder, {"mules": {"file_name": "mules.jsonl"}})
     assert told(command, meta, saved) == []  # nowhere
-    picture(folder / "0.png")
+    image(folder / "0.png")
     assert told(command, meta, saved) == []  # not all of them there either
-    picture(folder / "1.png")
-    picture(tmp_path / "0.png")
-    rows(folder, "0.png", "1.png", "1.png")  # another file: what was counted is not taken over
+    image(folder / "1.png")
+    image(tmp_path / "0.png")
+    rows(folder, "0.png", "1.png", "1.png")  # another file: what was counted is not reused
     assert told(command, meta, saved) == []  # one is where it is looked for
     (tmp_path / "empty").mkdir()
     write_meta(folder, {"mules": {"file_name": "mules.jsonl", "media_dir": "../empty"}})

@@ -21,7 +21,7 @@ from count_samples import python_path, save_processor, sidecars, write_chats, wr
 from packhorse.cli.app import app
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
 from packhorse.plan.pack_plan import load_key
-from packhorse.plan.schedule import Packs, SampleFacts
+from packhorse.plan.schedule import Packs, SampleInfo
 from packhorse.tools.view.plan_report import stragglers
 from view_samples import BROKEN, chat, write_samples
 
@@ -39,7 +39,7 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(meta: Path, saved: str, *more: object) -> Result:
-    options = ["--processor", saved, "--pack-size", SIZE, "--workers", 1, *more]
+    options = ["--processor", saved, "--pack-size", SIZE, "--num-workers", 1, *more]
     return CliRunner().invoke(app, ["plan", str(meta), *map(str, options)])
 
 
@@ -86,9 +86,9 @@ def test_so_it_is_where_long_samples_are_cut(meta: Path, saved: str, tmp_path: P
     assert PackPlan.load(out).bins() == loader.plan.bins()
 
 
-def test_every_row_is_packed_or_left_out_for_a_named_reason(report: dict[str, Any]) -> None:
-    assert report["rows"] == 24 == report["packed"] + report["left_out"]
-    assert report["left_out"] == len(BROKEN) == sum(one["rows"] for one in report["reasons"])
+def test_every_row_is_packed_or_dropped_for_a_named_reason(report: dict[str, Any]) -> None:
+    assert report["rows"] == 24 == report["packed"] + report["dropped"]
+    assert report["dropped"] == len(BROKEN) == sum(one["rows"] for one in report["reasons"])
     found = {key: one["reason"] for one in report["reasons"] for key in one["keys"]}
     assert found == BROKEN
     assert sum(one["packed"] for one in report["datasets"]) == report["packed"]
@@ -96,7 +96,7 @@ def test_every_row_is_packed_or_left_out_for_a_named_reason(report: dict[str, An
 
 def test_the_names_of_the_json_stay(report: dict[str, Any]) -> None:
     assert list(report) == [
-        *("version", "name", "meta", "processor", "model", "epoch", "settings", "rows", "packed", "left_out"),
+        *("version", "name", "meta", "processor", "model", "epoch", "settings", "rows", "packed", "dropped"),
         *("packs", "fewest_packs", "pack_size", "reserve", "capacity", "tokens", "supervised", "fill"),
         *("documents_per_pack", "straggler", "reasons", "bad", "max_bad_share", "nothing_supervised"),
         *("not_drawn", "datasets", "histograms", "padding", "estimated", "plan"),
@@ -123,7 +123,7 @@ def test_planned_and_random_steps_are_compared_over_the_same_steps(report: dict[
 def test_where_all_packs_cost_the_same_no_order_is_better_than_another(packs: int) -> None:
     plan = plan_packs(np.full(packs * 4, 25), 100)
     assert len(plan) == packs
-    facts = SampleFacts(np.full(packs * 4, 25.0), np.zeros(packs * 4, np.uint8))
+    facts = SampleInfo(np.full(packs * 4, 25.0), np.zeros(packs * 4, np.uint8))
     for one in stragglers(Packs(plan, facts), seed=0, epoch=0, more=(3, 24)):
         assert one["random"] == pytest.approx(one["ratio"]), one
 
@@ -132,7 +132,7 @@ def test_of_uneven_packs_the_planned_steps_are_the_more_even_ones() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 100, 4000)
     plan = plan_packs(lengths, 100)
-    facts = SampleFacts(lengths.astype(float) ** 2, np.zeros(4000, np.uint8))
+    facts = SampleInfo(lengths.astype(float) ** 2, np.zeros(4000, np.uint8))
     for one in stragglers(Packs(plan, facts), seed=0, epoch=0):
         assert one["ratio"] < one["random"] or one["ranks"] == 1
 
@@ -148,23 +148,23 @@ def test_the_straggler_ratio_is_told_for_any_number_of_ranks(meta: Path, saved: 
         *("1", "3", "8", "24", "64", "512")
     ]
     for wrong in ("0", "x", "8,", "-1", "²"):
-        refused = run(meta, saved, "--ranks", wrong)
-        assert refused.exit_code == 2
-        assert "expected numbers from 1 upwards" in refused.stderr
+        rejected = run(meta, saved, "--ranks", wrong)
+        assert rejected.exit_code == 2
+        assert "expected numbers from 1 upwards" in rejected.stderr
 
 
 def test_plan_and_stats_say_that_their_tokens_differ_by_the_label_shift(
     report: dict[str, Any], meta: Path, saved: str
 ) -> None:
-    shown = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--workers", "1"]).stdout
+    shown = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--num-workers", "1"]).stdout
     assert "A plan tells them after the label shift" in shown
     planned = run(meta, saved, "--out", meta.parent / "shift.phplan").stdout
     assert f"{report['tokens']:,} tokens after the label shift (one less a row)" in planned
-    told = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--workers", "1", "--json"])
+    told = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--num-workers", "1", "--json"])
     assert json.loads(told.stdout)["all"]["tokens"]["sum"] == report["tokens"] + report["packed"]
 
 
-def test_rows_that_are_left_out_are_told_with_file_and_line(report: dict[str, Any], meta: Path) -> None:
+def test_rows_that_are_dropped_are_told_with_file_and_line(report: dict[str, Any], meta: Path) -> None:
     details = {one["reason"]: one["detail"] for one in report["reasons"]}
     assert re.search(rf"; {meta.parent}/chats\.jsonl:4 \(byte \d+\)$", details["malformed_row"])
     assert re.search(rf"; {meta.parent}/charts\.jsonl:9 \(byte \d+\)$", details["missing_media"])
@@ -190,7 +190,7 @@ def test_text_without_a_terminal_has_no_control_codes_and_says_what_json_says(
         ratio = next(one["ratio"] for one in report["straggler"] if one["ranks"] == ranks)
         assert re.search(rf"^ *{ranks} +\d+ +{ratio:.4f} ", result.stdout, re.MULTILINE)
     for key, reason in BROKEN.items():
-        assert re.search(rf"left out: 1 {reason} \({key}\)", result.stdout)
+        assert re.search(rf"dropped: 1 {reason} \({key}\)", result.stdout)
     shown = re.search(r"look at it: (\S*packhorse) view (\S+)\n$", result.stdout)
     assert shown is not None
     assert shown[2] == str(out)
@@ -218,23 +218,21 @@ def test_the_file_says_what_it_was_made_from_without_pickle(
     assert b"pickle" not in Path(report["plan"]).read_bytes()
 
 
-def test_long_samples_are_left_out_cut_or_an_error_as_asked(tmp_path: Path, saved: str) -> None:
+def test_long_samples_are_dropped_cut_or_an_error_as_asked(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 6)
     write_rows(tmp_path / "chats.jsonl", [*[chat("Why?", "So.")] * 5, chat("Why?", "so " * 400)])
     dropped = json.loads(run(meta, saved, "--json").stdout)
     assert [(one["reason"], one["keys"]) for one in dropped["reasons"]] == [("too_long", ["chats/5"])]
     assert re.match(r"1,2\d\d tokens, more than the 512 of a pack; .*:6 ", dropped["reasons"][0]["detail"])
     assert run(meta, saved).stderr == ""  # said once, in the report
-    assert json.loads(run(meta, saved, "--json", "--on-overlong", "truncate").stdout)["left_out"] == 0
-    refused = run(meta, saved, "--on-overlong", "raise", "--out", tmp_path / "never.phplan")
-    assert refused.exit_code == 2
-    assert "chats/5" in refused.stderr
+    assert json.loads(run(meta, saved, "--json", "--on-overlong", "truncate").stdout)["dropped"] == 0
+    rejected = run(meta, saved, "--on-overlong", "raise", "--out", tmp_path / "never.phplan")
+    assert rejected.exit_code == 2
+    assert "chats/5" in rejected.stderr
     assert not (tmp_path / "never.phplan").exists()
 
 
-def test_estimates_can_be_left_out_and_tell_what_would_be_lost(
-    meta: Path, saved: str, tmp_path: Path
-) -> None:
+def test_estimates_can_be_dropped_and_tell_what_would_be_lost(meta: Path, saved: str, tmp_path: Path) -> None:
     out = tmp_path / "made.phplan"
     assert json.loads(run(meta, saved, "--json", "--no-estimates", "--out", out).stdout)["estimated"] is None
     # A byte is a token here, and an estimate takes three bytes for one: packs overflow.
@@ -293,7 +291,7 @@ def test_a_model_config_beside_the_processor_changes_costs_but_not_packs(meta: P
     assert other["name"] == loader.plan_key
 
 
-def test_packs_as_they_are_handed_out_waste_nothing_but_what_alignment_adds(
+def test_packs_as_they_are_delivered_waste_nothing_but_what_alignment_adds(
     report: dict[str, Any], meta: Path, saved: str, tmp_path: Path
 ) -> None:
     assert report["padding"]["packed_unpadded"] == {"slots": report["tokens"], "wasted": 0.0}
@@ -301,10 +299,10 @@ def test_packs_as_they_are_handed_out_waste_nothing_but_what_alignment_adds(
     loader = packhorse.load(str(meta), build("qwen2_vl"), model="unchecked", **settings)
     made = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", tmp_path / "p").stdout)
     assert made["name"] == loader.plan_key
-    handed_out = 0
+    delivered = 0
     for _ in loader:
-        handed_out += loader.last.slots
-    assert made["padding"]["packed_unpadded"]["slots"] == handed_out
+        delivered += loader.last.slots
+    assert made["padding"]["packed_unpadded"]["slots"] == delivered
     aligned = json.loads(run(meta, saved, "--json", "--alignment", 16, "--out", tmp_path / "p").stdout)
     assert aligned["padding"]["packed_unpadded"]["slots"] % 16 == 0
     assert 0 < aligned["padding"]["packed_unpadded"]["wasted"] < aligned["padding"]["packed"]["wasted"]
@@ -332,7 +330,7 @@ def test_rows_with_nothing_to_learn_are_packed_and_told(tmp_path: Path, saved: s
     assert (report["packed"], report["nothing_supervised"]) == (6, {"rows": 1, "keys": ["chats/5"]})
     shown = run(meta, saved).stdout
     assert "1 row has nothing to learn (chats/5)" in shown
-    assert "No medium was decoded" not in shown  # there is none
+    assert "No media item was decoded" not in shown  # there is none
 
 
 def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, saved: str) -> None:
@@ -353,7 +351,17 @@ def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, save
 def test_ctrl_c_leaves_no_half_plan(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "path"))
     meta = write_chats(tmp_path / "data", 60_000)
-    command = [sys.executable, "-m", "packhorse", "plan", str(meta), "--processor", saved, "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "packhorse",
+        "plan",
+        str(meta),
+        "--processor",
+        saved,
+        "--num-workers",
+        "1",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as started:

@@ -22,7 +22,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["stats", *map(str, arguments), "--workers", "1"])
+    return CliRunner().invoke(app, ["stats", *map(str, arguments), "--num-workers", "1"])
 
 
 def test_estimates_are_shown_as_such_at_eighty_columns_without_control_codes(tmp_path: Path) -> None:
@@ -41,14 +41,14 @@ def test_estimates_are_shown_as_such_at_eighty_columns_without_control_codes(tmp
     assert sidecars(tmp_path) == []
 
 
-def test_with_a_processor_rows_are_counted_first_and_taken_over_then(tmp_path: Path, saved: str) -> None:
+def test_with_a_processor_rows_are_counted_first_and_reused_then(tmp_path: Path, saved: str) -> None:
     meta = write_demo_data(tmp_path)
     first = run(meta, "--processor", saved)
     assert first.exit_code == 0, first.output
     assert "ESTIMATES" not in first.stdout
-    assert "40 rows counted, 0 taken over." in first.stdout
+    assert "40 rows counted, 0 reused." in first.stdout
     assert "all: tokens of an image\n" in first.stdout
-    assert "0 rows counted, 40 taken over." in run(meta, "--processor", saved).stdout
+    assert "0 rows counted, 40 reused." in run(meta, "--processor", saved).stdout
     counted = CliRunner().invoke(app, ["count", str(meta), "--processor", saved, "--json"])
     report = json.loads(run(meta, "--processor", saved, "--json").stdout)
     totals = json.loads(counted.stdout)["all"]

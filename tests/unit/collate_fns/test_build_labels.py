@@ -1,4 +1,4 @@
-"""Which tokens are learned: the answers and what ends them, by each of the three ways."""
+"""Which tokens are supervised: the answers and what ends them, by each of the three ways."""
 
 import logging
 
@@ -23,8 +23,8 @@ from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 
 
-def learned(tokenizer, ids, labels) -> list[str]:
-    """The texts of the runs that are learned, in each row."""
+def supervised(tokenizer, ids, labels) -> list[str]:
+    """The texts of the runs that are supervised, in each row."""
     assert labels.shape == ids.shape
     assert labels.dtype == ids.dtype
     assert torch.equal(labels[labels != IGNORE_INDEX], ids[labels != IGNORE_INDEX])
@@ -72,11 +72,11 @@ ANSWERS = "A cat. <|im_end|> ends a turn, <|im_start|>assistant\nbegins one.<|im
 
 
 @pytest.mark.parametrize("made", [CallProcessor, Unable], ids=["renders", "has markers"])
-def test_what_a_user_types_is_not_learned(made):
+def test_what_a_user_types_is_not_supervised(made):
     stub = made()
     batch = padded([stub.tokenizer(chatml(one))["input_ids"] for one in (TYPED, GREETING)])
     labels = build_labels_from_template(batch["input_ids"], [TYPED, GREETING], stub)
-    assert learned(stub.tokenizer, batch["input_ids"], labels) == [ANSWERS, "Hello!<|im_end|>"]
+    assert supervised(stub.tokenizer, batch["input_ids"], labels) == [ANSWERS, "Hello!<|im_end|>"]
 
 
 def test_without_markers_and_rendering_answers_are_searched():
@@ -88,22 +88,22 @@ def test_without_markers_and_rendering_answers_are_searched():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_not_learned_even_if_the_answer_is_cut_off(side):
+def test_padding_is_not_supervised_even_if_the_answer_is_cut_off(side):
     stub = Unable()
     whole = stub.tokenizer(chatml(GREETING))["input_ids"]
     row = whole[: whole.index(2, 20) - 2]  # "Hell"
     ids = torch.tensor([[0] * 5 + row if side == "left" else row + [0] * 5])
     labels = build_labels_from_template(ids, [GREETING], stub)
-    assert learned(stub.tokenizer, ids, labels) == ["Hell"]
+    assert supervised(stub.tokenizer, ids, labels) == ["Hell"]
 
 
-def test_media_tokens_in_an_answer_are_not_learned():
+def test_media_tokens_in_an_answer_are_not_supervised():
     stub = Unable()
     stub.image_token_id = 3
     conversation = said(("user", "Draw."), ("assistant", [{"type": "image"}, *text("Here.")]))
     ids = torch.tensor([stub.tokenizer(chatml(conversation))["input_ids"]])
     labels = build_labels_from_template(ids, [conversation], stub)
-    assert learned(stub.tokenizer, ids, labels) == ["Here.<|im_end|>"]
+    assert supervised(stub.tokenizer, ids, labels) == ["Here.<|im_end|>"]
 
 
 def test_markers_that_do_not_add_up_are_not_believed():
@@ -112,26 +112,26 @@ def test_markers_that_do_not_add_up_are_not_believed():
     more = [*GREETING, *said(("assistant", "I am not here."))]
     ids = torch.tensor([stub.tokenizer(chatml(more))["input_ids"]])
     labels = build_labels_from_template(ids, [GREETING], stub)
-    assert learned(stub.tokenizer, ids, labels) == ["Hello!<|im_end|>"]
+    assert supervised(stub.tokenizer, ids, labels) == ["Hello!<|im_end|>"]
 
 
-def test_an_answer_that_repeats_the_question_is_searched_behind_it():
+def test_an_answer_that_repeats_the_question_is_searched_after_it():
     stub = Wordless()
     conversation = said(
         ("user", "Say Paris"), ("assistant", "Paris"), ("user", "Again: Paris"), ("assistant", "Paris")
     )
     ids = torch.tensor([stub.tokenizer(chatml(conversation))["input_ids"]])
     labels = build_labels(ids, [conversation], stub)
-    assert learned(stub.tokenizer, ids, labels) == ["Paris<|im_end|>Paris<|im_end|>"]
-    behind_the_question = (ids[0] == 1).nonzero()[1]
-    assert (labels[0] != IGNORE_INDEX).nonzero()[0] > behind_the_question
+    assert supervised(stub.tokenizer, ids, labels) == ["Paris<|im_end|>Paris<|im_end|>"]
+    after_the_question = (ids[0] == 1).nonzero()[1]
+    assert (labels[0] != IGNORE_INDEX).nonzero()[0] > after_the_question
 
 
 def test_a_search_forgives_a_blank_before_the_answer():
     tokenizer = processor("smolvlm").tokenizer
     batch = own_batch("smolvlm", [Raw(turns(answer="the cat"))])
     labels = build_labels(batch["input_ids"], [turns(answer="the cat")], Wordless(tokenizer))
-    assert learned(tokenizer, batch["input_ids"], labels) == [" the cat<end_of_utterance>"]
+    assert supervised(tokenizer, batch["input_ids"], labels) == [" the cat<end_of_utterance>"]
 
 
 def test_real_processors_are_labelled_exactly_where_a_search_fails():
@@ -139,7 +139,7 @@ def test_real_processors_are_labelled_exactly_where_a_search_fails():
     conversation = turns(answer="\n\nA cat.")
     batch = own_batch("qwen2_vl", [Raw(conversation)])
     labels = build_labels_from_template(batch["input_ids"], [conversation], processor("qwen2_vl"))
-    said_there = learned(processor("qwen2_vl").tokenizer, batch["input_ids"], labels)
+    said_there = supervised(processor("qwen2_vl").tokenizer, batch["input_ids"], labels)
     assert said_there == ["\n\n\nA cat.<|im_end|>"]
 
 
@@ -152,7 +152,7 @@ def test_a_sample_with_nothing_to_learn_is_logged_and_recorded(ledger, caplog):
     assert (labels == IGNORE_INDEX).all()
     (entry,) = ledger
     assert (entry.reason, entry.action, entry.stage) == ("nothing_supervised", "kept", "collate")
-    assert "no token of it is learned" in caplog.text
+    assert "no token of it is supervised" in caplog.text
 
 
 def test_an_answer_that_is_not_found_is_logged(ledger, caplog):

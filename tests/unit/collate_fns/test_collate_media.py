@@ -1,4 +1,4 @@
-"""Media of conversations: found, counted, converted, measured; overlong samples left out by name."""
+"""Media of conversations: found, counted, converted, measured; overlong samples dropped by name."""
 
 import logging
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from PIL import Image
 
 from contract.calls import Raw, own_batch
 from contract.processors import FAMILIES, processor
-from contract.samples import clip, picture, tone, turns
+from contract.samples import clip, make_image, tone, turns
 from packhorse.collate_fns import (
     _count_media_per_sample,
     _drop_overlong_samples,
@@ -38,7 +38,7 @@ def ledger(monkeypatch):
 
 
 def test_media_come_as_the_parts_hold_them_in_the_order_of_the_text():
-    small = picture(8, 8)
+    small = make_image(8, 8)
     conversations = [
         asked(image(small), {"type": "video", "video": "a.mp4", "fps": 2}),
         GREETING,
@@ -68,7 +68,7 @@ def test_any_image_becomes_rgb_in_place(mode):
 
 
 def test_rgb_images_and_paths_stay():
-    rgb = picture(4, 4)
+    rgb = make_image(4, 4)
     parts = [image(rgb), image("a.png")]
     _ensure_rgb([asked(*parts)])
     assert parts[0]["image"] is rgb
@@ -101,7 +101,7 @@ def test_the_geometry_of_a_real_processor():
 
 
 RAW = {
-    "image": Raw(turns("image", "image"), images=(picture(100, 60), picture(300, 200))),
+    "image": Raw(turns("image", "image"), images=(make_image(100, 60), make_image(300, 200))),
     "video": Raw(turns("video"), clips=(clip(6),)),
     "audio": Raw(turns("audio"), sounds=(tone(16_000),)),
 }
@@ -144,11 +144,11 @@ def test_media_that_cannot_be_read_add_nothing(tmp_path):
 
 def test_images_of_an_unknown_processor_are_measured_by_its_geometry(tmp_path):
     path = tmp_path / "a.png"
-    picture(56, 84).save(path)
+    make_image(56, 84).save(path)
     unknown = CallProcessor()
     assert _estimate_media_tokens(asked(image(str(path))), unknown) == 0
     unknown.image_processor = SimpleNamespace(patch_size=14, merge_size=2, min_pixels=1, max_pixels=10**6)
-    assert _estimate_media_tokens(asked(image(str(path)), image(picture(28, 28))), unknown) == 5
+    assert _estimate_media_tokens(asked(image(str(path)), image(make_image(28, 28))), unknown) == 5
     assert _estimate_media_tokens(asked({"type": "video", "video": "a.mp4"}), unknown) == 0
 
 
@@ -158,19 +158,19 @@ def test_no_limit_leaves_all():
 
 
 @pytest.mark.parametrize("made", [CallProcessor, StrictProcessor], ids=["renders", "cannot render"])
-def test_overlong_samples_are_left_out_and_named(made, ledger, caplog):
+def test_overlong_samples_are_dropped_and_named(made, ledger, caplog):
     long = said(("user", "Why? " * 50), ("assistant", "So."))
     with caplog.at_level(logging.WARNING):
         kept, places = _drop_overlong_samples([GREETING, long, GREETING], made(), 100)
     assert (kept, places) == ([GREETING, GREETING], [0, 2])
     (entry,) = ledger
-    assert (entry.reason, entry.action, entry.stage) == ("too_long", "left_out", "collate")
+    assert (entry.reason, entry.action, entry.stage) == ("too_long", "dropped", "collate")
     assert "more than max_length=100" in entry.detail
     assert "more than max_length=100" in caplog.text
 
 
 def test_images_count_towards_the_length(ledger):
-    conversation, words = asked(image(picture(280, 280))), asked()
+    conversation, words = asked(image(make_image(280, 280))), asked()
     text_tokens = len(own_batch("qwen2_vl", [Raw(turns("image", question="What?"))])["input_ids"][0])
     real = processor("qwen2_vl")
     assert _drop_overlong_samples([conversation], real, text_tokens + 99)[1] == [0]

@@ -10,7 +10,7 @@ from collate_stubs import GREETING, StrictProcessor, padded, said, text
 from transformers.processing_utils import ProcessingKwargs
 
 from contract.processors import processor
-from contract.samples import picture, turns
+from contract.samples import make_image, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.processor_call import padding_side
 from packhorse.collate_fns import default_collate_fn, make_robust_collate
@@ -22,13 +22,13 @@ from packhorse.ledger import Ledger
 HELLO = {"conversation": GREETING}
 SEEN = {
     "conversation": said(
-        ("user", [{"type": "image", "image": picture(56, 56)}, *text("What is it?")]),
+        ("user", [{"type": "image", "image": make_image(56, 56)}, *text("What is it?")]),
         ("assistant", text("A cat.")),
     )
 }
 
 
-def learned(tokenizer, batch) -> list[str]:
+def supervised(tokenizer, batch) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in batch["labels"]]
 
 
@@ -38,7 +38,7 @@ def test_a_processor_with_the_documented_method_alone_is_enough():
     assert len(stub.calls) == 1
     assert stub.calls[0]["padding"] is True
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
-    assert learned(stub.tokenizer, batch) == ["Hello!<|im_end|>", "A cat.<|im_end|>"]
+    assert supervised(stub.tokenizer, batch) == ["Hello!<|im_end|>", "A cat.<|im_end|>"]
     assert batch["pixel_values"].dtype == torch.bfloat16
     assert batch["n_images_per_sample"].tolist() == [0, 1]
     assert "n_videos_per_sample" not in batch
@@ -165,7 +165,7 @@ def test_a_hook_changes_the_batch_before_labels_are_made():
     batch = default_collate_fn([HELLO, HELLO], stub, None, add_a_blank)
     plain = default_collate_fn([HELLO, HELLO], stub)
     assert batch["input_ids"].shape[1] == plain["input_ids"].shape[1] + 3
-    assert learned(stub.tokenizer, batch) == learned(stub.tokenizer, plain)
+    assert supervised(stub.tokenizer, batch) == supervised(stub.tokenizer, plain)
 
 
 def test_a_mistake_in_a_hook_is_not_swallowed():
@@ -192,7 +192,7 @@ def test_the_fake_image_of_an_unknown_processor_is_hidden_if_it_tells_its_token(
     assert batch["attention_mask"][1].sum() == with_mask["attention_mask"][1].sum() - 1
 
 
-def test_what_only_the_processor_can_tell_is_left_out_after_it_ran(monkeypatch, caplog):
+def test_what_only_the_processor_can_tell_is_dropped_after_it_ran(monkeypatch, caplog):
     """Timestamps are not in the estimate; the sample is too long by one token all the same."""
     from contract.samples import clip
 
@@ -221,7 +221,7 @@ def test_samples_that_collating_leaves_out_or_remarks_on_are_named_in_the_datase
     )
     assert len(collate(dataset.__getitems__([0, 1, 2]))["input_ids"]) == 2
     assert [(drop.key, drop.reason, drop.action) for drop in dataset.ledger] == [
-        ("1", "too_long", "left_out"),
+        ("1", "too_long", "dropped"),
         ("2", "nothing_supervised", "kept"),
     ]
 
@@ -241,7 +241,7 @@ def test_a_sample_loses_the_image_that_does_not_fit_and_all_that_follows_it():
     real, ledger = processor("qwen2_vl"), Ledger()
     first, second = turns("image", answer="One."), turns("image", answer="Two.")
     for turn, size in ((first, (56, 56)), (second, (560, 560))):
-        turn[0]["content"][0]["image"] = picture(*size)
+        turn[0]["content"][0]["image"] = make_image(*size)
     dataset = RobustDatasetWrapper([{"conversation": first + second}], ledger=ledger)
     collate = functools.partial(default_collate_fn, processor=real, max_length=200)
     batch = dataset.robust_collate(collate)(dataset.__getitems__([0]))
@@ -257,7 +257,7 @@ def test_a_sample_loses_the_image_that_does_not_fit_and_all_that_follows_it():
 
 def test_what_only_the_processor_knows_of_is_cut_too():
     """A processor whose images cannot be counted beforehand: it runs again without those that do not fit."""
-    parts = [{"type": "image", "image": picture(8, 20)} for _ in range(6)]
+    parts = [{"type": "image", "image": make_image(8, 20)} for _ in range(6)]
     example = {"conversation": said(("user", parts), ("assistant", text("Six.")))}
     batch = default_collate_fn([example], Expanding(), 100)
     assert batch["input_ids"].shape == (1, 99)
@@ -269,7 +269,7 @@ def test_what_only_the_processor_knows_of_is_cut_too():
 @pytest.mark.parametrize("max_length", [30, 60, 100, 150])
 @pytest.mark.parametrize("sizes", [[5] * 8 + [200], [200, 5, 5], [5, 60, 5, 5, 60, 5], [20] * 7])
 def test_a_sample_keeps_every_image_before_the_first_one_that_does_not_fit(sizes, max_length):
-    parts = [{"type": "image", "image": picture(8, size)} for size in sizes]
+    parts = [{"type": "image", "image": make_image(8, size)} for size in sizes]
     example = {"conversation": said(("user", parts), ("assistant", text("Many.")))}
     whole = default_collate_fn([example], Expanding())["input_ids"][0]
     ends = (whole == 3).nonzero().flatten()[torch.tensor(sizes).cumsum(0) - 1]
@@ -310,7 +310,7 @@ def test_the_padding_side_is_the_declared_one_and_else_that_of_the_class_by_the_
     assert padding_side(StrictProcessor()) == "right"
 
 
-def test_a_missing_picture_costs_its_sample_and_not_the_batch():
+def test_a_missing_image_costs_its_sample_and_not_the_batch():
     gone = {"conversation": turns("image")}
     gone["conversation"][0]["content"][0]["image"] = "/nowhere.png"
     dataset = RobustDatasetWrapper([HELLO, gone, SEEN], on_bad="skip", ledger=Ledger())
@@ -355,7 +355,7 @@ def test_a_hidden_image_at_the_front_counts_towards_the_length():
         default_collate_fn([fake], made, length - 1, drop_overlong=True)
 
 
-def test_a_sample_that_was_skipped_is_refused_with_what_to_do():
+def test_a_sample_that_was_skipped_is_rejected_with_what_to_do():
     with pytest.raises(ConfigError, match=r"sample 1 of the batch is None.*dataset\.robust_collate"):
         default_collate_fn([HELLO, None], processor("qwen2_vl"))
 
@@ -370,20 +370,20 @@ def test_a_message_keeps_what_else_it_holds():
     assert default_collate_fn([{"conversation": conversation}], real)["input_ids"].shape[0] == 1
 
 
-def test_a_processor_without_a_chat_template_is_refused():
+def test_a_processor_without_a_chat_template_is_rejected():
     with pytest.raises(ConfigError, match="NemotronParseProcessor has no apply_chat_template"):
         default_collate_fn([SEEN], processor("nemotron_parse"))
 
 
 @pytest.mark.parametrize("example", [{}, {"conversation": "Hi"}, {"conversation": [{"content": "Hi"}]}])
-def test_an_example_in_another_format_is_refused(example):
+def test_an_example_in_another_format_is_rejected(example):
     with pytest.raises(BadSample):
         default_collate_fn([example], processor("qwen2_vl"))
 
 
-def test_a_placeholder_typed_by_a_user_is_refused():
+def test_a_placeholder_typed_by_a_user_is_rejected():
     typed = {"conversation": turns(question="What is <|image_pad|>?")}
-    with pytest.raises(BadSample, match="cannot be told from a medium"):
+    with pytest.raises(BadSample, match="cannot be told from a media item"):
         default_collate_fn([typed], processor("qwen2_vl"))
 
 

@@ -1,10 +1,10 @@
-"""Gemma 4's thinking prefix: in every answer, seen and not learned."""
+"""Gemma 4's thinking prefix: in every answer, seen and not supervised."""
 
 import pytest
 import torch
 
 from contract.processors import processor
-from contract.samples import picture, turns
+from contract.samples import make_image, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import (
     _GEMMA4_MODEL_TURN,
@@ -46,7 +46,7 @@ def expected(text: str) -> str:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_prefix_stands_behind_every_marker(tokenizer, side):
+def test_the_prefix_stands_after_every_marker(tokenizer, side):
     batch = ids_of(tokenizer, ONE, TWO, NONE, side=side)
     before = {key: value.clone() for key, value in batch.items()}
     made = _inject_thinking_prefix_tokens(batch, tokenizer)
@@ -97,7 +97,7 @@ def example(*answers: str) -> dict:
 
 def test_a_collated_batch_sees_the_prefix_and_learns_the_answers(tokenizer):
     examples = [example("A cat."), example("A dog.", "Two dogs.")]
-    examples[0]["conversation"][0]["content"].insert(0, {"type": "image", "image": picture(64, 48)})
+    examples[0]["conversation"][0]["content"].insert(0, {"type": "image", "image": make_image(64, 48)})
     batch = gemma4_prefix_collate_fn(examples, processor("gemma4"))
     seen = [tokenizer.decode(row) for row in batch["input_ids"]]
     assert [text.count(_GEMMA4_MODEL_TURN + _GEMMA4_THINKING_PREFIX) for text in seen] == [1, 2]
@@ -127,13 +127,13 @@ def test_a_fake_image_stays_hidden_beside_the_prefix(tokenizer):
     assert "What is it?" in shown
 
 
-def test_as_a_hook_the_prefix_is_seen_and_not_learned(tokenizer):
+def test_as_a_hook_the_prefix_is_seen_and_not_supervised(tokenizer):
     real, given = processor("gemma4"), [example("A cat.", "A dog.")]
     plain = PreTokenizedDatasetWrapper(given, real)[0]
     hooked = PreTokenizedDatasetWrapper(given, real, post_tokenize_hook=gemma4_inject_thinking_prefix)[0]
-    learned = hooked["labels"] != IGNORE_INDEX
+    supervised = hooked["labels"] != IGNORE_INDEX
     assert tokenizer.decode(hooked["input_ids"]) == expected(tokenizer.decode(plain["input_ids"]))
-    assert torch.equal(hooked["labels"][learned], plain["labels"][plain["labels"] != IGNORE_INDEX])
+    assert torch.equal(hooked["labels"][supervised], plain["labels"][plain["labels"] != IGNORE_INDEX])
     batch = default_collate_fn(given, real, None, gemma4_inject_thinking_prefix)
     assert torch.equal(batch["labels"], gemma4_prefix_collate_fn(given, real)["labels"])
 
@@ -143,9 +143,9 @@ def test_labels_that_are_there_already_are_ignored_on_the_prefix(tokenizer):
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
     made = gemma4_inject_thinking_prefix(batch, processor("gemma4"))
     prefix = len(tokenizer.encode(_GEMMA4_THINKING_PREFIX, add_special_tokens=False))
-    learned = (made["labels"] != IGNORE_INDEX).sum(1)
-    assert torch.equal(learned, batch["attention_mask"].sum(1))
-    assert (made["attention_mask"].sum(1) - learned).tolist() == [prefix, 2 * prefix]
+    supervised = (made["labels"] != IGNORE_INDEX).sum(1)
+    assert torch.equal(supervised, batch["attention_mask"].sum(1))
+    assert (made["attention_mask"].sum(1) - supervised).tolist() == [prefix, 2 * prefix]
 
 
 def test_the_hook_leaves_batches_of_other_tokenizers_alone():

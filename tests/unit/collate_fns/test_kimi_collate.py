@@ -7,7 +7,7 @@ import torch
 from collate_stubs import GREETING, CallProcessor, CharTokenizer, chatml, said, text
 
 from contract.processors import processor
-from contract.samples import clip, picture, turns
+from contract.samples import clip, make_image, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
 from packhorse.families import Encoder
@@ -17,12 +17,12 @@ from packhorse.ledger import Ledger
 MEDIA = 3
 
 
-def learned(tokenizer, labels) -> list[str]:
+def supervised(tokenizer, labels) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
 def seen(*sizes: tuple[int, int], answer: str = "A cat.") -> dict:
-    parts = [{"type": "image", "image": picture(*size)} for size in sizes]
+    parts = [{"type": "image", "image": make_image(*size)} for size in sizes]
     return {"conversation": said(("user", [*parts, *text("What?")]), ("assistant", text(answer)))}
 
 
@@ -55,7 +55,7 @@ def test_texts_images_and_options_are_passed_plainly_to_kimi_vl():
     assert call["padding"] is True
     assert [image.size for image in call["images"]] == [(28, 28)]
     assert call["text"][1] == chatml(GREETING)
-    assert learned(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
     assert batch["n_images_per_sample"].tolist() == [1, 0]
 
 
@@ -139,7 +139,7 @@ def test_placeholders_of_k25_are_expanded_before_the_model_runs():
     assert batch["image_grid_hws"].tolist() == [[4, 4], [4, 2]]
     assert batch["pixel_values"].shape == (24, 3, 14, 14)
     assert batch["n_images_per_sample"].tolist() == [2, 0]
-    assert learned(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
     assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
 
 
@@ -148,7 +148,7 @@ def test_k25_batches_have_one_length():
     assert batch["input_ids"].shape == batch["labels"].shape == (2, 199)
 
 
-def test_media_whose_tokens_were_cut_are_left_out_and_not_counted(ledger):
+def test_media_whose_tokens_were_cut_are_dropped_and_not_counted(ledger):
     examples = [seen((560, 560)), seen((28, 28), (560, 560)), seen((28, 28))]
     batch = kimi_k25_vl_collate_fn(examples, K25(), max_length=90)
     assert batch["input_ids"].shape == (3, 89)
@@ -165,23 +165,23 @@ def test_a_batch_whose_media_were_all_cut_has_no_media(ledger):
     assert not {"pixel_values", "grid_thws", "image_grid_hws", "n_images_per_sample"} & batch.keys()
 
 
-def test_an_answer_that_is_cut_is_learned_as_far_as_it_goes(ledger):
+def test_an_answer_that_is_cut_is_supervised_as_far_as_it_goes(ledger):
     stub = K25()
     whole = kimi_k25_vl_collate_fn([seen((28, 28), answer="A very long cat.")], stub)
     length = whole["input_ids"].shape[1] + 1
     batch = kimi_k25_vl_collate_fn([seen((28, 28), answer="A very long cat.")], stub, max_length=length - 7)
-    assert learned(stub.tokenizer, batch["labels"]) == ["A very long"]
+    assert supervised(stub.tokenizer, batch["labels"]) == ["A very long"]
     assert batch["n_images_per_sample"].tolist() == [1]
 
 
 def test_the_shift_cuts_no_image_that_ends_at_the_limit(ledger):
     stub = K25()
     ids = kimi_k25_vl_collate_fn([seen((56, 56))], stub)["input_ids"][0]
-    behind = int((ids == MEDIA).nonzero()[-1]) + 1
-    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=behind)
+    after = int((ids == MEDIA).nonzero()[-1]) + 1
+    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=after)
     assert "grid_thws" not in batch
     assert (batch["input_ids"] == MEDIA).sum() == 0
-    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=behind + 1)
+    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=after + 1)
     assert (batch["input_ids"] == MEDIA).sum() == 4
     assert batch["n_images_per_sample"].tolist() == [1]
 
@@ -247,11 +247,11 @@ def test_a_missing_pad_token_is_an_error():
 
 
 @pytest.mark.needs_family("kimi_k25")
-def test_transformers_processor_is_cut_before_the_film_that_does_not_fit(ledger):
+def test_transformers_processor_is_cut_before_the_video_that_does_not_fit(ledger):
     frames, metadata = clip(6)
-    film = {"type": "video", "video": frames, "video_metadata": metadata}
+    video = {"type": "video", "video": frames, "video_metadata": metadata}
     example = {"conversation": turns("image")}
-    example["conversation"][0]["content"][:1] = [{"type": "image", "image": picture(56, 56)}, film]
+    example["conversation"][0]["content"][:1] = [{"type": "image", "image": make_image(56, 56)}, video]
     real = processor("kimi_k25")
     whole = kimi_k25_vl_collate_fn([example], real)
     assert whole["n_videos_per_sample"].tolist() == [1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contract.processors import build, processor
-from contract.samples import SAMPLING_RATE, clip, picture, tone, turns
+from contract.samples import SAMPLING_RATE, clip, make_image, tone, turns
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import COLLATE_FNS, default_collate_fn, nemotron_omni_collate_fn
 from packhorse.datasets import RobustDatasetWrapper
@@ -17,7 +17,7 @@ from packhorse.ledger import Ledger
 pytestmark = pytest.mark.needs_family("nemotron_omni")
 
 
-def film(frames: int, **wishes: object) -> dict[str, object]:
+def video(frames: int, **wishes: object) -> dict[str, object]:
     conversation = turns("video")
     conversation[0]["content"][0] |= {"video": list(clip(frames)[0]), **wishes}
     return {"conversation": conversation}
@@ -45,18 +45,18 @@ def test_sound_is_an_array_at_the_processors_rate_or_has_its_own(rate):
 
 
 def test_a_video_has_at_most_eight_frames_unless_more_are_asked_for():
-    assert frames_of(film(12)) == 8
-    assert frames_of(film(6)) == 6
-    assert frames_of(film(12), max_video_frames=4) == 4
-    assert frames_of(film(12), max_video_frames=None) == 12
-    assert frames_of(film(12, num_frames=2)) == 2
-    assert frames_of(film(12, num_frames=10)) == 8
+    assert frames_of(video(12)) == 8
+    assert frames_of(video(6)) == 6
+    assert frames_of(video(12), max_video_frames=4) == 4
+    assert frames_of(video(12), max_video_frames=None) == 12
+    assert frames_of(video(12, num_frames=2)) == 2
+    assert frames_of(video(12, num_frames=10)) == 8
 
 
 def test_images_a_video_and_sound_go_into_one_batch_and_two_videos_do_not():
     seen = turns("image", answer="A ramp.")
-    seen[0]["content"][0]["image"] = picture(64, 48)
-    examples = [{"conversation": seen}, film(4), {"conversation": turns(), "audio": tone(4_000)}]
+    seen[0]["content"][0]["image"] = make_image(64, 48)
+    examples = [{"conversation": seen}, video(4), {"conversation": turns(), "audio": tone(4_000)}]
     batch = nemotron_omni_collate_fn(examples, processor("nemotron_omni"))
     assert batch["n_images_per_sample"].tolist() == [1, 0, 0]
     assert batch["n_videos_per_sample"].tolist() == [0, 1, 0]
@@ -73,7 +73,7 @@ def test_a_subclass_under_the_references_name_is_served_by_the_same_function_and
     real = build("nemotron_omni")
     name = "NemotronH_Nano_Omni_Reasoning_V3Processor"
     real.__class__ = type(name, (type(real),), {})
-    dataset = RobustDatasetWrapper([film(12, num_frames=4)], ledger=Ledger())
+    dataset = RobustDatasetWrapper([video(12, num_frames=4)], ledger=Ledger())
     collate = functools.partial(COLLATE_FNS[type(real).__name__], processor=real, max_length=70)
     batch = dataset.robust_collate(collate)(dataset.__getitems__([0]))
     assert batch["input_ids"].shape == (1, 69)

@@ -7,7 +7,7 @@ import torch
 from collate_stubs import CharTokenizer, padded, said, text
 
 from contract.processors import build, processor
-from contract.samples import picture
+from contract.samples import make_image
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import nemotron_parse_collate_fn
 from packhorse.errors import BadSample
@@ -16,11 +16,11 @@ PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
 
 
 def page(answer: str, question: str = "Read this.") -> dict:
-    parts = [{"type": "image", "image": picture(60, 80)}, *text(question)]
+    parts = [{"type": "image", "image": make_image(60, 80)}, *text(question)]
     return {"conversation": said(("user", parts), ("assistant", text(answer)))}
 
 
-def learned(tokenizer, labels) -> list[str]:
+def supervised(tokenizer, labels) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
@@ -30,7 +30,7 @@ def test_the_batch_is_the_processors_own_of_prompt_and_answer(prompt):
     answers = ["# Title\n\nA cat.</s>", "the end"]
     batch = nemotron_parse_collate_fn([page(answer) for answer in answers], real, prompt)
     own = real(
-        images=[picture(60, 80)] * 2,
+        images=[make_image(60, 80)] * 2,
         text=[prompt + answer for answer in answers],
         padding=True,
         add_special_tokens=False,
@@ -39,7 +39,7 @@ def test_the_batch_is_the_processors_own_of_prompt_and_answer(prompt):
     assert torch.equal(batch["input_ids"], own["input_ids"][:, :-1])
     assert torch.equal(batch["attention_mask"], own["attention_mask"][:, :-1])
     assert torch.equal(batch["pixel_values"], own["pixel_values"].to(torch.bfloat16))
-    assert learned(real.tokenizer, batch["labels"]) == answers
+    assert supervised(real.tokenizer, batch["labels"]) == answers
     assert batch["n_images_per_sample"].tolist() == [1, 1]
 
 
@@ -54,19 +54,19 @@ def test_every_label_is_the_token_after_its_decoder_input():
     assert torch.equal(batch["decoder_attention_mask"], batch["attention_mask"])
 
 
-def test_the_prompt_is_not_learned_even_if_the_answer_says_the_same():
+def test_the_prompt_is_not_supervised_even_if_the_answer_says_the_same():
     real = processor("nemotron_parse")
     batch = nemotron_parse_collate_fn([page("Go")], real, "<s>Go, Go")
-    assert learned(real.tokenizer, batch["labels"]) == ["Go"]
+    assert supervised(real.tokenizer, batch["labels"]) == ["Go"]
     assert (batch["labels"][0] != IGNORE_INDEX).nonzero()[0] >= len(real.tokenizer.encode("<s>Go,")) - 1
 
 
-def test_padding_is_not_learned_where_it_is_the_end_token_too():
+def test_padding_is_not_supervised_where_it_is_the_end_token_too():
     real = build("nemotron_parse")
     real.tokenizer = copy.deepcopy(real.tokenizer)
     real.tokenizer.pad_token = real.tokenizer.eos_token
     batch = nemotron_parse_collate_fn([page("A cat.</s>"), page("A very long answer.</s>")], real)
-    assert learned(real.tokenizer, batch["labels"]) == ["A cat.</s>", "A very long answer.</s>"]
+    assert supervised(real.tokenizer, batch["labels"]) == ["A cat.</s>", "A very long answer.</s>"]
 
 
 class Small:
@@ -90,7 +90,7 @@ def test_the_decoder_begins_with_the_start_token_of_the_prompt_and_has_it_once()
 def test_a_tokenizer_that_names_no_special_token_will_do():
     batch = nemotron_parse_collate_fn([page("A cat.")], Small())
     assert batch["decoder_input_ids"].shape == batch["labels"].shape
-    assert learned(CharTokenizer(), batch["labels"]) == ["A cat."]
+    assert supervised(CharTokenizer(), batch["labels"]) == ["A cat."]
 
 
 def test_a_sample_needs_one_page():

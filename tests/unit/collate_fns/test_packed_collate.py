@@ -66,7 +66,7 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
     dense = torch.nn.functional.pad(compared(documents)[:, 0], (0, -length % 128, 0, -length % 128))
     tiles = dense.view(2, blocks, 128, blocks, 128).permute(0, 1, 3, 2, 4).flatten(-2)
     shown = block_mask.to_dense()[:, 0].bool()
-    assert bool((shown | ~tiles.any(-1)).all())  # no block is left out that holds something
+    assert bool((shown | ~tiles.any(-1)).all())  # no block is dropped that holds something
     for row in range(2):
         for number in range(blocks):
             count = int(block_mask.full_kv_num_blocks[row, 0, number])
@@ -79,12 +79,12 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
     assert torch.equal(again.mask_mod.documents, documents)
 
 
-def test_numbers_that_go_down_are_refused() -> None:
+def test_numbers_that_go_down_are_rejected() -> None:
     with pytest.raises(ConfigError, match="go down"):
         block_causal_mask(torch.tensor([[2, 2, 1]]))
 
 
-def test_segments_put_hidden_tokens_behind_their_document() -> None:
+def test_segments_put_hidden_tokens_after_their_document() -> None:
     found = segments(DOCUMENTS)
     assert found.moved
     assert found.order[0].tolist() == [0, 1, 2, 3, 6, 4, 5, 7, 8, 9]
@@ -123,7 +123,7 @@ def test_flash_attention_gets_document_numbers_and_where_documents_begin() -> No
     assert "labels" not in inputs
 
 
-def test_varlen_gets_no_mask_and_hidden_tokens_behind_their_document() -> None:
+def test_varlen_gets_no_mask_and_hidden_tokens_after_their_document() -> None:
     batch = neat_packed_vlm_collater([pack(sample(4, hidden=[1]), sample(2))], attn_implementation="varlen")
     assert "attention_mask" not in batch
     assert batch["input_ids"].tolist() == [[1, 3, 4, 2, 1, 2]]
@@ -184,7 +184,7 @@ def test_one_document_has_no_numbers_of_its_own() -> None:
     assert "_packed_seq_ids" not in neat_packed_vlm_collater([pack(sample(4))])
 
 
-def test_an_empty_batch_has_nothing_in_it_and_a_missing_pack_is_refused() -> None:
+def test_an_empty_batch_has_nothing_in_it_and_a_missing_pack_is_rejected() -> None:
     assert neat_packed_vlm_collater([]) == packed_sequence_thd_vlm_collater([]) == {}
     with pytest.raises(ConfigError, match="sample 0 of the batch is None"):
         neat_packed_vlm_collater([None])
@@ -209,7 +209,7 @@ def test_document_numbers_can_be_left_to_the_model_and_transformers_does_not_get
     assert "cu_seq_lens_q" in model_inputs(flash)
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_an_unknown_backend_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected one of sdpa"):
         neat_packed_vlm_collater([pack(sample(3))], attn_implementation="magic")
 
@@ -232,7 +232,7 @@ def test_gemma_is_left_to_transformers_which_makes_its_masks_from_positions() ->
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
-def test_gemma_is_refused_where_a_kernel_cannot_look_both_ways(backend) -> None:
+def test_gemma_is_rejected_where_a_kernel_cannot_look_both_ways(backend) -> None:
     with pytest.raises(ConfigError, match="both ways"):
         neat_packed_vlm_collater([gemma(sample(3))], attn_implementation=backend)
     marked = sample(3, token_type_ids=torch.tensor([0, 1, 0]))
@@ -305,7 +305,7 @@ def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
     torch.testing.assert_close(attended(4), attended(1))
 
 
-def test_rows_that_are_no_multiple_of_the_alignment_are_refused() -> None:
+def test_rows_that_are_no_multiple_of_the_alignment_are_rejected() -> None:
     packs = [pack(sample(5), sample(3), sequence_alignment=4)]
     for max_length in (None, 12, 16):
         batch = packed_sequence_thd_vlm_collater(packs, max_length=max_length)

@@ -49,7 +49,7 @@ def test_a_fixed_length_is_kept():
     assert pad_collate_fn([sample(3)], STUB, max_length=8)["input_ids"].shape == (1, 7)
 
 
-def test_a_sample_longer_than_the_fixed_length_is_refused_not_cut():
+def test_a_sample_longer_than_the_fixed_length_is_rejected_not_cut():
     with pytest.raises(BadSample, match="a sample of 9 tokens in a batch of max_length=8") as caught:
         pad_collate_fn([sample(9)], STUB, max_length=8)
     assert caught.value.reason == "too_long"
@@ -101,13 +101,13 @@ def test_tiles_that_differ_in_number_are_filled_up_where_the_family_says_so():
 
 
 def test_a_tensor_that_the_sample_owns_has_a_row_for_every_sample():
-    def pictures(tiles):
+    def images(tiles):
         return {
             "pixel_values": torch.ones(1, tiles, 3, 2, 2),
             "pixel_attention_mask": torch.ones(1, tiles, 2, 2, dtype=torch.long),
         }
 
-    samples = [sample(2), sample(3, **pictures(1)), sample(3, **pictures(3))]
+    samples = [sample(2), sample(3, **images(1)), sample(3, **images(3))]
     batch = pad_collate_fn(samples, processor("smolvlm"))
     assert batch["pixel_values"].shape == (3, 3, 3, 2, 2)
     assert batch["pixel_values"].flatten(1).sum(1).tolist() == [0, 12, 36]
@@ -134,7 +134,7 @@ def test_tensors_that_do_not_fit_together_are_named():
         pad_collate_fn([wide, narrow], processor("qwen2_vl"))
 
 
-def test_a_tensor_that_the_family_does_not_declare_is_refused():
+def test_a_tensor_that_the_family_does_not_declare_is_rejected():
     with pytest.raises(ConfigError, match="'smell' \\(a tensor\\), which family 'qwen2_vl' does not declare"):
         pad_collate_fn([sample(3, smell=torch.ones(1))], processor("qwen2_vl"))
     with pytest.raises(ConfigError, match=r"'smell' \(a str\)"):
@@ -195,17 +195,17 @@ def test_missing_ids_or_labels_are_named():
 
 
 @pytest.mark.parametrize("tokenizer", [SimpleNamespace(pad_token_id=None), SimpleNamespace()])
-def test_a_tokenizer_without_a_pad_token_is_refused(tokenizer):
+def test_a_tokenizer_without_a_pad_token_is_rejected(tokenizer):
     with pytest.raises(ValueError, match="no pad token"):
         pad_collate_fn([sample(3)], SimpleNamespace(tokenizer=tokenizer))
 
 
-def test_a_sample_that_was_skipped_is_refused_with_what_to_do():
+def test_a_sample_that_was_skipped_is_rejected_with_what_to_do():
     with pytest.raises(ConfigError, match=r"sample 1 of the batch is None.*dataset\.robust_collate"):
         pad_collate_fn([sample(3), None], STUB)
 
 
-def test_a_sample_that_is_too_long_is_named_and_left_out_alone():
+def test_a_sample_that_is_too_long_is_named_and_dropped_alone():
     dataset = RobustDatasetWrapper([sample(3), sample(9), sample(4)], on_bad="skip", ledger=Ledger())
     collate = dataset.robust_collate(partial(pad_collate_fn, processor=STUB, max_length=8))
     assert collate(dataset.__getitems__([0, 1, 2]))["input_ids"].shape == (2, 7)

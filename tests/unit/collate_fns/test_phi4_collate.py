@@ -8,7 +8,7 @@ import torch
 from collate_stubs import CharTokenizer, chatml, padded, said, text
 
 from contract.processors import build, processor
-from contract.samples import picture, tone
+from contract.samples import make_image, tone
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import phi4_mm_collate_fn
 
@@ -34,7 +34,7 @@ class Remote:
 
 
 def heard(audio=None, *, images=0) -> dict:
-    parts = [{"type": "image", "image": picture(32, 32)}] * images
+    parts = [{"type": "image", "image": make_image(32, 32)}] * images
     example = {
         "conversation": said(("user", [*parts, *text("Write it down.")]), ("assistant", text("Merhaba.")))
     }

@@ -9,9 +9,9 @@ import torch
 from collate_stubs import GREETING, CallProcessor, chatml, said, text
 from PIL import Image
 
-from contract.media_files import write_film
+from contract.media_files import write_video
 from contract.processors import processor
-from contract.samples import clip, picture, tone
+from contract.samples import clip, make_image, tone
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate_fns import default_collate_fn, qwen2_5_collate_fn, qwen3_omni_collate_fn
 from packhorse.errors import BadSample
@@ -22,10 +22,10 @@ def asked(*parts, answer="A cat.") -> dict:
 
 
 def image(width=64, height=96) -> dict:
-    return {"type": "image", "image": picture(width, height)}
+    return {"type": "image", "image": make_image(width, height)}
 
 
-def learned(tokenizer, labels) -> list[str]:
+def supervised(tokenizer, labels) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
@@ -40,7 +40,7 @@ def test_texts_and_media_are_passed_to_the_call():
     assert call["padding"] is True
     assert [one.size for one in call["images"]] == [(8, 8)]
     assert call["videos"] is None
-    assert learned(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
     assert batch["pixel_values"].dtype == torch.float32
     assert batch["n_images_per_sample"].tolist() == [1, 0]
 
@@ -65,7 +65,7 @@ def test_decoded_frames_come_with_what_is_known_about_them():
     assert call["do_sample_frames"] is False
 
 
-def test_a_medium_that_the_processor_does_not_take_is_not_lost():
+def test_a_media_item_that_the_processor_does_not_take_is_not_lost():
     class TextOnly(CallProcessor):
         def __call__(self, *, text, padding, return_tensors):
             raise AssertionError("not called")
@@ -106,7 +106,7 @@ def test_media_go_through_the_package_and_only_those_there_are_are_passed(packag
     assert call["padding"] is True
     assert "audio" not in call
     assert call["videos"] is None
-    assert learned(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
@@ -129,32 +129,32 @@ def test_images_and_sound_are_those_of_the_processor_at_sizes_that_need_no_resiz
     assert batch.keys() == plain.keys()
     for key, value in plain.items():
         assert torch.equal(batch[key], value), key
-    assert learned(real.tokenizer, batch["labels"])[2] == "A cat.<|im_end|>"
+    assert supervised(real.tokenizer, batch["labels"])[2] == "A cat.<|im_end|>"
     audio = real.tokenizer.audio_token_id
     assert (batch["input_ids"] == audio).sum(1).tolist()[::2] == [13, 13]
 
 
 @pytest.mark.parametrize("source", ["file", "frames"])
 def test_videos_have_their_own_rates(source, tmp_path):
-    write_film(tmp_path / "fast.mp4", frames=40, fps=10)
-    write_film(tmp_path / "slow.mp4", frames=8, fps=1)
+    write_video(tmp_path / "fast.mp4", frames=40, fps=10)
+    write_video(tmp_path / "slow.mp4", frames=8, fps=1)
     if source == "file":
-        films = [{"type": "video", "video": str(tmp_path / name)} for name in ("fast.mp4", "slow.mp4")]
+        videos = [{"type": "video", "video": str(tmp_path / name)} for name in ("fast.mp4", "slow.mp4")]
         seconds = [1.0, 2.0]  # two frames a second; all of the slow one, at one a second
     else:
         frames, metadata = clip(6)
-        films = [
+        videos = [
             {"type": "video", "video": frames, "video_metadata": {**metadata, "fps": fps}} for fps in (24, 6)
         ]
         seconds = [1.0, 4.0]
     real = processor("qwen3_omni")
-    batch = qwen3_omni_collate_fn([asked(films[0]), {"conversation": GREETING}, asked(films[1])], real)
+    batch = qwen3_omni_collate_fn([asked(videos[0]), {"conversation": GREETING}, asked(videos[1])], real)
     assert batch["video_second_per_grid"].tolist() == pytest.approx(seconds)
     assert batch["n_videos_per_sample"].tolist() == [1, 0, 1]
     tokens = batch["video_grid_thw"].prod(1) // 4
     video = real.tokenizer.video_token_id
     assert (batch["input_ids"] == video).sum(1).tolist() == [int(tokens[0]), 0, int(tokens[1])]
-    assert learned(real.tokenizer, batch["labels"]) == [
+    assert supervised(real.tokenizer, batch["labels"]) == [
         "A cat.<|im_end|>",
         "Hello!<|im_end|>",
         "A cat.<|im_end|>",
@@ -163,10 +163,10 @@ def test_videos_have_their_own_rates(source, tmp_path):
 
 def test_two_videos_of_a_sample_have_each_its_own_rate():
     frames, metadata = clip(6)
-    films = [
+    videos = [
         {"type": "video", "video": frames, "video_metadata": {**metadata, "fps": fps}} for fps in (24, 6)
     ]
-    batch = qwen3_omni_collate_fn([asked(*films)], processor("qwen3_omni"))
+    batch = qwen3_omni_collate_fn([asked(*videos)], processor("qwen3_omni"))
     assert batch["video_second_per_grid"].tolist() == pytest.approx([1.0, 4.0])
 
 
@@ -180,8 +180,8 @@ def test_the_sound_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
         return [tone(32_000)], None, [frames], {"fps": [2.0]}
 
     sys.modules["qwen_omni_utils"].process_mm_info = process_mm_info
-    write_film(tmp_path / "film.mp4", frames=8, fps=4)
-    film = {"type": "video", "video": str(tmp_path / "film.mp4")}
+    write_video(tmp_path / "video.mp4", frames=8, fps=4)
+    film = {"type": "video", "video": str(tmp_path / "video.mp4")}
     batch = qwen3_omni_collate_fn([asked(film)], real, use_audio_in_video=True)
     ids = batch["input_ids"][0]
     audio, video = (
@@ -190,12 +190,12 @@ def test_the_sound_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
     )
     assert len(audio) == 26
     assert video[0] < audio[0] < video[-1]
-    assert learned(real.tokenizer, batch["labels"]) == ["A cat.<|im_end|>"]
+    assert supervised(real.tokenizer, batch["labels"]) == ["A cat.<|im_end|>"]
 
 
 def test_a_broken_file_is_named(tmp_path):
     broken = tmp_path / "broken.mp4"
-    broken.write_bytes(b"no film")
+    broken.write_bytes(b"no video")
     with pytest.raises(BadSample, match=r"broken\.mp4"):
         qwen3_omni_collate_fn([asked({"type": "video", "video": str(broken)})], processor("qwen3_omni"))
     with pytest.raises(BadSample, match=r"missing\.png"):

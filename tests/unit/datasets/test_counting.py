@@ -1,4 +1,4 @@
-"""The counting pass: what is counted, what is taken over, what is compared, and how it fails."""
+"""The counting pass: what is counted, what is reused, what is compared, and how it fails."""
 
 import fcntl
 import json
@@ -163,7 +163,7 @@ def test_a_change_of_the_template_counts_everything_and_keeps_the_other_counts(
     assert count_meta(meta, qwen).counted_rows == 0
 
 
-def test_data_sets_that_share_a_file_are_counted_once_and_reported_twice(tmp_path: Path, qwen: Any) -> None:
+def test_datasets_that_share_a_file_are_counted_once_and_reported_twice(tmp_path: Path, qwen: Any) -> None:
     write_chats(tmp_path, 6)
     entry = {"file_name": "chats.jsonl"}
     meta = write_meta(tmp_path, {"a": entry, "b": entry | {"sample_ratio": 2}, "c": entry | {"strict": True}})
@@ -239,7 +239,7 @@ def test_verifying_names_each_row_that_differs(
     )  # type: ignore[union-attr]
 
 
-def test_a_file_that_changes_during_the_count_is_refused(tmp_path: Path, qwen: Any) -> None:
+def test_a_file_that_changes_during_the_count_is_rejected(tmp_path: Path, qwen: Any) -> None:
     meta = write_chats(tmp_path, 8)
 
     class Changes:
@@ -367,7 +367,7 @@ def test_verifying_tells_kinds_apart_where_the_tokens_do(name: str, tmp_path: Pa
         {"role": "user", "content": "<image><video><audio>What?"},
         {"role": "assistant", "content": "A mule."},
     ]
-    row = {"messages": turns, "images": ["wide.png"], "videos": ["film.mp4"], "audios": ["studio.wav"]}
+    row = {"messages": turns, "images": ["wide.png"], "videos": ["video.mp4"], "audios": ["studio.wav"]}
     write_rows(tmp_path / "all.jsonl", [row])
     meta = write_meta(tmp_path, {"all": {"file_name": "all.jsonl", "media_dir": "media"}})
     report = count_meta(meta, processor(name), verify=1)

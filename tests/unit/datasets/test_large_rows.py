@@ -1,4 +1,4 @@
-"""Rows that are far too large are refused by their size, before they cost minutes."""
+"""Rows that are far too large are rejected by their size, before they cost minutes."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def row(words: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_row_above_the_limit_is_refused_with_its_size_and_place_and_never_parsed(
+def test_a_row_above_the_limit_is_rejected_with_its_size_and_place_and_never_parsed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACKHORSE_MAX_ROW_BYTES", "1000")

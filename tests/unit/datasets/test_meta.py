@@ -195,7 +195,7 @@ def test_copies_have_names_of_their_own(tmp_path: Path) -> None:
     assert lazy.key(4) in ("a/0#2", "a/1#2")
 
 
-def test_a_bad_row_stops_the_load_or_is_left_out_by_name(tmp_path: Path) -> None:
+def test_a_bad_row_stops_the_load_or_is_dropped_by_name(tmp_path: Path) -> None:
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[chat(i) for i in range(4)])
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     lines[2] = lines[2][:10]
@@ -215,7 +215,7 @@ def test_a_bad_row_stops_the_load_or_is_left_out_by_name(tmp_path: Path) -> None
         make_meta_dataset(meta, on_bad="drop")  # type: ignore[arg-type]
 
 
-def test_a_list_with_rows_left_out_still_names_its_examples_rightly(tmp_path: Path) -> None:
+def test_a_list_with_rows_dropped_still_names_its_examples_rightly(tmp_path: Path) -> None:
     meta = {"a": {"file_name": "a.jsonl"}, "b": {"file_name": "b.jsonl"}}
     path = write_meta(tmp_path, meta, a=[chat(0), {}, {}, chat(3)], b=[{}, chat(11), chat(12)])
     examples = make_meta_dataset(path, on_bad="skip")
@@ -234,7 +234,7 @@ def test_a_dict_will_do_for_a_meta_file(tmp_path: Path) -> None:
         open_meta_dataset({"a": {}})
 
 
-def test_rows_whose_roles_have_other_names_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_rows_whose_roles_have_other_names_are_rejected_with_the_remedy(tmp_path: Path) -> None:
     turns = [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}}, a=[{"messages": turns}] * 3)
     with pytest.raises(ConfigError, match=r"a/0: turn 0 has role 'human'.*Set tags="):
@@ -344,7 +344,7 @@ def test_a_meta_file_that_is_not_in_order_says_where(
         make_meta_dataset(path, names)
 
 
-def test_a_name_that_stands_twice_in_the_meta_file_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_stands_twice_in_the_meta_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"a": {"file_name": "x"}, "a": {"file_name": "y"}}')
     with pytest.raises(ConfigError, match="'a' stands there twice"):
         make_meta_dataset(tmp_path / "meta.json")

@@ -185,7 +185,7 @@ def test_an_offset_outside_is_damage_beside_a_text_that_is_not_utf8(kind: str) -
     whole = sink.getvalue().to_pybytes()
     last = struct.pack("<3i" if kind != "large" else "<3q", 4, 6, 42)
     broken = last[: len(last) // 3 * 2] + (1 << 30).to_bytes(len(last) // 3, "little")
-    if kind == "view":  # it has where a long text begins, behind its length and first letters
+    if kind == "view":  # it has where a long text begins, after its length and first letters
         last, broken = (struct.pack("<i4sii", 36, b"good", 0, at) for at in (6, 1 << 30))
     assert whole.count(last) == 1
     _validate(pa.ipc.open_file(whole).get_batch(0).column(0))

@@ -1,4 +1,4 @@
-"""The hub loaders on small real Parquet data sets with the public columns, loaded by path."""
+"""The hub loaders on small real Parquet datasets with the public columns, loaded by path."""
 
 import io
 import json
@@ -327,7 +327,7 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 def bomb() -> bytes:
-    """A few bytes of PNG that name a picture of 2.5 billion pixels."""
+    """A few bytes of PNG that name an image of 2.5 billion pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
     chunks = [header, b"IDAT" + zlib.compress(bytes(100)), b"IEND"]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -343,13 +343,13 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), d
     [
         ({"bytes": bomb(), "path": None}, "media_too_large"),
         ({"bytes": encoded(NOISE)[:5000], "path": None}, "broken_media"),
-        ({"bytes": b"no picture", "path": None}, "broken_media"),
+        ({"bytes": b"no image", "path": None}, "broken_media"),
         ({"bytes": b"", "path": None}, "broken_media"),
         ({"bytes": None, "path": None}, "missing_media"),
         (None, "missing_media"),
     ],
 )
-def test_an_image_that_cannot_be_used_is_refused_with_its_reason_and_its_neighbours_are_not(
+def test_an_image_that_cannot_be_used_is_rejected_with_its_reason_and_its_neighbours_are_not(
     tmp_path: Path, image: dict[str, Any] | None, reason: str
 ) -> None:
     good = {"bytes": encoded(picture(7)), "path": None}
@@ -425,7 +425,7 @@ DEEP = "[" * 100_000
         (make_unimm_chat_dataset, "conversation", DEEP, "nested too deep"),
     ],
 )
-def test_texts_and_json_of_another_kind_are_refused_as_a_wrong_format(
+def test_texts_and_json_of_another_kind_are_rejected_as_a_wrong_format(
     tmp_path: Path, make: Any, column: str, value: str | None, words: str
 ) -> None:
     columns = {"image": [picture(1)], column: [value]}
@@ -434,7 +434,7 @@ def test_texts_and_json_of_another_kind_are_refused_as_a_wrong_format(
     assert (caught.value.reason, caught.value.stage) == ("wrong_format", "convert")
 
 
-def test_a_medpix_or_cv17_row_without_text_or_sound_is_refused(tmp_path: Path) -> None:
+def test_a_medpix_or_cv17_row_without_text_or_sound_is_rejected(tmp_path: Path) -> None:
     text = datasets.Value("string")
     columns = {"image_id": [picture(1)] * 2, "question": ["a", None], "answer": [None, "b"]}
     medpix = make_medpix_dataset(

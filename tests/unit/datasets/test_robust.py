@@ -94,7 +94,7 @@ def test_skipping_gives_none_and_raising_raises() -> None:
     broken = {1: OSError("gone")}
     wrapper = RobustDatasetWrapper(Numbers(3, broken), on_bad="skip", ledger=Ledger())
     assert [wrapper[i] for i in range(3)] == [{"id": 0}, None, {"id": 2}]
-    assert [(d.key, d.action) for d in wrapper.ledger] == [("1", "left_out")]
+    assert [(d.key, d.action) for d in wrapper.ledger] == [("1", "dropped")]
     assert wrapper.robust_collate(ids)([wrapper[i] for i in range(3)]) == [0, 2]
     assert wrapper.robust_collate(ids)([None, None]) is None
     with pytest.raises(OSError, match="gone"):
@@ -155,17 +155,17 @@ def naming(bad: set[int]) -> Callable[[Any], list[int]]:
     def collate(samples: Any) -> list[int]:
         for sample, key in zip(samples, samples.keys, strict=True):
             if sample["id"] in bad:
-                raise BadSample("no picture", reason="missing_media", key=key, stage="media")
+                raise BadSample("no image", reason="missing_media", key=key, stage="media")
         return ids(samples)
 
     return collate
 
 
-def test_only_the_sample_that_an_error_names_is_left_out() -> None:
+def test_only_the_sample_that_an_error_names_is_dropped() -> None:
     wrapper = RobustDatasetWrapper(Numbers(9), on_bad="skip", ledger=Ledger())
     assert wrapper.robust_collate(naming({3, 5}))(wrapper.__getitems__([2, 3, 4, 5])) == [2, 4]
     entries = [(drop.key, drop.reason, drop.stage, drop.action) for drop in wrapper.ledger]
-    assert entries == [(key, "missing_media", "media", "left_out") for key in ("3", "5")]
+    assert entries == [(key, "missing_media", "media", "dropped") for key in ("3", "5")]
     assert wrapper.robust_collate(naming({3}))(wrapper.__getitems__([3])) is None
 
 
@@ -177,13 +177,13 @@ def test_only_the_sample_that_an_error_names_is_replaced() -> None:
 
     (two, other, four), entries = run({3})
     assert (two, four) == (2, 4)
-    assert entries == [f"3 replaced no picture; {other} instead"]
+    assert entries == [f"3 replaced no image; {other} instead"]
     # A stand-in that cannot be taken either is passed over, and not recorded: nobody asked for it.
     (_, another, _), entries = run({3, other})
     assert another not in (3, other)
-    assert entries == [f"3 replaced no picture; {another} instead"]
+    assert entries == [f"3 replaced no image; {another} instead"]
     assert run({3, other}) == run({3, other})
-    with pytest.raises(RuntimeError, match=r"no picture.* replacements too"):
+    with pytest.raises(RuntimeError, match=r"no image.* replacements too"):
         run(set(range(9)))
 
 
@@ -220,7 +220,7 @@ def test_skipping_everything_stops_instead_of_training_on_nothing() -> None:
     wrapper = RobustDatasetWrapper(Numbers(20, broken), on_bad="skip", max_in_a_row=5, ledger=Ledger())
     assert [wrapper[i] for i in range(9)].count(None) == 8, "a good sample in between begins the count anew"
     with pytest.raises(
-        RuntimeError, match="5 samples in a row were left out; the last: OSError: gone 9"
+        RuntimeError, match="5 samples in a row were dropped; the last: OSError: gone 9"
     ) as error:
         wrapper[9]
     assert isinstance(error.value.__cause__, OSError)
@@ -332,7 +332,7 @@ def test_broken_media_are_named_by_row_in_the_datasets_own_ledger(mixture: Path)
     }
 
 
-def test_a_broken_medium_is_told_with_the_place_of_its_row_and_no_line_is_counted_for_it(
+def test_a_broken_media_item_is_told_with_the_place_of_its_row_and_no_line_is_counted_for_it(
     mixture: Path,
 ) -> None:
     def places() -> list[str]:

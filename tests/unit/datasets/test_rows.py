@@ -154,7 +154,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         b'{"n": 0}\n{"n": 1}\n{"n": 2}\n',
         b'\xef\xbb\xbf{"n": 0}\r\n{"n": 1}\r\n{"n": 2}',
-        b'{"n": 0}\n{"n": 1}\n{"n": 2}\n\n  \n\n',  # no row comes behind them
+        b'{"n": 0}\n{"n": 1}\n{"n": 2}\n\n  \n\n',  # no row comes after them
     ],
 )
 def test_line_numbers_cost_no_reading_where_every_line_is_a_row(
@@ -393,7 +393,7 @@ class TestTheIndexFile:
         runs = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
         assert [run.communicate()[0] for run in runs] == [b"400000\n"] * 4
         assert len(list(tmp_path.glob("*.phidx"))) == 1
-        assert not list(tmp_path.glob(".*")), "no half file is left behind"
+        assert not list(tmp_path.glob(".*")), "no half file is left after"
 
 
 def test_a_file_cut_short_under_an_open_reader_is_an_error_not_a_crash(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_file_cut_short_under_an_open_reader_is_an_error_not_a_crash(tmp_path:
         rows[39]
 
 
-def test_a_file_that_changed_between_processes_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changed_between_processes_is_rejected(tmp_path: Path) -> None:
     path = WRITERS["jsonl"](tmp_path, ROWS)
     frozen = pickle.dumps(open_rows(path))
     WRITERS["jsonl"](tmp_path, ROWS[:3])

@@ -32,7 +32,7 @@ def test_the_public_spelling_is_the_same_function() -> None:
     assert datasets.convert_sharegpt_to_conversation is convert
 
 
-def test_each_placeholder_takes_the_next_medium_of_its_kind() -> None:
+def test_each_placeholder_takes_the_next_media_item_of_its_kind() -> None:
     example = row(
         "Look <image> and <VIDEO>\n<Image>\n compare.", images=["a.jpg", "/abs/b.jpg"], videos=["v.mp4"]
     )
@@ -58,12 +58,12 @@ def test_each_placeholder_takes_the_next_medium_of_its_kind() -> None:
 
 def test_placeholders_outside_user_turns_are_text() -> None:
     turns = [
-        {"role": "system", "content": "<image> means a picture"},
+        {"role": "system", "content": "<image> means an image"},
         {"role": "user", "content": "<image>?"},
         {"role": "assistant", "content": "No <image>."},
     ]
     conversation = convert({"messages": turns, "images": ["a.jpg"]})["conversation"]
-    assert conversation[0]["content"] == [text("<image> means a picture")]
+    assert conversation[0]["content"] == [text("<image> means an image")]
     assert conversation[2]["content"] == [text("No <image>.")]
 
 
@@ -86,15 +86,15 @@ def test_entries_with_extras_pass_them_on_and_resolve_the_path() -> None:
 
 
 def test_frame_lists_bytes_and_images_are_media_too() -> None:
-    picture = Image.new("RGB", (2, 2))
+    image = Image.new("RGB", (2, 2))
     example = row(
         "<video><image><image><image>",
         videos=[["f1.jpg", "/f2.jpg"]],
-        images=[picture, {"bytes": b"png", "path": "x.png"}, "s3://bucket/c.jpg"],
+        images=[image, {"bytes": b"png", "path": "x.png"}, "s3://bucket/c.jpg"],
     )
     assert [part[part["type"]] for part in user_parts(example, media_dir="/d")] == [
         ["/d/f1.jpg", "/f2.jpg"],
-        picture,
+        image,
         b"png",
         "s3://bucket/c.jpg",
     ]
@@ -136,7 +136,7 @@ def test_extras_of_an_entry_cannot_replace_the_part_itself() -> None:
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
     ],
 )
-def test_fields_that_are_not_what_they_should_be_are_refused_by_row(extra: dict[str, Any]) -> None:
+def test_fields_that_are_not_what_they_should_be_are_rejected_by_row(extra: dict[str, Any]) -> None:
     with pytest.raises(BadSample, match="set/5: ") as error:
         convert(row("x") | extra, key="set/5")
     assert error.value.reason == "wrong_format"
@@ -232,7 +232,7 @@ def test_a_wrong_format_description_is_the_callers_error(options: dict[str, Any]
         convert(row("x"), **options)
 
 
-def test_media_outside_the_folder_are_refused_when_asked(tmp_path: Path) -> None:
+def test_media_outside_the_folder_are_rejected_when_asked(tmp_path: Path) -> None:
     inside = tmp_path / "media"
     inside.mkdir()
     (tmp_path / "secret.jpg").touch()

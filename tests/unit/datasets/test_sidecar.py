@@ -1,4 +1,4 @@
-"""Sidecars: what is in them, what they hold for, and how they line up with a data set."""
+"""Sidecars: what is in them, what they hold for, and how they line up with a dataset."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def qwen() -> Any:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, qwen: Any) -> Path:
-    """The demo's three data sets, counted in parts of five rows; returns the meta file."""
+    """The demo's three datasets, counted in parts of five rows; returns the meta file."""
     meta = write_demo_data(tmp_path_factory.mktemp("demo"))
     count_meta(meta, qwen, part_rows=5)
     return meta

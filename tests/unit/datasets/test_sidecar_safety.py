@@ -18,7 +18,7 @@ from count_samples import chat, leavings, sidecars, write_chats, write_meta, wri
 from packhorse.count import counting
 from packhorse.count.count_jsonl import write_counted_jsonl
 from packhorse.count.counting import count_meta
-from packhorse.count.part_files import keep_part
+from packhorse.count.part_files import save_part
 from packhorse.count.parts import PartCounter
 from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, places_of
 from packhorse.datasets import open_meta_dataset
@@ -92,8 +92,8 @@ def test_a_worker_that_lives_on_reads_a_replaced_file_anew(
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> dict[str, Any]:
-    """A data set without a media folder, and two folders with pictures of the same name."""
+def images(tmp_path: Path) -> dict[str, Any]:
+    """A dataset without a media folder, and two folders with images of the same name."""
     for name, size in (("one", (100, 100)), ("two", (400, 300))):
         (tmp_path / name).mkdir()
         Image.new("RGB", size).save(tmp_path / name / "i.png")
@@ -103,18 +103,18 @@ def pictures(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_where_the_working_directory_holds_the_media_counts_hold_for_it_alone(
-    tmp_path: Path, qwen: Any, pictures: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, qwen: Any, images: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path / "one")
-    small = count_meta(pictures, qwen).datasets[0].tokens["image"]
+    small = count_meta(images, qwen).datasets[0].tokens["image"]
     monkeypatch.chdir(tmp_path / "two")
-    assert counts_of(open_meta_dataset(pictures), qwen) is None
-    report = count_meta(pictures, qwen, verify=1)
+    assert counts_of(open_meta_dataset(images), qwen) is None
+    report = count_meta(images, qwen, verify=1)
     assert report.datasets[0].tokens["image"] > small
     assert report.verified is not None
     assert report.verified.failed == ()
     monkeypatch.chdir(tmp_path / "one")
-    counts = counts_of(open_meta_dataset(pictures), qwen)
+    counts = counts_of(open_meta_dataset(images), qwen)
     assert counts is not None
     assert counts.image.tolist() == [small]
 
@@ -137,23 +137,23 @@ def test_counts_of_rows_without_media_hold_in_every_directory(
 
 
 def test_a_fresh_count_in_the_cache_counts_more_than_an_old_one_beside_the_data(
-    tmp_path: Path, qwen: Any, pictures: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, qwen: Any, images: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures["m"]["media_dir"] = str(tmp_path / "one")
-    old = count_meta(pictures, qwen).datasets[0].tokens["image"]
+    images["m"]["media_dir"] = str(tmp_path / "one")
+    old = count_meta(images, qwen).datasets[0].tokens["image"]
     (beside,) = sidecars(tmp_path)
     kept = beside.read_bytes()
     Image.new("RGB", (400, 300)).save(tmp_path / "one" / "i.png")
     may_write = counting.may_write
     monkeypatch.setattr(counting, "may_write", lambda folder: folder.parent != tmp_path and may_write(folder))
-    new = count_meta(pictures, qwen, fresh=True, part_rows=7).datasets[0].tokens["image"]
+    new = count_meta(images, qwen, fresh=True, part_rows=7).datasets[0].tokens["image"]
     assert new > old
     beside.write_bytes(kept)  # in a read-only folder it could not be removed
     os.utime(beside, ns=(0, 10**18))
-    counts = counts_of(open_meta_dataset(pictures), qwen)
+    counts = counts_of(open_meta_dataset(images), qwen)
     assert counts is not None
     assert counts.image.tolist() == [new]
-    (place,) = places_of(open_meta_dataset(pictures), qwen)
+    (place,) = places_of(open_meta_dataset(images), qwen)
     recorded = place.recorded_parts()
     assert recorded is not None
     assert recorded[0] == 7
@@ -201,7 +201,7 @@ def test_parts_that_somebody_removes_are_counted_again(tmp_path: Path, qwen: Any
             removed(tmp_path)
 
     report = count_meta(meta, qwen, part_rows=3, engine=Engine(remove_once))
-    assert (report.counted_rows, report.datasets[0].taken_over) == (12, 0)
+    assert (report.counted_rows, report.datasets[0].reused) == (12, 0)
     counted = sidecars(tmp_path)[0].read_bytes()
     count_meta(meta, qwen, part_rows=3, fresh=True)
     assert sidecars(tmp_path)[0].read_bytes() == counted
@@ -238,7 +238,7 @@ def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.Monk
     for code, asks in ((errno.ENOENT, False), (errno.EIO, False), (errno.ENOSPC, True)):
         monkeypatch.setattr("packhorse.count.part_files.write_whole", failing(code))
         with pytest.raises(SystemFault) as caught:
-            keep_part(tmp_path / "part", b"")
+            save_part(tmp_path / "part", b"")
         assert ("make room" in str(caught.value)) is asks
 
 

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, also where a file server is behind the folder."""
+"""Files appear whole or not at all, also where a file server is after the folder."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from typing import IO, Any
 import pytest
 
 from packhorse.utils import files as cache
-from packhorse.utils.files import write_whole
+from packhorse.utils.files import write_atomic
 
 
 class RefusedWhenClosed(io.BufferedWriter):
@@ -26,14 +26,14 @@ class RefusedWhenClosed(io.BufferedWriter):
 
 
 @pytest.mark.parametrize("to_disk", [False, True])
-def test_an_older_file_stays_if_the_new_one_is_refused_when_it_is_closed(
+def test_an_older_file_stays_if_the_new_one_is_rejected_when_it_is_closed(
     to_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_bytes(b"older, whole")
     monkeypatch.setattr(os, "fdopen", lambda fd, mode: RefusedWhenClosed(io.FileIO(fd, mode)))
     with pytest.raises(OSError, match="quota") as caught:
-        write_whole(target, lambda file: file.write(b"newer"), to_disk=to_disk)
+        write_atomic(target, lambda file: file.write(b"newer"), to_disk=to_disk)
     assert caught.value.filename == str(target)
     assert target.read_bytes() == b"older, whole"
     assert os.listdir(tmp_path) == ["rows.jsonl"]
@@ -58,7 +58,7 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", look)
     open_before = len(os.listdir("/proc/self/fd"))
-    write_whole(tmp_path / "a", lambda file: file.write(b"a"))
+    write_atomic(tmp_path / "a", lambda file: file.write(b"a"))
     assert seen == [True]
     assert not is_locked(tmp_path / "a")
     assert len(os.listdir("/proc/self/fd")) == open_before
@@ -96,14 +96,14 @@ def test_a_file_at_work_is_not_removed_though_it_looks_old(
         file.write(b"whole")
         with monkeypatch.context() as later:
             later.setattr(time, "time", lambda: now + 86_400)
-            write_whole(target, lambda other: other.write(b"of the other"))
+            write_atomic(target, lambda other: other.write(b"of the other"))
 
     if stays:
-        write_whole(target, slowly)
+        write_atomic(target, slowly)
         assert target.read_bytes() == b"whole"
     else:  # where its age alone tells, its writer is told
         with pytest.raises(FileNotFoundError):
-            write_whole(target, slowly)
+            write_atomic(target, slowly)
         assert target.read_bytes() == b"of the other"
     assert os.listdir(tmp_path) == ["made"]
 
@@ -132,7 +132,7 @@ def test_a_new_file_that_somebody_looks_at_before_it_is_locked_is_made_anew_and_
         locked.append(is_locked(path))
         file.write(b"whole")
 
-    write_whole(tmp_path / "a", write)
+    write_atomic(tmp_path / "a", write)
     looking[0].close()
     assert locked == [True]
     assert (tmp_path / "a").read_bytes() == b"whole"
@@ -147,7 +147,7 @@ def test_a_folder_in_which_no_new_file_is_left_alone_is_one_error(
 
     monkeypatch.setattr(cache, "_lock", refuse)
     with pytest.raises(OSError, match="is its clock wrong"):
-        write_whole(tmp_path / "a", lambda file: file.write(b"a"))
+        write_atomic(tmp_path / "a", lambda file: file.write(b"a"))
     assert os.listdir(tmp_path) == []
 
 

@@ -26,7 +26,7 @@ from engine_work import (
     square,
 )
 
-from packhorse.count.engines import engine_named
+from packhorse.count.engines import make_engine
 from packhorse.errors import ConfigError
 from packhorse.utils.pool import EngineError, LocalEngine
 
@@ -47,10 +47,10 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("tasks", [0, 1, 2, 11])
-def test_every_task_gives_its_result_once(workers: int, tasks: int, start: str) -> None:
-    assert results(LocalEngine(workers, start), square, range(tasks)) == {i: i * i for i in range(tasks)}
+def test_every_task_gives_its_result_once(num_workers: int, tasks: int, start: str) -> None:
+    assert results(LocalEngine(num_workers, start), square, range(tasks)) == {i: i * i for i in range(tasks)}
     assert not children()
 
 
@@ -108,12 +108,12 @@ def test_a_task_that_always_kills_its_worker_is_named() -> None:
     assert not children()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_the_work_raises_comes_through_with_its_type(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_the_work_raises_comes_through_with_its_type(num_workers: int) -> None:
     with pytest.raises(Unlucky) as caught:
-        results(LocalEngine(workers), fail_on_three, range(8))
+        results(LocalEngine(num_workers), fail_on_three, range(8))
     assert caught.value.number == 3
-    if workers > 1:
+    if num_workers > 1:
         assert "fail_on_three" in str(caught.value.__cause__)
     assert not children()
 
@@ -206,28 +206,28 @@ def test_workers_end_with_the_process_that_started_them(
     ) as run:
         parent = psutil.Process(run.pid)
         until = time.monotonic() + 30
-        workers: list[psutil.Process] = []
-        while len(workers) < 2 and time.monotonic() < until:
-            workers = workers_of(parent)
+        processes: list[psutil.Process] = []
+        while len(processes) < 2 and time.monotonic() < until:
+            processes = workers_of(parent)
             time.sleep(0.05)
-        assert len(workers) == 2
+        assert len(processes) == 2
         time.sleep(1)  # into the first tasks
         run.send_signal(how)
         assert run.wait(20) != 0
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
 
 
 def test_an_engine_is_had_by_its_name() -> None:
-    engine = engine_named("local", workers=3)
+    engine = make_engine("local", num_workers=3)
     assert isinstance(engine, LocalEngine)
-    assert engine.workers == 3
-    assert engine_named("local").workers >= 1
+    assert engine.num_workers == 3
+    assert make_engine("local").num_workers >= 1
     with pytest.raises(ConfigError, match="unknown engine 'spark': expected one of local, ray"):
-        engine_named("spark")
+        make_engine("spark")
     with pytest.raises(ConfigError, match="ray_address"):
-        engine_named("local", ray_address="here:1")
-    with pytest.raises(ConfigError, match="workers=0"):
+        make_engine("local", ray_address="here:1")
+    with pytest.raises(ConfigError, match="num_workers=0"):
         LocalEngine(0)
     with pytest.raises(ConfigError, match="start='thread'"):
         LocalEngine(2, "thread")

@@ -35,8 +35,8 @@ def test_ordered_results_come_in_order_though_the_first_task_is_the_slowest(star
     pool.close()
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_no_more_than_the_prefetched_tasks_are_sent_ahead(prefetch: int) -> None:
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_no_more_than_the_prefetched_tasks_are_sent_ahead(prefetch_factor: int) -> None:
     sent: list[int] = []
 
     def task(position: int) -> int:
@@ -44,8 +44,8 @@ def test_no_more_than_the_prefetched_tasks_are_sent_ahead(prefetch: int) -> None
         return position
 
     pool = ProcessPool(slow_first, 2, "fork")
-    for position, _ in pool.run(task, range(1, 20), ordered=True, prefetch=prefetch):
-        assert len(sent) <= position + 2 * prefetch
+    for position, _ in pool.run(task, range(1, 20), ordered=True, prefetch_factor=prefetch_factor):
+        assert len(sent) <= position + 2 * prefetch_factor
     pool.close()
 
 
@@ -106,7 +106,7 @@ def test_a_result_that_does_not_come_in_time_is_named() -> None:
 
 def test_tensors_come_in_shared_memory_and_no_file_descriptor_stays_open() -> None:
     pool = ProcessPool(tensor, 2, "fork")
-    used = []
+    used, used_by_workers = [], []
     for _ in range(3):
         for position, result in pool.run(int, range(20), ordered=True):
             assert result.is_shared()
@@ -116,8 +116,10 @@ def test_tensors_come_in_shared_memory_and_no_file_descriptor_stays_open() -> No
         del result
         time.sleep(0.2)
         used.append(psutil.Process().num_fds())
-    assert used[2] < used[0] + 5  # results of the run that was left, until the next one
-    assert max(psutil.Process(child.pid).num_fds() for child in children()) < 40
+        used_by_workers.append(max(psutil.Process(child.pid).num_fds() for child in children()))
+    # A run sends about 20 tensors; those of the interrupted run stay open until the next one.
+    assert used[2] < used[0] + 5
+    assert used_by_workers[2] < used_by_workers[0] + 5
     pool.close()
 
 

@@ -1,4 +1,4 @@
-"""Accelerate with a loader: a checkpoint holds whole optimizer steps, or is refused."""
+"""Accelerate with a loader: a checkpoint holds whole optimizer steps, or is rejected."""
 
 import copy
 from pathlib import Path
@@ -34,7 +34,7 @@ class Run:
         self.accelerator.step = 0
         model = copy.deepcopy(tiny_model("qwen2_vl"))
         prepare(model)
-        settings: dict[str, Any] = {"pack_size": 256, "max_documents": 1, "accumulation": 2}
+        settings: dict[str, Any] = {"pack_size": 256, "max_documents": 1, "gradient_accumulation_steps": 2}
         self.loader = packhorse.load(
             texts(ROWS), processor("qwen2_vl"), model=model, world=World(), **settings
         )
@@ -55,9 +55,9 @@ class Run:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-def test_saving_within_an_optimizer_step_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_saving_within_an_optimizer_step_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     run = Run()
-    refused = 0
+    rejected = 0
     for number, (group, tokens) in enumerate(steps(run.accelerator, run.loader)):
         for place, batch in enumerate(group):
             run.train(batch, tokens)
@@ -65,12 +65,12 @@ def test_saving_within_an_optimizer_step_is_refused_before_anything_is_written(t
                 with pytest.raises(ConfigError, match="an optimizer step of 2 micro-batches"):
                     run.accelerator.save_state(str(tmp_path / f"within-{number}"))
                 assert not (tmp_path / f"within-{number}").exists()
-                refused += 1
+                rejected += 1
         run.accelerator.save_state(str(tmp_path / f"after-{number}"))
-    assert refused == ROWS // 2
+    assert rejected == ROWS // 2
 
 
-def test_a_save_that_is_refused_leaves_the_last_checkpoint_where_it_is(tmp_path: Path) -> None:
+def test_a_save_that_is_rejected_leaves_the_last_checkpoint_where_it_is(tmp_path: Path) -> None:
     run = Run(ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1))
     run.accelerator.save_state()
     saved = sorted((tmp_path / "checkpoints" / "checkpoint_0").iterdir())
@@ -84,7 +84,7 @@ def test_a_save_that_is_refused_leaves_the_last_checkpoint_where_it_is(tmp_path:
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
 
 
-def test_saving_with_a_micro_batch_that_was_fetched_and_not_trained_is_refused(tmp_path: Path) -> None:
+def test_saving_with_a_micro_batch_that_was_fetched_and_not_trained_is_rejected(tmp_path: Path) -> None:
     run = Run()
     next(iter(run.loader))
     with pytest.raises(ConfigError, match="in the middle of an optimizer step"):

@@ -11,7 +11,7 @@ from contract.processors import processor
 from contract.torchvision_ops import make_torchvision_importable
 from packhorse.errors import ConfigError
 from packhorse.integrations.loss import supervised
-from packhorse.integrations.trainer_feed import Feed, StepFeed, check_world
+from packhorse.integrations.trainer_feed import StepFeed, TrainerFeed, check_world
 from packhorse.types import World
 
 make_torchvision_importable()
@@ -29,10 +29,14 @@ def examples(number: int) -> list[dict[str, Any]]:
     ]
 
 
-def loader(accumulation: int = 2, number: int = 12, **settings: Any) -> Any:
+def loader(gradient_accumulation_steps: int = 2, number: int = 12, **settings: Any) -> Any:
     settings = {"model": "unchecked", "pack_size": 128, "max_documents": 1, **settings}
     return packhorse.load(
-        examples(number), processor("qwen2_vl"), accumulation=accumulation, world=World(), **settings
+        examples(number),
+        processor("qwen2_vl"),
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        world=World(),
+        **settings,
     )
 
 
@@ -46,7 +50,7 @@ def taken(batches: Iterator[Any], loader: Any, number: int) -> list[int]:
 
 def test_a_trainer_that_never_asks_for_the_end_gets_every_epoch() -> None:
     source = loader()
-    feed = Feed(source)
+    feed = TrainerFeed(source)
     assert len(feed) == 12
     for epoch in range(3):
         assert sorted(taken(iter(feed), source, len(feed))) == list(range(12))
@@ -57,41 +61,41 @@ def test_a_trainer_that_never_asks_for_the_end_gets_every_epoch() -> None:
 
 def test_the_state_counts_what_was_trained_not_what_was_fetched() -> None:
     source = loader()
-    feed = Feed(source)
+    feed = TrainerFeed(source)
     batches = iter(feed)
     first = taken(batches, source, 4)
     feed.trained += 2
     state = feed.state_dict()
     other = loader()
-    resumed = Feed(other)
+    resumed = TrainerFeed(other)
     resumed.load_state_dict(state)
     assert taken(iter(resumed), other, 2) == first[2:]
     feed.trained += 2
     assert feed.state_dict() == source.state_dict()
 
 
-def test_the_state_behind_the_last_batch_begins_the_next_epoch() -> None:
+def test_the_state_after_the_last_batch_begins_the_next_epoch() -> None:
     source = loader()
-    feed = Feed(source)
+    feed = TrainerFeed(source)
     taken(iter(feed), source, 12)
     feed.trained += 12
     other = loader()
-    resumed = Feed(other)
+    resumed = TrainerFeed(other)
     resumed.load_state_dict(feed.state_dict())
     assert taken(iter(resumed), other, 12) == taken(iter(feed), source, 12)
     assert other.epoch == source.epoch == 1
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_each_batch_comes_with_the_tokens_of_its_step(accumulation: int) -> None:
-    pairs = list(StepFeed(loader(accumulation)))
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2, 3])
+def test_each_batch_comes_with_the_tokens_of_its_step(gradient_accumulation_steps: int) -> None:
+    pairs = list(StepFeed(loader(gradient_accumulation_steps)))
     assert len(pairs) == 12
-    for first in range(0, len(pairs), accumulation):
-        step = pairs[first : first + accumulation]
+    for first in range(0, len(pairs), gradient_accumulation_steps):
+        step = pairs[first : first + gradient_accumulation_steps]
         assert {tokens for _, tokens in step} == {sum(supervised(batch) for batch, _ in step)}
 
 
-def test_a_state_is_refused_within_a_step_and_counts_the_step_when_it_is_finished() -> None:
+def test_a_state_is_rejected_within_a_step_and_counts_the_step_when_it_is_finished() -> None:
     """Trainers of this kind do not save the gradients of the micro-batches so far."""
     source = loader(3)
     feed = StepFeed(source)
@@ -123,19 +127,21 @@ def test_an_epoch_that_goes_on_in_other_steps_is_as_long_as_what_was_and_what_co
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "accumulation", "match"),
+    ("rank", "size", "gradient_accumulation_steps", "match"),
     [
         (0, 2, 2, "rank 0 of 1, but rank 0 of 2 trains"),
-        (0, 1, 4, "4 micro batches are accumulated, but the loader has accumulation=2"),
+        (0, 1, 4, "4 micro-batches are accumulated, but the loader has accumulation=2"),
     ],
 )
-def test_a_loader_for_others_is_refused(rank: int, size: int, accumulation: int, match: str) -> None:
+def test_a_loader_for_others_is_rejected(
+    rank: int, size: int, gradient_accumulation_steps: int, match: str
+) -> None:
     with pytest.raises(ConfigError, match=match):
-        check_world(loader(), rank, size, accumulation)
+        check_world(loader(), rank, size, gradient_accumulation_steps)
 
 
-def test_rows_of_its_own_are_refused_where_only_the_first_rank_saves() -> None:
-    config = SimpleNamespace(shard_data=True, accumulation=1)
+def test_rows_of_its_own_are_rejected_where_only_the_first_rank_saves() -> None:
+    config = SimpleNamespace(shard_data=True, gradient_accumulation_steps=1)
     own = SimpleNamespace(world=World(1, 2), config=config)
     with pytest.raises(ConfigError, match="Leave shard_data out"):
         check_world(own, 1, 2, 1)

@@ -1,4 +1,4 @@
-"""Lightning with a loader: a checkpoint holds whole optimizer steps, or is refused."""
+"""Lightning with a loader: a checkpoint holds whole optimizer steps, or is rejected."""
 
 import copy
 from pathlib import Path
@@ -45,10 +45,10 @@ class SaveAfter(lightning.Callback):
 
 
 @pytest.mark.parametrize("batch", [2, 3])
-def test_a_checkpoint_within_an_optimizer_step_is_refused(tmp_path: Path, batch: int) -> None:
+def test_a_checkpoint_within_an_optimizer_step_is_rejected(tmp_path: Path, batch: int) -> None:
     model = copy.deepcopy(tiny_model("qwen2_vl"))
     prepare(model)
-    settings: dict[str, Any] = {"pack_size": 256, "max_documents": 1, "accumulation": 2}
+    settings: dict[str, Any] = {"pack_size": 256, "max_documents": 1, "gradient_accumulation_steps": 2}
     loader = packhorse.load(texts(8), processor("qwen2_vl"), model=model, world=World(), **settings)
     file = tmp_path / "saved.ckpt"
     trainer = lightning.Trainer(

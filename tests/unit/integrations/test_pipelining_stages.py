@@ -47,7 +47,7 @@ def batch_of(rows: int, length: int = 6, **more: Any) -> dict[str, Any]:
         (1, 1, [0]),
     ],
 )
-def test_rows_are_added_behind_shorter_microbatches(rows: int, microbatches: int, placed: list[int]) -> None:
+def test_rows_are_added_after_shorter_microbatches(rows: int, microbatches: int, placed: list[int]) -> None:
     assert even_rows(rows, microbatches).tolist() == placed
 
 
@@ -117,7 +117,7 @@ def test_a_block_mask_is_split_by_rows_but_no_row_can_be_added_to_it() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, True])
-def test_no_microbatches_are_refused(number: Any) -> None:
+def test_no_microbatches_are_rejected(number: Any) -> None:
     with pytest.raises(ConfigError, match=r"n_microbatches=.*expected at least 1"):
         pipeline_inputs(batch_of(2), number, None, CONFIG)
 
@@ -152,7 +152,7 @@ def test_rows_are_added_on_the_device_of_the_batch() -> None:
         ({"labels": None}, "no 'labels'"),
     ],
 )
-def test_what_stages_cannot_be_given_is_refused(more: dict[str, Any], message: str) -> None:
+def test_what_stages_cannot_be_given_is_rejected(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipeline_inputs({**batch_of(2), **more}, 2, None, CONFIG)
 
@@ -209,12 +209,12 @@ def test_layers_that_take_visual_features_stay_on_stage_0() -> None:
 
 
 @pytest.mark.parametrize("layers", [[1], [2, 1], [0, 2], [1, 1, 0]])
-def test_layers_that_do_not_add_up_are_refused(layers: list[int]) -> None:
+def test_layers_that_do_not_add_up_are_rejected(layers: list[int]) -> None:
     with pytest.raises(ConfigError, match="expected 2 positive numbers that make 2"):
         split_vlm(tiny_model("qwen2_vl"), 2, layers)
 
 
-def test_more_stages_than_layers_and_no_stages_are_refused() -> None:
+def test_more_stages_than_layers_and_no_stages_are_rejected() -> None:
     with pytest.raises(ConfigError, match="expected 3 positive numbers that make 2"):
         split_vlm(tiny_model("qwen2_vl"), 3)
     with pytest.raises(ConfigError, match="n_stages=0"):
@@ -263,7 +263,7 @@ def test_a_head_that_is_not_tied_is_not_copied() -> None:
     assert split_vlm(model, 2, untie=True)[1].lm_head is model.lm_head
 
 
-def test_tied_embeddings_and_other_models_are_refused() -> None:
+def test_tied_embeddings_and_other_models_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"split_vlm\(…, untie=True\)"):
         split_vlm(tied("qwen2_vl"), 2)
     with pytest.raises(ConfigError, match="cannot split a model of type 'gemma3'"):
@@ -273,14 +273,14 @@ def test_tied_embeddings_and_other_models_are_refused() -> None:
 # --- the pipeline -------------------------------------------------------------------------------------------
 
 
-def test_a_batch_prepared_for_other_microbatches_is_refused() -> None:
+def test_a_batch_prepared_for_other_microbatches_is_rejected() -> None:
     pipeline = VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), 2, ScheduleGPipe)
     batch = batch_of(3, **{VLM_PP_MEDIA_KEY: {"pixel_values": [torch.rand(1, 3)] * 3}})
     with pytest.raises(ConfigError, match=r"split for \[3\] microbatches, the schedule has 2"):
         pipeline.step(batch)
 
 
-def test_two_stages_on_a_schedule_of_one_are_refused() -> None:
+def test_two_stages_on_a_schedule_of_one_are_rejected() -> None:
     with pytest.raises(ConfigError, match="ScheduleGPipe runs one stage a rank, and here are 2"):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleGPipe)
     for number in (0, True):
@@ -288,7 +288,7 @@ def test_two_stages_on_a_schedule_of_one_are_refused() -> None:
             VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), number, ScheduleGPipe)
 
 
-def test_a_schedule_that_cannot_be_told_the_axes_is_refused() -> None:
+def test_a_schedule_that_cannot_be_told_the_axes_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"ScheduleLoopedBFS cannot be told .*ScheduleInterleaved1F1B"):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleLoopedBFS)
 
@@ -374,15 +374,15 @@ def test_a_wrapped_stage_learns_from_its_media_what_it_learns_alone(
     )
 
 
-def test_placeholders_without_their_media_are_refused(group: None) -> None:
+def test_placeholders_without_their_media_are_rejected(group: None) -> None:
     (part,) = split_vlm(tiny_model("qwen2_vl"), 1)
     batch = media_batch([2, 0, 1])
     with pytest.raises(RuntimeError, match=r"image_token_id .* and stage 0 has no 'pixel_values'"):
         part(batch["input_ids"])
     config = tiny_model("qwen2_vl").config
-    film = torch.full((1, 4), config.video_token_id)
+    video = torch.full((1, 4), config.video_token_id)
     with pytest.raises(RuntimeError, match=r"video_token_id .* and stage 0 has no 'pixel_values_videos'"):
-        part(film)
+        part(video)
     del batch[VLM_PP_MEDIA_KEY]
     with pytest.raises(RuntimeError) as raised:
         VlmPipeline([part], 3, ScheduleGPipe).step(batch)

@@ -13,11 +13,11 @@ from packhorse.errors import ConfigError
 from packhorse.integrations.attention import (
     BEST_ELSEWHERE,
     BEST_ON_CUDA,
-    Facts,
+    AttentionInfo,
     attention_of,
-    choose,
-    facts_of,
-    objections,
+    choose_attention,
+    inspect_attention,
+    unsupported_features,
 )
 from packhorse.integrations.transformers import prepare as prepare_for_any
 
@@ -35,8 +35,8 @@ SMALL = {
 }
 
 
-def gpu(**facts: Any) -> Facts:
-    return Facts("cuda", **{"capability": (9, 0), "flash": True, **facts})
+def gpu(**facts: Any) -> AttentionInfo:
+    return AttentionInfo("cuda", **{"capability": (9, 0), "flash": True, **facts})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,24 +69,24 @@ def test_only_the_decoder_changes() -> None:
         (gpu(sinks=True, flash=False), "flex_attention"),
         (gpu(dropout=0.1), "flash_attention_2"),
         (gpu(dropout=0.1, flash=False), "sdpa"),
-        (gpu(both_ways=True, window=512), "flex_attention"),
+        (gpu(bidirectional=True, window=512), "flex_attention"),
         (gpu(dtype=torch.float32), "flex_attention"),
         (gpu(capability=(7, 5), dtype=torch.float16), "flex_attention"),
         (gpu(head=512), "flex_attention"),
-        (Facts("cpu"), "sdpa"),
-        (Facts("cpu", varlen=False), "sdpa"),
-        (Facts("cpu", window=512), "varlen"),
-        (Facts("cpu", softcap=True), "eager"),
-        (Facts("mps"), "sdpa"),
+        (AttentionInfo("cpu"), "sdpa"),
+        (AttentionInfo("cpu", varlen=False), "sdpa"),
+        (AttentionInfo("cpu", window=512), "varlen"),
+        (AttentionInfo("cpu", softcap=True), "eager"),
+        (AttentionInfo("mps"), "sdpa"),
     ],
 )
-def test_auto_takes_the_fastest_backend_that_is_right(facts: Facts, expected: str) -> None:
-    assert choose(facts) == expected
+def test_auto_takes_the_fastest_backend_that_is_right(facts: AttentionInfo, expected: str) -> None:
+    assert choose_attention(facts) == expected
     order = BEST_ON_CUDA if facts.device == "cuda" else BEST_ELSEWHERE
     for faster in order[: order.index(expected)]:
-        assert objections(facts, faster)
+        assert unsupported_features(facts, faster)
         with pytest.raises(ConfigError, match=f"^{faster} is wrong here"):
-            choose(facts, faster)
+            choose_attention(facts, faster)
 
 
 def test_auto_considers_every_backend_that_batches_are_made_for() -> None:
@@ -97,48 +97,48 @@ def test_auto_considers_every_backend_that_batches_are_made_for() -> None:
 def test_a_window_that_no_document_is_longer_than_is_none() -> None:
     facts = gpu(window=4096, dropout=0.1, flash=False)
     with pytest.raises(ConfigError, match="sees 4,096 tokens only"):
-        choose(facts)
+        choose_attention(facts)
     with pytest.raises(ConfigError, match="up to 4,097 tokens"):
-        choose(facts, longest=4097)
-    assert choose(facts, longest=4096) == "sdpa"
+        choose_attention(facts, longest=4097)
+    assert choose_attention(facts, longest=4096) == "sdpa"
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
-def test_gemma_3_is_refused_where_images_would_see_one_direction_only(backend: str) -> None:
+def test_gemma_3_is_rejected_where_images_would_see_one_direction_only(backend: str) -> None:
     with pytest.raises(ConfigError, match="both ways"):
         prepare(tiny_model("gemma3", seed=5), backend)
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_backend_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"attn='fast': expected 'auto' or one of sdpa, .*varlen"):
         prepare(tiny_model("qwen2_vl", seed=5), "fast")
 
 
 def test_the_type_that_counts_is_the_one_attention_computes_in() -> None:
     model = tiny_model("qwen2_vl", seed=5)
-    facts = facts_of(model, device="cpu")
+    facts = inspect_attention(model, device="cpu")
     assert (facts.device, facts.dtype) == ("cpu", torch.float32)
-    assert facts_of(model, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert facts_of(model, autocast=torch.bfloat16).dtype == torch.bfloat16
-    assert facts_of(model, dtype=torch.float16, autocast=torch.bfloat16).dtype == torch.bfloat16
-    assert facts_of(model, device="mps").device == "mps"
+    assert inspect_attention(model, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert inspect_attention(model, autocast=torch.bfloat16).dtype == torch.bfloat16
+    assert inspect_attention(model, dtype=torch.float16, autocast=torch.bfloat16).dtype == torch.bfloat16
+    assert inspect_attention(model, device="mps").device == "mps"
 
 
-def test_attention_dropout_is_refused_where_it_would_be_left_out() -> None:
+def test_attention_dropout_is_rejected_where_it_would_be_dropped() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM(Qwen2Config(**SMALL, attention_dropout=0.1))
     assert prepare(model) == "sdpa"
     with pytest.raises(ConfigError, match="attention_dropout=0"):
         prepare(model, "varlen")
-    assert attention_of(model) == "sdpa", "what is refused changes nothing"
+    assert attention_of(model) == "sdpa", "what is rejected changes nothing"
 
 
-def test_capped_scores_are_refused_where_they_would_not_be_capped() -> None:
+def test_capped_scores_are_rejected_where_they_would_not_be_capped() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     model = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, sliding_window=64))
-    assert facts_of(model).softcap
+    assert inspect_attention(model).softcap
     with pytest.raises(ConfigError, match="no cap on scores"):
         prepare(model, "sdpa")
     assert prepare(model, longest=64) == "eager"
@@ -148,14 +148,14 @@ def test_attention_sinks_are_found_in_the_weights() -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(**SMALL, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
-    facts = facts_of(GptOssForCausalLM(config))
+    facts = inspect_attention(GptOssForCausalLM(config))
     assert facts.sinks
     assert facts.window is not None
     for backend in ("varlen", "sdpa"):
-        assert any("sinks" in why for why in objections(facts, backend))
+        assert any("sinks" in why for why in unsupported_features(facts, backend))
 
 
-def test_a_sliding_window_is_kept_by_varlen_and_refused_for_one_mask() -> None:
+def test_a_sliding_window_is_kept_by_varlen_and_rejected_for_one_mask() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=32))
@@ -190,13 +190,13 @@ def stateful(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2", "Mamba"])
-def test_models_that_carry_a_state_across_documents_are_refused(name: str) -> None:
+def test_models_that_carry_a_state_across_documents_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match="from one document of a row to the next") as caught:
         prepare(stateful(name))
     assert 'mode="pad"' in str(caught.value)
 
 
-def test_models_that_look_at_images_across_documents_are_refused() -> None:
+def test_models_that_look_at_images_across_documents_are_rejected() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig
     from transformers.models.mllama.modeling_mllama import MllamaForCausalLM

@@ -100,7 +100,7 @@ def test_parts_add_up_to_one_big_batch(parity: Any) -> None:
     check(parity, "loss", torch.stack(rows).sum() * tokens, logits, labels)
 
 
-def test_labels_of_another_length_are_refused() -> None:
+def test_labels_of_another_length_are_rejected() -> None:
     logits, labels = logits_and_labels(1, 9, 1.0, seed=6)
     with pytest.raises(ConfigError, match="already shifted"):
         token_loss(logits, labels[:, 1:], 8)
@@ -109,7 +109,7 @@ def test_labels_of_another_length_are_refused() -> None:
 def test_groups_hold_the_micro_batches_of_a_step() -> None:
     assert list(grouped(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(grouped([], 3)) == []
-    with pytest.raises(ConfigError, match="accumulation=0"):
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=0"):
         list(grouped([1], 0))
 
 

@@ -19,7 +19,7 @@ from packhorse.types import World
 
 make_torchvision_importable()
 
-STEPS = 4  # of an epoch: eight packs of one sample, two micro batches a step
+STEPS = 4  # of an epoch: eight packs of one sample, two micro-batches a step
 
 
 def trainer(
@@ -58,7 +58,7 @@ def make_loader(model: Any, **settings: Any) -> Any:
         }
         for n in range(8)
     ]
-    plain = {"pack_size": 128, "max_documents": 1, "accumulation": 2}
+    plain = {"pack_size": 128, "max_documents": 1, "gradient_accumulation_steps": 2}
     return packhorse.load(
         examples, processor("qwen2_vl"), model=model, world=World(), **{**plain, **settings}
     )
@@ -115,13 +115,13 @@ def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path: Path, epochs: flo
     assert epochs_logged == pytest.approx([(n + 1) / STEPS for n in range(int(epochs * STEPS))])
 
 
-@pytest.mark.parametrize("accumulation", [2, 3])
-def test_a_finished_run_trains_nothing_more(tmp_path: Path, accumulation: int) -> None:
+@pytest.mark.parametrize("gradient_accumulation_steps", [2, 3])
+def test_a_finished_run_trains_nothing_more(tmp_path: Path, gradient_accumulation_steps: int) -> None:
     """In other steps too, of which the steps so far are no whole number of epochs."""
     first = trainer(tmp_path)
     first.train()
-    loader = make_loader(first.model, accumulation=accumulation)
-    resumed = trainer(tmp_path, loader, gradient_accumulation_steps=accumulation)
+    loader = make_loader(first.model, gradient_accumulation_steps=gradient_accumulation_steps)
+    resumed = trainer(tmp_path, loader, gradient_accumulation_steps=gradient_accumulation_steps)
     before = [p.detach().clone() for p in resumed.model.parameters()]
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2 * STEPS
@@ -198,7 +198,7 @@ def test_checkpoints_hold_the_loaders_state(tmp_path: Path) -> None:
     assert not [path.name for path in (tmp_path / "checkpoint-1").iterdir() if path.name.startswith(".")]
 
 
-def test_a_checkpoint_without_the_loaders_state_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_loaders_state_is_rejected(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1).train()
     (tmp_path / "checkpoint-1" / LOADER_STATE).unlink()
     with pytest.raises(ConfigError, match=f"holds no {LOADER_STATE}"):
@@ -215,7 +215,7 @@ def test_a_checkpoint_without_the_loaders_state_is_refused(tmp_path: Path) -> No
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
 )
-def test_what_would_undo_the_loaders_work_is_refused(tmp_path: Path, settings: Any, match: str) -> None:
+def test_what_would_undo_the_loaders_work_is_rejected(tmp_path: Path, settings: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         trainer(tmp_path, **settings)
 
@@ -273,7 +273,7 @@ def test_evaluation_with_a_collate_function_has_the_mean_over_its_labels(tmp_pat
 
 @pytest.mark.needs_trl
 @pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer"])
-def test_a_trainer_with_a_loss_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_trainer_with_a_loss_of_its_own_is_rejected(name: str, tmp_path: Path) -> None:
     import trl
 
     model = tiny_model("qwen2_vl")
@@ -282,7 +282,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(name: str, tmp_path: Path) 
         mixed(model, loader=make_loader(model))
 
 
-def test_a_loss_function_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+def test_a_loss_function_that_would_be_ignored_is_rejected(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     class PackedTrainer(TrainFromLoader, Trainer):

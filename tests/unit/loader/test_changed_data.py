@@ -1,4 +1,5 @@
-"""A run resumes only with the rows it began with: any change of any row is refused, and the file is named."""
+"""A run resumes only with the rows it began with: any change of any row is rejected, and the file is
+named."""
 
 import gzip
 import io
@@ -24,7 +25,7 @@ import packhorse
 from contract.processors import processor
 from count_samples import write_meta
 from loader_samples import chat as example
-from loader_samples import handed_out, texts
+from loader_samples import delivered_rows, texts
 from loader_samples import load as load_examples
 from packhorse.count.contents import digest_of_examples
 from packhorse.errors import ConfigError
@@ -60,7 +61,7 @@ def load(file: Path | str, **options: Any) -> packhorse.Loader:
 
 def saved_state(file: Path | str, **options: Any) -> dict[str, Any]:
     loader = load(file, **options)
-    handed_out(loader, 3)
+    delivered_rows(loader, 3)
     state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
     return state
 
@@ -94,7 +95,7 @@ def edits(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(changed=edits(), verify=st.sampled_from(["changed", "full"]))
-def test_any_edit_of_any_row_is_refused_and_the_file_is_named(
+def test_any_edit_of_any_row_is_rejected_and_the_file_is_named(
     changed: list[dict[str, Any]], verify: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +113,7 @@ def test_any_edit_of_any_row_is_refused_and_the_file_is_named(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_swapped_rows_are_refused_in_every_format(tmp_path: Path, name: str) -> None:
+def test_swapped_rows_are_rejected_in_every_format(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, rows())
     state = saved_state(file)
     write(file, swapped(rows(), 11, 20))
@@ -138,7 +139,7 @@ def test_a_file_that_was_touched_or_copied_is_the_same(
     assert again.cursor == 3
 
 
-def test_a_remote_file_that_was_replaced_is_refused() -> None:
+def test_a_remote_file_that_was_replaced_is_rejected() -> None:
     with fsspec.open("memory://changed-data/rows.jsonl", "wb") as file:
         file.write("".join(json.dumps(one) + "\n" for one in rows()).encode())
     state = saved_state("memory://changed-data/rows.jsonl")
@@ -212,7 +213,7 @@ def test_other_columns_of_the_same_file_are_another_plan(tmp_path: Path) -> None
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(changed=st.permutations(range(12)).filter(lambda order: order != list(range(12))))
-def test_examples_in_another_order_are_refused(changed: list[int]) -> None:
+def test_examples_in_another_order_are_rejected(changed: list[int]) -> None:
     content = [example(f"why {n:03}", "so") for n in range(12)]
     loader = load_examples(content, model="unchecked", mode="pad")
     again = load_examples([content[n] for n in changed], model="unchecked", mode="pad")
@@ -304,7 +305,7 @@ def test_a_hugging_face_dataset_is_hashed_without_decoding_it() -> None:
 # States of other versions.
 
 
-def test_a_state_of_the_version_before_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_state_of_the_version_before_is_rejected_with_the_way_out(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", rows())
     state = saved_state(file) | {"version": 1, "ledger": {"rank": 0, "entries": 0}}
     del state["data"], state["used"]

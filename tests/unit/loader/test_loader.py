@@ -1,4 +1,4 @@
-"""The loader in one process: what it opens, what it hands out, what it leaves out and says so."""
+"""The loader in one process: what it opens, what it delivers, what it leaves out and says so."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from PIL import Image
 
 import packhorse
 from contract.processors import processor
-from loader_samples import chat, handed_out, load, mixed, picture, texts
+from loader_samples import chat, delivered_rows, image, load, mixed, texts
 from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
@@ -25,7 +25,7 @@ from packhorse.utils.pool import in_worker
 
 @pytest.fixture
 def meta(tmp_path):
-    """A mixture of two files: pictures (one missing, one row cut), and chats."""
+    """A mixture of two files: images (one missing, one row cut), and chats."""
     (tmp_path / "images").mkdir()
     rows = []
     for n in range(30):
@@ -37,7 +37,7 @@ def meta(tmp_path):
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "images" / "7.png").unlink()
     lines[11] = lines[11][:40]
-    (tmp_path / "pictures.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "images.jsonl").write_text("\n".join(lines) + "\n")
     chats = [
         {
             "messages": [
@@ -49,19 +49,19 @@ def meta(tmp_path):
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
     content = {
-        "pictures": {"file_name": str(tmp_path / "pictures.jsonl"), "media_dir": str(tmp_path)},
+        "images": {"file_name": str(tmp_path / "images.jsonl"), "media_dir": str(tmp_path)},
         "chats": {"file_name": str(tmp_path / "chats.jsonl")},
     }
     (tmp_path / "meta.json").write_text(json.dumps(content))
     return tmp_path / "meta.json"
 
 
-def test_a_meta_file_is_counted_planned_and_handed_out_and_bad_rows_are_in_the_ledger(meta):
+def test_a_meta_file_is_counted_planned_and_delivered_and_bad_rows_are_in_the_ledger(meta):
     loader = load(meta, max_bad_share=0.1, pack_size=300)
-    seen = handed_out(loader)
+    seen = delivered_rows(loader)
     drops = {drop.key: drop.reason for drop in loader.ledger}
 
-    assert drops == {"pictures/7": "missing_media", "pictures/11": "malformed_row"}
+    assert drops == {"images/7": "missing_media", "images/11": "malformed_row"}
     assert {loader.key(index) for index in seen} | set(drops) == {
         loader.dataset.key(n) for n in range(len(loader.dataset))
     }
@@ -103,7 +103,7 @@ def test_a_hugging_face_dataset_is_data_too():
     import datasets
 
     rows = datasets.Dataset.from_list([{"conversation": row["conversation"]} for row in texts(9)])
-    assert sorted(handed_out(load(rows))) == list(range(9))
+    assert sorted(delivered_rows(load(rows))) == list(range(9))
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,20 @@ def test_a_hugging_face_dataset_is_data_too():
         (iter([]), "expected a meta file"),
     ],
 )
-def test_something_that_is_no_data_is_refused(data, words):
+def test_something_that_is_no_data_is_rejected(data, words):
     with pytest.raises(ConfigError, match=words):
         load(data)
 
 
-def test_a_single_sample_on_many_ranks_is_handed_out_once_and_all_ranks_step():
+def test_a_single_sample_on_many_ranks_is_delivered_once_and_all_ranks_step():
     seen, fillers = [], 0
     for rank in range(4):
-        loader = load(texts(1), rank, 4, accumulation=2)
+        loader = load(texts(1), rank, 4, gradient_accumulation_steps=2)
         assert len(loader) == 2
         for batch in loader:
             seen += loader.last.samples
-            fillers += loader.last.filler
-            assert loader.last.filler == bool((batch["labels"] == IGNORE_INDEX).all())
+            fillers += loader.last.is_padding
+            assert loader.last.is_padding == bool((batch["labels"] == IGNORE_INDEX).all())
     assert seen == [0]
     assert fillers == 7
 
@@ -164,9 +164,9 @@ def long_and_short():
     return [*texts(10), chat("why " * 5, "so " * 300), *texts(3, seed=1)]
 
 
-def test_samples_longer_than_a_pack_are_left_out_and_named():
+def test_samples_longer_than_a_pack_are_dropped_and_named():
     loader = load(long_and_short())
-    assert sorted(handed_out(loader)) == [n for n in range(14) if n != 10]
+    assert sorted(delivered_rows(loader)) == [n for n in range(14) if n != 10]
     (drop,) = loader.ledger
     assert (drop.key, drop.reason, drop.stage) == ("10", "too_long", "plan")
 
@@ -204,7 +204,7 @@ def test_samples_longer_than_a_pack_can_be_an_error_that_says_what_to_do():
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 def test_samples_longer_than_a_pack_can_be_truncated(mode):
     loader = load(long_and_short(), on_overlong="truncate", mode=mode)
-    assert sorted(handed_out(loader)) == list(range(14))
+    assert sorted(delivered_rows(loader)) == list(range(14))
     assert [(drop.key, drop.reason, drop.action) for drop in loader.ledger] == [("10", "truncated", "cut")]
 
 
@@ -222,7 +222,7 @@ class Breaking(list):
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-def test_a_sample_that_fails_on_the_way_is_left_out_of_its_batch_and_named(mode):
+def test_a_sample_that_fails_on_the_way_is_dropped_of_its_batch_and_named(mode):
     rows = Breaking(texts(30), {3, 17})
     loader = load(rows, mode=mode, max_bad_share=0.1, batch_size=2)
     rows.counted = True
@@ -241,11 +241,11 @@ def test_a_sample_that_fails_on_the_way_is_left_out_of_its_batch_and_named(mode)
 
 def test_a_batch_of_which_nothing_can_be_used_is_still_a_step():
     rows = Breaking(texts(6), range(6))
-    loader = load(rows, mode="pad", max_bad_share=None, max_bad_in_a_row=None)
+    loader = load(rows, mode="pad", max_bad_share=None, max_consecutive_bad=None)
     rows.counted = True
     reports = [loader.last for _ in loader]
     assert len(reports) == 6
-    assert all(report.filler for report in reports)
+    assert all(report.is_padding for report in reports)
     assert loader.account.lost == 6
 
 
@@ -254,7 +254,7 @@ def test_a_bad_sample_can_stop_the_run():
     loader = load(rows, on_bad="raise")
     rows.counted = True
     with pytest.raises(OSError, match="row 2"):
-        handed_out(loader)
+        delivered_rows(loader)
 
 
 def test_too_many_bad_samples_stop_the_run_with_the_reasons():
@@ -262,10 +262,10 @@ def test_too_many_bad_samples_stop_the_run_with_the_reasons():
     loader = load(rows, max_bad_share=0.02)
     rows.counted = True
     with pytest.raises(TooManyBad, match=r"sample_failed 3.*cannot be read"):
-        handed_out(loader)
+        delivered_rows(loader)
     rows.bad = {5, 50}
     loader = load(rows, max_bad_share=0.02)
-    assert len(handed_out(loader)) == 98
+    assert len(delivered_rows(loader)) == 98
 
 
 def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
@@ -273,15 +273,15 @@ def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
     rows[4] = chat("look", "so", {"type": "image", "image": "no/such.png"})
     with pytest.raises(TooManyBad, match=r"1 of 20 samples .*missing_media"):
         load(rows)
-    assert len(handed_out(load(rows, max_bad_share=0.05))) == 19
+    assert len(delivered_rows(load(rows, max_bad_share=0.05))) == 19
 
 
 def test_failures_in_a_row_stop_the_run():
     rows = Breaking(texts(40), range(40))
-    loader = load(rows, mode="pad", max_bad_share=None, max_bad_in_a_row=7)
+    loader = load(rows, mode="pad", max_bad_share=None, max_consecutive_bad=7)
     rows.counted = True
     with pytest.raises(TooManyBad, match="8 samples in a row"):
-        handed_out(loader)
+        delivered_rows(loader)
 
 
 def test_a_programming_error_stops_the_run():
@@ -290,13 +290,13 @@ def test_a_programming_error_stops_the_run():
     rows.counted = True
     rows.bad = None  # "argument of type 'NoneType' is not iterable"
     with pytest.raises(TypeError):
-        handed_out(loader)
+        delivered_rows(loader)
     assert not len(loader.ledger)
 
 
 def test_limits_of_a_pack_hold():
     draw = __import__("random").Random(0)
-    rows = [chat("why", "so", picture(draw)) for _ in range(20)]
+    rows = [chat("why", "so", image(draw)) for _ in range(20)]
     loader = load(rows, max_media=2, max_documents=2, pack_size=512)
     assert all(len(loader.last.samples) <= 2 for _ in loader)
     patches = loader.counts.patches
@@ -319,13 +319,13 @@ def test_an_epoch_that_begins_again_in_the_same_folder_does_not_count_what_the_e
     for rank in range(3):
         loader = load(rows, rank, 3, max_bad_share=None, ledger_dir=tmp_path)
         rows.counted = True
-        handed_out(loader)
+        delivered_rows(loader)
         rows.counted = False
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 2
     rows.bad = set()
     loader = load(rows, ledger_dir=tmp_path)
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 2  # nothing begun yet
-    handed_out(loader)
+    delivered_rows(loader)
     assert (loader.account.delivered, loader.account.reasons) == (30, {})
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 0
 
@@ -338,7 +338,7 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
     config = LoaderConfig.from_yaml(meta.parent / "run.yaml")
     assert config.pack_size == 300
     loader = config.with_changes(mode="pad").build(processor("qwen2_vl"), world=World())
-    assert len(handed_out(loader)) == 48
+    assert len(delivered_rows(loader)) == 48
 
 
 @pytest.mark.parametrize(
@@ -348,12 +348,12 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
         ({"mode": "stack"}, "expected one of pack, pad"),
         ({"batch_size": 0}, "at least 1"),
         ({"pack_size": "8k"}, "whole number"),
-        ({"workers": -1}, "0 or more"),
+        ({"num_workers": -1}, "0 or more"),
         ({"max_bad_share": 7}, "share from 0 to 1"),
         ({"alignment": 2, "mode": "pad"}, "for packs"),
         ({"max_patches": 50, "mode": "pad"}, "for packs"),
         ({"seed": 1.5}, "whole number"),
-        ({"workers": "4"}, "whole number"),
+        ({"num_workers": "4"}, "whole number"),
         ({"timeout": -1}, "0 or more"),
         ({"sample_timeout": "x"}, "a number"),
         ({"pixel_dtype": "bf17"}, "torch type"),
@@ -361,12 +361,12 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
         ({"dataset_names": ["coco"]}, "goes with a meta file"),
     ],
 )
-def test_wrong_settings_are_refused(settings, words):
+def test_wrong_settings_are_rejected(settings, words):
     with pytest.raises(ConfigError, match=words):
         load(mixed(6), **settings)
 
 
-def test_a_yaml_file_that_is_none_is_refused(tmp_path):
+def test_a_yaml_file_that_is_none_is_rejected(tmp_path):
     (tmp_path / "a.yaml").write_text("- just\n- a list\n")
     with pytest.raises(ConfigError, match="expected settings by name"):
         LoaderConfig.from_yaml(tmp_path / "a.yaml")
@@ -378,7 +378,7 @@ def test_a_yaml_file_that_is_none_is_refused(tmp_path):
 def test_shards_need_ranks_that_can_talk():
     with pytest.raises(ConfigError, match=r"Initialise torch\.distributed"):
         load(texts(8), 0, 2, shard_data=True)
-    assert sorted(handed_out(load(texts(8), shard_data=True))) == list(range(8))
+    assert sorted(delivered_rows(load(texts(8), shard_data=True))) == list(range(8))
 
 
 # What it tells.
@@ -406,13 +406,13 @@ def test_metrics_add_up_and_go_to_tensorboard(tmp_path):
 def test_the_description_names_plan_steps_and_losses():
     text = load(long_and_short()).describe()
     assert "14 rows" in text
-    assert "too_long, left_out: 1 of 14" in text
-    assert "micro steps" in text
+    assert "too_long, dropped: 1 of 14" in text
+    assert "micro-steps" in text
 
 
 def test_the_end_of_an_epoch_is_told(caplog):
     with caplog.at_level(logging.INFO, "packhorse.loader"):
-        handed_out(load(texts(5)))
+        delivered_rows(load(texts(5)))
     assert "epoch 0: 5 rows, 5 in the plan, 5 delivered" in caplog.text
 
 
@@ -420,8 +420,8 @@ def test_feeding_draws_nothing_from_the_programs_random_numbers():
     rows = mixed(10)
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    loader = load(rows, workers=1)
-    handed_out(loader)
+    loader = load(rows, num_workers=1)
+    delivered_rows(loader)
     loader.close()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
@@ -441,12 +441,12 @@ class Drawing(list):
 
 def test_random_numbers_in_a_worker_depend_on_the_step_and_not_on_the_worker(tmp_path):
     drawn = []
-    for workers in (1, 2):
+    for num_workers in (1, 2):
         rows = Drawing(texts(20))
-        loader = load(rows, workers=workers)
-        rows.folder = tmp_path / str(workers)
+        loader = load(rows, num_workers=num_workers)
+        rows.folder = tmp_path / str(num_workers)
         rows.folder.mkdir()
-        handed_out(loader)
+        delivered_rows(loader)
         loader.close()
         drawn.append([(rows.folder / str(index)).read_text() for index in range(20)])
     assert drawn[0] == drawn[1]
@@ -473,7 +473,7 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
         texts = [processor(family).tokenizer.decode(ids) for ids in batch["input_ids"]]
         held = [[said.index(number) for number in dict.fromkeys(re.findall(r"so (\d+) ", t))] for t in texts]
         for key, parts in chunks.items():
-            filled = mode == "pad" and layout[key].owner == "sample"  # a row of zeros without a medium
+            filled = mode == "pad" and layout[key].owner == "sample"  # a row of zeros without a media item
             for share, part in zip(torch.tensor_split(torch.arange(len(held)), 2), parts, strict=True):
                 own = [alone[index].get(key) for row in share for index in held[row]]
                 own = [tensor for tensor in own if filled or tensor is not None]
@@ -491,20 +491,20 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
 
 
 @pytest.mark.parametrize("number", [0, -1, True, 1.5, "2"])
-def test_a_number_of_microbatches_that_is_none_is_refused(number):
+def test_a_number_of_microbatches_that_is_none_is_rejected(number):
     with pytest.raises(ConfigError, match=r"pipeline_microbatches=.*expected a whole number of at least 1"):
         LoaderConfig(data=[], pipeline_microbatches=number)
 
 
-def test_pictures_that_truncation_cuts_off_do_not_overfill_a_pack():
+def test_images_that_truncation_cuts_off_do_not_overfill_a_pack():
     draw = __import__("random").Random(1)
     turns = []
     for _ in range(8):
-        turns += chat("why " * 8, "so " * 8, picture(draw))["conversation"]
+        turns += chat("why " * 8, "so " * 8, image(draw))["conversation"]
     late = [
         {**chat("why " * 9, "so " * 9), "conversation": chat("why " * 9, "so " * 9)["conversation"] + turns}
     ]
-    rows = late * 3 + [chat("why", "so", picture(draw)) for _ in range(9)]
+    rows = late * 3 + [chat("why", "so", image(draw)) for _ in range(9)]
     for rank in range(2):
         loader = load(rows, rank, 2, on_overlong="truncate", pack_size=200, pad_to_size=True)
         assert all(batch["input_ids"].shape == (1, 200) for batch in loader)
@@ -517,7 +517,7 @@ def test_samples_longer_than_they_were_counted_get_a_row_of_their_own():
         counts, text=np.maximum(counts.text - 6, 2), exact=~counts.ok, off_by=np.full(30, -1)
     )
     loader = load(rows, pack_size=180, counts=short)
-    assert sorted(handed_out(loader)) == list(range(30))
+    assert sorted(delivered_rows(loader)) == list(range(30))
     assert not loader.ledger.lost()
 
 
@@ -529,7 +529,7 @@ def test_a_broken_first_row_does_not_stop_the_run():
             return super().__getitem__(index)
 
     loader = load(Broken(texts(30)), max_bad_share=0.1)
-    assert sorted(handed_out(loader)) == list(range(1, 30))
+    assert sorted(delivered_rows(loader)) == list(range(1, 30))
 
 
 def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
@@ -537,13 +537,13 @@ def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
     rows.counted = True
     for epoch in range(3):
-        handed_out(loader)
+        delivered_rows(loader)
         assert (loader.account.epoch, loader.account.reasons) == (epoch, {"sample_failed": 1})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_goes_on_adds_up_whatever_was_recorded_behind_its_state(tmp_path, ranks):
-    """Rows fail before and behind the state; one of them is mended before the run goes on with one rank."""
+def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_path, ranks):
+    """Rows fail before and after the state; one of them is mended before the run goes on with one rank."""
     rows = Breaking(texts(40), set())
     settings = {"max_bad_share": None, "ledger_dir": tmp_path, "mode": "pad"}
     loaders = [load(rows, rank, ranks, **settings) for rank in range(ranks)]
@@ -566,11 +566,11 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_behind_its_state(tmp_p
     again = load(rows, **settings)
     again.load_state_dict(state)
     rows.counted, rows.bad = True, {early, late}
-    after = handed_out(again)
+    after = delivered_rows(again)
 
     assert sorted(before + after) == [n for n in range(40) if n not in (early, late)]
     account = again.account
-    assert (account.delivered, account.lost, account.left_out) == (38, 2, 0)
+    assert (account.delivered, account.lost, account.dropped) == (38, 2, 0)
     assert account.reasons == {"sample_failed": 2}
     from packhorse.ledger import read_ledgers
 
@@ -582,18 +582,18 @@ def test_a_run_of_one_rank_that_goes_on_without_a_ledger_folder_knows_what_it_de
     rows = Breaking(texts(20), {3})
     loader = load(rows, mode="pad", max_bad_share=0.1)
     rows.counted = True
-    handed_out(loader, 15)
+    delivered_rows(loader, 15)
     state = loader.state_dict(consumed=12)
     rows.counted = False
     again = load(rows, mode="pad", max_bad_share=0.1)
     rows.counted = True
     again.load_state_dict(state)
-    handed_out(again)
+    delivered_rows(again)
     assert (again.account.delivered, again.account.lost) == (19, 1)
 
 
 def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta):
-    with pytest.raises(packhorse.BadSample, match=r"pictures/7.*retry-bad"):
+    with pytest.raises(packhorse.BadSample, match=r"images/7.*retry-bad"):
         load(meta, on_bad="raise", pack_size=300)
 
 
@@ -608,13 +608,13 @@ def test_losses_before_a_restart_count(tmp_path):
     loader = load(rows, **settings)
     order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(60)]
     rows.counted, rows.bad = True, {order[1], order[2], order[30], order[31]}
-    handed_out(loader, 10)
+    delivered_rows(loader, 10)
     rows.counted = False
     again = load(rows, **settings)
     again.load_state_dict(loader.state_dict())
     rows.counted = True
     with pytest.raises(TooManyBad):
-        handed_out(again)
+        delivered_rows(again)
 
 
 @pytest.mark.parametrize("how", ["earlier state", "damage"])
@@ -623,7 +623,7 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
     rows.counted, rows.bad = True, {loader._now.dealt.samples(0, 0)[0][0]}
     beginning = loader.state_dict()
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     state, file = loader.state_dict(), tmp_path / "rank-00000.jsonl"
     entries = set(Ledger.load(file))
     assert len(entries) == 1
@@ -639,17 +639,17 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
 
 def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
     from packhorse.loader.build import BatchReport
-    from packhorse.loader.epoch_stats import Guard
+    from packhorse.loader.epoch_stats import BadSampleBudget
 
-    guard = Guard(1_000_000, 0, 1024, 0.01, None, Ledger())
+    guard = BadSampleBudget(1_000_000, 0, 1024, 0.01, None, Ledger())
     for step in range(30):  # three times its share
-        guard.saw(BatchReport(0, step, (), (step,), (False,)))
+        guard.update(BatchReport(0, step, (), (step,), (False,)))
     more = tuple(range(30, 60))
     with pytest.raises(TooManyBad, match="on this rank"):
-        guard.saw(BatchReport(0, 30, (), more, (False,) * len(more)))
+        guard.update(BatchReport(0, 30, (), more, (False,) * len(more)))
 
 
-def test_data_sets_of_the_same_lengths_have_plans_of_different_names():
+def test_datasets_of_the_same_lengths_have_plans_of_different_names():
     one = [chat(f"why {n:03}", "so") for n in range(20)]
     other = [chat(f"who {n:03}", "so") for n in range(20)]
     assert load(one).plan_key == load(list(one)).plan_key
@@ -658,10 +658,10 @@ def test_data_sets_of_the_same_lengths_have_plans_of_different_names():
 
 def test_an_opened_mixture_is_data_too(meta):
     dataset = packhorse.open_meta_dataset(str(meta))
-    assert len(handed_out(load(dataset, max_bad_share=0.1, pack_size=300))) == 48
+    assert len(delivered_rows(load(dataset, max_bad_share=0.1, pack_size=300))) == 48
 
 
-def test_a_dataset_with_splits_is_refused_with_advice():
+def test_a_dataset_with_splits_is_rejected_with_advice():
     import datasets
 
     rows = datasets.DatasetDict({"train": datasets.Dataset.from_list(texts(2))})

@@ -11,14 +11,14 @@ import packhorse
 from contract.processors import processor
 from count_samples import write_meta, write_rows
 from loader_samples import chat as chat_of
-from loader_samples import handed_out, load, mixed, picture, texts
+from loader_samples import delivered_rows, image, load, mixed, texts
 from packhorse.loader import TooManyBad
 from view_samples import chat
 
 
 @pytest.fixture
 def meta(tmp_path: Path) -> Path:
-    """Ten chats, of which one is too long for a pack of 200 tokens, one torn, one with no picture."""
+    """Ten chats, of which one is too long for a pack of 200 tokens, one torn, one with no image."""
     rows = [chat("Why?", "So. " * (number + 1)) for number in range(10)]
     rows[2] = chat("Why?", "So. " * 400)
     rows[3] = chat("<image>Which?", "This.", images=["none.png"])
@@ -29,11 +29,11 @@ def meta(tmp_path: Path) -> Path:
     return write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl"}})
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_waiting_is_told_from_the_second_step_on(accumulation: int) -> None:
-    loader = load(texts(60), pack_size=300, accumulation=accumulation)
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+def test_waiting_is_told_from_the_second_step_on(gradient_accumulation_steps: int) -> None:
+    loader = load(texts(60), pack_size=300, gradient_accumulation_steps=gradient_accumulation_steps)
     batches = iter(loader)
-    for _ in range(accumulation):
+    for _ in range(gradient_accumulation_steps):
         next(batches)
     assert "waiting" not in loader.metrics.summary()
     next(batches)
@@ -50,7 +50,7 @@ def test_the_description_says_what_of_a_pack_is_kept_free() -> None:
 
 def few_texts_among_images(number: int) -> list[dict[str, Any]]:
     draw = random.Random(0)
-    images = [chat_of("why " * draw.randint(1, 9), f"so {n} " * 9, picture(draw)) for n in range(number)]
+    images = [chat_of("why " * draw.randint(1, 9), f"so {n} " * 9, image(draw)) for n in range(number)]
     return [*texts(number // 30), *images]
 
 
@@ -59,7 +59,7 @@ def test_nothing_is_kept_free_if_every_pack_has_an_image() -> None:
     with_image = [load(rows, rank, 2, pack_size=600) for rank in range(2)]
     assert {loader.plan.capacity for loader in with_image} == {600}
     assert "kept free" not in with_image[0].describe()
-    delivered = sorted(index for loader in with_image for index in handed_out(loader))
+    delivered = sorted(index for loader in with_image for index in delivered_rows(loader))
     assert delivered == list(range(len(rows)))
     # Packs of a single sample: some hold text alone.
     assert load(rows, pack_size=600, max_documents=1).plan.capacity < 600

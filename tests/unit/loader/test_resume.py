@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from loader_samples import handed_out, load, mixed, texts
+from loader_samples import delivered_rows, load, mixed, texts
 from packhorse.errors import ConfigError
 
 SHAPES = [(1, 1, 1), (3, 2, 1), (9, 1, 1), (4, 3, 2)]
@@ -30,39 +30,53 @@ def test_another_shape_gets_exactly_what_was_not_used(before, after, mode):
     rows = texts(60)
     stop = 2
     used, state = [], None
-    world, batch, accumulation = before
+    world, batch, gradient_accumulation_steps = before
     for rank in range(world):
-        loader = load(rows, rank, world, batch_size=batch, accumulation=accumulation, mode=mode)
-        used += handed_out(loader, stop)
+        loader = load(
+            rows,
+            rank,
+            world,
+            batch_size=batch,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            mode=mode,
+        )
+        used += delivered_rows(loader, stop)
         state = loader.state_dict()
     state = json.loads(json.dumps(state))
-    world, batch, accumulation = after
+    world, batch, gradient_accumulation_steps = after
     steps = set()
     for rank in range(world):
-        loader = load(rows, rank, world, batch_size=batch, accumulation=accumulation, mode=mode)
+        loader = load(
+            rows,
+            rank,
+            world,
+            batch_size=batch,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            mode=mode,
+        )
         loader.load_state_dict(state)
         if loader.epoch == 0:
             steps.add(loader.remaining)
-            used += handed_out(loader)
+            used += delivered_rows(loader)
 
     assert sorted(used) == list(range(60))
     assert len(steps) <= 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-def test_the_same_shape_goes_on_with_the_same_batches(mode, workers):
+def test_the_same_shape_goes_on_with_the_same_batches(mode, num_workers):
     rows = mixed(40)
-    loader = load(rows, 1, 2, mode=mode, batch_size=2, workers=workers)
+    loader = load(rows, 1, 2, mode=mode, batch_size=2, num_workers=num_workers)
     whole = batches(loader)
     loader.close()
     assert len(whole) > 3
     for stop in (1, len(whole) // 2, len(whole) - 1):
-        first = load(rows, 1, 2, mode=mode, batch_size=2, workers=workers)
+        first = load(rows, 1, 2, mode=mode, batch_size=2, num_workers=num_workers)
         before = batches(first, stop)
         state = first.state_dict()  # with workers that have built some batches ahead
         first.close()
-        second = load(rows, 1, 2, mode=mode, batch_size=2, workers=2 - workers)
+        second = load(rows, 1, 2, mode=mode, batch_size=2, num_workers=2 - num_workers)
         second.load_state_dict(state)
         assert second.remaining == len(whole) - stop
         assert_bit_equal(before + batches(second), whole)
@@ -75,7 +89,7 @@ def test_a_state_is_small_and_plain_and_the_same_on_every_rank(tmp_path, with_fi
     states = []
     for rank in range(3):
         loader = load(rows, rank, 3, ledger_dir=tmp_path if with_files else None)
-        handed_out(loader, 2)
+        delivered_rows(loader, 2)
         states.append(loader.state_dict())
     assert states[0] == states[1] == states[2]
     assert len(json.dumps(states[0])) < 1000
@@ -84,18 +98,18 @@ def test_a_state_is_small_and_plain_and_the_same_on_every_rank(tmp_path, with_fi
 def test_steps_that_were_fetched_ahead_need_not_count():
     rows = texts(40)
     loader = load(rows)
-    handed_out(loader, 5)
+    delivered_rows(loader, 5)
     state = loader.state_dict(consumed=3)
     again = load(rows)
     again.load_state_dict(state)
     assert again.cursor == 3
-    handed_out(again, 4)
+    delivered_rows(again, 4)
     assert again.state_dict(consumed=1)["segments"] == [[1, 1, 1, 4]]
-    with pytest.raises(ConfigError, match="4 micro steps"):
+    with pytest.raises(ConfigError, match="4 micro-steps"):
         again.state_dict(consumed=5)
 
 
-def test_a_state_of_another_plan_is_refused_and_both_are_named():
+def test_a_state_of_another_plan_is_rejected_and_both_are_named():
     one, other = load(texts(20)), load(texts(20), seed=1)
     with pytest.raises(ConfigError) as caught:
         other.load_state_dict(one.state_dict())
@@ -115,14 +129,14 @@ def test_a_state_of_another_plan_is_refused_and_both_are_named():
         ({"rows": 19}, r"the data have changed since the state was saved. data in memory: digest \w+ when"),
     ],
 )
-def test_a_refused_state_says_what_differs(change, told):
+def test_a_rejected_state_says_what_differs(change, told):
     state = load(texts(20)).state_dict()
     rows = texts(change.pop("rows", 20))
     with pytest.raises(ConfigError, match=told):
         load(rows, **change).load_state_dict(state)
 
 
-def test_a_state_without_what_its_plan_was_made_from_is_refused_all_the_same():
+def test_a_state_without_what_its_plan_was_made_from_is_rejected_all_the_same():
     state = load(texts(20)).state_dict()
     del state["made_from"]
     with pytest.raises(ConfigError, match=r"has plan \w+: data"):
@@ -137,7 +151,10 @@ def test_whatever_changes_the_packs_or_their_order_changes_the_name_of_the_plan(
     assert load(rows).plan_key != load(rows, **change).plan_key
 
 
-@pytest.mark.parametrize("change", [{"workers": 1}, {"batch_size": 3}, {"accumulation": 2}, {"prefetch": 4}])
+@pytest.mark.parametrize(
+    "change",
+    [{"num_workers": 1}, {"batch_size": 3}, {"gradient_accumulation_steps": 2}, {"prefetch_factor": 4}],
+)
 def test_what_does_not_change_the_packs_keeps_the_name_of_the_plan(change):
     rows = texts(20)
     assert load(rows).plan_key == load(rows, 1, 3, **change).plan_key
@@ -146,17 +163,17 @@ def test_what_does_not_change_the_packs_keeps_the_name_of_the_plan(change):
 @pytest.mark.parametrize(
     "state", [{}, {"version": 1}, {"version": 9, "plan": "x", "epoch": 0, "segments": []}]
 )
-def test_something_else_than_a_state_is_refused(state):
+def test_something_else_than_a_state_is_rejected(state):
     with pytest.raises(ConfigError, match="loader"):
         load(texts(4)).load_state_dict(state)
 
 
-def test_a_refused_state_leaves_the_loader_as_it_was():
+def test_a_rejected_state_leaves_the_loader_as_it_was():
     loader = load(texts(20))
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     state = loader.state_dict()
     wrong = {**state, "segments": [[1, 1, 1, 10_000]]}
-    with pytest.raises(ConfigError, match="micro steps"):
+    with pytest.raises(ConfigError, match="micro-steps"):
         loader.load_state_dict(wrong)
     assert loader.state_dict() == state
 
@@ -164,16 +181,16 @@ def test_a_refused_state_leaves_the_loader_as_it_was():
 def test_a_state_taken_at_the_end_of_an_epoch_goes_on_with_the_next():
     rows = texts(20)
     loader = load(rows)
-    handed_out(loader)
+    delivered_rows(loader)
     again = load(rows)
     again.load_state_dict(loader.state_dict())
     assert (again.epoch, again.cursor) == (1, 0)
-    assert sorted(handed_out(again)) == list(range(20))
+    assert sorted(delivered_rows(again)) == list(range(20))
 
 
 def test_breaking_off_and_iterating_again_goes_on():
     loader = load(texts(30))
-    seen = handed_out(loader, 2) + handed_out(loader, 1) + handed_out(loader)
+    seen = delivered_rows(loader, 2) + delivered_rows(loader, 1) + delivered_rows(loader)
     assert sorted(seen) == list(range(30))
     assert loader.epoch == 0
 
@@ -189,7 +206,7 @@ def test_after_an_epoch_comes_the_next_with_other_packs():
 
 def test_setting_the_present_epoch_changes_nothing_and_another_starts_it():
     loader = load(texts(30))
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     loader.set_epoch(0)
     assert loader.cursor == 2
     loader.set_epoch(3)
@@ -207,7 +224,7 @@ def test_an_iterator_of_an_epoch_that_was_left_ends():
     next(old)
     loader.set_epoch(5)
     assert list(old) == []
-    assert sorted(handed_out(loader)) == list(range(30))
+    assert sorted(delivered_rows(loader)) == list(range(30))
 
 
 def test_no_sample_is_touched_to_resume():
@@ -220,7 +237,7 @@ def test_no_sample_is_touched_to_resume():
 
     rows = Counting(texts(50))
     loader = load(rows)
-    handed_out(loader, 5)
+    delivered_rows(loader, 5)
     state = loader.state_dict()
     again = load(rows)
     before = Counting.reads
@@ -230,9 +247,9 @@ def test_no_sample_is_touched_to_resume():
     assert Counting.reads - before == len(again.last.samples)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_of_two_iterators_the_younger_goes_on_and_the_other_ends(workers):
-    loader = load(texts(30), workers=workers)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_of_two_iterators_the_younger_goes_on_and_the_other_ends(num_workers):
+    loader = load(texts(30), num_workers=num_workers)
     old, new = iter(loader), iter(loader)
     seen = []
     for iterator in (old, old, new, new):
@@ -245,9 +262,9 @@ def test_of_two_iterators_the_younger_goes_on_and_the_other_ends(workers):
     loader.close()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_iterator_that_was_left_takes_no_batch_of_the_next_epoch(workers):
-    loader = load(texts(30), workers=workers)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iterator_that_was_left_takes_no_batch_of_the_next_epoch(num_workers):
+    loader = load(texts(30), num_workers=num_workers)
     old = iter(loader)
     next(old)
     loader.set_epoch(5)
@@ -271,9 +288,9 @@ def test_taking_exactly_as_many_batches_as_there_are_ends_the_epoch():
         assert loader.account.epoch == epoch
 
 
-def test_packs_that_another_solver_has_planned_are_refused():
+def test_packs_that_another_solver_has_planned_are_rejected():
     loader = load(texts(30))
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     state = {**loader.state_dict(), "packs": "of another version"}
     before = loader.state_dict()
     with pytest.raises(ConfigError, match=r"packs of another version.*scipy"):
@@ -284,7 +301,7 @@ def test_packs_that_another_solver_has_planned_are_refused():
 @pytest.mark.parametrize(
     "made_from", [5, {"source": 5}, {"source": "abc"}, {1: 2, "a": 3}, {"seed": [1]}, None]
 )
-def test_a_state_with_nonsense_in_what_its_plan_was_made_from_is_refused_as_another(made_from):
+def test_a_state_with_nonsense_in_what_its_plan_was_made_from_is_rejected_as_another(made_from):
     state = load(texts(20)).state_dict() | {"made_from": made_from}
     with pytest.raises(ConfigError, match="belongs to plan"):
         load(texts(20), seed=1).load_state_dict(state)

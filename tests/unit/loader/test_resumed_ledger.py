@@ -1,4 +1,4 @@
-"""The ledger of a run that was taken up again: all of its epoch, once; a refused one adds nothing."""
+"""The ledger of a run that was taken up again: all of its epoch, once; a rejected one adds nothing."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from PIL import Image
 import packhorse
 from contract.processors import processor
 from count_samples import write_meta, write_rows
-from loader_samples import handed_out, load, texts
+from loader_samples import delivered_rows, load, texts
 from packhorse.ledger import Ledger, read_ledgers
 from packhorse.loader import TooManyBad
 from view_samples import chat
@@ -23,7 +23,7 @@ NEVER_PLANNED = {"mules/20": "too_long", "mules/30": "malformed_row"}
 
 @pytest.fixture
 def meta(tmp_path: Path) -> Path:
-    """Forty rows with a picture each, of which one is too long for a pack of 256 tokens and one torn."""
+    """Forty rows with an image each, of which one is too long for a pack of 256 tokens and one torn."""
     rows: list[Any] = []
     for number in range(ROWS):
         Image.new("RGB", (60 + number, 80), "tan").save(tmp_path / f"{number}.png")
@@ -42,10 +42,10 @@ def opened(meta: Path, rank: int = 0, size: int = 1, **options: Any) -> packhors
 
 
 def order_of(meta: Path, epoch: int = 0) -> list[int]:
-    """The rows of an epoch, one in each step, as they will be handed out to one rank."""
+    """The rows of an epoch, one in each step, as they will be delivered to one rank."""
     loader = opened(meta, ledger_dir=None)
     loader.set_epoch(epoch)
-    return handed_out(loader)
+    return delivered_rows(loader)
 
 
 def take_away(meta: Path, rows: list[int]) -> None:
@@ -62,35 +62,35 @@ def keys_of(ledger: Ledger, epoch: int | None = None) -> list[str]:
     return sorted(drop.key for drop in ledger if epoch is None or drop.epoch in (None, epoch))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_run_that_goes_on_has_in_its_ledger_what_failed_before(
-    meta: Path, epoch: int, workers: int
+    meta: Path, epoch: int, num_workers: int
 ) -> None:
-    """Rows fail before the state, behind it (one is mended in time), and after the restart."""
+    """Rows fail before the state, after it (one is mended in time), and after the restart."""
     order = order_of(meta, epoch)
     early, mended, late = order[1:3], order[7], order[20:22]
-    first = opened(meta, workers=workers)
+    first = opened(meta, num_workers=num_workers)
     if epoch:
-        handed_out(first)
+        delivered_rows(first)
     take_away(meta, [*early, mended, *late])
-    before = handed_out(first, 5)
+    before = delivered_rows(first, 5)
     state = json.loads(json.dumps(first.state_dict()))
-    handed_out(first, 5)
+    delivered_rows(first, 5)
     first.close()
     Image.new("RGB", (60 + mended, 80), "tan").save(meta.parent / f"{mended}.png")
 
-    again = opened(meta, workers=workers)
+    again = opened(meta, num_workers=num_workers)
     again.load_state_dict(state)
     never = sorted(NEVER_PLANNED)
     assert keys_of(again.ledger) == sorted([*never, *(f"mules/{row}" for row in early)])
-    after = handed_out(again)
+    after = delivered_rows(again)
     again.close()
 
     gone = sorted([*never, *(f"mules/{row}" for row in early + late)])
     account = again.account
     assert account is not None
-    assert (account.epoch, account.delivered, account.lost, account.left_out) == (epoch, ROWS - 6, 4, 2)
+    assert (account.epoch, account.delivered, account.lost, account.dropped) == (epoch, ROWS - 6, 4, 2)
     assert account.delivered == len(before) + len(after)
     assert (
         account.delivered + again.ledger.lost() == ROWS == account.delivered + sum(account.reasons.values())
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_has_in_its_ledger_what_failed_before(
     assert keys_of(again.ledger) == gone
     assert sorted(line["key"] for line in lines_of(meta)) == gone, "nothing is written twice"
 
-    handed_out(again)  # the next epoch: all four fail once more
+    delivered_rows(again)  # the next epoch: all four fail once more
     assert again.account is not None
     assert (again.account.delivered, again.account.lost) == (ROWS - 6, 4)
     assert keys_of(again.ledger, epoch + 1) == gone
@@ -108,28 +108,28 @@ def test_a_run_that_goes_on_has_in_its_ledger_what_failed_before(
 
 def test_what_an_epoch_recorded_that_the_state_knows_nothing_of_is_taken_back(meta: Path) -> None:
     first = opened(meta)
-    handed_out(first)
+    delivered_rows(first)
     state = first.state_dict()  # at the end of epoch 0
     broken = order_of(meta, 1)[0]
     take_away(meta, [broken])
-    handed_out(first, 3)
+    delivered_rows(first, 3)
     assert f"mules/{broken}" in keys_of(Ledger.load(meta.parent / "ledger" / "rank-00000.jsonl"))
     Image.new("RGB", (60 + broken, 80), "tan").save(meta.parent / f"{broken}.png")
 
     again = opened(meta)
     again.load_state_dict(state)
-    handed_out(again)
+    delivered_rows(again)
     assert again.account is not None
     assert (again.account.epoch, again.account.delivered, again.account.lost) == (1, ROWS - 2, 0)
     assert keys_of(again.ledger) == sorted(line["key"] for line in lines_of(meta)) == sorted(NEVER_PLANNED)
 
 
 def test_with_other_ranks_each_knows_its_own_file_and_the_folder_has_all(meta: Path) -> None:
-    gone = [handed_out(opened(meta, rank, 3, ledger_dir=None), 1)[0] for rank in range(3)]
+    gone = [delivered_rows(opened(meta, rank, 3, ledger_dir=None), 1)[0] for rank in range(3)]
     loaders = [opened(meta, rank, 3) for rank in range(3)]
     take_away(meta, gone)
     for loader in loaders:
-        handed_out(loader, 2)
+        delivered_rows(loader, 2)
     state = loaders[0].state_dict()
     by_rank = [{f"mules/{row}" for row in gone} & set(keys_of(loader.ledger)) for loader in loaders]
     assert list(map(len, by_rank)) == [1, 1, 1], "a rank that will be no more has a failure, too"
@@ -138,17 +138,17 @@ def test_with_other_ranks_each_knows_its_own_file_and_the_folder_has_all(meta: P
     for rank, loader in enumerate(again):
         loader.load_state_dict(state)
         assert set(keys_of(loader.ledger)) - set(NEVER_PLANNED) == by_rank[rank]
-        handed_out(loader)
+        delivered_rows(loader)
     names = sorted(drop.key for drop in read_ledgers(meta.parent / "ledger")[0])
     assert names == sorted([*NEVER_PLANNED, *(f"mules/{row}" for row in gone)])
 
 
-def test_a_loader_that_is_refused_or_never_used_leaves_nothing_in_the_ledger_of_a_run(meta: Path) -> None:
+def test_a_loader_that_is_rejected_or_never_used_leaves_nothing_in_the_ledger_of_a_run(meta: Path) -> None:
     folder = meta.parent / "ledger"
     opened(meta)
     assert not folder.exists()
     loader = opened(meta)
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     before = lines_of(meta)
     assert {line["key"]: line["reason"] for line in before} == NEVER_PLANNED
     other = opened(meta, pack_size=512)
@@ -161,7 +161,7 @@ def test_a_loader_that_is_refused_or_never_used_leaves_nothing_in_the_ledger_of_
     again = opened(meta)
     again.load_state_dict(loader.state_dict())
     assert lines_of(meta) == before
-    handed_out(again)
+    delivered_rows(again)
     assert lines_of(meta) == before
 
 
@@ -176,23 +176,23 @@ def test_a_state_from_before_the_first_batch_misses_no_entry(
 
 def test_an_account_without_delivered_says_how_to_have_it() -> None:
     loader = load(texts(20), 0, 2, mode="pad")
-    handed_out(loader, 5)
+    delivered_rows(loader, 5)
     again = load(texts(20), mode="pad")
     again.load_state_dict(loader.state_dict())
-    handed_out(again)
+    delivered_rows(again)
     assert "20 in the plan, delivered not known (part of the epoch was before a restart: set " in str(
         again.account
     )
     assert "set ledger_dir to have it" in str(again.account)
     part = load(texts(20), 0, 2)
-    handed_out(part)
+    delivered_rows(part)
     assert "delivered not known (this rank's part alone" in str(part.account)
 
 
 def test_rows_that_are_counted_again_stop_a_resume_which_says_so_and_how_to_go_on(meta: Path) -> None:
     take_away(meta, [3])
     loader = opened(meta)
-    handed_out(loader, 2)
+    delivered_rows(loader, 2)
     state = loader.state_dict()
     Image.new("RGB", (63, 80), "tan").save(meta.parent / "3.png")
     packhorse.count_meta(str(meta), processor("qwen2_vl"), retry_bad=True)
@@ -220,7 +220,7 @@ def test_too_many_bad_is_told_once_and_names_only_what_is_bad(meta: Path, rank: 
 def test_the_description_names_rows_by_their_keys(meta: Path) -> None:
     for rank in range(2):
         told = opened(meta, rank, 2).describe()
-        assert "left out   too_long: 1 of 40 (mules/20)" in told
-        assert "left out   malformed_row: 1 of 40 (mules/30)" in told
+        assert "dropped   too_long: 1 of 40 (mules/20)" in told
+        assert "dropped   malformed_row: 1 of 40 (mules/30)" in told
         assert "(samples" not in told
         assert "38 packed, 1 bad, 1 dropped" in told

@@ -29,9 +29,9 @@ def test_the_table_of_the_docs_has_every_setting_with_its_default():
     assert documented == wanted
 
 
-def test_a_setting_under_the_name_that_others_give_it_is_refused_with_ours():
-    with pytest.raises(ConfigError, match=r"unknown setting\(s\) num_workers; num_workers is called workers"):
-        packhorse.load([], None, num_workers=2)
+def test_a_setting_under_the_name_that_others_give_it_is_rejected_with_ours():
+    with pytest.raises(ConfigError, match=r"unknown setting\(s\) workers; workers is called num_workers"):
+        packhorse.load([], None, workers=2)
 
 
 def test_the_names_that_hints_give_are_settings():
@@ -43,5 +43,5 @@ def test_a_seed_may_be_any_whole_number_and_workers_none_below_0():
     assert LoaderConfig(data=[], seed=-1).seed == -1
     with pytest.raises(ConfigError, match=r"^seed=1.5: expected a whole number$"):
         LoaderConfig(data=[], seed=1.5)
-    with pytest.raises(ConfigError, match=r"^workers=-1: expected a whole number of 0 or more$"):
-        LoaderConfig(data=[], workers=-1)
+    with pytest.raises(ConfigError, match=r"^num_workers=-1: expected a whole number of 0 or more$"):
+        LoaderConfig(data=[], num_workers=-1)

@@ -30,7 +30,7 @@ def test_a_plan_and_a_loader_with_the_same_settings_have_the_same_packs(
     loader.set_epoch(1)
     assert loader.plan_key == planned.planner.name
     assert loader.plan.bins() == planned.packs.plan.bins()
-    assert list(loader.ledger) == planned.left_out
+    assert list(loader.ledger) == planned.dropped
 
 
 def test_settings_that_batches_cannot_be_built_with_raise_before_rows_are_counted(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_wrong_object_is_one_error_that_says_what_to_write(
     assert "\n" not in message
 
 
-def test_a_name_that_the_hub_cannot_be_asked_for_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_cannot_be_asked_for_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -221,7 +221,7 @@ def test_the_hub_is_asked_for_a_name_without_an_owner(monkeypatch: pytest.Monkey
     assert asked == ["/gpt2"]
 
 
-def test_without_a_model_packs_are_refused_and_padded_batches_are_not() -> None:
+def test_without_a_model_packs_are_rejected_and_padded_batches_are_not() -> None:
     with pytest.raises(ConfigError, match="model is missing"):
         packhorse.load(texts(4), processor("qwen2_vl"), world=World())
     with pytest.raises(ConfigError, match="model is missing"):
@@ -253,7 +253,7 @@ def test_a_tokenizer_is_enough_for_texts_and_a_model_without_media(mode: Any) ->
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
-def test_a_tokenizer_is_refused_at_the_first_row_with_media(mode: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_is_rejected_at_the_first_row_with_media(mode: Any, tmp_path: Path) -> None:
     from PIL import Image
 
     rows = [*texts(5), chat("What?", "That.", {"type": "image", "image": Image.new("RGB", (60, 60))})]

@@ -26,7 +26,7 @@ def faststart(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def png(tmp_path: Path) -> Path:
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     Image.fromarray(noise(40, 30)).save(path)
     return path
 

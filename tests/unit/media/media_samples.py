@@ -12,7 +12,7 @@ CLOSED = {"bf": "2"}
 OPEN_GROUPS = {"bf": "2", "x264-params": "open-gop=1:keyint=12:min-keyint=12:scenecut=0"}
 
 
-def picture(number: int, width: int = 64, height: int = 48) -> np.ndarray:
+def make_image(number: int, width: int = 64, height: int = 48) -> np.ndarray:
     """Frame ``number``: a bar that moves, over a colour that changes."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = number * 4 % 256
@@ -43,7 +43,7 @@ def write_video(
         stream.options = options or {}
         container.start_encoding()
         for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(picture(number, *size), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(make_image(number, *size), format="rgb24")
             for packet in stream.encode(frame):
                 container.mux(packet)
         for packet in stream.encode():

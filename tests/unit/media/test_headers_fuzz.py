@@ -1,4 +1,4 @@
-"""Thousands of damaged pictures: our header parser agrees with PIL, or leaves the picture to it."""
+"""Thousands of damaged images: our header parser agrees with PIL, or leaves the image to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PIL_REFUSES = (OSError, SyntaxError, ValueError, EOFError, LookupError, struct.e
 
 
 def corpus() -> list[tuple[str, bytes]]:
-    """Pictures of every kind: plain, progressive, interlaced, turned, animated, with metadata."""
+    """Images of every kind: plain, progressive, interlaced, turned, animated, with metadata."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F], exif[0x011A], exif[0x0128] = 6, "Mule", 72.0, 2
     turned = {"exif": exif.tobytes()}
@@ -112,11 +112,11 @@ def pil_size(data: bytes) -> tuple[int, int] | str | None:
         return None
 
 
-def test_damaged_pictures_have_pils_size_or_none() -> None:
-    rng, pictures = random.Random(4), corpus()
-    sized = refused = 0
+def test_damaged_images_have_pils_size_or_none() -> None:
+    rng, images = random.Random(4), corpus()
+    sized = rejected = 0
     for _ in range(MUTANTS):
-        name, data = rng.choice(pictures)
+        name, data = rng.choice(images)
         mutant = damaged(data, rng)
         own = header_size(io.BytesIO(mutant))
         theirs = pil_size(mutant)
@@ -124,16 +124,16 @@ def test_damaged_pictures_have_pils_size_or_none() -> None:
             f"{name}: {own}, PIL {theirs}: {mutant[:64].hex()}"
         )
         sized += own is not None
-        refused += theirs is None
-    # The fuzzing reaches both sides: pictures that still open, and pictures that do not.
+        rejected += theirs is None
+    # The fuzzing reaches both sides: images that still open, and images that do not.
     assert sized > MUTANTS // 4
-    assert refused > MUTANTS // 10
+    assert rejected > MUTANTS // 10
 
 
-def test_the_size_that_is_given_out_is_pils_for_damaged_pictures_too() -> None:
-    rng, pictures = random.Random(5), corpus()
+def test_the_size_that_is_given_out_is_pils_for_damaged_images_too() -> None:
+    rng, images = random.Random(5), corpus()
     for _ in range(MUTANTS // 4):
-        name, data = rng.choice(pictures)
+        name, data = rng.choice(images)
         mutant = damaged(data, rng)
         theirs = pil_size(mutant)
         if isinstance(theirs, tuple):

@@ -45,7 +45,7 @@ def write_aac(path: Path, samples: np.ndarray, rate: int = RATE, channels: int =
     return path
 
 
-def refused(source: object, call=load_audio) -> BadSample:
+def rejected(source: object, call=load_audio) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source)
     assert caught.value.stage == "media"
@@ -166,20 +166,20 @@ def test_broken_sound_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty.wav").touch()
     (tmp_path / "noise.raw").write_bytes(bytes(range(256)))
     for call in (load_audio, audio_info):
-        error = refused(tmp_path / "text.wav", call)
+        error = rejected(tmp_path / "text.wav", call)
         assert error.reason == "broken_media"
         assert "text.wav cannot be read as sound" in str(error)
-        assert "0 bytes" in str(refused(tmp_path / "empty.wav", call))
-        assert refused(tmp_path / "no.wav", call).reason == "missing_media"
-        assert refused(tmp_path / "noise.raw", call).reason == "broken_media"
-        assert "no samples" in str(refused(sound_bytes(np.zeros(0, np.float32)), call))
-        assert "no samples" in str(refused((np.zeros(0, np.float32), RATE), call))
+        assert "0 bytes" in str(rejected(tmp_path / "empty.wav", call))
+        assert rejected(tmp_path / "no.wav", call).reason == "missing_media"
+        assert rejected(tmp_path / "noise.raw", call).reason == "broken_media"
+        assert "no samples" in str(rejected(sound_bytes(np.zeros(0, np.float32)), call))
+        assert "no samples" in str(rejected((np.zeros(0, np.float32), RATE), call))
 
 
 def test_a_silent_video_holds_no_sound(tmp_path: Path) -> None:
     path = write_video(tmp_path / "silent.mp4", 5)
     for call in (load_audio, audio_info):
-        error = refused(path, call)
+        error = rejected(path, call)
         assert error.reason == "broken_media"
         assert "holds no sound" in str(error)
 
@@ -187,14 +187,14 @@ def test_a_silent_video_holds_no_sound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "AIFF"])
 def test_a_truncated_file_is_broken(form: str) -> None:
     data = sound_bytes(np.random.default_rng(0).normal(0, 0.2, 40_000).astype(np.float32), form=form)
-    error = refused(data[: len(data) // 2])
+    error = rejected(data[: len(data) // 2])
     assert error.reason == "broken_media"
     assert "cut short" in str(error) or "cannot be decoded" in str(error)
 
 
 def test_a_truncated_mp4_is_broken(tmp_path: Path) -> None:
     data = write_aac(tmp_path / "a.m4a", tone()).read_bytes()
-    assert refused(data[: len(data) // 2]).reason == "broken_media"
+    assert rejected(data[: len(data) // 2]).reason == "broken_media"
 
 
 def test_a_wav_written_to_a_pipe_has_no_length_and_is_read_to_its_end() -> None:
@@ -217,7 +217,7 @@ def test_a_wav_written_to_a_pipe_has_no_length_and_is_read_to_its_end() -> None:
         (7, "wrong_format", "<int>"),
     ],
 )
-def test_arrays_that_are_no_sound_are_refused(source: object, reason: str, words: str) -> None:
+def test_arrays_that_are_no_sound_are_rejected(source: object, reason: str, words: str) -> None:
     for call in (load_audio, audio_info):
         with pytest.raises(BadSample, match=words) as caught:
             call(source)
@@ -228,7 +228,7 @@ def test_a_playlist_is_not_followed(tmp_path: Path) -> None:
     secret = write_aac(tmp_path / "secret.aac", tone())
     evil = tmp_path / "evil.m3u8"
     evil.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\nfile://{secret}\n#EXT-X-ENDLIST\n")
-    assert refused(evil).reason == "broken_media"
+    assert rejected(evil).reason == "broken_media"
 
 
 def test_the_callers_array_is_neither_changed_nor_shared_when_scaled() -> None:

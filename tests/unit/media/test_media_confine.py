@@ -60,7 +60,7 @@ def test_what_lies_inside_passes(media: Path) -> None:
         assert confine(path, media) == path
 
 
-def test_paths_that_leave_the_folder_are_refused(media: Path) -> None:
+def test_paths_that_leave_the_folder_are_rejected(media: Path) -> None:
     parent = media.parent
     for path in (
         "../secret.png",
@@ -100,7 +100,7 @@ def test_an_lmdb_database_must_lie_inside(media: Path) -> None:
         assert_outside(path, media)
 
 
-def test_a_frame_folder_with_a_link_to_the_outside_is_refused(media: Path) -> None:
+def test_a_frame_folder_with_a_link_to_the_outside_is_rejected(media: Path) -> None:
     assert confine(media / "frames", media) == media / "frames"
     (media / "frames" / "2.png").symlink_to(media.parent / "secret.png")
     assert_outside("frames", media)

@@ -161,7 +161,7 @@ def test_a_stream_that_turns_up_late_in_a_damaged_video_does_no_harm(tmp_path: P
     assert len(starts) == 20
     data[starts[10] + 1] = 0x5F  # this frame now belongs to a stream that no table names
     path.write_bytes(data)
-    for _ in range(10):  # PyAV's answer depends on what lies behind a table in memory
+    for _ in range(10):  # PyAV's answer depends on what lies after a table in memory
         found = probe_video(path).total_frames
         assert 15 < found < 20
         assert len(load_video(path).frames) == found

@@ -33,7 +33,7 @@ from packhorse.media import (
 
 
 class FailingFile(io.BytesIO):
-    """Everything behind the first bytes fails to read."""
+    """Everything after the first bytes fails to read."""
 
     def __init__(self, data: bytes, good: int, code: int) -> None:
         super().__init__(data)
@@ -64,7 +64,7 @@ class FailingSystem(fsspec.AbstractFileSystem):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """An address whose file fails with an error code behind its first bytes, or (-1) when it is opened."""
+    """An address whose file fails with an error code after its first bytes, or (-1) when it is opened."""
     fsspec.register_implementation("failing", FailingSystem, clobber=True)
 
     def put(data: bytes, good: int, code: int) -> str:

@@ -64,7 +64,7 @@ def test_the_size_is_pils_for_every_format(kind: tuple, width: int, height: int)
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(OWN), st.integers(1, 16_383), st.integers(1, 16_383))
 def test_large_sizes_are_read_from_the_header_too(kind: tuple, width: int, height: int) -> None:
-    # One side at a time, or the pictures themselves would be large.
+    # One side at a time, or the images themselves would be large.
     form, mode, options = kind
     for size in ((width, 1), (1, height)):
         data = encoded(form, mode, *size, **options)
@@ -120,7 +120,7 @@ def test_a_jpeg_of_12_bits_is_left_to_pil() -> None:
     assert own_size(bytes(data)) is None
 
 
-def test_a_gif_frame_that_sticks_out_makes_the_picture_larger() -> None:
+def test_a_gif_frame_that_sticks_out_makes_the_image_larger() -> None:
     data = bytearray(encoded("GIF", "P", 20, 10))
     data[6:10] = struct.pack("<HH", 12, 8)
     assert own_size(bytes(data)) == pil_size(bytes(data)) == (20, 10)

@@ -25,7 +25,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def refused(source: object, call=load_image, **options: object) -> BadSample:
+def rejected(source: object, call=load_image, **options: object) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source, **options)
     assert caught.value.stage == "media"
@@ -67,7 +67,7 @@ def test_cmyk_16_bit_transparent_palette_and_one_pixel_images_become_rgb() -> No
             assert image_size(data) == (image.height, image.width)
 
 
-def test_all_sources_give_the_same_picture(tmp_path: Path, memory) -> None:
+def test_all_sources_give_the_same_image(tmp_path: Path, memory) -> None:
     data = encoded(plain(), "PNG")
     (tmp_path / "a.png").write_bytes(data)
     environment = lmdb.open(str(tmp_path / "db.lmdb"))
@@ -116,9 +116,9 @@ def test_an_array_is_not_shared_with_the_image() -> None:
 @pytest.mark.parametrize(
     "array", [np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8)]
 )
-def test_an_array_that_is_no_picture_is_refused(array: np.ndarray) -> None:
+def test_an_array_that_is_no_image_is_rejected(array: np.ndarray) -> None:
     for call in (load_image, image_size):
-        error = refused(array, call)
+        error = rejected(array, call)
         assert error.reason == "broken_media"
         assert "expected height x width x 3 of uint8" in str(error)
 
@@ -128,18 +128,18 @@ def test_a_truncated_file_is_broken_and_still_has_its_size(tmp_path: Path, form:
     data = encoded(Image.fromarray(noise(120, 90)), form)
     path = tmp_path / "cut"
     path.write_bytes(data[: len(data) * 6 // 10])
-    error = refused(path)
+    error = rejected(path)
     assert error.reason == "broken_media"
     assert "cut" in str(error)
     if form == "WEBP":  # PIL opens no WebP that is cut off
-        assert refused(path, image_size).reason == "broken_media"
-    elif form != "TIFF":  # PIL writes the directory of a TIFF in front or behind, as it likes
+        assert rejected(path, image_size).reason == "broken_media"
+    elif form != "TIFF":  # PIL writes the directory of a TIFF in front or after, as it likes
         assert image_size(path) == (90, 120)
 
 
 def test_a_damaged_lazily_opened_image_is_found_too() -> None:
     data = encoded(plain(), "PNG")
-    assert refused(Image.open(io.BytesIO(data[:-800]))).reason == "broken_media"
+    assert rejected(Image.open(io.BytesIO(data[:-800]))).reason == "broken_media"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_image_is_named_by_its_kind_and_never_quoted(
     path = tmp_path / "page.jpg"
     path.write_bytes(content)
     for call in (load_image, image_size):
-        error = refused(path, call)
+        error = rejected(path, call)
         assert error.reason == "broken_media"
         assert f"page.jpg is not an image in a format that is read ({kind}" in str(error)
         assert "root" not in error.detail.removeprefix(str(path))
@@ -169,8 +169,8 @@ def test_a_file_that_is_no_image_is_named_by_its_kind_and_never_quoted(
 def test_missing_and_empty_files_keep_their_reasons(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     for call in (load_image, image_size):
-        assert refused(tmp_path / "no.png", call).reason == "missing_media"
-        assert refused(tmp_path / "empty.png", call).reason == "broken_media"
+        assert rejected(tmp_path / "no.png", call).reason == "missing_media"
+        assert rejected(tmp_path / "empty.png", call).reason == "broken_media"
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -183,14 +183,14 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
-def test_a_decompression_bomb_is_refused_before_decoding() -> None:
+def test_a_decompression_bomb_is_rejected_before_decoding() -> None:
     assert DEFAULT_MAX_PIXELS == 178_956_970
     for call in (load_image, image_size):
-        error = refused(bomb(60_000, 60_000), call)
+        error = rejected(bomb(60_000, 60_000), call)
         assert error.reason == "media_too_large"
         assert "3600000000" in str(error).replace(",", "")
     # PIL's own limit holds even where ours is lifted.
-    assert refused(bomb(60_000, 60_000), max_pixels=None).reason == "media_too_large"
+    assert rejected(bomb(60_000, 60_000), max_pixels=None).reason == "media_too_large"
     assert image_size(bomb(60_000, 60_000), max_pixels=None) == (60_000, 60_000)
 
 
@@ -198,7 +198,7 @@ def test_a_lower_limit_applies_to_every_kind_of_source(png: Path) -> None:
     for source in (png, plain(), noise(40, 30)):
         for call in (load_image, image_size):
             assert call(source, max_pixels=1200) is not None
-            error = refused(source, call, max_pixels=1199)
+            error = rejected(source, call, max_pixels=1199)
             assert error.reason == "media_too_large"
             assert "40 x 30 = 1,200 pixels, more than max_pixels=1,199" in str(error)
 

@@ -1,4 +1,4 @@
-"""How much memory a decoded medium may take."""
+"""How much memory a decoded media item may take."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def example(video: object) -> dict:
     return {"conversation": [{"role": "user", "content": [{"type": "video", "video": video}]}]}
 
 
-def test_a_bomb_of_frames_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_a_bomb_of_frames_is_rejected_before_anything_is_allocated(tmp_path: Path) -> None:
     Image.new("RGB", (4096, 4096)).save(tmp_path / "big.png")
     frames = [str(tmp_path / "big.png")] * 200_000
     for call, source in ((load_video, frames), (preload_media, example(frames))):
@@ -62,7 +62,7 @@ def test_the_limit_goes_through_all_doors(video: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
-def test_a_clip_larger_than_the_limit_is_refused(form: str) -> None:
+def test_a_clip_larger_than_the_limit_is_rejected(form: str) -> None:
     file = io.BytesIO()
     soundfile.write(file, np.zeros(20_000, np.float32), 8000, format=form)
     message = too_large(load_audio, file.getvalue(), max_bytes=10_000)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from media_samples import decode_all, picture
+from media_samples import decode_all, make_image
 from PIL import Image
 
 from packhorse.errors import BadSample, ConfigError
@@ -108,7 +108,7 @@ def test_a_wrong_backend_stays_the_callers_fault(video: Path) -> None:
 
 
 def test_the_rate_of_a_list_of_frames_comes_from_its_row() -> None:
-    ref = MediaRef("video", [Image.fromarray(picture(n)) for n in range(5)], {"fps": 1})
+    ref = MediaRef("video", [Image.fromarray(make_image(n)) for n in range(5)], {"fps": 1})
     assert media_size(ref) == VideoInfo(5, 48, 64, 1, 5.0)
     loaded = load_media(ref, sampling=SAMPLING)
     assert loaded.metadata.timestamps == [0, 1, 2, 3, 4, 4]
@@ -157,14 +157,14 @@ def test_a_preloaded_video_keeps_the_size_of_the_original(example: dict) -> None
 
 
 def test_metadata_that_name_no_frames_do_not_stop_the_sampling() -> None:
-    frames = [Image.fromarray(picture(n)) for n in range(6)]
+    frames = [Image.fromarray(make_image(n)) for n in range(6)]
     ref = MediaRef("video", frames, {"video_metadata": {"fps": 2.0, "total_num_frames": 6}, "max_frames": 2})
     assert load_media(ref).metadata.frames_indices == (0, 5)
 
 
-def test_a_missing_medium_is_told_with_its_reason(example: dict, png: Path) -> None:
+def test_a_missing_media_item_is_told_with_its_reason(example: dict, png: Path) -> None:
     png.unlink()
-    with pytest.raises(BadSample, match=r"no file .*picture\.png") as caught:
+    with pytest.raises(BadSample, match=r"no file .*image\.png") as caught:
         preload_media(example)
     assert caught.value.reason == "missing_media"
     assert caught.value.stage == "media"

@@ -33,7 +33,7 @@ def test_text_becomes_the_image_and_the_text() -> None:
     assert injected["conversation"][1] == {"role": "assistant", "content": "Yes"}
 
 
-def test_parts_stay_behind_the_image_and_the_first_user_turn_is_chosen() -> None:
+def test_parts_stay_after_the_image_and_the_first_user_turn_is_chosen() -> None:
     part = {"type": "text", "text": "Hi"}
     example = {
         "conversation": [
@@ -53,7 +53,7 @@ def test_parts_stay_behind_the_image_and_the_first_user_turn_is_chosen() -> None
     assert injected["_text_tokens"] == 9
 
 
-def test_a_user_turn_is_added_behind_the_system_turn_where_there_is_none() -> None:
+def test_a_user_turn_is_added_after_the_system_turn_where_there_is_none() -> None:
     for before, after in [
         (["assistant"], ["user", "assistant"]),
         (["system", "assistant"], ["system", "user", "assistant"]),
@@ -87,6 +87,6 @@ def test_injecting_twice_is_injecting_once() -> None:
     assert isinstance(once["conversation"][0]["content"][0]["image"], Image.Image)
 
 
-def test_an_example_in_another_format_is_refused() -> None:
+def test_an_example_in_another_format_is_rejected() -> None:
     with pytest.raises(BadSample, match="'conversation' is missing"):
         inject_fake_image({"messages": []})

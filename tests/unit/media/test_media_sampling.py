@@ -120,7 +120,7 @@ def test_indices_outside_the_video_are_named() -> None:
 
 
 @pytest.mark.parametrize("given", [[], [0.5], ["a"], [[1, 2]], [[1], [2, 3]], [True]])
-def test_indices_that_are_no_list_of_whole_numbers_are_refused(given: list) -> None:
+def test_indices_that_are_no_list_of_whole_numbers_are_rejected(given: list) -> None:
     with pytest.raises(BadSample, match="whole numbers") as caught:
         sample_frame_indices(video(60), VideoSampling(), given)
     assert caught.value.reason == "wrong_format"

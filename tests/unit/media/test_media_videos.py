@@ -12,7 +12,7 @@ import av
 import lmdb
 import numpy as np
 import pytest
-from media_samples import CLOSED, OPEN_GROUPS, decode_all, noise, picture, write_video
+from media_samples import CLOSED, OPEN_GROUPS, decode_all, make_image, noise, write_video
 from PIL import Image
 from torchcodec.decoders import VideoDecoder
 
@@ -33,11 +33,11 @@ KINDS = {
     "mpeg4.avi": {"codec": "mpeg4", "options": CLOSED},
     "mjpeg.avi": {"codec": "mjpeg", "pix_fmt": "yuvj420p"},
     "raw.h264": {},
-    "picture.gif": {"codec": "gif", "pix_fmt": "rgb8"},
+    "image.gif": {"codec": "gif", "pix_fmt": "rgb8"},
 }
 
 
-def refused(source: object, call=load_video, **options: object) -> BadSample:
+def rejected(source: object, call=load_video, **options: object) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source, **options)
     assert caught.value.stage == "media"
@@ -93,7 +93,7 @@ def test_probing_tells_what_loading_finds(tmp_path: Path, name: str) -> None:
     assert (loaded.total_num_frames, loaded.height, loaded.width) == (37, 48, 64)
     assert loaded.fps == info.fps
     assert loaded.duration == info.duration
-    if name not in ("raw.h264", "picture.gif"):  # no clock at all; a clock of hundredths of a second
+    if name not in ("raw.h264", "image.gif"):  # no clock at all; a clock of hundredths of a second
         assert info.fps == pytest.approx(30, abs=0.02)  # MKV has a clock of milliseconds
         assert info.duration == pytest.approx(37 / 30, abs=0.05)
 
@@ -218,7 +218,7 @@ def test_a_file_cut_in_the_middle_says_how_many_frames_are_left(faststart: Path,
     path = tmp_path / "cut.mp4"
     path.write_bytes(data[: len(data) * 2 // 3])
     for options in ({}, {"frame_indices": [0]}, {"backend": "decord"}, {"backend": "torchcodec"}):
-        error = refused(path, **options)
+        error = rejected(path, **options)
         assert error.reason == "broken_media"
         assert "cut.mp4 is cut short or damaged: it promises 60 frames, " in str(error)
         assert 0 < int(str(error).split("60 frames, ")[1].split()[0]) < 60
@@ -228,7 +228,7 @@ def test_a_file_cut_before_its_index_cannot_be_opened(video: Path, tmp_path: Pat
     path = tmp_path / "cut.mp4"
     path.write_bytes(video.read_bytes()[:1500])
     for call in (load_video, probe_video):
-        error = refused(path, call)
+        error = rejected(path, call)
         assert error.reason == "broken_media"
         assert "cut.mp4" in str(error)
         assert "0 frames could be read" in str(error)
@@ -241,7 +241,7 @@ def test_damage_inside_the_pixels_is_noticed(faststart: Path, tmp_path: Path) ->
     data[start:] = bytes(len(data) - start)
     path = tmp_path / "zeros.mp4"
     path.write_bytes(data)
-    error = refused(path)
+    error = rejected(path)
     assert error.reason == "broken_media"
     assert "promises 60 frames, 0 could be read" in str(error)
 
@@ -250,17 +250,17 @@ def test_what_is_no_video_is_broken_and_what_is_not_there_missing(tmp_path: Path
     (tmp_path / "text.mp4").write_bytes(b"not a video at all " * 50)
     (tmp_path / "empty.mp4").touch()
     for call in (load_video, probe_video):
-        assert refused(tmp_path / "text.mp4", call).reason == "broken_media"
-        assert "0 bytes" in str(refused(tmp_path / "empty.mp4", call))
-        assert refused(tmp_path / "no.mp4", call).reason == "missing_media"
-        assert refused("memory://no.mp4", call).reason == "missing_media"
-        assert refused("nul\0byte", call).reason == "missing_media"
+        assert rejected(tmp_path / "text.mp4", call).reason == "broken_media"
+        assert "0 bytes" in str(rejected(tmp_path / "empty.mp4", call))
+        assert rejected(tmp_path / "no.mp4", call).reason == "missing_media"
+        assert rejected("memory://no.mp4", call).reason == "missing_media"
+        assert rejected("nul\0byte", call).reason == "missing_media"
 
 
 def test_a_video_without_frames_is_broken(tmp_path: Path) -> None:
     path = write_video(tmp_path / "none.mkv", 0)
     for call in (load_video, probe_video):
-        error = refused(path, call)
+        error = rejected(path, call)
         assert error.reason == "broken_media"
         assert "none.mkv" in str(error)
 
@@ -274,13 +274,13 @@ def test_a_file_with_sound_only_holds_no_video(tmp_path: Path) -> None:
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     for call in (load_video, probe_video):
-        error = refused(path, call)
+        error = rejected(path, call)
         assert error.reason == "broken_media"
         assert "holds no video stream" in str(error)
 
 
 def test_indices_outside_the_video_are_named_with_the_file(video: Path) -> None:
-    error = refused(video, frame_indices=[0, 60, 61])
+    error = rejected(video, frame_indices=[0, 60, 61])
     assert error.reason == "broken_media"
     assert "clip.mp4: frame_indices 60, 61 are not in the video's 60 frames" in str(error)
 
@@ -293,8 +293,8 @@ def test_a_playlist_is_not_followed_to_another_file(video: Path, tmp_path: Path)
         path = evil / name
         path.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\nfile://{secret}\n#EXT-X-ENDLIST\n")
         for backend in ("pyav", "decord", "torchcodec"):
-            assert refused(path, backend=backend).reason == "broken_media"
-        assert refused(path, probe_video).reason == "broken_media"
+            assert rejected(path, backend=backend).reason == "broken_media"
+        assert rejected(path, probe_video).reason == "broken_media"
 
 
 @pytest.mark.parametrize(
@@ -309,12 +309,12 @@ def test_a_list_of_files_or_streams_is_not_followed(text: str, tmp_path: Path) -
     secret = write_video(tmp_path / "secret.ts", 10)
     path = tmp_path / "evil.mp4"
     path.write_text(text.format(secret, secret))
-    assert refused(path).reason == refused(path, probe_video).reason == "broken_media"
+    assert rejected(path).reason == rejected(path, probe_video).reason == "broken_media"
 
 
-def test_frames_larger_than_the_limit_are_refused_before_decoding(video: Path) -> None:
+def test_frames_larger_than_the_limit_are_rejected_before_decoding(video: Path) -> None:
     for call in (load_video, probe_video):
-        error = refused(video, call, max_pixels=3000)
+        error = rejected(video, call, max_pixels=3000)
         assert error.reason == "media_too_large"
         assert "64 x 48 = 3,072 pixels, more than max_pixels=3,000" in str(error)
 
@@ -326,7 +326,7 @@ def test_a_wrong_backend_or_rate_is_the_callers_mistake(video: Path) -> None:
         load_video(video, fps=0)
 
 
-# Frames as pictures
+# Frames as images
 
 
 @pytest.fixture
@@ -335,14 +335,14 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "frames"
     folder.mkdir()
     for number in range(12):
-        Image.fromarray(picture(number)).save(folder / f"frame{number}.png")
+        Image.fromarray(make_image(number)).save(folder / f"frame{number}.png")
     (folder / "notes.txt").write_text("x")
     (folder / ".hidden.png").write_bytes(b"x")
     return folder
 
 
 def test_a_folder_of_frames_is_a_video_in_natural_order(folder: Path) -> None:
-    expected = np.stack([picture(number) for number in range(12)])
+    expected = np.stack([make_image(number) for number in range(12)])
     for source in (folder, str(folder), f"file://{folder}", {"path": str(folder)}):
         assert probe_video(source) == VideoInfo(12, 48, 64, None, None)
         assert np.array_equal(load_video(source).frames, expected)
@@ -350,9 +350,9 @@ def test_a_folder_of_frames_is_a_video_in_natural_order(folder: Path) -> None:
 
 
 def test_lists_of_paths_images_bytes_and_arrays_are_videos(folder: Path) -> None:
-    expected = np.stack([picture(number) for number in (1, 10)])
+    expected = np.stack([make_image(number) for number in (1, 10)])
     paths = [folder / "frame1.png", str(folder / "frame10.png")]
-    images = [Image.fromarray(picture(n)).convert("RGBA") for n in (1, 10)]
+    images = [Image.fromarray(make_image(n)).convert("RGBA") for n in (1, 10)]
     for source in (
         paths,
         tuple(paths),
@@ -386,7 +386,7 @@ def test_an_odd_number_of_frames_is_filled_up_with_the_last(folder: Path) -> Non
 
 def test_frames_of_different_sizes_are_broken(folder: Path) -> None:
     Image.fromarray(noise(32, 48)).save(folder / "frame7.png")
-    error = refused(folder)
+    error = rejected(folder)
     assert error.reason == "broken_media"
     assert "frame 7 (" in str(error)
     assert "is 32 x 48, expected 64 x 48 like the first frame" in str(error)
@@ -394,11 +394,11 @@ def test_frames_of_different_sizes_are_broken(folder: Path) -> None:
 
 
 def test_missing_and_broken_frames_are_named(folder: Path) -> None:
-    error = refused([folder / "frame1.png", folder / "frame99.png"])
+    error = rejected([folder / "frame1.png", folder / "frame99.png"])
     assert error.reason == "missing_media"
     assert "frame99.png" in str(error)
     (folder / "frame5.png").write_bytes((folder / "frame5.png").read_bytes()[:-60])
-    error = refused(folder)
+    error = rejected(folder)
     assert error.reason == "broken_media"
     assert "frame5.png" in str(error)
 
@@ -407,7 +407,7 @@ def test_no_frames_at_all_are_broken(tmp_path: Path) -> None:
     (tmp_path / "hollow").mkdir()
     for source in (tmp_path / "hollow", [], ()):
         for call in (load_video, probe_video):
-            error = refused(source, call)
+            error = rejected(source, call)
             assert error.reason == "broken_media"
             assert "no frames" in str(error)
 

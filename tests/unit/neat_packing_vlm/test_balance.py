@@ -7,7 +7,7 @@ from transformers import Qwen2_5_VLConfig
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import (
     CostWeights,
-    main_stratum,
+    main_dataset,
     order_packs,
     pack_costs,
     pack_kinds,
@@ -72,7 +72,7 @@ def test_the_cost_of_a_pack_is_the_sum_of_its_documents_and_media():
     assert pack_costs(plan, costs).tolist() == [costs[0] + costs[1], costs[2]]
     assert sample_costs([3], weights, patches=[2]).tolist() == [3 + 90 + 200 + 4000]
     assert pack_kinds(plan, image=[1, 0, 0], video=[0, 2, 0]).tolist() == [3, 0]
-    with pytest.raises(ConfigError, match="no such kind of medium: images"):
+    with pytest.raises(ConfigError, match="no such kind of media item: images"):
         pack_kinds(plan, images=[1, 0, 0])
     with pytest.raises(ConfigError, match="expected weights of 0 or more"):
         CostWeights(token=0)
@@ -130,15 +130,15 @@ def test_fewer_packs_than_ranks_are_all_rest():
 
 def test_each_stretch_of_the_epoch_has_its_share_of_every_stratum():
     costs = spread_costs(8000)
-    strata = np.repeat([0, 1, 2], [4000, 3000, 1000])
-    order = order_packs(costs, 1, strata=strata, seed=5)
-    share = (strata[order.steps[:, 0]] == 2).reshape(20, 400).mean(axis=1)
+    dataset_ids = np.repeat([0, 1, 2], [4000, 3000, 1000])
+    order = order_packs(costs, 1, dataset_ids=dataset_ids, seed=5)
+    share = (dataset_ids[order.steps[:, 0]] == 2).reshape(20, 400).mean(axis=1)
     assert abs(share - 1 / 8).max() < 0.02  # at random it would be off by 0.05 somewhere
 
 
 def test_the_main_stratum_of_a_pack_is_where_most_of_its_tokens_are_from():
     plan = plan_packs([5, 3, 4], 8)
-    assert main_stratum([7, 9, 9], [5, 3, 4], plan.pack_of(), len(plan)).tolist() == [7, 9]
+    assert main_dataset([7, 9, 9], [5, 3, 4], plan.pack_of(), len(plan)).tolist() == [7, 9]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,6 @@ def test_the_main_stratum_of_a_pack_is_where_most_of_its_tokens_are_from():
         ([1.0], {"kinds": [1, 2]}, "2 kinds for 1 packs"),
     ],
 )
-def test_orders_that_make_no_sense_are_refused(costs, options, message):
+def test_orders_that_make_no_sense_are_rejected(costs, options, message):
     with pytest.raises(ConfigError, match=message):
         order_packs(costs, **{"world_size": 2, **options})

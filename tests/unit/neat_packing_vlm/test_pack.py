@@ -160,12 +160,12 @@ def test_arrays_are_media_and_notes_are_not() -> None:
         ([sample(1, 2) | {"labels": torch.tensor([1])}], 8, "one entry for each of 2 tokens"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(samples, size, words) -> None:
+def test_what_cannot_be_joined_is_rejected(samples, size, words) -> None:
     with pytest.raises(ConfigError, match=words):
         _build_packed_vlm_sample(samples, size, 0)
 
 
-def test_mrope_without_positions_is_refused() -> None:
+def test_mrope_without_positions_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no position_ids"):
         _build_packed_vlm_sample([sample(1, 2)], 8, 0, has_mrope=True)
 
@@ -267,6 +267,6 @@ def test_token_types_that_nobody_tells_are_an_error() -> None:
         mrope_position_ids(sample(1, 7, **image(4, [1, 2, 2])), get_rope_index)
 
 
-def test_positions_of_another_shape_are_refused() -> None:
+def test_positions_of_another_shape_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"expected \(3, 1, 2\)"):
         mrope_position_ids(sample(1, 2), lambda input_ids: (torch.zeros(1, 2), None))

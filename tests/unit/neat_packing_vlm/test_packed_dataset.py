@@ -238,7 +238,7 @@ def test_a_sample_of_one_token_is_named() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"on_overflow": "hide"}, {"sequence_alignment": 0}])
-def test_settings_out_of_range_are_refused(wrong) -> None:
+def test_settings_out_of_range_are_rejected(wrong) -> None:
     with pytest.raises(ConfigError):
         packed([3], [[0]], 10, **wrong)
 

@@ -122,9 +122,11 @@ def test_a_cap_keeps_packs_of_all_kinds():
 
 
 def test_a_limit_may_have_any_name():
-    limits = {"lengths": ([1, 1], 4), "strata": ([1, 1], 4)}
+    limits = {"lengths": ([1, 1], 4), "dataset_ids": ([1, 1], 4)}
     assert plan_key([1, 2], 8, limits=limits) != plan_key([5, 6], 8, limits=limits)
-    one, other = (plan_key([1, 2], 8, limits=limits, strata=strata) for strata in ([0, 0], [0, 1]))
+    one, other = (
+        plan_key([1, 2], 8, limits=limits, dataset_ids=dataset_ids) for dataset_ids in ([0, 0], [0, 1])
+    )
     assert one != other
 
 

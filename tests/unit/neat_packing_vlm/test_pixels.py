@@ -8,7 +8,7 @@ import torch
 
 from loader_samples import load, mixed
 from packhorse.collate.packer import join
-from packhorse.collate.pixel_buffer import PixelRoom, RoomPool, Settled, already_joined
+from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer, Settled, already_joined
 from packhorse.loader import build
 from packhorse.types import Sample
 
@@ -29,7 +29,7 @@ def pixels(samples: list[Sample]) -> list[torch.Tensor]:
 
 
 def settled(samples: list[Sample], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    room = PixelRoom(10 * len(samples), dtype, RoomPool())
+    room = PixelBuffer(10 * len(samples), dtype, BufferPool())
     return pixels([room.settle(one) for one in samples])
 
 
@@ -56,7 +56,7 @@ def test_a_joined_tensor_holds_no_more_memory_than_itself() -> None:
     assert alone.untyped_storage().nbytes() == alone.nbytes
 
 
-def test_a_sample_left_out_leaves_a_gap_and_the_others_are_copied() -> None:
+def test_a_sample_dropped_leaves_a_gap_and_the_others_are_copied() -> None:
     samples = [sample(2, seed=1), sample(3, seed=2), sample(1, seed=3)]
     wanted = torch.cat(pixels([samples[0], samples[2]]))
     parts = settled(samples, None)
@@ -81,7 +81,7 @@ def test_a_sample_with_far_more_pixels_than_the_first_still_fits_in_the_batch() 
 def test_small_pixels_and_other_tensors_stay_where_they_are() -> None:
     media = {"pixel_values": torch.ones(2, 3), "input_features": torch.ones(2, 3)}
     one = Sample(tokens={"input_ids": torch.arange(4)}, media=media)
-    after = PixelRoom(8, torch.bfloat16, RoomPool()).settle(one)
+    after = PixelBuffer(8, torch.bfloat16, BufferPool()).settle(one)
     assert all(after.media[key] is media[key] for key in media)
 
 
@@ -91,8 +91,8 @@ def test_tensors_without_entries_are_joined() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_what_others_hold_is_copied_even_where_it_lies_one_behind_the_other(rows: int) -> None:
-    dataset = torch.arange(6.0 * 4).reshape(6, 4)  # say a data set in one storage
+def test_what_others_hold_is_copied_even_where_it_lies_one_after_the_other(rows: int) -> None:
+    dataset = torch.arange(6.0 * 4).reshape(6, 4)  # say a dataset in one storage
     before = dataset.clone()
     parts = list(dataset.split(rows))
     joined = join("pixel_values", parts)
@@ -131,7 +131,7 @@ def test_a_room_never_asks_for_more_than_its_limit_or_than_the_machine_has(
     empty = np.empty
     monkeypatch.setattr(np, "empty", lambda size, kind: asked.append(size) or empty(size, kind))
     one = sample(4, tokens=2)
-    PixelRoom(10**12, torch.bfloat16, RoomPool()).settle(one)
+    PixelBuffer(10**12, torch.bfloat16, BufferPool()).settle(one)
     assert asked == [1 << 32]
 
     def refuse(size: int, kind: object) -> None:
@@ -139,7 +139,7 @@ def test_a_room_never_asks_for_more_than_its_limit_or_than_the_machine_has(
 
     monkeypatch.setattr(np, "empty", refuse)
     other = sample(4, tokens=2)
-    room = PixelRoom(10**12, torch.bfloat16, RoomPool())
+    room = PixelBuffer(10**12, torch.bfloat16, BufferPool())
     assert room.settle(other).media["pixel_values"] is other.media["pixel_values"]
     room.settle(sample(1))  # and asks no more
 
@@ -155,10 +155,10 @@ def test_batches_are_the_same_with_and_without_room_for_their_pixels(
         "packhorse.collate.packer.already_joined",
         lambda parts, dtype: seen.append(found(parts, dtype)) or seen[-1],
     )
-    with_room = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
+    with_room = list(load(rows, pack_size=512, num_workers=0, pixel_dtype="bfloat16"))
     assert any(one is not None and len(one) > 1 for one in seen)
-    monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: sample)
-    without = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
+    monkeypatch.setattr(build.PixelBuffer, "settle", lambda self, sample: sample)
+    without = list(load(rows, pack_size=512, num_workers=0, pixel_dtype="bfloat16"))
     assert len(with_room) == len(without) > 1
     for one, other in zip(with_room, without, strict=True):
         assert one.keys() == other.keys()
@@ -173,7 +173,7 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
     monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)
 
     def batches(settle: bool) -> list[dict[str, torch.Tensor]]:
-        loader = load(rows, 0, 2, pack_size=512, workers=0, pixel_dtype="bfloat16", max_bad_share=None)
+        loader = load(rows, 0, 2, pack_size=512, num_workers=0, pixel_dtype="bfloat16", max_bad_share=None)
         loader.close()
         builder = loader._feed.builder
         own = builder.sample
@@ -192,7 +192,7 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
 
         monkeypatch.setattr(builder, "sample", sometimes)
         if not settle:
-            monkeypatch.setattr(build.PixelRoom, "settle", lambda self, sample: sample)
+            monkeypatch.setattr(build.PixelBuffer, "settle", lambda self, sample: sample)
         return list(loader)
 
     with_room, without = batches(True), batches(False)
@@ -203,11 +203,11 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
 
 
 def test_memory_is_used_again_once_nobody_holds_the_batch_and_not_before() -> None:
-    pool = RoomPool()
+    pool = BufferPool()
 
     def batch(seed: int) -> torch.Tensor:
         samples = [sample(3, seed=seed), sample(2, seed=seed + 1)]
-        room = PixelRoom(20, None, pool)
+        room = PixelBuffer(20, None, pool)
         return join("pixel_values", pixels([room.settle(one) for one in samples]))
 
     first = batch(1)
@@ -227,8 +227,10 @@ def test_memory_is_used_again_once_nobody_holds_the_batch_and_not_before() -> No
 def test_batches_that_are_all_kept_are_all_different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)
     rows = mixed(40, seed=5)
-    kept = list(load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"))
-    for one, other in zip(kept, load(rows, pack_size=512, workers=0, pixel_dtype="bfloat16"), strict=True):
+    kept = list(load(rows, pack_size=512, num_workers=0, pixel_dtype="bfloat16"))
+    for one, other in zip(
+        kept, load(rows, pack_size=512, num_workers=0, pixel_dtype="bfloat16"), strict=True
+    ):
         assert torch.equal(one["pixel_values"], other["pixel_values"]) if "pixel_values" in one else True
     places = [one["pixel_values"].data_ptr() for one in kept if "pixel_values" in one]
     assert len(set(places)) == len(places) > 3
@@ -238,8 +240,8 @@ def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.
     monkeypatch.setattr("packhorse.collate.pixel_buffer._LARGE", 1)  # workers are forked, and have it too
     rows = mixed(30, seed=7)
     own, theirs = (
-        [dict(batch) for batch in load(rows, pack_size=512, workers=workers, pixel_dtype="bfloat16")]
-        for workers in (0, 2)
+        [dict(batch) for batch in load(rows, pack_size=512, num_workers=num_workers, pixel_dtype="bfloat16")]
+        for num_workers in (0, 2)
     )
     assert len(own) == len(theirs) > 3
     for one, other in zip(own, theirs, strict=True):

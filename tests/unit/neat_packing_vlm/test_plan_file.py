@@ -69,17 +69,17 @@ def test_the_same_plan_gives_the_same_bytes(tmp_path):
         {"alignment": 2},
         {"effort": 0},
         {"limits": {"images": ([0] * 7, 3)}},
-        {"strata": [0] * 7},
+        {"dataset_ids": [0] * 7},
         {"source": {"processor": "another"}},
     ],
 )
-def test_a_plan_of_something_else_is_refused_and_both_are_named(tmp_path, other):
+def test_a_plan_of_something_else_is_rejected_and_both_are_named(tmp_path, other):
     settings = {"lengths": LENGTHS, "capacity": 8, "seed": 1}
     ours, theirs = plan_key(**settings), plan_key(**{**settings, **other})
     plan_packs(LENGTHS, 8, seed=1).save(tmp_path / "plan", ours)
     with pytest.raises(ConfigError, match=r"was planned from .*; asked for ") as caught:
         PackPlan.load(tmp_path / "plan", theirs)
-    name = "counts" if set(other) & {"lengths", "strata"} else next(iter(other))
+    name = "counts" if set(other) & {"lengths", "dataset_ids"} else next(iter(other))
     assert f"{name}={ours[name]}" in str(caught.value)
     assert f"{name}={theirs[name]}" in str(caught.value)
 
@@ -96,13 +96,13 @@ def plan_or_error(path) -> PackPlan | str:
         return str(error)
 
 
-def test_a_mangled_file_is_refused_wherever_it_was_hit(tmp_path):
+def test_a_mangled_file_is_rejected_wherever_it_was_hit(tmp_path):
     path = tmp_path / "plan"
     plan_packs(list(range(1, 200)), 300).save(path, plan_key(list(range(1, 200)), 300))
     whole = path.read_bytes()
     draw = random.Random(0)
     good = PackPlan.load(path)
-    refused = 0
+    rejected = 0
     for _ in range(400):
         data = bytearray(whole)
         for _ in range(draw.choice([1, 1, 4, 40])):
@@ -113,11 +113,11 @@ def test_a_mangled_file_is_refused_wherever_it_was_hit(tmp_path):
         found = plan_or_error(path)
         # What passes was hit where nothing lies: padding, or another way to write the same.
         assert str(path) in found if isinstance(found, str) else same(found, good)
-        refused += isinstance(found, str)
-    assert refused > 200
+        rejected += isinstance(found, str)
+    assert rejected > 200
 
 
-def test_files_that_are_no_plans_are_refused(tmp_path):
+def test_files_that_are_no_plans_are_rejected(tmp_path):
     import pyarrow as pa
 
     path = tmp_path / "plan"
@@ -134,7 +134,7 @@ def test_files_that_are_no_plans_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["struct", "time", "texts", "no list"])
-def test_a_plan_with_a_column_that_is_no_list_of_numbers_is_refused(tmp_path, kind):
+def test_a_plan_with_a_column_that_is_no_list_of_numbers_is_rejected(tmp_path, kind):
     import pyarrow as pa
 
     path = tmp_path / "plan"
@@ -169,7 +169,7 @@ def test_a_plan_with_a_column_that_is_no_list_of_numbers_is_refused(tmp_path, ki
         ({"drop_codes": np.array([9, 0], np.uint8)}, "unknown reason"),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_refused(tmp_path, change, message):
+def test_a_plan_that_contradicts_itself_is_rejected(tmp_path, change, message):
     from dataclasses import replace
 
     plan = plan_packs(LENGTHS, 8)

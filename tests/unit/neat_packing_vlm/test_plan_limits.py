@@ -56,7 +56,7 @@ def test_a_sample_that_is_alone_over_a_limit_is_dropped_for_that():
     assert plan.bins() == [[0]]
 
 
-def test_limits_hold_together_with_alignment_seed_and_strata():
+def test_limits_hold_together_with_alignment_seed_and_dataset_ids():
     lengths, visual = chats(2000)
     plan = plan_packs(
         lengths,
@@ -65,7 +65,7 @@ def test_limits_hold_together_with_alignment_seed_and_strata():
         alignment=64,
         seed=1,
         epoch=2,
-        strata=np.arange(2000) % 3,
+        dataset_ids=np.arange(2000) % 3,
     )
     assert plan.sums(-(-lengths // 64) * 64).max() <= 8192
     assert plan.sums(visual).max() <= 3000

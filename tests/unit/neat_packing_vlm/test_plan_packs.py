@@ -77,12 +77,12 @@ def test_lists_arrays_and_tensors_give_the_same_plan(kind):
         ([1], {"capacity": 0}, "capacity=0"),
         ([1], {"capacity": 2**31}, "expected 1 to 2,147,483,647"),
         ([1], {"alignment": 0}, "alignment=0"),
-        ([1, 2], {"strata": [1]}, "strata: expected one for each of the 2 samples, found 1"),
+        ([1, 2], {"dataset_ids": [1]}, "dataset_ids: expected one for each of the 2 samples, found 1"),
         ([1, 2], {"limits": {"images": ([1], 3)}}, "images: expected one for each of the 2 samples"),
         ([1, 2], {"limits": {"images": ([1, 1], 0)}}, "limit of images: expected 1 or more"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_what_was_found(lengths, options, message):
+def test_what_cannot_be_planned_is_rejected_with_what_was_found(lengths, options, message):
     with pytest.raises(ConfigError, match=message):
         plan_packs(lengths, **{"capacity": 8, **options})
 
@@ -129,11 +129,11 @@ def test_a_shuffle_is_a_permutation_that_can_be_undone_and_treats_all_places_ali
     assert abs(shares - 1 / 6).max() < 0.03
 
 
-def test_strata_are_spread_evenly_over_the_packs_of_one_kind():
+def test_dataset_ids_are_spread_evenly_over_the_packs_of_one_kind():
     lengths = np.full(4000, 2048)
-    strata = np.repeat([0, 1, 1, 1], 1000)  # one data set after the other, as a mixture has them
-    plan = plan_packs(lengths, 8192, seed=0, strata=strata)
-    of_first = (strata == 0)[plan.indices].reshape(10, 400).sum(axis=1)
+    dataset_ids = np.repeat([0, 1, 1, 1], 1000)  # one dataset after the other, as a mixture has them
+    plan = plan_packs(lengths, 8192, seed=0, dataset_ids=dataset_ids)
+    of_first = (dataset_ids == 0)[plan.indices].reshape(10, 400).sum(axis=1)
     assert of_first.min() >= 90  # of 400 samples in a tenth of the packs 100 are expected
     assert of_first.max() <= 110
     assert sorted(plan.indices.tolist()) == list(range(4000))

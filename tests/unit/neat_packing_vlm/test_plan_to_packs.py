@@ -18,7 +18,7 @@ from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, pack_lengths, plan_key, plan_packs
 
 ROWS, SIZE = 60, 256
-MISSING, TORN, LONG = 7, 20, 33  # a picture that is not there, a line that is no JSON, too many words
+MISSING, TORN, LONG = 7, 20, 33  # an image that is not there, a line that is no JSON, too many words
 
 
 def row(number: int) -> str:
@@ -34,7 +34,7 @@ def row(number: int) -> str:
 
 @pytest.fixture
 def meta(tmp_path: Path, cache: Path) -> dict[str, Any]:
-    """Texts and pictures, counted for Qwen2-VL."""
+    """Texts and images, counted for Qwen2-VL."""
     Image.new("RGB", (112, 84), "tan").save(tmp_path / "mule.png")
     path = tmp_path / "mix.jsonl"
     path.write_text("\n".join(map(row, range(ROWS))) + "\n")
@@ -52,7 +52,7 @@ def packed(samples: Any, size: int = SIZE, **options: Any) -> Any:
 
 
 def lost(packs: Any) -> dict[str, str]:
-    return {drop.key: drop.reason for drop in packs.ledger if drop.action in ("left_out", "replaced")}
+    return {drop.key: drop.reason for drop in packs.ledger if drop.action in ("dropped", "replaced")}
 
 
 def test_lengths_to_plan_with_are_those_of_the_samples_after_the_shift(meta: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def test_bad_and_too_long_rows_are_recorded_when_packs_are_planned(
     assert lost(packs) == expected
 
 
-def test_what_is_known_to_be_too_long_is_left_out_whatever_is_asked_for(meta: dict[str, Any]) -> None:
+def test_what_is_known_to_be_too_long_is_dropped_whatever_is_asked_for(meta: dict[str, Any]) -> None:
     for drop in (False, True):
         packs = packed(encoded(meta, ledger=Ledger()), drop_long_samples=drop)
         assert lost(packs)["mix/33"] == "too_long"
@@ -154,7 +154,7 @@ def test_bad_rows_are_taken_out_of_a_plan_that_has_them(meta: dict[str, Any]) ->
     assert (packs.plan.sums(lengths) == packs.plan.tokens).all()
 
 
-def test_a_plan_of_other_samples_lengths_or_packs_is_refused(meta: dict[str, Any]) -> None:
+def test_a_plan_of_other_samples_lengths_or_packs_is_rejected(meta: dict[str, Any]) -> None:
     samples = encoded(meta)
     counts = counts_of(samples.dataset, samples.processor)
     assert counts is not None
@@ -169,7 +169,7 @@ def test_a_plan_of_other_samples_lengths_or_packs_is_refused(meta: dict[str, Any
         packed(samples, packing_ratio=0.9, plan=plan_packs(pack_lengths(samples), SIZE))
 
 
-def test_the_plan_says_what_a_cap_left_out(meta: dict[str, Any]) -> None:
+def test_the_plan_says_what_a_cap_dropped(meta: dict[str, Any]) -> None:
     packs = packed(encoded(meta), max_packs=3)
     assert len(packs) == len(packs.plan) == 3
     reasons = {reason: len(found) for reason, found in packs.plan.dropped_by_reason().items()}
@@ -179,7 +179,7 @@ def test_the_plan_says_what_a_cap_left_out(meta: dict[str, Any]) -> None:
     assert "2 bad" in packs.plan.describe()
 
 
-def test_examples_are_refused_with_the_wrapper_that_encodes_them(meta: dict[str, Any]) -> None:
+def test_examples_are_rejected_with_the_wrapper_that_encodes_them(meta: dict[str, Any]) -> None:
     for examples in (open_meta_dataset(meta), RobustDatasetWrapper(open_meta_dataset(meta))):
         with pytest.raises(ConfigError, match=r"MetaDataset .* PreTokenizedDatasetWrapper"):
             neat_pack_dataset_vlm(examples, 2048)

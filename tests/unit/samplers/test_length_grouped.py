@@ -167,16 +167,16 @@ def test_no_row_and_one_row_are_fine(rows: int, caplog: pytest.LogCaptureFixture
     assert ("no rows to sample from" in caplog.text) == (rows == 0)
 
 
-def test_rows_far_above_max_length_are_left_out_and_recorded(caplog: pytest.LogCaptureFixture):
+def test_rows_far_above_max_length_are_dropped_and_recorded(caplog: pytest.LogCaptureFixture):
     ledger = Ledger()
     rows = told(10, 100 + 512, 100 + 513, 7)
     sampler = LengthGroupedSampler(rows, max_length=100, ledger=ledger)
     assert sampler.sorted_indices == [1, 0, 3]
     assert len(sampler.lengths) == 4
     (drop,) = ledger
-    assert (drop.key, drop.stage, drop.reason, drop.action) == ("2", "plan", "too_long", "left_out")
+    assert (drop.key, drop.stage, drop.reason, drop.action) == ("2", "plan", "too_long", "dropped")
     assert drop.detail == "613 tokens are more than max_length=100 and a margin of 512"
-    assert "1 rows above max_length=100 are left out" in caplog.text
+    assert "1 rows above max_length=100 are dropped" in caplog.text
 
 
 def test_very_many_rows_are_recorded_as_arrays(monkeypatch: pytest.MonkeyPatch):
@@ -187,11 +187,11 @@ def test_very_many_rows_are_recorded_as_arrays(monkeypatch: pytest.MonkeyPatch):
     assert not ledger._drops
 
 
-def test_rows_over_the_smallest_rank_are_left_out_evenly_and_recorded_by_epoch():
+def test_rows_over_the_smallest_rank_are_dropped_evenly_and_recorded_by_epoch():
     ledger = Ledger()
     sampler = LengthGroupedSampler(told(*range(100)), batch_size=5, smallest=90, ledger=ledger)
     assert len(sampler) == 90
-    left_out = []
+    dropped = []
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
         order = list(sampler)
@@ -200,8 +200,8 @@ def test_rows_over_the_smallest_rank_are_left_out_evenly_and_recorded_by_epoch()
         gone = sorted(set(range(100)) - set(order))
         assert {int(drop.key) for drop in ledger if drop.epoch == epoch} == set(gone)
         assert all(9 <= after - before <= 11 for before, after in pairwise(gone))
-        left_out.append(gone)
-    assert left_out[0] != left_out[1]
+        dropped.append(gone)
+    assert dropped[0] != dropped[1]
     assert ledger.counts() == {"left_over": 20}
 
 
@@ -217,7 +217,7 @@ def test_ranks_of_different_size_have_similar_lengths_at_the_same_place():
 
 
 @pytest.mark.parametrize("smallest", [-1, 4])
-def test_an_agreed_number_that_this_rank_cannot_have_is_refused(smallest: int):
+def test_an_agreed_number_that_this_rank_cannot_have_is_rejected(smallest: int):
     with pytest.raises(ConfigError, match="this rank has 3 rows"):
         LengthGroupedSampler(told(1, 2, 3), smallest=smallest)
 
@@ -266,7 +266,7 @@ def test_a_sampler_goes_on_where_its_state_was_taken(position: int):
     assert len(list(resumed)) == 11, "another epoch begins at its beginning"
 
 
-def test_a_state_of_another_order_is_refused():
+def test_a_state_of_another_order_is_rejected():
     state = LengthGroupedSampler(told(1, 2, 3), batch_size=2).state_dict()
     for other in (
         LengthGroupedSampler(told(1, 2, 3), batch_size=1),

@@ -199,13 +199,13 @@ def test_ranks_agree_without_talking_where_everything_is_counted(
         assert any(len(one) < len(shard) for one, shard in zip(alone, shards, strict=True))
 
 
-def test_a_world_that_the_rows_are_not_dealt_to_is_refused(counted: dict[str, Any]):
+def test_a_world_that_the_rows_are_not_dealt_to_is_rejected(counted: dict[str, Any]):
     shard = open_meta_dataset(counted, shard_data=True, rank=0, world_size=2)
     with pytest.raises(ConfigError, match=r"split across \[2\] ranks"):
         LengthGroupedSampler(shard, world=World(0, 3))
 
 
-def test_rows_left_out_are_named_as_the_dataset_names_them(counted: dict[str, Any]):
+def test_rows_dropped_are_named_as_the_dataset_names_them(counted: dict[str, Any]):
     dataset = open_meta_dataset(counted)
     wrapped = Subset(RobustDatasetWrapper(dataset), list(range(20, 33)))
     counts = np.zeros(13, np.int64)
@@ -300,6 +300,6 @@ def test_lengths_can_be_given(counted: dict[str, Any]):
 
 
 @pytest.mark.parametrize("counts", [[1], [1.5, 2.5], [[1, 2]]])
-def test_counts_that_do_not_fit_are_refused(counts: Any):
+def test_counts_that_do_not_fit_are_rejected(counts: Any):
     with pytest.raises(ConfigError, match="one whole number for each"):
         LengthGroupedSampler([{}, {}], counts=counts)

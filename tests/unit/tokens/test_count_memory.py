@@ -16,8 +16,8 @@ from packhorse.types import Conversation
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
-    """Rows of one to five pictures; nearly every row has sizes that no row before it had."""
-    folder: Path = tmp_path_factory.mktemp("pictures")
+    """Rows of one to five images; nearly every row has sizes that no row before it had."""
+    folder: Path = tmp_path_factory.mktemp("images")
     files = []
     for number in range(12):
         files.append(folder / f"{number}.png")
@@ -25,8 +25,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
     rows = []
     for number in range(40):
         chosen = [files[(number * step + step) % len(files)] for step in range(1, 2 + number % 5)]
-        pictures: list[dict[str, Any]] = [{"type": "image", "image": str(file)} for file in chosen]
-        question = {"role": "user", "content": [*pictures, {"type": "text", "text": "What is it?"}]}
+        images: list[dict[str, Any]] = [{"type": "image", "image": str(file)} for file in chosen]
+        question = {"role": "user", "content": [*images, {"type": "text", "text": "What is it?"}]}
         answer = {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]}
         rows.append(parse_conversation({"conversation": [question, answer]}, f"row/{number}"))
     return rows

@@ -78,7 +78,7 @@ def test_media_are_measured_by_their_meta_and_null_counts_nothing():
     assert estimate(row) == (5, 500 + 7 + 0 + 500, False)
 
 
-def test_a_medium_beyond_the_meta_is_500_and_an_entry_beyond_the_media_counts():
+def test_a_media_item_beyond_the_meta_is_500_and_an_entry_beyond_the_media_counts():
     meta = {"images_meta": [{"n_tokens": 7}]}
     assert estimate(asked(IMAGE, IMAGE, mm_inputs_meta=meta, _text_tokens=0)) == (0, 507, False)
     assert estimate({"_text_tokens": 0, "mm_inputs_meta": meta}) == (0, 7, True)
@@ -308,7 +308,7 @@ def test_columns_of_small_integers_and_without_optional_columns_are_taken():
     assert media.tolist() == [891, 0]
 
 
-def test_columns_that_do_not_fit_each_other_are_refused():
+def test_columns_that_do_not_fit_each_other_are_rejected():
     with pytest.raises(ConfigError, match="one entry per media item"):
         MediaSizes(np.array([0, 2]), np.array([1]), np.array([1]))
     sizes = MediaSizes(np.array([0, 1]), np.array([1]), np.array([1]))

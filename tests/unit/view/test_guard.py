@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.tools.view.server import Guard
+from packhorse.tools.view.server import HostGuard
 from view_samples import ask
 
 
@@ -17,7 +17,7 @@ def test_this_machine_may_ask_whatever_the_port(app: Any, host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example:8123", "localhost.evil", "10.0.0.1", "", None]
 )
-def test_a_request_under_another_name_is_refused(app: Any, host: str | None) -> None:
+def test_a_request_under_another_name_is_rejected(app: Any, host: str | None) -> None:
     answer = ask(app, "/", host=host)
     assert answer.status == 421
     assert b"charts" not in answer.body
@@ -26,11 +26,11 @@ def test_a_request_under_another_name_is_refused(app: Any, host: str | None) -> 
 def test_on_all_addresses_any_number_may_be_named_but_no_name() -> None:
     async def nothing(*_: Any) -> None: ...
 
-    guard = Guard(nothing, "0.0.0.0")
+    guard = HostGuard(nothing, "0.0.0.0")
     assert guard.allows("10.1.2.3:8123")
     assert guard.allows("[fe80::1]:8123")
     assert not guard.allows("evil.example")
-    assert not Guard(nothing, "127.0.0.1").allows("10.1.2.3:8123")
+    assert not HostGuard(nothing, "127.0.0.1").allows("10.1.2.3:8123")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])

@@ -17,6 +17,7 @@ from count_samples import save_processor
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import plan_packs
+from packhorse.plan.pack_plan import PackPlan, load_key
 from packhorse.tools.view.book import Book
 from packhorse.tools.view.plan_book import Planned, Request, book_of, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
@@ -24,7 +25,7 @@ from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
 from view_samples import BROKEN, CUT, MALFORMED, SCRIPT, SIZES, SPOKEN, ask
 
-CHATS = len(SIZES) + 2  # the first row of chats, behind those of charts
+CHATS = len(SIZES) + 2  # the first row of chats, after those of charts
 
 
 def numbers(page: str) -> dict[str, str]:
@@ -34,7 +35,7 @@ def numbers(page: str) -> dict[str, str]:
 def test_the_overview_has_the_numbers_of_the_report(app: Any, book: Book) -> None:
     shown, report = numbers(ask(app, "/").text), json.loads(ask(app, "/report.json").body)
     assert report == book.report
-    for name in ("rows", "packed", "left_out", "packs", "tokens"):
+    for name in ("rows", "packed", "dropped", "packs", "tokens"):
         assert shown[name] == f"{report[name]:,}"
     assert shown["fill"] == f"{100 * report['fill']:.2f}\N{NO-BREAK SPACE}%"
 
@@ -76,12 +77,12 @@ def test_each_row_that_is_too_long_says_how_long_it_is(planned: Planned, tmp_pat
     report = plan_report(small, estimates=False)
     save_book(small, report, tmp_path / "small.phplan")
     made, again = Book(book_of(small, report), small.opened), Book.open(str(tmp_path / "small.phplan"))
-    told = {drop.key: drop.detail for drop in small.left_out if drop.reason == "too_long"}
+    told = {drop.key: drop.detail for drop in small.dropped if drop.reason == "too_long"}
     assert len(told) > 1
     for index in small.packs.plan.dropped_by_reason()["too_long"].tolist():
         detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.room} of a pack"
         for book in (made, again):
-            drop = book.left_out(index)
+            drop = book.dropped(index)
             assert drop is not None
             assert drop.detail.startswith(detail)
             assert told[drop.key].startswith(drop.detail)  # the ledger adds where it is
@@ -132,25 +133,25 @@ def _file(planned: Planned) -> str:
     return str(path)
 
 
-def test_pictures_are_served_in_their_own_size(app: Any) -> None:
+def test_images_are_served_in_their_own_size(app: Any) -> None:
     for row, size in enumerate(SIZES):
         answer = ask(app, f"/media/{row}/0")
         assert answer.headers["content-type"] == "image/png"
         assert Image.open(io.BytesIO(answer.body)).size == size
 
 
-def test_a_film_is_served_by_its_frames(app: Any, book: Book) -> None:
+def test_a_video_is_served_by_its_frames(app: Any, book: Book) -> None:
     row = len(book) - 1
     page = ask(app, f"/row/{row}").text
-    frames = re.findall(rf'src="(/media/{row}/0/\d+)" alt="frame (\d+) of film.mp4"', page)
+    frames = re.findall(rf'src="(/media/{row}/0/\d+)" alt="frame (\d+) of video.mp4"', page)
     assert 2 <= len(frames) <= 8
-    pictures = [ask(app, address).body for address, _ in frames]
-    assert all(Image.open(io.BytesIO(picture)).size == (96, 64) for picture in pictures)
-    assert len(set(pictures)) == len(pictures)
+    images = [ask(app, address).body for address, _ in frames]
+    assert all(Image.open(io.BytesIO(image)).size == (96, 64) for image in images)
+    assert len(set(images)) == len(images)
     assert ask(app, f"/media/{row}/0").status == 404
 
 
-def test_a_picture_that_breaks_when_decoded_is_marked_once_it_was_looked_at(app: Any, book: Book) -> None:
+def test_an_image_that_breaks_when_decoded_is_marked_once_it_was_looked_at(app: Any, book: Book) -> None:
     pack = int(book.pack_of[CUT])
     assert "broken media" not in ask(app, "/").text
     page = ask(app, f"/pack/{pack}").text
@@ -171,11 +172,11 @@ def test_a_pack_has_the_tokens_that_were_planned(app: Any, book: Book) -> None:
         assert shown["documents"] == str(len(book.plan[pack]))
 
 
-def test_learned_tokens_of_a_page_are_those_that_were_counted(app: Any, planned: Planned) -> None:
+def test_supervised_tokens_of_a_page_are_those_that_were_counted(app: Any, planned: Planned) -> None:
     for row in (0, CHATS, CHATS + SPOKEN):
         page = ask(app, f"/row/{row}").text
-        assert f"{int(planned.counts.supervised[row]):,} learned" in page
-        assert re.search(r'class="run assistant learned"', page)
+        assert f"{int(planned.counts.supervised[row]):,} supervised" in page
+        assert re.search(r'class="run assistant supervised"', page)
 
 
 @pytest.mark.parametrize("target", ["/pack/99999", "/row/99999", "/nowhere", "/pack/-1", "/pack/x"])
@@ -208,7 +209,7 @@ def test_a_query_that_makes_no_sense_shows_a_list(app: Any, query: str) -> None:
     assert ask(app, f"/problems?{query}").status == 200
 
 
-def test_packs_are_filtered_by_data_set_fill_and_media(app: Any, book: Book) -> None:
+def test_packs_are_filtered_by_dataset_fill_and_media(app: Any, book: Book) -> None:
     def found(query: str) -> set[int]:
         return set(map(int, re.findall(r'href="/pack/(\d+)" data-item', ask(app, f"/packs?{query}").text)))
 
@@ -220,8 +221,8 @@ def test_packs_are_filtered_by_data_set_fill_and_media(app: Any, book: Book) -> 
     middle = float(sorted(fill)[len(fill) // 2])
     assert found(f"least={middle}") == {pack for pack in packs if fill[pack] >= middle}
     assert found(f"most={middle}") == {pack for pack in packs if fill[pack] <= middle}
-    films = {pack for pack in packs if "clips" in datasets[pack]}
-    assert found("media=video") == films
+    videos = {pack for pack in packs if "clips" in datasets[pack]}
+    assert found("media=video") == videos
     assert found("media=none") == {pack for pack in packs if datasets[pack] == {"chats"}}
     assert found("error=any") == set()
 
@@ -299,12 +300,22 @@ def test_a_plan_moved_together_with_its_data_still_opens(
 def test_without_its_processor_a_plan_can_be_looked_at_but_for_its_rows(plan_file: Path) -> None:
     app = make_app(Book.open(str(plan_file), processor="./gone"))
     assert ask(app, "/").status == ask(app, "/packs").status == ask(app, "/problems").status == 200
-    refused = ask(app, "/pack/0")
-    assert refused.status == 503
-    assert "processor ./gone: no such folder" in refused.text
+    rejected = ask(app, "/pack/0")
+    assert rejected.status == 503
+    assert "processor ./gone: no such folder" in rejected.text
 
 
-def test_a_plan_of_other_data_is_refused(planned: Planned, tmp_path: Path) -> None:
+def test_a_plan_file_of_an_earlier_format_is_rejected_with_the_remedy(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    key = load_key(plan_file)
+    del key["made_from"]["version"]
+    PackPlan.load(plan_file).save(tmp_path / "old.phplan", key)
+    with pytest.raises(ConfigError, match="plan format 1"):
+        Book.open(str(tmp_path / "old.phplan"))
+
+
+def test_a_plan_of_other_data_is_rejected(planned: Planned, tmp_path: Path) -> None:
     plan_packs([3, 4], 8).save(tmp_path / "bare.phplan")
     with pytest.raises(ConfigError, match="does not say which data"):
         Book.open(str(tmp_path / "bare.phplan"))

@@ -44,7 +44,7 @@ def test_each_text_is_its_speakers_and_the_rest_the_templates(name: str) -> None
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_runs_cover_every_token_once_and_know_what_is_learned(name: str) -> None:
+def test_runs_cover_every_token_once_and_know_what_is_supervised(name: str) -> None:
     samples, sample, roles = encoded(name, ROW)
     runs = runs_of(samples.encoder, sample, roles)
     labels = sample["labels"].tolist()
@@ -52,7 +52,7 @@ def test_runs_cover_every_token_once_and_know_what_is_learned(name: str) -> None
     assert sum(run.count for run in runs) == len(labels)
     for run in runs:
         inside = labels[run.start : run.start + run.count]
-        assert {label != IGNORE_INDEX for label in inside} == {run.learned}
+        assert {label != IGNORE_INDEX for label in inside} == {run.supervised}
     assert [run.beyond for run in runs] == [False] * (len(runs) - 1) + [True]
 
 
@@ -62,11 +62,11 @@ def test_media_are_runs_of_their_own(tmp_path: Path) -> None:
     row = {
         "conversation": [
             {"role": "user", "content": [image, {"type": "text", "text": "What?"}]},
-            {"role": "assistant", "content": "A picture."},
+            {"role": "assistant", "content": "An image."},
         ]
     }
     samples, sample, roles = encoded("qwen2_vl", row)
-    (medium,) = [run for run in runs_of(samples.encoder, sample, roles) if run.medium]
-    assert medium.medium == "<|image_pad|>"
-    assert medium.count == int(sample["image_grid_thw"].prod()) // 4
-    assert not medium.learned
+    (media_item,) = [run for run in runs_of(samples.encoder, sample, roles) if run.media_item]
+    assert media_item.media_item == "<|image_pad|>"
+    assert media_item.count == int(sample["image_grid_thw"].prod()) // 4
+    assert not media_item.supervised

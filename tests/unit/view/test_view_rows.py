@@ -57,7 +57,7 @@ def test_a_row_that_was_cut_says_so(tmp_path: Path, saved: str) -> None:
     assert "256 tokens" in page
 
 
-def test_media_that_see_both_ways_are_squares_in_the_picture_of_the_mask(tmp_path: Path) -> None:
+def test_media_that_see_both_ways_are_squares_in_the_image_of_the_mask(tmp_path: Path) -> None:
     Image.new("RGB", (90, 60), "tan").save(tmp_path / "mule.png")
     write_rows(
         tmp_path / "mules.jsonl",
@@ -68,15 +68,15 @@ def test_media_that_see_both_ways_are_squares_in_the_picture_of_the_mask(tmp_pat
     mask = re.findall(r'<svg class="mask".*?</svg>', ask(make_app(book), "/pack/0").text)[0]
     assert mask.count('class="seen') == 2
     assert mask.count('class="both"') == 1
-    ((first, end),) = book.encoder.show(0).both_ways
-    assert end - first == 16, "as many as the picture has tokens"
+    ((first, end),) = book.encoder.show(0).bidirectional
+    assert end - first == 16, "as many as the image has tokens"
 
 
 def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 1)
     write_rows(tmp_path / "chats.jsonl", ["{", "[]", '{"messages": 3}'])
     book = book_for(meta, saved, pack_size=256)
-    assert (book.report["packs"], book.report["left_out"], book.report["straggler"]) == (0, 3, [])
+    assert (book.report["packs"], book.report["dropped"], book.report["straggler"]) == (0, 3, [])
     app = make_app(book)
     for target in (
         "/",
@@ -93,7 +93,7 @@ def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> No
     assert '<svg class="plot"' not in overview
 
 
-def test_the_name_of_a_data_set_is_text_on_every_page(tmp_path: Path, saved: str) -> None:
+def test_the_name_of_a_dataset_is_text_on_every_page(tmp_path: Path, saved: str) -> None:
     name = """<img src="x" onerror='alert(1)'>"""
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), "{"])
     meta = write_meta(tmp_path, {name: {"file_name": "chats.jsonl"}})
@@ -119,7 +119,7 @@ def test_sound_is_sent_as_wav() -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [((30, 20), "image/png"), ((1200, 900), "image/jpeg")])
-def test_pictures_keep_their_size(size: tuple[int, int], kind: str) -> None:
+def test_images_keep_their_size(size: tuple[int, int], kind: str) -> None:
     made = picture(Image.new("RGB", size, "tan"))
     assert made.kind == kind
     assert Image.open(io.BytesIO(made.data)).size == size
@@ -149,7 +149,7 @@ def test_a_remark_of_a_run_and_of_the_viewer_is_one(tmp_path: Path, saved: str) 
     assert [drop.reason for drop in book.remarks(1)] == ["broken_media", "truncated"]
 
 
-def test_a_file_that_is_no_medium_is_not_served_though_a_row_names_it(tmp_path: Path, saved: str) -> None:
+def test_a_file_that_is_no_media_item_is_not_served_though_a_row_names_it(tmp_path: Path, saved: str) -> None:
     (tmp_path / "secret.txt").write_text("name: mule, password: hay")
     row = chat("<image>What is it?", "Nothing.", images=[str(tmp_path / "secret.txt")])
     write_rows(tmp_path / "rows.jsonl", [row, chat("Why?", "So.")])
@@ -161,11 +161,11 @@ def test_a_file_that_is_no_medium_is_not_served_though_a_row_names_it(tmp_path: 
     assert "password" not in ask(app, "/row/0").text
 
 
-def test_pictures_are_not_kept_for_the_next_plan_on_the_same_port(app: Any) -> None:
+def test_images_are_not_kept_for_the_next_plan_on_the_same_port(app: Any) -> None:
     assert ask(app, "/media/0/0").headers["cache-control"] == "no-store"
 
 
-def test_of_text_alone_no_medium_and_no_placeholder_is_shown(tmp_path: Path, saved: str) -> None:
+def test_of_text_alone_no_media_item_and_no_placeholder_is_shown(tmp_path: Path, saved: str) -> None:
     app = make_app(book_for(write_chats(tmp_path, 12), saved, pack_size=256))
     overview, pack = ask(app, "/").text, ask(app, "/pack/0").text
     assert "kind text" in overview
@@ -176,7 +176,7 @@ def test_of_text_alone_no_medium_and_no_placeholder_is_shown(tmp_path: Path, sav
 
 
 def test_positions_that_cannot_be_known_are_not_made_up(app: Any) -> None:
-    page = ask(app, "/row/0").text  # a picture, and no config of the model
+    page = ask(app, "/row/0").text  # an image, and no config of the model
     assert "packhorse plan --model" in page
     assert "; positions" not in page
 

@@ -23,7 +23,7 @@ def write_demo_data(folder: Path, seed: int = 0) -> Path:
     """Fill ``folder`` with three small datasets and return the meta file that names them.
 
     24 chart questions (JSONL and PNG), 4 clip questions (JSONL and MP4), 12 text chats (a JSON array). Three
-    rows are broken: a line that is not JSON, a picture that is cut off, a question with one ``<image>`` too
+    rows are broken: a line that is not JSON, an image that is cut off, a question with one ``<image>`` too
     many.
     """
     rng = random.Random(seed)
@@ -42,7 +42,7 @@ def write_demo_data(folder: Path, seed: int = 0) -> Path:
 
 
 def write_demo_mix(folder: Path, seed: int = 0) -> Path:
-    """Fill ``folder`` with four data sets that are enough to train on, and return their meta file.
+    """Fill ``folder`` with four datasets that are enough to train on, and return their meta file.
 
     100 chart questions, 100 questions about drawings (one to three of them a row), 10 clip questions, 140
     text chats of very unequal length. Seven rows are broken or odd on purpose: the three of
@@ -81,7 +81,7 @@ def _write_charts(path: Path, media: Path, rng: random.Random, rows: int = 24) -
     lines[7] = lines[7][: len(lines[7]) // 2]  # not JSON any more
     picture = media / "chart13.png"
     picture.write_bytes(picture.read_bytes()[:200])  # cut off in the middle
-    lines[19] = lines[19].replace("<image>", "<image><image>")  # one picture, two placeholders
+    lines[19] = lines[19].replace("<image>", "<image><image>")  # one image, two placeholders
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -174,7 +174,7 @@ def _write_chats(path: Path) -> None:
 
 
 def _write_long_chats(path: Path, rng: random.Random, rows: int) -> None:
-    """Chats of one to five questions; most are short and a few are long, as in real data sets."""
+    """Chats of one to five questions; most are short and a few are long, as in real datasets."""
     things = ("mule", "saddle", "bridle", "bale of wool", "bridge", "toll gate", "inn", "ford", "lantern")
     lines = []
     for number in range(rows):

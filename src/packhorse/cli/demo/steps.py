@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.cli.demo.train import PACK_SIZE, SAVE_EVERY, Step, demo_config, read_trace
-from packhorse.cli.plan import WHY_PACK, print_costs, print_left_out, summary_lines
+from packhorse.cli.plan import WHY_PACK, print_costs, print_dropped, summary_lines
 from packhorse.cli.terminal import Output, own_command
 from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger, read_ledgers
-from packhorse.utils.files import write_whole
+from packhorse.utils.files import write_atomic
 
 REPORT = "report.html"  # stays until there is a new one
 _MARKER = ".packhorse-demo"
@@ -110,7 +110,7 @@ class Demo:
         """Write the data, the processor and the model's config."""
         from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_mix
 
-        self._title(1, "A small mixed data set, with a few broken rows")
+        self._title(1, "A small mixed dataset, with a few broken rows")
         write_demo_mix(self.folder / "data")
         rows = {path.stem: path.read_text().splitlines() for path in sorted(self.meta.parent.glob("*.jsonl"))}
         self.rows = sum(map(len, rows.values()))
@@ -147,7 +147,7 @@ class Demo:
         totals, verified = report.totals(), report.verified
         assert verified is not None  # it was asked for
         tokens = ", ".join(f"{number:,} {kind}" for kind, number in totals["tokens"].items() if number)
-        self._line(f"{tokens} tokens, counted without decoding a picture.")
+        self._line(f"{tokens} tokens, counted without decoding an image.")
         checked, failed = verified.checked, len(verified.failed)
         self._promise(
             f"{checked} random rows through the real processor: {failed} counts differ", failed == 0 < checked
@@ -167,7 +167,7 @@ class Demo:
             self._line(f"{name:<10} {text}")
         self.out.line()
         print_costs(self.plan, self.out)
-        print_left_out(self.plan, self.out)
+        print_dropped(self.plan, self.out)
 
     def train(self) -> None:
         """Train without interruption in the background; meanwhile train, kill the run and resume it."""
@@ -230,7 +230,7 @@ class Demo:
         delivered = [key for step in together for key in step.samples]
         self.delivered = len(delivered)
         self._promise(
-            f"{self.rows} rows = {len(delivered)} trained, each once + {self.plan['left_out']} in no pack + "
+            f"{self.rows} rows = {len(delivered)} trained, each once + {self.plan['dropped']} in no pack + "
             f"{self._failed()} that failed when decoded, each with its reason",
             len(set(delivered)) == len(delivered) and len(delivered) + self.ledger.lost() == self.rows,
         )
@@ -239,7 +239,7 @@ class Demo:
 
     def _failed(self) -> int:
         """Return how many rows of the plan were not trained because they could not be decoded."""
-        return self.ledger.lost() - int(self.plan["left_out"])
+        return self.ledger.lost() - int(self.plan["dropped"])
 
     def check_parity(self) -> None:
         """Compare packed with unpacked training."""
@@ -278,7 +278,7 @@ class Demo:
             commands=self._next_commands(),
             **plan_plots(self.plan),
         )
-        write_whole(self.folder / REPORT, lambda file: file.writelines([page.encode()]))
+        write_atomic(self.folder / REPORT, lambda file: file.writelines([page.encode()]))
 
     def show_summary(self) -> None:
         """Print whether all of it held, where to look, and what to type next."""
@@ -298,7 +298,7 @@ class Demo:
         return [
             (view, "packs, rows and losses in a browser"),
             (self._command("check", "--fix", self.folder / "clean"), "a copy without the broken rows"),
-            (self._command("stats", "--processor", self.model), "lengths and media of each data set"),
+            (self._command("stats", "--processor", self.model), "lengths and media of each dataset"),
         ]
 
     def _command(self, name: str, *options: object) -> str:

@@ -43,7 +43,7 @@ class Step:
 
     Attributes:
         step: its number, from 1.
-        loss: mean over its learned tokens, to the last bit.
+        loss: mean over its supervised tokens, to the last bit.
         samples: the rows it was made with.
     """
 

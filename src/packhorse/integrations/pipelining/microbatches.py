@@ -2,7 +2,7 @@
 
 ``torch.distributed.pipelining`` splits each tensor along one axis with ``torch.tensor_split``, refuses a
 batch with fewer rows than microbatches, and receives every microbatch into a buffer of the first one's shape.
-So rows that nobody learns from are put behind the rows of shorter microbatches: which rows share a microbatch
+So rows that nobody learns from are put after the rows of shorter microbatches: which rows share a microbatch
 stays as it was, and so does whose media they get. Costs one copy of the tokens where the rows do not come out
 even.
 """
@@ -39,7 +39,7 @@ class PipelineInputs:
         labels: [B, S].
         kwargs: what every stage is given: masks, positions, where documents begin.
         axes: for each of them, the axis of the rows.
-        tokens: how many are learned.
+        tokens: how many are supervised.
     """
 
     ids: torch.Tensor
@@ -63,7 +63,7 @@ def pipeline_inputs(
         batch: its media under :data:`~packhorse.pp_media.VLM_PP_MEDIA_KEY`, if it has any.
         n_microbatches: as the schedule has it.
         rope: the model's ``get_rope_index``, for batches with media and without ``position_ids``: stages
-            behind the first see neither ids nor grids, so positions are worked out for the whole batch.
+            after the first see neither ids nor grids, so positions are worked out for the whole batch.
         config: the model's: tells the tokens that stand for media.
 
     Raises:

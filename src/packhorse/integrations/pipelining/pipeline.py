@@ -32,7 +32,7 @@ class VlmPipeline:
     """Runs batches through the stages of this and the other ranks.
 
     Every rank makes the same batches (the same data-parallel rank and seed) and calls the same methods. The
-    schedules of torch want all microbatches of one shape: rows without a learned token are added behind the
+    schedules of torch want all microbatches of one shape: rows without a supervised token are added after the
     rows of shorter ones, so that any batch will do. Shapes may change from step to step; the receiving
     buffers are then made anew, without a probe.
 
@@ -42,7 +42,7 @@ class VlmPipeline:
         schedule: a schedule class of ``torch.distributed.pipelining``.
         device: where this rank's stages are; token tensors and media are moved there.
         group: of the pipeline's ranks; all ranks without it.
-        loss_fn: takes logits [b, S, V], labels [b, S] and the learned tokens of the whole step; what it
+        loss_fn: takes logits [b, S, V], labels [b, S] and the supervised tokens of the whole step; what it
             returns for all microbatches is added up. Without it
             :func:`packhorse.integrations.loss.token_loss`. Where data-parallel copies of the pipeline
             average their gradients: ``partial(token_loss, replicas=copies)``.
@@ -85,10 +85,11 @@ class VlmPipeline:
 
         Args:
             batch: of a wrapped collate function; labels are already shifted.
-            tokens: learned tokens of the step, where other data-parallel ranks or accumulated batches have a
-                part in it (:func:`packhorse.integrations.loss.count_supervised`); those of the batch without
-                it. With data-parallel copies of the pipeline whose gradients are averaged (DDP, FSDP), build
-                it with ``loss_fn=partial(token_loss, replicas=copies)``: their average is then the sum.
+            tokens: supervised tokens of the step, where other data-parallel ranks or accumulated batches
+                have a part in it (:func:`packhorse.integrations.loss.count_supervised`); those of the batch
+                without it. With data-parallel copies of the pipeline whose gradients are averaged (DDP,
+                FSDP), build it with ``loss_fn=partial(token_loss, replicas=copies)``: their average is then
+                the sum.
 
         Returns:
             The loss where the last stage is, otherwise None.

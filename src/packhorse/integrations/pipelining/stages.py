@@ -21,7 +21,7 @@ _PLACEHOLDERS = {"pixel_values": "image_token_id", "pixel_values_videos": "video
 
 
 class VlmStage(torch.nn.Module):
-    """Some decoder layers of a model; with the embedding and the vision tower in front, or the head behind.
+    """Some decoder layers of a model; with the embedding and the vision tower in front, or the head after.
 
     Parameters have the names they have in the whole model, so a checkpoint of it loads with
     ``load_state_dict(…, strict=False)`` and the state dicts of all stages together are one.
@@ -106,7 +106,7 @@ class VlmStage(torch.nn.Module):
         return self.lm_head(hidden) if self.is_last else hidden
 
     def _next_media(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The media of the microbatch at the cursor, which moves on; those without entries are left out."""
+        """The media of the microbatch at the cursor, which moves on; those without entries are dropped."""
         chunks = self._vlm_media_chunks or {}
         place = self._vlm_chunk_idx or 0
         if chunks:
@@ -134,7 +134,7 @@ class VlmStage(torch.nn.Module):
 
 
 def _shell(module: Any, replaced: Mapping[str, Any]) -> Any:
-    """The same module with other children (None: left out). Weights are shared, not copied."""
+    """The same module with other children (None: dropped). Weights are shared, not copied."""
     made = copy.copy(module)
     for name in ("_parameters", "_buffers"):
         setattr(made, name, dict(getattr(module, name)))
@@ -178,7 +178,7 @@ def split_vlm(
             "the model ties its head to its embedding, which would be on different stages: with "
             "split_vlm(…, untie=True) the head gets a copy of the weights and is trained apart"
         )
-    # Features of the vision tower's inner layers are added behind the first decoder layers.
+    # Features of the vision tower's inner layers are added after the first decoder layers.
     deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
     numbers = _dealt(total, n_stages, deep) if layers is None else list(layers)
     if len(numbers) != n_stages or sum(numbers) != total or min(numbers, default=0) < 1:

@@ -39,7 +39,7 @@ class CheckSettings:
     Attributes:
         decode: decode media; otherwise only their headers are read.
         max_length: more tokens are too many; needs a processor.
-        tiny: pictures with a side below this are told.
+        tiny: images with a side below this are told.
         ignored: rules that are not asked.
         repair: also try to repair rows, for a cleaned copy.
     """
@@ -53,11 +53,11 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True)
 class CheckTask:
-    """Rows of a data set's file.
+    """Rows of a dataset's file.
 
     Attributes:
         part: which rows, with absolute paths.
-        media_dir: the data set's own; None where it names none (then media may lie anywhere).
+        media_dir: the dataset's own; None where it names none (then media may lie anywhere).
     """
 
     part: PartTask
@@ -95,7 +95,7 @@ class PartFindings(NamedTuple):
         images: an array of :data:`IMAGE` as bytes.
         media: how many media there are; ``media_failed`` of them could not be opened.
         repairs: rows that have errors, and none when they are repaired.
-        relative: whether a path of a medium depends on the media folder.
+        relative: whether a path of a media item depends on the media folder.
     """
 
     findings: list[RawFinding]

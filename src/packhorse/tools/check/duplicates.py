@@ -1,6 +1,6 @@
-"""Duplicates by digest: who is the same as whom, over all data sets.
+"""Duplicates by digest: who is the same as whom, over all datasets.
 
-Digests are kept, not texts or pictures: 16 bytes for each row and 44 for each image. Finding the groups costs
+Digests are kept, not texts or images: 16 bytes for each row and 44 for each image. Finding the groups costs
 a sort and two numbers more for each, about two seconds for five million.
 """
 
@@ -22,14 +22,14 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What is the same as something before it, for one data set; arrays of one entry for each.
+    """What is the same as something before it, for one dataset; arrays of one entry for each.
 
     Attributes:
         rows: conversations that are duplicates, ascending.
-        row_twins: for each of them the first row with the same one, as (data set, row).
+        row_twins: for each of them the first row with the same one, as (dataset, row).
         images: (row, which of its media) of images that are duplicates, by row.
-        image_twins: for each of them the first one, as (data set, row, which of its media).
-        names: of all data sets.
+        image_twins: for each of them the first one, as (dataset, row, which of its media).
+        names: of all datasets.
     """
 
     rows: Integers
@@ -52,14 +52,14 @@ class Duplicates:
             self.images.tolist(), self.image_twins.tolist(), strict=True
         ):
             key = row_key(self.names[dataset], twin)
-            yield row, "duplicate_image", f"medium {place} is, byte for byte, medium {other} of {key}"
+            yield row, "duplicate_image", f"media item {place} is, byte for byte, media item {other} of {key}"
 
 
 class DigestStore:
-    """Digests of the rows and images of data sets, put in as parts of files get ready.
+    """Digests of the rows and images of datasets, put in as parts of files get ready.
 
     Args:
-        names: of the data sets.
+        names: of the datasets.
         rows: how many rows each has.
     """
 
@@ -78,7 +78,7 @@ class DigestStore:
             self._images[dataset, first] = images
 
     def duplicates(self) -> dict[str, Duplicates]:
-        """The duplicates of each data set by its name; the first in the order of names and rows is none."""
+        """The duplicates of each dataset by its name; the first in the order of names and rows is none."""
         rows, images = self._duplicate_rows(), self._duplicate_images()
         return {name: Duplicates(*rows[n], *images[n], self.names) for n, name in enumerate(self.names)}
 
@@ -105,8 +105,8 @@ class DigestStore:
         owner = np.repeat([dataset for dataset, _ in order], [len(part) for part in parts]).astype(np.int64)
         content, name = _numbers(every["content"]), _numbers(every["name"])
         places, firsts = twins(content)
-        # A picture that several rows of a data set name by the same name is used again, and no copy: only the
-        # first mention of each name in each data set is looked at.
+        # An image that several rows of a dataset name by the same name is used again, and no copy: only the
+        # first mention of each name in each dataset is looked at.
         named = np.concatenate([content, name, owner[:, None].astype(np.uint64)], axis=1)
         mentioned_before, _ = twins(named)
         copies = ~np.isin(places, mentioned_before)

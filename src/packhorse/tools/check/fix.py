@@ -1,6 +1,6 @@
-"""A cleaned copy of data sets: rows with errors left out or repaired, each of them named in a ledger.
+"""A cleaned copy of datasets: rows with errors dropped or repaired, each of them named in a ledger.
 
-``DIR/<data set>.jsonl`` for each data set (``.parquet`` for one of a Parquet file), ``DIR/meta.json`` and
+``DIR/<dataset>.jsonl`` for each dataset (``.parquet`` for one of a Parquet file), ``DIR/meta.json`` and
 ``DIR/ledger.jsonl``. Rows that are kept have the bytes they had (a row of a JSON array is put on one line),
 or the values and types of their Parquet file. Media stay where they are. The folder appears when it is whole;
 memory is one part of a file.
@@ -39,14 +39,14 @@ _BLOCK = 256  # rows of a Parquet file that are written together
 
 @dataclass(slots=True)
 class FixedDataset:
-    """What became of a data set: rows = kept + left out; repaired ones are among those kept."""
+    """What became of a dataset: rows = kept + dropped; repaired ones are among those kept."""
 
     name: str
     file: str
     rows: int = 0
     kept: int = 0
     repaired: int = 0
-    left_out: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class _ParquetCopy:
 
 
 class _Writer:
-    """Writes one data set."""
+    """Writes one dataset."""
 
     def __init__(
         self, report: CheckReport, number: int, fixed: FixedDataset, copy: _Copy, ledger: IO[bytes]
@@ -238,7 +238,7 @@ class _Writer:
         """Write all rows, a part at a time; yields how many are done."""
         checked = self.report.files[self.number]
         if checked.file is None:
-            # Nobody knows how many rows it has: the data set is named as a whole.
+            # Nobody knows how many rows it has: the dataset is named as a whole.
             rule = RULES["unreadable_file"]
             self._record(Drop(checked.name, rule.stage, rule.reason, checked.problem, dataset=checked.name))
             return
@@ -283,17 +283,17 @@ class _Writer:
             self._tell(row, told, "repaired", f" ({repair.done})")
 
     def _leave_out(self, row: int, told: Sequence[RawFinding]) -> None:
-        self.fixed.left_out += 1
-        self._tell(row, told, "left_out")
+        self.fixed.dropped += 1
+        self._tell(row, told, "dropped")
 
-    def _tell(self, row: int, told: Sequence[RawFinding], action: Any, behind: str = "") -> None:
+    def _tell(self, row: int, told: Sequence[RawFinding], action: Any, after: str = "") -> None:
         """One entry for a row, under the reason of the first thing that is wrong with it."""
         rule, name = RULES[told[0].rule], self.fixed.name
         first, *more = told
         # The reason is a field of its own, and a row that is no JSON says itself where it is.
         found = [first.found, *(f"{one.rule}: {one.found}" for one in more)]
         places = [] if first.location in first.found else [first.location]
-        detail = "; ".join([*found, *places]) + behind
+        detail = "; ".join([*found, *places]) + after
         self._record(Drop(row_key(name, row), rule.stage, rule.reason, detail, action, name))
 
     def _record(self, drop: Drop) -> None:
@@ -302,7 +302,7 @@ class _Writer:
 
 
 def _file_names(files: Sequence[CheckedFile]) -> list[str]:
-    """A file for each data set; no two the same, and none that is taken."""
+    """A file for each dataset; no two the same, and none that is taken."""
     taken = {LEDGER}
     made = []
     for checked in files:
@@ -316,7 +316,7 @@ def _file_names(files: Sequence[CheckedFile]) -> list[str]:
 
 
 def _meta_entry(checked: CheckedFile, file: str) -> dict[str, Any]:
-    """The data set's entry of a meta file in another folder: its media folder is an absolute path."""
+    """The dataset's entry of a meta file in another folder: its media folder is an absolute path."""
     config = checked.config
     absolute = config.rules.media_dir is not None or checked.relative
     return (with_absolute_paths(config) if absolute else config).entry(file)

@@ -28,7 +28,7 @@ from packhorse.tools.check.rules import RULES, Found, Severity, found
 from packhorse.types import MediaRef
 
 TINY = 16
-"""A picture with a side below this many pixels is called tiny."""
+"""An image with a side below this many pixels is called tiny."""
 
 DIGEST_BYTES = 16
 
@@ -39,11 +39,11 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One medium.
+    """One media item.
 
     Attributes:
         findings: what is wrong with it.
-        size: (height, width) of a picture or of a video's frames; None where nobody knows.
+        size: (height, width) of an image or of a video's frames; None where nobody knows.
         content: a digest of its bytes; of its name where they were not read.
         name: a digest of its name; empty where it has none (bytes in a Parquet file).
         read: whether ``content`` is that of its bytes.
@@ -63,7 +63,7 @@ class MediaChecker:
 
     Args:
         decode: decode them; otherwise only their headers are read.
-        tiny: pictures with a side below this are told.
+        tiny: images with a side below this are told.
         has_processor: a processor says itself which shapes it refuses.
     """
 
@@ -72,12 +72,12 @@ class MediaChecker:
         self._known: dict[Any, Seen] = {}
 
     def look(self, ref: MediaRef, media_dir: str | None, confined: bool) -> Seen:
-        """Everything about one medium.
+        """Everything about one media item.
 
         Args:
-            ref: the medium, its path resolved.
-            media_dir: the folder it belongs to; None where the data set names none.
-            confined: whether the data set refuses media outside it.
+            ref: the media item, its path resolved.
+            media_dir: the folder it belongs to; None where the dataset names none.
+            confined: whether the dataset refuses media outside it.
         """
         key = None
         if isinstance(ref.source, str):

@@ -1,6 +1,7 @@
-"""Rules that need the processor: special tokens in texts, what it refuses, lengths, what is learned.
+"""Rules that need the processor: special tokens in texts, what it refuses, lengths, what is supervised.
 
-Lengths and learned tokens come from the counter that ``packhorse count`` uses: no pixel is decoded for them.
+Lengths and supervised tokens come from the counter that ``packhorse count`` uses: no pixel is decoded for
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def repaired(row: Row, rules: ShareGptFormat) -> tuple[Row, list[str]] | None:
 
     Args:
         row: as the file holds it; it is not changed.
-        rules: of its data set.
+        rules: of its dataset.
     """
     turns = row.get(rules.columns.messages)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
@@ -90,7 +91,7 @@ def look_at_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Found],
 
     Args:
         row: as the file holds it.
-        config: of its data set. Whether it is strict or confined does not matter here.
+        config: of its dataset. Whether it is strict or confined does not matter here.
         key: of the row.
     """
     drops: list[Drop] = []
@@ -111,7 +112,7 @@ def look_at_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Found],
 
 @lru_cache(maxsize=64)
 def _loose(rules: ShareGptFormat) -> ShareGptFormat:
-    """The rules of a data set that tell everything instead of stopping at the first; made once."""
+    """The rules of a dataset that tell everything instead of stopping at the first; made once."""
     return replace(rules, strict=False, confine=False)
 
 
@@ -160,7 +161,7 @@ def _texts(conversation: Conversation) -> list[Found]:
 
 
 _UNEVEN = 10
-"""Whatever is refused for its size with sides of more than 1 to 10 is refused for its shape."""
+"""Whatever is rejected for its size with sides of more than 1 to 10 is rejected for its shape."""
 
 
 class EncodingRules:
@@ -189,7 +190,7 @@ class EncodingRules:
         return findings
 
     def shape(self, kind: MediaKind, size: tuple[int, int], images: int, name: str) -> list[Found]:
-        """Whether the processor refuses a picture of this (height, width) for its shape."""
+        """Whether the processor refuses an image of this (height, width) for its shape."""
         encoder, family = self.counter.encoder, self.counter.family
         if kind != "image" or kind not in family.kinds or max(size) <= _UNEVEN * min(size):
             return []
@@ -213,7 +214,7 @@ class EncodingRules:
             return [found("sample_failed", counted.detail)]
         count, findings = counted.count, []
         if not count.supervised:
-            what = f"of {count.total:,} tokens none is learned"
+            what = f"of {count.total:,} tokens none is supervised"
             findings.append(found("nothing_supervised", what))
         if self.max_length is not None and count.total > self.max_length:
             what = f"{count.total:,} tokens, more than max_length={self.max_length:,}"

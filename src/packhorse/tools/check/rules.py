@@ -47,7 +47,7 @@ class Rule:
         return cast("Reason", self.name)
 
 
-_OTHER_MEDIUM = "fetch or make the medium again, or delete the row"
+_OTHER_MEDIUM = "fetch or make the media item again, or delete the row"
 
 _ALL = (
     Rule(
@@ -86,9 +86,9 @@ _ALL = (
         "unknown_role",
         "error",
         "a turn is neither user, assistant nor system: it would be cut",
-        "name the roles of the data set in its tags, or correct the row",
+        "name the roles of the dataset in its tags, or correct the row",
         "convert",
-        repair="a role that is known by another name (human, gpt, User) gets the data set's own",
+        repair="a role that is known by another name (human, gpt, User) gets the dataset's own",
     ),
     Rule(
         "surplus_placeholder",
@@ -101,14 +101,14 @@ _ALL = (
         "surplus_media",
         "error",
         "the row has media that the text does not mention: they would be cut",
-        "write a placeholder where each medium belongs",
+        "write a placeholder where each media item belongs",
         "convert",
         repair="where the text has no placeholder of that kind, they go to the front of the first question",
     ),
     Rule(
         "placeholder_as_text",
         "warning",
-        "a literal <image> or <video> that stands for no medium, in an answer for instance",
+        "a literal <image> or <video> that stands for no media item, in an answer for instance",
         "delete it, or move it to a user turn",
         "convert",
     ),
@@ -119,16 +119,18 @@ _ALL = (
         "put the turns in order, or join neighbours; some chat templates refuse such rows",
         "convert",
     ),
-    Rule("unanswered_turn", "note", "the last turn is not an answer", "nothing is learned of it", "convert"),
+    Rule(
+        "unanswered_turn", "note", "the last turn is not an answer", "nothing is supervised of it", "convert"
+    ),
     Rule("empty_turn", "warning", "a turn says nothing", "fill it, or delete the row", "convert"),
     Rule(
         "outside_media_dir",
         "warning",
-        "a medium lies outside media_dir; an error where the meta file says confine",
+        "a media item lies outside media_dir; an error where the meta file says confine",
         "move it into media_dir, or widen media_dir",
         "convert",
     ),
-    Rule("missing_media", "error", "a medium is not there", "restore it, or correct its path", "media"),
+    Rule("missing_media", "error", "a media item is not there", "restore it, or correct its path", "media"),
     Rule(
         "unreachable_media",
         "error",
@@ -136,32 +138,32 @@ _ALL = (
         "give the right to read it, or check again when the store answers; --fix keeps the row",
         "media",
     ),
-    Rule("broken_media", "error", "a medium cannot be decoded", _OTHER_MEDIUM, "media"),
-    Rule("media_too_large", "error", "a medium is too large to decode", _OTHER_MEDIUM, "media"),
+    Rule("broken_media", "error", "a media item cannot be decoded", _OTHER_MEDIUM, "media"),
+    Rule("media_too_large", "error", "a media item is too large to decode", _OTHER_MEDIUM, "media"),
     Rule(
         "extreme_aspect_ratio",
         "warning",
-        "a picture's sides differ so much that processors refuse it; an error where the given one does",
-        "crop or cut the picture, or delete the row",
+        "an image's sides differ so much that processors refuse it; an error where the given one does",
+        "crop or cut the image, or delete the row",
         "media",
     ),
-    Rule("tiny_image", "warning", "a picture of few pixels", "look whether it shows anything", "media"),
+    Rule("tiny_image", "warning", "an image of few pixels", "look whether it shows anything", "media"),
     Rule(
         "duplicate_conversation",
         "warning",
-        "the same turns with the same media as an earlier row, in any data set",
+        "the same turns with the same media as an earlier row, in any dataset",
         "delete one of them, or make a cleaned copy with --drop-duplicates",
         "select",
     ),
     Rule(
         "duplicate_image",
         "warning",
-        "byte for byte the same picture under another name, or in another data set",
-        "see whether the rows are copies, or whether training and test data share pictures",
+        "byte for byte the same image under another name, or in another dataset",
+        "see whether the rows are copies, or whether training and test data share images",
         "select",
         needs="content",
     ),
-    Rule("same_file", "note", "two data sets read the same file", "their rows come twice", "select"),
+    Rule("same_file", "note", "two datasets read the same file", "their rows come twice", "select"),
     Rule(
         "special_token_in_text",
         "error",
@@ -181,7 +183,7 @@ _ALL = (
     Rule(
         "nothing_supervised",
         "error",
-        "no token of the row is learned",
+        "no token of the row is supervised",
         "correct or delete the row",
         "encode",
         needs="processor",
@@ -229,7 +231,7 @@ class Finding:
 
     Attributes:
         row: its number in the file, from 0; None where the finding is about the whole file.
-        key: the row's name, ``coco/812``; the data set's where there is no row.
+        key: the row's name, ``coco/812``; the dataset's where there is no row.
         file: the data file.
         line: of a JSONL file, from 1; None elsewhere.
         location: file and place, for people.

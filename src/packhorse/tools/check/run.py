@@ -40,7 +40,7 @@ from packhorse.types import mask_secrets
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.progress import OnProgress, Progress
 
-_LEAST_PART, _MOST_PART = 16, 512  # rows: with a picture each, up to a few seconds of decoding
+_LEAST_PART, _MOST_PART = 16, 512  # rows: with an image each, up to a few seconds of decoding
 _PARTS = 64  # at least, where there are rows enough: so that all workers have work
 _SUMS = ("rows", "media", "media_failed", "rows_with_errors")
 
@@ -75,10 +75,10 @@ class Spool:
 
 @dataclass(slots=True)
 class CheckedFile:
-    """One data set and what was found in it.
+    """One dataset and what was found in it.
 
     Attributes:
-        config: of the data set, as the meta file has it.
+        config: of the dataset, as the meta file has it.
         file: its rows; None where they cannot be read.
         state: of the data file when it was checked.
         problem: why they cannot be read.
@@ -106,7 +106,7 @@ class CheckedFile:
 
     @property
     def name(self) -> str:
-        """Of the data set."""
+        """Of the dataset."""
         return self.config.name
 
 
@@ -115,12 +115,12 @@ class CheckReport:
     """A whole check.
 
     Attributes:
-        files: one for each data set, in the order of their names.
+        files: one for each dataset, in the order of their names.
         settings: what was checked.
         processor: the name of it; empty for none.
         seconds: how long it took.
         part_rows: rows in a part.
-        duplicates: by data set.
+        duplicates: by dataset.
     """
 
     files: tuple[CheckedFile, ...]
@@ -168,7 +168,7 @@ class CheckReport:
         return found | dict.fromkeys(sorted(self.settings.ignored), "ignored")
 
     def findings(self) -> Iterator[Finding]:
-        """All findings, data set by data set and row by row; memory is one part and the duplicates."""
+        """All findings, dataset by dataset and row by row; memory is one part and the duplicates."""
         for number, file in enumerate(self.files):
             for rule, what in file.notes:
                 where = mask_secrets(file.config.file_name)
@@ -177,7 +177,7 @@ class CheckReport:
                 yield _finding(file, raw.row, raw.rule, raw.severity, raw.found, raw.location)
 
     def of_rows(self, number: int) -> Iterator[RawFinding]:
-        """The findings about rows of one data set, in order."""
+        """The findings about rows of one dataset, in order."""
         file = self.files[number]
         own = (one for part in range(file.parts) for one in self.spool.get(number, part)[0])
         twins = self.duplicates[file.name].findings() if file.name in self.duplicates else iter(())
@@ -249,16 +249,16 @@ def check_meta(
     index_dir: str | None = None,
     progress: OnProgress | None = None,
 ) -> CheckReport:
-    """Look for everything that is wrong with the rows of the data sets of a meta file; changes nothing.
+    """Look for everything that is wrong with the rows of the datasets of a meta file; changes nothing.
 
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are checked, whatever share of
-            them a data set takes.
+            them a dataset takes.
         processor: a processor, or the path of one; rules that need one are not asked without it.
-        dataset_names: only these data sets.
+        dataset_names: only these datasets.
         max_length: rows with more tokens are too long; needs a processor.
         decode: decode all media; False reads their headers alone.
-        tiny: pictures with a side below so many pixels are told.
+        tiny: images with a side below so many pixels are told.
         ignore: names of rules that are not asked.
         repair: also try to repair rows, for :func:`~packhorse.tools.check.fix.write_fixed`.
         engine: where to check (see :mod:`packhorse.count.engines`); None checks in this process.
@@ -280,7 +280,7 @@ def check_meta(
     settings = CheckSettings(decode, max_length, tiny, frozenset(ignore), repair)
     configs = read_meta(meta, dataset_names)
     if not configs:
-        raise ConfigError(f"{meta}: it names no data set")
+        raise ConfigError(f"{meta}: it names no dataset")
     for config in configs:
         check_media_dir(config)
     opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
@@ -323,7 +323,7 @@ def _tell_same_files(files: Sequence[CheckedFile], settings: CheckSettings) -> N
         if checked.file is not None:
             other = first.setdefault(os.path.realpath(checked.file.path), checked.name)
             if other != checked.name:
-                checked.notes.append(("same_file", f"it is also the file of data set '{other}'"))
+                checked.notes.append(("same_file", f"it is also the file of dataset '{other}'"))
         checked.notes[:] = [note for note in checked.notes if note[0] not in settings.ignored]
         for rule, _ in checked.notes:
             checked.counts[rule, RULES[rule].severity] += 1
@@ -337,7 +337,7 @@ class _Check:
     ) -> None:
         self.files, self.settings, self.spool = files, settings, Spool()
         self.tasks: list[CheckTask] = []
-        self.owners: list[tuple[int, int]] = []  # which part of which data set a task is
+        self.owners: list[tuple[int, int]] = []  # which part of which dataset a task is
         self.digests = DigestStore([one.name for one in files], [one.rows for one in files])
         for number, checked in enumerate(files):
             if checked.file is None or checked.state is None:
@@ -375,7 +375,7 @@ class _Check:
         checked.relative |= result.relative
 
     def duplicates(self) -> dict[str, Duplicates]:
-        """By data set; counts them too."""
+        """By dataset; counts them too."""
         found = self.digests.duplicates()
         for checked in self.files:
             twins = found[checked.name]

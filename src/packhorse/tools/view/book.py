@@ -1,4 +1,4 @@
-"""What the pages know: the plan, the rows and how to find them, why rows are left out, what ledgers say.
+"""What the pages know: the plan, the rows and how to find them, why rows are dropped, what ledgers say.
 
 Opening maps the plan and opens the data files (milliseconds each). The processor, which takes seconds to
 import, is opened in the background, or when the first page needs it.
@@ -39,7 +39,7 @@ _MOST_DIGITS = 18
 
 
 class RowFinder:
-    """Finds rows of a mixture; sorts the rows of a data set when it is first asked for one of them."""
+    """Finds rows of a mixture; sorts the rows of a dataset when it is first asked for one of them."""
 
     def __init__(self, dataset: MetaDataset) -> None:
         self._sources = {source.config.name: source for source in dataset.sources}
@@ -49,7 +49,7 @@ class RowFinder:
         self._order = lru_cache(maxsize=None)(self._sorted_rows)
 
     def place(self, index: int) -> tuple[Source, int]:
-        """The data set of a position, and the row's number in its file."""
+        """The dataset of a position, and the row's number in its file."""
         name = list(self._sources)[int(np.searchsorted(self._ends, index, side="right"))]
         source = self._sources[name]
         return source, source.selection.row(index - self._first[name])
@@ -97,7 +97,7 @@ class Book:
         plan: which rows make up each pack.
         report: the numbers of the overview.
         dataset: the examples.
-        names: of the data sets, in order.
+        names: of the datasets, in order.
         marks: what ledgers, and this viewer, have to say of rows, by their position.
     """
 
@@ -191,7 +191,7 @@ class Book:
         return self.dataset.key(index)
 
     def dataset_of(self, index: int) -> int:
-        """The number of a row's data set."""
+        """The number of a row's dataset."""
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
     def datasets_of(self, indices: npt.NDArray[np.integer]) -> Integers:
@@ -215,7 +215,7 @@ class Book:
         except BadSample as error:
             return error.detail
 
-    def left_out(self, index: int) -> Drop | None:
+    def dropped(self, index: int) -> Drop | None:
         """Why a row is in no pack; None if it is in one."""
         code = self._drop_code(index)
         if code is None:
@@ -232,7 +232,7 @@ class Book:
         return int(self.plan.drop_codes[place]) if found else None
 
     @cached_property
-    def _left_out_reasons(self) -> npt.NDArray[np.object_]:
+    def _dropped_reasons(self) -> npt.NDArray[np.object_]:
         """The reason of each row of ``plan.dropped``."""
         reasons = np.array(DROP_REASONS, object)[self.plan.drop_codes]
         if self.made.bad:
@@ -244,7 +244,7 @@ class Book:
 
     def reasons(self) -> list[tuple[str, int, int]]:
         """For each reason: its name, rows in no pack, rows in a pack that a ledger has a remark on."""
-        gone = Counter(self._left_out_reasons.tolist())
+        gone = Counter(self._dropped_reasons.tolist())
         marked = Counter(
             reason
             for index, drops in list(self.marks.items())
@@ -255,8 +255,8 @@ class Book:
         return [(name, gone[name], marked[name]) for name in names]
 
     def problems(self, reason: str = "", dataset: int = -1) -> list[int]:
-        """The rows that are left out or marked, in order; only of a reason, or of a data set."""
-        reasons = self._left_out_reasons
+        """The rows that are dropped or marked, in order; only of a reason, or of a dataset."""
+        reasons = self._dropped_reasons
         gone = self.plan.dropped[reasons == reason] if reason else self.plan.dropped
         marked = [
             index
@@ -271,7 +271,7 @@ class Book:
 
     def remarks(self, index: int) -> list[Drop]:
         """All that is to be said of a row: why it is in no pack, and what ledgers have."""
-        own = self.left_out(index)
+        own = self.dropped(index)
         drops = [] if own is None else [own]
         said = {own.reason} if own is not None else set()
         return drops + [drop for drop in self.marks.get(index, ()) if drop.reason not in said]
@@ -282,7 +282,7 @@ class Book:
             return ""
         return (
             f"{len(self.elsewhere):,} of {self._entries:,} entries of the ledger name no row of "
-            f"{self.made.request.config.data} (as {self.elsewhere[0].key}): is it another data set's?"
+            f"{self.made.request.config.data} (as {self.elsewhere[0].key}): is it another dataset's?"
         )
 
     def mark(self, index: int, drops: Sequence[Drop]) -> None:
@@ -353,7 +353,7 @@ class Hits:
 
 
 def find_key(book: Book, wanted: str) -> list[int]:
-    """The rows with this key: ``coco/812``, or 812 in every data set."""
+    """The rows with this key: ``coco/812``, or 812 in every dataset."""
     wanted = wanted.strip()
     keys = [f"{name}/{wanted}" for name in book.names] if wanted.isdecimal() else [wanted]
     found = (book.finder.find(key) for key in keys)

@@ -1,7 +1,7 @@
-"""Media as a browser shows them: the number of a row and of a medium go in, encoded bytes come out.
+"""Media as a browser shows them: the number of a row and of a media item go in, encoded bytes come out.
 
-Nothing is served by its path, and nothing as it lies on the disk: pictures and frames are decoded and encoded
-again, so a file that is no picture cannot reach the browser as something else.
+Nothing is served by its path, and nothing as it lies on the disk: images and frames are decoded and encoded
+again, so a file that is no image cannot reach the browser as something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packhorse.types import MediaRef
 FRAMES = 8
 """The most frames of a video that are shown, evenly spaced."""
 
-_SMALL = 512 * 512  # up to so many pixels a picture is sent without loss
+_SMALL = 512 * 512  # up to so many pixels an image is sent without loss
 
 
 class Encoded(NamedTuple):
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
 
 
 class MediaShelf:
-    """The media of the rows of one data set.
+    """The media of the rows of one dataset.
 
     Args:
         encoder: knows the rows, and how videos are sampled.
@@ -44,20 +44,20 @@ class MediaShelf:
         self._frames = lru_cache(maxsize=16)(self._video)
 
     def get(self, row: int, number: int) -> Encoded:
-        """A picture, or a sound.
+        """An image, or a sound.
 
         Raises:
             BadSample: it cannot be decoded.
-            LookupError: there is no such medium, or it is a video.
+            LookupError: there is no such media item, or it is a video.
         """
         ref = self._ref(row, number)
         if ref.kind == "video":
             raise LookupError("a video is shown by its frames")
-        medium = load_media(ref, sampling_rate=self.encoder.family.sampling_rate)
-        if isinstance(medium, Image.Image):
-            return picture(medium)
-        assert isinstance(medium, tuple)
-        return sound(*medium)
+        media_item = load_media(ref, sampling_rate=self.encoder.family.sampling_rate)
+        if isinstance(media_item, Image.Image):
+            return picture(media_item)
+        assert isinstance(media_item, tuple)
+        return sound(*media_item)
 
     def frames(self, row: int, number: int) -> tuple[int, ...]:
         """Which of the frames that the model is fed are shown, by their number in the video.
@@ -77,13 +77,13 @@ class MediaShelf:
     def _ref(self, row: int, number: int) -> MediaRef:
         media = self.encoder.conversation(row).media
         if not 0 <= number < len(media):
-            raise LookupError(f"medium {number} of {len(media)}")
+            raise LookupError(f"media item {number} of {len(media)}")
         return media[number]
 
     def _video(self, row: int, number: int) -> tuple[tuple[int, ...], list[Encoded]]:
         ref = self._ref(row, number)
         if ref.kind != "video":
-            raise LookupError(f"medium {number} is no video")
+            raise LookupError(f"media item {number} is no video")
         video = load_media(ref, sampling=self.encoder.samples.encoder.video_sampling)
         assert isinstance(video, VideoFrames)
         total = len(video.frames)
@@ -93,7 +93,7 @@ class MediaShelf:
 
 
 def picture(image: Image.Image) -> Encoded:
-    """An RGB picture in its own size."""
+    """An RGB image in its own size."""
     small = image.width * image.height <= _SMALL
     out = io.BytesIO()
     if small:
@@ -115,5 +115,5 @@ def sound(samples: np.ndarray, rate: int) -> Encoded:
 
 
 def why_not(error: BaseException) -> str:
-    """What to say of a medium that cannot be shown."""
+    """What to say of a media item that cannot be shown."""
     return error.detail if isinstance(error, BadSample) else str(error)

@@ -30,8 +30,8 @@ class PackQuery:
     Attributes:
         sort: one of ``SORTS``.
         down: the largest first.
-        dataset: only packs with rows of this data set, by its name.
-        media: only packs with this kind of medium; ``none`` for text alone.
+        dataset: only packs with rows of this dataset, by its name.
+        media: only packs with this kind of media item; ``none`` for text alone.
         least: only packs at least so full, in percent; ``most`` likewise.
         error: only packs with a row that has a remark for this reason; ``any`` for any.
         page: from 1.

@@ -89,7 +89,7 @@ class Pages:
         both, at = [], 0
         for one in documents:
             one["start"] = at
-            both += [(at + first, at + end) for first, end in one["shown"].both_ways]
+            both += [(at + first, at + end) for first, end in one["shown"].bidirectional]
             at += one["shown"].room
         strips = [
             (one["shown"].room, one["key"], self.book.dataset_of(one["shown"].index)) for one in documents
@@ -100,7 +100,7 @@ class Pages:
             "documents": documents,
             "tokens": sum(one["shown"].length for one in documents),
             "planned": line.tokens,
-            "learned": sum(one["shown"].learned for one in documents),
+            "supervised": sum(one["shown"].supervised for one in documents),
             "media": sum(len(one["shown"].media) for one in documents),
             "size": size,
             "strip_colours": [(self.book.names.index(name), name) for name in line.datasets],
@@ -128,7 +128,7 @@ class Pages:
         }
 
     def problems(self, wanted: Mapping[str, str]) -> Values:
-        """Rows that are left out or that a ledger has a remark on, with their places."""
+        """Rows that are dropped or that a ledger has a remark on, with their places."""
         reason, dataset = wanted.get("reason", ""), wanted.get("dataset", "")
         place = self.book.names.index(dataset) if dataset in self.book.names else -1
         rows = self.book.problems(reason, place)
@@ -174,42 +174,42 @@ class Pages:
         lacking = int(np.bitwise_or.reduce(plan.kinds)) & ~int(plan.kinds[pack])
         made = self.encoder.placeholders(lacking)
         return [
-            {"number": number, "kind": kind, "shown": shown, "start": start, "medium_of_run": {}}
+            {"number": number, "kind": kind, "shown": shown, "start": start, "media_item_of_run": {}}
             for number, (kind, shown) in enumerate(made, documents + 1)
         ]
 
     def _document(self, index: int, number: int) -> Values:
         shown = self._show(index)
         drops: Sequence[Drop] = self.book.remarks(index)
-        media_runs = [place for place, run in enumerate(shown.runs) if run.medium]
-        linked = len(media_runs) == len(shown.media)
+        repeated_media_tokens = [place for place, run in enumerate(shown.runs) if run.media_item]
+        linked = len(repeated_media_tokens) == len(shown.media)
         return {
             "number": number,
             "key": self.book.key(index),
             "shown": shown,
             "remarks": drops,
             "start": 0,
-            "media": [self._medium(shown, medium) for medium in shown.media],
-            "medium_of_run": dict(zip(media_runs, shown.media, strict=True)) if linked else {},
+            "media": [self._media_item(shown, media_item) for media_item in shown.media],
+            "media_item_of_run": dict(zip(repeated_media_tokens, shown.media, strict=True)) if linked else {},
         }
 
     def _shown(self, index: int) -> Shown:
         shown = self.encoder.show(index)
         dataset = self.book.names[self.book.dataset_of(index)]
         found = list(shown.found)
-        if shown.error is not None and self.book.left_out(index) is None:
+        if shown.error is not None and self.book.dropped(index) is None:
             found.append(shown.error.as_drop(key=self.book.key(index), dataset=dataset))
         self.book.mark(index, found)
         return shown
 
-    def _medium(self, shown: Shown, medium: Medium) -> Values:
-        """A medium as the page shows it; a broken one by what is wrong with it."""
-        made: Values = {"medium": medium, "frames": (), "error": ""}
+    def _media_item(self, shown: Shown, media_item: Medium) -> Values:
+        """A media item as the page shows it; a broken one by what is wrong with it."""
+        made: Values = {"media_item": media_item, "frames": (), "error": ""}
         try:
-            if medium.kind == "video":
-                made["frames"] = self.shelf.frames(shown.index, medium.number)
+            if media_item.kind == "video":
+                made["frames"] = self.shelf.frames(shown.index, media_item.number)
             elif shown.error is not None:  # perhaps because of this one: others were decoded already
-                self.shelf.get(shown.index, medium.number)
+                self.shelf.get(shown.index, media_item.number)
         except DATA_ERRORS as error:
             if not is_data_error(error):
                 raise
@@ -250,7 +250,7 @@ def plan_plots(report: Mapping[str, Any]) -> Values:
             "Histogram of the tokens of a row",
             every=max(1, len(edges) // 7),
         ),
-        "mix_plot": plots.mix(report["datasets"], "Tokens of each data set by kind"),
+        "mix_plot": plots.mix(report["datasets"], "Tokens of each dataset by kind"),
         "straggler_plot": plots.line(stragglers, "Straggler ratio by number of ranks"),
         "kinds": [kind for kind in plots.KINDS if any(one[kind] for one in report["datasets"])],
     }

@@ -19,7 +19,7 @@ from typing import Any
 
 from packhorse.chat import tokenizer_of
 from packhorse.count.columns import CountColumns
-from packhorse.distributed import Ranks
+from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.families.models import check_packable, model_classes, open_config
 from packhorse.families.processors import open_processor
@@ -33,6 +33,7 @@ from packhorse.plan.schedule import Packs
 from packhorse.types import Drop, World
 
 _LONGEST_DETAIL = 500
+VERSION = 2  # of the JSON in the plan file; 1 had other names for settings and report fields
 # What a plan and its packs depend on; where batches are built and how ledgers are kept is the run's affair.
 _SETTINGS = (
     "dataset_names",
@@ -105,9 +106,9 @@ class Planned:
         return self.request.model or self.request.processor_name
 
     @property
-    def left_out(self) -> list[Drop]:
+    def dropped(self) -> list[Drop]:
         """Rows that are in no pack, as the loader records them."""
-        return self.planner.left_out(self.packs.plan)
+        return self.planner.dropped(self.packs.plan)
 
 
 def open_request(request: Request) -> OpenedData:
@@ -119,7 +120,7 @@ def open_request(request: Request) -> OpenedData:
     processor = request.processor
     if isinstance(processor, str):
         processor = open_processor(processor, request.trust_remote_code)
-    return open_data(request.config, processor, _find_model(request), Ranks(World()), Ledger())
+    return open_data(request.config, processor, _find_model(request), Collectives(World()), Ledger())
 
 
 def make_plan(
@@ -139,7 +140,7 @@ def make_plan(
     opened = open_request(request) if opened is None else opened
     if opened.model.config is not None and model_classes(opened.model.config):
         check_packable(opened.model.config)
-    start = start_up(request.config, opened, Ranks(World()), counts)
+    start = start_up(request.config, opened, Collectives(World()), counts)
     planner = start.planner
     plan = planner.plan(request.epoch)
     planner.check_overlong(plan)
@@ -218,6 +219,7 @@ def save_book(planned: Planned, report: Mapping[str, Any], path: str | os.PathLi
     home = Path(path).absolute().parent
     settings = {name: getattr(request.config, name) for name in _SETTINGS}
     made_from = {
+        "version": VERSION,
         "meta": _place(str(request.config.data), home),
         "processor": _place(request.processor_name, home),
         "model": None if request.model is None else _place(request.model, home),
@@ -255,6 +257,11 @@ def open_book(
         raise ConfigError(
             f"{os.fspath(path)} is a plan that does not say which data it is of: make one with "
             "`packhorse plan`"
+        )
+    if source.get("version") != VERSION:
+        raise ConfigError(
+            f"{os.fspath(path)} has plan format {source.get('version', 1)}, this version of packhorse reads "
+            f"{VERSION}: make the plan again with `packhorse plan`"
         )
     home = Path(path).absolute().parent
     config = LoaderConfig(data=_found(source["meta"], home), **source["settings"])

@@ -20,7 +20,7 @@ from packhorse.plan.assign import random_numbers
 from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.plan.schedule import Dealt, Packs, Segment, Shape, Units, deal
+from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule, ResumeSegment, Units, schedule_packs
 from packhorse.tools.view.plan_book import Planned, Request, make_plan
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import OnProgress, Progress
@@ -168,7 +168,7 @@ def plan_report(
         "settings": {name: getattr(config, name) for name in _SETTINGS},
         "rows": len(planned.counts),
         "packed": len(plan.indices),
-        "left_out": len(plan.dropped),
+        "dropped": len(plan.dropped),
         "packs": len(plan),
         "fewest_packs": plan.bound,
         "pack_size": config.pack_size,
@@ -202,7 +202,9 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
     for size in sorted(sizes):
         planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
         opened, plan, costs = planned.opened, planned.packs.plan, padding(planned)
-        dealt = Dealt(planned.packs, [Segment(8, 1, 1, 0)], seed=request.config.seed, epoch=request.epoch)
+        dealt = PackSchedule(
+            planned.packs, [ResumeSegment(8, 1, 1, 0)], seed=request.config.seed, epoch=request.epoch
+        )
         found.append(
             {
                 "pack_size": size,
@@ -210,7 +212,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
                 "capacity": plan.capacity,
                 "packs": len(plan),
                 "packed": len(plan.indices),
-                "left_out": len(plan.dropped),
+                "dropped": len(plan.dropped),
                 "too_long": len(plan.dropped_by_reason().get("too_long", ())),
                 "tokens": costs["tokens"],
                 "fill": plan.fill,
@@ -248,7 +250,7 @@ def stragglers(packs: Packs, seed: int, epoch: int, more: Sequence[int] = ()) ->
     shuffled = random_numbers(seed).permutation(len(packs.plan))
     found = []
     for ranks in sorted({*WORLD_SIZES, *more, *(() if many else _MORE_SIZES)}):
-        dealt = Dealt(packs, [Segment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
+        dealt = PackSchedule(packs, [ResumeSegment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
         ratio = _ratio_in_order(packs, shuffled, ranks)
         found.append({"ranks": ranks, "ratio": dealt.straggler_ratio(), "random": ratio, "steps": len(dealt)})
     return found
@@ -260,7 +262,7 @@ def _ratio_in_order(packs: Packs, order: npt.NDArray[np.int64], ranks: int) -> f
     steps = packs.costs[order[:full]].reshape(-1, ranks)
     if full < len(order):
         units = Units(packs)
-        last = deal(units, np.sort(order[full:]), Shape(ranks, 1, 1))
+        last = schedule_packs(units, np.sort(order[full:]), BatchLayout(ranks, 1, 1))
         steps = np.concatenate([steps, np.append(units.costs, 0.0)[last].sum(axis=2)])
     return float((steps.max(axis=1) / steps.mean(axis=1)).mean())
 
@@ -274,7 +276,7 @@ def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:
 def _reasons(planned: Planned) -> list[dict[str, Any]]:
     """Why rows are in no pack, the most frequent reason first, each with some of its rows."""
     found: dict[str, list[Any]] = defaultdict(list)
-    for drop in planned.left_out:
+    for drop in planned.dropped:
         found[drop.reason].append(drop)
     groups = sorted(found.items(), key=lambda group: (-len(group[1]), group[0]))
     return [
@@ -289,7 +291,7 @@ def _reasons(planned: Planned) -> list[dict[str, Any]]:
 
 
 def _nothing_supervised(planned: Planned) -> dict[str, Any]:
-    """Rows that are in a pack though no token of them is learned: how many, and some of them."""
+    """Rows that are in a pack though no token of them is supervised: how many, and some of them."""
     packed = np.sort(planned.packs.plan.indices)
     found = packed[planned.counts.supervised[packed] == 0]
     return {"rows": len(found), "keys": [planned.opened.dataset.key(int(row)) for row in found[:_KEYS]]}

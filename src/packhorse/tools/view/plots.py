@@ -60,7 +60,7 @@ def bars(counts: Sequence[int], edges: Sequence[str], label: str, every: int = 1
             f'height="{height:.1f}"><title>{told}</title></rect>'
         )
     for place in range(0, len(edges), every):
-        last = place == len(edges) - 1  # ends at the edge of the picture
+        last = place == len(edges) - 1  # ends at the edge of the image
         parts.append(
             _text(_LEFT + place * step + 6 * last, _HEIGHT - 7, edges[place], "end" if last else "middle")
         )
@@ -134,7 +134,7 @@ def losses(runs: Mapping[str, Sequence[tuple[int, float]]], kill_at: int, label:
 
 
 def mix(datasets: Sequence[Mapping[str, Any]], label: str, most: int = 12) -> Any:
-    """For each data set a bar of its tokens by kind; of many data sets the largest."""
+    """For each dataset a bar of its tokens by kind; of many datasets the largest."""
     largest = sorted(datasets, key=lambda one: -one["tokens"])[:most]
     top = max([one["tokens"] for one in largest] + [1])
     line_height, left = 26, 104
@@ -168,7 +168,7 @@ def meter(share: float, label: str) -> Any:
 
 
 def strip(documents: Sequence[tuple[int, str, int]], capacity: int, label: str) -> Any:
-    """A pack as one bar: (length, name, data set) of each document, and what is free."""
+    """A pack as one bar: (length, name, dataset) of each document, and what is free."""
     parts = ['<rect class="empty" width="1000" height="22" rx="3"/>']
     at = 0.0
     for number, (length, name, dataset) in enumerate(documents, 1):
@@ -186,7 +186,11 @@ def strip(documents: Sequence[tuple[int, str, int]], capacity: int, label: str) 
 
 
 def mask(
-    lengths: Sequence[int], both_ways: Sequence[tuple[int, int]], capacity: int, label: str, size: int = 160
+    lengths: Sequence[int],
+    bidirectional: Sequence[tuple[int, int]],
+    capacity: int,
+    label: str,
+    size: int = 160,
 ) -> Any:
     """Who sees whom: a triangle for each document, squares where media see both ways."""
     scale = size / max(1, capacity)
@@ -198,7 +202,7 @@ def mask(
             f'<path class="seen c{place % 2}" d="M{a:.2f} {a:.2f}L{a:.2f} {b:.2f}L{b:.2f} {b:.2f}Z"/>'
         )
         at += length
-    for first, end in both_ways:
+    for first, end in bidirectional:
         x, side = first * scale, (end - first) * scale
         parts.append(f'<rect class="both" x="{x:.2f}" y="{x:.2f}" width="{side:.2f}" height="{side:.2f}"/>')
     return _svg(parts, label, size, size, "mask")

@@ -18,19 +18,19 @@ from typing import Any
 from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors
 from packhorse.chat.template import PRIVATE_USE
 from packhorse.collate.packer import Packer
-from packhorse.encode.preparation import with_sound_in_place
+from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
-from packhorse.loader.placeholder import Blanks
+from packhorse.loader.placeholder import Placeholders
 from packhorse.types import Conversation, Drop, MediaRef, Sample, TextPart, mask_secrets
 
 TEMPLATE = "template"
 """Who speaks where the chat template does."""
 ANSWER = "assistant"
-"""Who is learned; the end of the turn is the template's, and is learned too."""
+"""Who is supervised; the end of the turn is the template's, and is supervised too."""
 
 Span = tuple[int, int]
 
@@ -41,9 +41,9 @@ class Run:
 
     Attributes:
         role: who speaks.
-        learned: whether these tokens are learned.
+        supervised: whether these tokens are supervised.
         hidden: whether the model is told not to look at them (a fake image).
-        medium: the token that stands for a medium, as text; empty for text.
+        media item: the token that stands for a media item, as text; empty for text.
         text: what they say.
         start: the first token's place in the document; ``count`` tokens.
         positions: what the model is told of their places, for reading.
@@ -51,9 +51,9 @@ class Run:
     """
 
     role: str
-    learned: bool
+    supervised: bool
     hidden: bool
-    medium: str
+    media_item: str
     text: str
     start: int
     count: int
@@ -102,13 +102,13 @@ def _spans_by_role(encoder: Encoder, conversation: Conversation, text: str) -> d
 def _fitted(text: str, frame: Sequence[str], said: Sequence[tuple[str, str]]) -> dict[str, list[Span]]:
     spans: dict[str, list[Span]] = defaultdict(list)
     at = len(frame[0])
-    for (role, words), behind in zip(said, frame[1:], strict=True):
+    for (role, words), after in zip(said, frame[1:], strict=True):
         forms = dict.fromkeys((words, words.strip(), words.lstrip(), words.rstrip()))
         end = next(
             (
                 at + len(form)
                 for form in forms
-                if text.startswith(form, at) and text.startswith(behind, at + len(form))
+                if text.startswith(form, at) and text.startswith(after, at + len(form))
             ),
             None,
         )
@@ -116,7 +116,7 @@ def _fitted(text: str, frame: Sequence[str], said: Sequence[tuple[str, str]]) ->
             break  # the template has rewritten it: what follows cannot be placed for certain
         if end > at:
             spans[role].append((at, end))
-        at = end + len(behind)
+        at = end + len(after)
     return spans
 
 
@@ -148,11 +148,11 @@ def runs_of(
     for end in range(1, len(ids) + 1):
         if end < last and kinds[end] == kinds[start]:
             continue
-        role, learned, hidden, medium = kinds[start]
-        name = "" if medium < 0 else str(tokenizer.convert_ids_to_tokens(medium))
+        role, supervised, hidden, media_item = kinds[start]
+        name = "" if media_item < 0 else str(tokenizer.convert_ids_to_tokens(media_item))
         text = "" if name else decoded(tokenizer, ids[start:end])
         where = positions_of(positions, start, min(end, last))
-        runs.append(Run(role, learned, hidden, name, text, start, end - start, where, start == last))
+        runs.append(Run(role, supervised, hidden, name, text, start, end - start, where, start == last))
         start = end
     return runs
 
@@ -183,7 +183,7 @@ def _range(first: int, last: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """One medium of a row: its place among the row's media, and what is known of it."""
+    """One media item of a row: its place among the row's media, and what is known of it."""
 
     number: int
     kind: str
@@ -200,12 +200,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One token: its place, id and text, whether it is learned, who says it, its position for the model."""
+    """One token: place, id, text, role, whether it is supervised, and its position id."""
 
     place: int
     id: int
     text: str
-    learned: bool
+    supervised: bool
     role: str
     position: str
 
@@ -221,7 +221,7 @@ class Shown:
         runs: as the model sees it; empty where it cannot be encoded.
         length: its tokens in a pack, after the shift.
         room: tokens it takes up there: the length, filled up to a multiple of the alignment.
-        learned: tokens that are learned.
+        supervised: tokens that are supervised.
         both_ways: stretches of tokens that see each other in both directions.
         error: why it cannot be read or encoded.
         found: remarks of the encoder: truncated, nothing supervised.
@@ -234,8 +234,8 @@ class Shown:
     runs: tuple[Run, ...] = ()
     length: int = 0
     room: int = 0
-    learned: int = 0
-    both_ways: tuple[tuple[int, int], ...] = ()
+    supervised: int = 0
+    bidirectional: tuple[tuple[int, int], ...] = ()
     error: BadSample | None = None
     found: tuple[Drop, ...] = ()
     tokens: tuple[TokenRow, ...] = field(default=(), repr=False)
@@ -258,7 +258,7 @@ class RowEncoder:
         self.samples, self.packer = samples, packer
         self.family = self.samples.family
         self._lock = threading.Lock()
-        self._blanks = Blanks(self.samples)
+        self._blanks = Placeholders(self.samples)
 
     @property
     def knows_positions(self) -> bool:
@@ -272,7 +272,7 @@ class RowEncoder:
             BadSample: it cannot be read.
         """
         key = self.samples.key(index)
-        example = with_sound_in_place(self.samples.dataset[index], self.samples.encoder, key)
+        example = with_audio_placed(self.samples.dataset[index], self.samples.encoder, key)
         return parse_conversation(example, key)
 
     def show(self, index: int) -> Shown:
@@ -299,8 +299,8 @@ class RowEncoder:
         roles = roles_of(self.samples.encoder, conversation, ids)
         runs = runs_of(self.samples.encoder, sample, roles, positions)
         tokens = self._tokens(ids, sample["labels"].tolist(), roles, positions)
-        if not self.knows_positions and any(run.medium for run in runs):
-            # Counted through they would be wrong from the first medium on.
+        if not self.knows_positions and any(run.media_item for run in runs):
+            # Counted through they would be wrong from the first media item on.
             runs = [replace(run, positions="") for run in runs]
             tokens = tuple(replace(token, position="") for token in tokens)
         return Shown(
@@ -351,7 +351,7 @@ class RowEncoder:
         )
 
     def _both_ways(self, sample: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-        name = self.family.both_ways
+        name = self.family.bidirectional
         if name is None or sample.get(name) is None:
             return ()
         marks = [bool(mark) for mark in sample[name].reshape(-1).tolist()]
@@ -377,7 +377,7 @@ def told(conversation: Conversation) -> tuple[tuple[Turn, ...], tuple[Medium, ..
 
 
 def _name(ref: MediaRef) -> str:
-    """What a medium is called: the end of its path, if it has one."""
+    """What a media item is called: the end of its path, if it has one."""
     source = ref.source.get("path") if isinstance(ref.source, dict) else ref.source
     if isinstance(source, list | tuple) and source:
         return f"{len(source)} frames"

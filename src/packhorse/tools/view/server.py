@@ -40,7 +40,7 @@ _HEADERS = (
 _METHODS = ("GET", "HEAD")
 
 
-class Guard:
+class HostGuard:
     """Answers what may be answered, and says on every page what it may load.
 
     Args:
@@ -127,7 +127,7 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
     register_url_convertor("number", _Number())
     pages, render = Pages(book), renderer()
     static = {name: files("packhorse.tools.view").joinpath("static", name).read_bytes() for name in _STATIC}
-    page, medium = partial(_page, render), partial(_medium, len(book))
+    page, media_item = partial(_page, render), partial(_media_item, len(book))
 
     def plain(request: Request) -> Response:
         name = request.path_params["name"]
@@ -149,14 +149,15 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
         Route("/row/{index:number}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
         Route("/problems", page("problems.html", lambda request: pages.problems(request.query_params))),
         Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
-        Route("/media/{row:number}/{number:number}", medium(lambda **at: pages.shelf.get(**at))),
+        Route("/media/{row:number}/{number:number}", media_item(lambda **at: pages.shelf.get(**at))),
         Route(
-            "/media/{row:number}/{number:number}/{place:number}", medium(lambda **at: pages.shelf.frame(**at))
+            "/media/{row:number}/{number:number}/{place:number}",
+            media_item(lambda **at: pages.shelf.frame(**at)),
         ),
         Route("/report.json", report),
         Route("/static/{name}", plain),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers={404: nothing}), host)
+    return HostGuard(Starlette(routes=routes, exception_handlers={404: nothing}), host)
 
 
 def _page(
@@ -177,8 +178,8 @@ def _page(
     return answer
 
 
-def _medium(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Response]:
-    """What answers with a medium of one of the ``rows``, or says why it cannot."""
+def _media_item(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Response]:
+    """What answers with a media item of one of the ``rows``, or says why it cannot."""
     from starlette.responses import Response
 
     def answer(request: Request) -> Response:
@@ -192,7 +193,7 @@ def _medium(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Respo
             if not named and not is_data_error(error):
                 raise
             return Response(why_not(error), 404, media_type="text/plain")
-        # Not kept by the browser: the next plan on this port has other pictures under the same numbers.
+        # Not kept by the browser: the next plan on this port has other images under the same numbers.
         return Response(made.data, media_type=made.kind, headers={"cache-control": "no-store"})
 
     return answer
@@ -249,6 +250,6 @@ def serve(book: Book, listening: socket.socket, host: str) -> None:
         access_log=False,
         server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=3,  # a medium that never comes does not hold up Ctrl-C
+        timeout_graceful_shutdown=3,  # a media item that never comes does not hold up Ctrl-C
     )
     uvicorn.Server(config).run(sockets=[listening])

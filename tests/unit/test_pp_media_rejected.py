@@ -1,4 +1,4 @@
-"""Media chunks for microbatches: everything that does not add up is refused, by name, shapes and counts."""
+"""Media chunks for microbatches: everything that does not add up is rejected, by name, shapes and counts."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ from pp_media_samples import GRID, IMAGES, LAYOUT, PATCHES, batch_of, lengths
         ([4, 24], "'_media_rows' is a list"),
     ],
 )
-def test_rows_that_contradict_grids_and_counts_are_refused(rows: Any, message: str) -> None:
+def test_rows_that_contradict_grids_and_counts_are_rejected(rows: Any, message: str) -> None:
     if isinstance(rows, dict):
         rows = {key: torch.tensor(value) for key, value in rows.items()}
     batch = batch_of(2, **IMAGES, n_images_per_sample=torch.tensor([1, 2]), **{MEDIA_ROWS_KEY: rows})
@@ -59,7 +59,7 @@ def test_rows_of_tiles_must_fit_the_counts() -> None:
                 prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------
+# --- what is rejected ---------------------------------------------------------------------------------------
 
 BAD = {
     "counts too small": (
@@ -95,7 +95,7 @@ BAD = {
 
 @pytest.mark.parametrize("layout", [None, LAYOUT], ids=["by name", "declared"])
 @pytest.mark.parametrize("case", BAD)
-def test_media_that_do_not_add_up_are_refused_by_name_and_the_batch_stays(
+def test_media_that_do_not_add_up_are_rejected_by_name_and_the_batch_stays(
     case: str, layout: dict[str, TensorLayout] | None
 ) -> None:
     media, message = BAD[case]
@@ -116,7 +116,7 @@ def test_media_that_do_not_add_up_are_refused_by_name_and_the_batch_stays(
         ("rows", r"make 3 entries, not 28.*media_layout=True.*'_media_rows'"),
     ],
 )
-def test_a_tensor_that_contradicts_its_declaration_is_refused(owner: Any, message: str) -> None:
+def test_a_tensor_that_contradicts_its_declaration_is_rejected(owner: Any, message: str) -> None:
     batch = batch_of(2, **IMAGES, n_images_per_sample=torch.tensor([1, 2]))
     layout = {**LAYOUT, "pixel_values": TensorLayout(("image",), owner)}
     with pytest.raises(ValueError, match=message):
@@ -130,7 +130,7 @@ def test_a_declared_batch_is_not_taken_for_one_image_a_row() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
-def test_a_number_of_microbatches_that_is_none_is_refused_everywhere(number: Any) -> None:
+def test_a_number_of_microbatches_that_is_none_is_rejected_everywhere(number: Any) -> None:
     with pytest.raises(ValueError, match="n_microbatches="):
         prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, number)
     with pytest.raises(ValueError, match="n_microbatches="):
@@ -141,12 +141,12 @@ def test_a_number_of_microbatches_that_is_none_is_refused_everywhere(number: Any
         wrap_vlm_collate_for_pp(dict, number)
 
 
-def test_a_batch_size_that_the_ids_contradict_is_refused() -> None:
+def test_a_batch_size_that_the_ids_contradict_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"batch_size=3, but 'input_ids' has shape \(4, 5\)"):
         prepare_vlm_media_for_pp(batch_of(4, **IMAGES), 3, 2)
 
 
-def test_step3_images_and_crops_that_do_not_add_up_are_refused() -> None:
+def test_step3_images_and_crops_that_do_not_add_up_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"'pixel_values' has shape \(4, 3, 8, 8\)"):
         chunk_step3_media(torch.rand(4, 3, 8, 8), 3, 2)
     with pytest.raises(ValueError, match=r"'patch_pixel_values' .*make 6 entries, not 5"):
@@ -201,7 +201,7 @@ def test_a_batch_whose_tensors_are_empty_has_no_media_and_is_fine() -> None:
             assert lengths(chunks[VLM_PP_MEDIA_KEY]["pixel_values"]) == [0, 0]
 
 
-def test_rows_from_a_grid_that_nobody_declares_are_refused() -> None:
+def test_rows_from_a_grid_that_nobody_declares_are_rejected() -> None:
     layout = {"pixel_values": TensorLayout(("image",), "rows", "my_grid")}
     batch = batch_of(2, pixel_values=PATCHES, my_grid=GRID, n_images_per_sample=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="'my_grid', which no layout declares"):
@@ -213,7 +213,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert lengths(batch[VLM_PP_MEDIA_KEY]["image_grid_thw"]) == [2, 1]
 
 
-def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_refused() -> None:
+def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_rejected() -> None:
     batch = prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, 2)
     chunks = batch[VLM_PP_MEDIA_KEY]
     assert prepare_vlm_media_for_pp(batch, 3, 2)[VLM_PP_MEDIA_KEY] is chunks
