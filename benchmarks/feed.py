@@ -150,7 +150,7 @@ def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
     # Both ways as the loader's workers have it.
     torch.set_num_threads(1)
     keep_freed_memory()
-    settings = {"pack_size": PACK, "attention": "varlen", "pixel_dtype": "bfloat16"}
+    settings = {"pack_size": PACK, "attn_implementation": "varlen", "pixel_dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
         meta, processor = write_chats(Path(folder), samples), released_qwen2_vl()
         print(f"\n{samples} samples, tokens/s\n{'workers':<10}{'processor':>12}{'loader':>12}{'ratio':>8}")
@@ -201,7 +201,7 @@ def report_resume(packs: int) -> None:
     good = np.ones(number, bool)
     status = np.full(number, OK, object)
     counts = CountColumns(**columns, status=status, ok=good, exact=good, off_by=zeros)
-    config = LoaderConfig(data=Same(number), pack_size=PACK, attention="varlen", num_workers=0)
+    config = LoaderConfig(data=Same(number), pack_size=PACK, attn_implementation="varlen", num_workers=0)
     processor = released_qwen2_vl()
     with tempfile.TemporaryDirectory() as folder:
         config = config.with_changes(cache_dir=folder)
