@@ -18,6 +18,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_words.py
 
 types: $(READY)
 	$(BIN)/mypy
