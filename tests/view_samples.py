@@ -13,8 +13,8 @@ from contract.media_files import write_video
 from count_samples import write_meta, write_rows
 from packhorse.count.columns import COUNTS, CountColumns
 from packhorse.loader import LoaderConfig
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
 """Width and height of the images, by row of ``charts`` (two more rows are broken)."""
@@ -88,10 +88,10 @@ def write_many(folder: Path, packs: int, saved: str) -> Path:
     counts = CountColumns(
         **columns | {"text": lengths}, status=np.full(rows, "ok", object), ok=ones, exact=ones
     )
-    planned = make_plan(Request(config, saved), counts=counts)
+    planned = make_plan(PlanRequest(config, saved), counts=counts)
     plan = planned.packs.plan
     assert len(plan) == packs, f"{len(plan):,} packs were planned, {packs:,} were meant"
-    save_book(planned, plan_report(planned, estimates=False), folder / "many.phplan")
+    save_plan(planned, plan_report(planned, estimates=False), folder / "many.phplan")
     return folder / "many.phplan"
 
 

@@ -25,9 +25,9 @@ from packhorse.families.processors import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
 from packhorse.tools.check import check_meta
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
 
@@ -220,9 +220,11 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
     for decode in (False, True):
         found = check_meta(meta, decode=decode).files[0].counts
         assert sum(found[key] for key in found if key[0] == "broken_media") == 3
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p")))
-    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
-    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+    planned = make_plan(
+        PlanRequest(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p"))
+    )
+    save_plan(planned, plan_report(planned), tmp_path / "made.phplan")
+    app = make_app(PlanViewer.open(str(tmp_path / "made.phplan")))
     for row in (0, 1, 5):
         assert ask(app, f"/media/{row}/0").status == 404
         assert ask(app, f"/row/{row}").status == 200
@@ -291,7 +293,7 @@ WATCHED = """
 import json, sys
 asked = []
 def watch(event, arguments):
-    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.PlanRequest"):
         if not str(arguments[-1]).startswith(("/", "b'/")):
             asked.append([event, str(arguments)])
 sys.addaudithook(watch)

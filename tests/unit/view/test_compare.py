@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from packhorse.neat_packing_vlm import plan_packs
-from packhorse.tools.view.plan_book import Planned, make_plan
-from packhorse.tools.view.plan_report import estimated, overflowing, padded_slots, padding, plan_report
+from packhorse.tools.view.plan_report import (
+    estimate_losses,
+    find_overflow,
+    padded_slots,
+    padding_report,
+    plan_report,
+)
+from packhorse.tools.view.saved_plan import PlanResult, make_plan
 
 
 @pytest.mark.parametrize(
@@ -20,24 +26,24 @@ def test_a_batch_is_padded_to_its_longest_row(lengths: list[int], slots: int) ->
 def test_a_full_pack_turns_away_what_does_not_fit_and_takes_what_does() -> None:
     plan = plan_packs([4, 3, 3], 10)
     assert plan.bins() == [[0, 1, 2]]
-    assert overflowing(plan, np.array([8, 5, 2]), 10) == [1]
-    assert overflowing(plan, np.array([4, 3, 3]), 10) == []
+    assert find_overflow(plan, np.array([8, 5, 2]), 10) == [1]
+    assert find_overflow(plan, np.array([4, 3, 3]), 10) == []
 
 
-def test_wasted_slots_and_tokens_add_up(planned: Planned) -> None:
-    found = padding(planned)
+def test_wasted_slots_and_tokens_add_up(planned: PlanResult) -> None:
+    found = padding_report(planned)
     for way in ("random", "by_length", "packed"):
         assert found[way]["slots"] * (1 - found[way]["wasted"]) == pytest.approx(found["tokens"])
 
 
-def test_of_many_rows_some_are_estimated(planned: Planned) -> None:
+def test_of_many_rows_some_are_estimated(planned: PlanResult) -> None:
     seen: list[tuple[int, int]] = []
-    found = estimated(planned, lambda done, total: seen.append((done, total)), most=5)
+    found = estimate_losses(planned, lambda done, total: seen.append((done, total)), most=5)
     assert found["rows"] == 5
     assert seen[-1] == (5, 5)
 
 
-def test_a_seed_below_0_is_as_good_as_any_for_a_report(planned: Planned) -> None:
+def test_a_seed_below_0_is_as_good_as_any_for_a_report(planned: PlanResult) -> None:
     request = planned.request
     seeded = replace(request, config=request.config.with_changes(seed=-1))
     found = plan_report(make_plan(seeded, planned.opened), estimates=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from packhorse.rows.row_files import JsonRows
-from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.server import make_app
 from view_samples import ask, write_many
 
@@ -23,7 +23,7 @@ def many(tmp_path_factory: pytest.TempPathFactory, saved: str) -> Path:
 def test_the_first_pages_read_no_row_and_need_no_processor(
     many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = make_app(Book.open(str(many), processor="./gone"))
+    app = make_app(PlanViewer.open(str(many), processor="./gone"))
 
     def read(*_: Any) -> None:
         raise AssertionError("a row was read")
@@ -37,8 +37,8 @@ def test_the_first_pages_read_no_row_and_need_no_processor(
 
 
 def test_every_pack_is_on_one_page_of_the_list(many: Path) -> None:
-    book = Book.open(str(many))
-    app = make_app(book)
+    viewer = PlanViewer.open(str(many))
+    app = make_app(viewer)
     seen: list[int] = []
     target: str | None = "/packs?sort=fill"
     while target is not None:
@@ -47,4 +47,4 @@ def test_every_pack_is_on_one_page_of_the_list(many: Path) -> None:
         found = re.search(r'rel="next" href="([^"]+)"', page)
         target = found.group(1).replace("&amp;", "&") if found else None
     assert sorted(seen) == list(range(PACKS))
-    assert np.all(np.diff(book.plan.tokens[seen]) >= 0)
+    assert np.all(np.diff(viewer.plan.tokens[seen]) >= 0)

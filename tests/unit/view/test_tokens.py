@@ -10,7 +10,7 @@ from contract.processors import FAMILIES, processor
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.formats.conversation import parse_conversation
-from packhorse.tools.view.row_encoder import roles_of, runs_of
+from packhorse.tools.view.row_encoder import find_roles, make_runs
 
 CHATS = [name for name, one in FAMILIES.items() if one.chats]
 ROW = {
@@ -27,13 +27,13 @@ def encoded(name: str, row: dict[str, Any]) -> tuple[Any, Any, list[str]]:
     samples = PreTokenizedDatasetWrapper([row], processor(name), inject_fake_images=False, on_bad="raise")
     sample = samples[0]
     ids = sample["input_ids"].tolist()
-    return samples, sample, roles_of(samples.encoder, parse_conversation(row), ids)
+    return samples, sample, find_roles(samples.encoder, parse_conversation(row), ids)
 
 
 @pytest.mark.parametrize("name", CHATS)
 def test_each_text_is_its_speakers_and_the_rest_the_templates(name: str) -> None:
     samples, sample, roles = encoded(name, ROW)
-    runs = runs_of(samples.encoder, sample, roles)
+    runs = make_runs(samples.encoder, sample, roles)
     said = {role: "".join(run.text for run in runs if run.role == role) for role in ("user", "assistant")}
     assert "Does the user say assistant?" in said["user"]
     assert "And now?" in said["user"]
@@ -46,7 +46,7 @@ def test_each_text_is_its_speakers_and_the_rest_the_templates(name: str) -> None
 @pytest.mark.parametrize("name", CHATS)
 def test_runs_cover_every_token_once_and_know_what_is_supervised(name: str) -> None:
     samples, sample, roles = encoded(name, ROW)
-    runs = runs_of(samples.encoder, sample, roles)
+    runs = make_runs(samples.encoder, sample, roles)
     labels = sample["labels"].tolist()
     assert [run.start for run in runs] == [sum(r.count for r in runs[:n]) for n in range(len(runs))]
     assert sum(run.count for run in runs) == len(labels)
@@ -66,7 +66,7 @@ def test_media_are_runs_of_their_own(tmp_path: Path) -> None:
         ]
     }
     samples, sample, roles = encoded("qwen2_vl", row)
-    (media_item,) = [run for run in runs_of(samples.encoder, sample, roles) if run.media_item]
+    (media_item,) = [run for run in make_runs(samples.encoder, sample, roles) if run.media_item]
     assert media_item.media_item == "<|image_pad|>"
     assert media_item.count == int(sample["image_grid_thw"].prod()) // 4
     assert not media_item.supervised

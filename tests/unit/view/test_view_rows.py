@@ -16,18 +16,18 @@ from packhorse.datasets import open_meta_dataset
 from packhorse.errors import ConfigError
 from packhorse.loader import LoaderConfig
 from packhorse.tools.view import plots
-from packhorse.tools.view.book import Book, RowFinder
-from packhorse.tools.view.media_shelf import picture, sound
-from packhorse.tools.view.plan_book import Request, book_of, make_plan, save_book
+from packhorse.tools.view.media_preview import encode_audio, encode_image
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer, RowFinder
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, make_saved_plan, save_plan
 from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
 from view_samples import ask, chat
 
 
-def book_for(meta: Path, saved: str, **settings: Any) -> Book:
-    planned = make_plan(Request(LoaderConfig(data=str(meta), **settings), saved))
-    return Book(book_of(planned, plan_report(planned)), planned.opened)
+def make_viewer(meta: Path, saved: str, **settings: Any) -> PlanViewer:
+    planned = make_plan(PlanRequest(LoaderConfig(data=str(meta), **settings), saved))
+    return PlanViewer(make_saved_plan(planned, plan_report(planned)), planned.opened)
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 2.5])
@@ -50,34 +50,34 @@ def test_every_row_is_found_by_its_name_whatever_share_is_drawn(tmp_path: Path, 
 def test_a_row_that_was_cut_says_so(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 3)
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), chat("Why?", "so " * 300)])
-    app = make_app(book_for(meta, saved, pack_size=256, on_overlong="truncate"))
+    app = make_app(make_viewer(meta, saved, pack_size=256, on_overlong="truncate"))
     page = ask(app, "/pack/0").text
     assert '<span class="mark">truncated</span>' in page
     assert "the first answer was cut" in page
     assert "256 tokens" in page
 
 
-def test_media_that_see_both_ways_are_squares_in_the_image_of_the_mask(tmp_path: Path) -> None:
+def test_media_that_see_bidirectional_spans_are_squares_in_the_image_of_the_mask(tmp_path: Path) -> None:
     Image.new("RGB", (90, 60), "tan").save(tmp_path / "mule.png")
     write_rows(
         tmp_path / "mules.jsonl",
         [chat("<image>What is it?", "A mule.", images=["mule.png"]), chat("Why?", "So.")],
     )
     meta = write_meta(tmp_path, {"mules": {"file_name": "mules.jsonl", "media_dir": "."}})
-    book = book_for(meta, save_processor(tmp_path / "processor", "gemma3"), pack_size=256)
-    mask = re.findall(r'<svg class="mask".*?</svg>', ask(make_app(book), "/pack/0").text)[0]
+    viewer = make_viewer(meta, save_processor(tmp_path / "processor", "gemma3"), pack_size=256)
+    mask = re.findall(r'<svg class="mask".*?</svg>', ask(make_app(viewer), "/pack/0").text)[0]
     assert mask.count('class="seen') == 2
     assert mask.count('class="both"') == 1
-    ((first, end),) = book.encoder.show(0).bidirectional
+    ((first, end),) = viewer.encoder.show(0).bidirectional
     assert end - first == 16, "as many as the image has tokens"
 
 
 def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 1)
     write_rows(tmp_path / "chats.jsonl", ["{", "[]", '{"messages": 3}'])
-    book = book_for(meta, saved, pack_size=256)
-    assert (book.report["packs"], book.report["dropped"], book.report["straggler"]) == (0, 3, [])
-    app = make_app(book)
+    viewer = make_viewer(meta, saved, pack_size=256)
+    assert (viewer.report["packs"], viewer.report["dropped"], viewer.report["straggler"]) == (0, 3, [])
+    app = make_app(viewer)
     for target in (
         "/",
         "/packs",
@@ -97,7 +97,7 @@ def test_the_name_of_a_dataset_is_text_on_every_page(tmp_path: Path, saved: str)
     name = """<img src="x" onerror='alert(1)'>"""
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), "{"])
     meta = write_meta(tmp_path, {name: {"file_name": "chats.jsonl"}})
-    app = make_app(book_for(meta, saved, pack_size=256))
+    app = make_app(make_viewer(meta, saved, pack_size=256))
     targets = ("/", "/packs", "/pack/0", "/row/1", "/problems", "/search?q=why", "/search?q=0")
     echoed = (
         f"/problems?reason={name}&dataset={name}",
@@ -111,7 +111,7 @@ def test_the_name_of_a_dataset_is_text_on_every_page(tmp_path: Path, saved: str)
 
 
 def test_sound_is_sent_as_wav() -> None:
-    made = sound(np.array([0.0, 1.0, -1.0, 2.0], np.float32), 16_000)
+    made = encode_audio(np.array([0.0, 1.0, -1.0, 2.0], np.float32), 16_000)
     assert made.kind == "audio/wav"
     with wave.open(io.BytesIO(made.data)) as file:
         assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (1, 16_000, 4)
@@ -120,16 +120,16 @@ def test_sound_is_sent_as_wav() -> None:
 
 @pytest.mark.parametrize(("size", "kind"), [((30, 20), "image/png"), ((1200, 900), "image/jpeg")])
 def test_images_keep_their_size(size: tuple[int, int], kind: str) -> None:
-    made = picture(Image.new("RGB", size, "tan"))
+    made = encode_image(Image.new("RGB", size, "tan"))
     assert made.kind == kind
     assert Image.open(io.BytesIO(made.data)).size == size
 
 
 def test_documents_stand_where_their_filling_puts_them(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 12)
-    book = book_for(meta, saved, pack_size=256, alignment=16)
-    page = ask(make_app(book), "/pack/0").text
-    lengths = [book.encoder.show(int(row)).length for row in book.plan[0]]
+    viewer = make_viewer(meta, saved, pack_size=256, alignment=16)
+    page = ask(make_app(viewer), "/pack/0").text
+    lengths = [viewer.encoder.show(int(row)).length for row in viewer.plan[0]]
     rooms = [length + -length % 16 for length in lengths]
     assert rooms != lengths
     starts = [0, *np.cumsum(rooms)[:-1].tolist()]
@@ -142,11 +142,11 @@ def test_documents_stand_where_their_filling_puts_them(tmp_path: Path, saved: st
 
 
 def test_a_remark_of_a_run_and_of_the_viewer_is_one(tmp_path: Path, saved: str) -> None:
-    book = book_for(write_chats(tmp_path, 3), saved, pack_size=256)
-    book.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut; chats.jsonl:2")])
-    book.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut")])
-    book.mark(1, [Drop("chats/1", "encode", "truncated", "cut.png is cut")])
-    assert [drop.reason for drop in book.remarks(1)] == ["broken_media", "truncated"]
+    viewer = make_viewer(write_chats(tmp_path, 3), saved, pack_size=256)
+    viewer.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut; chats.jsonl:2")])
+    viewer.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut")])
+    viewer.mark(1, [Drop("chats/1", "encode", "truncated", "cut.png is cut")])
+    assert [drop.reason for drop in viewer.remarks(1)] == ["broken_media", "truncated"]
 
 
 def test_a_file_that_is_no_media_item_is_not_served_though_a_row_names_it(tmp_path: Path, saved: str) -> None:
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_media_item_is_not_served_though_a_row_names_it(tmp_pa
     row = chat("<image>What is it?", "Nothing.", images=[str(tmp_path / "secret.txt")])
     write_rows(tmp_path / "rows.jsonl", [row, chat("Why?", "So.")])
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
-    app = make_app(book_for(meta, saved, pack_size=256))
+    app = make_app(make_viewer(meta, saved, pack_size=256))
     answer = ask(app, "/media/0/0")
     assert answer.status == 404
     assert b"password" not in answer.body  # the first bytes tell what kind of file it is
@@ -166,7 +166,7 @@ def test_images_are_not_kept_for_the_next_plan_on_the_same_port(app: Any) -> Non
 
 
 def test_of_text_alone_no_media_item_and_no_placeholder_is_shown(tmp_path: Path, saved: str) -> None:
-    app = make_app(book_for(write_chats(tmp_path, 12), saved, pack_size=256))
+    app = make_app(make_viewer(write_chats(tmp_path, 12), saved, pack_size=256))
     overview, pack = ask(app, "/").text, ask(app, "/pack/0").text
     assert "kind text" in overview
     assert "kind image" not in overview
@@ -189,9 +189,9 @@ def test_the_numbers_beside_a_histogram_are_whole() -> None:
 
 def test_data_that_have_gone_are_named(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path / "data", 3)
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), saved))
+    planned = make_plan(PlanRequest(LoaderConfig(data=str(meta), pack_size=256), saved))
     plan = tmp_path / "made.phplan"
-    save_book(planned, plan_report(planned, estimates=False), plan)
+    save_plan(planned, plan_report(planned, estimates=False), plan)
     (tmp_path / "data").rename(tmp_path / "away")
     with pytest.raises((ConfigError, OSError), match=r"meta\.json"):
-        Book.open(str(plan))
+        PlanViewer.open(str(plan))

@@ -155,14 +155,14 @@ class Demo:
 
     def make_plan(self) -> None:
         """Plan the packs, and save the plan."""
-        from packhorse.tools.view.plan_book import Request, make_plan, save_book
         from packhorse.tools.view.plan_report import plan_report
+        from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
         command = self._command("plan", "--processor", self.model, "--pack-size", PACK_SIZE)
         self._title(4, f"Which rows share a pack?  {command}")
-        planned = make_plan(Request(demo_config(self.folder), str(self.model), str(self.model)))
+        planned = make_plan(PlanRequest(demo_config(self.folder), str(self.model), str(self.model)))
         self.plan = plan_report(planned)
-        save_book(planned, self.plan, self.plan_file)
+        save_plan(planned, self.plan, self.plan_file)
         for name, text in summary_lines(self.plan):
             self._line(f"{name:<10} {text}")
         self.out.line()

@@ -1,5 +1,5 @@
 """Looking at a plan: its numbers for the terminal, its packs and rows in a browser.
 
-``plan_book`` makes the plan that the loader trains and keeps it in a file, ``plan_report`` puts it into
-numbers; ``book`` opens that file again, and ``server`` shows it as pages.
+``saved_plan`` makes the plan that the loader trains and keeps it in a file, ``plan_report`` puts it into
+numbers; ``viewer`` opens that file again, and ``server`` shows it as pages.
 """

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.loader.placeholder import kinds_in
-from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.types import MEDIA_KINDS
 
 Integers = npt.NDArray[np.int64]
@@ -84,10 +84,10 @@ class PackLine:
 
 
 class PackList:
-    """The packs of a book."""
+    """The packs of a viewer."""
 
-    def __init__(self, book: Book) -> None:
-        self.book, self.plan = book, book.plan
+    def __init__(self, viewer: PlanViewer) -> None:
+        self.viewer, self.plan = viewer, viewer.plan
         self.documents = np.diff(self.plan.offsets)
         costs = self.plan.costs
         mean = float(costs.mean()) if costs is not None and len(costs) else 1.0
@@ -108,8 +108,8 @@ class PackList:
         """A pack in one line."""
         rows = self.plan[number]
         bits = int(self.plan.kinds[number]) if self.plan.kinds is not None else 0
-        datasets = np.unique(self.book.datasets_of(rows)).tolist()
-        marks = self.book.marks
+        datasets = np.unique(self.viewer.datasets_of(rows)).tolist()
+        marks = self.viewer.marks
         errors = {drop.reason for row in rows.tolist() if row in marks for drop in marks[row]}
         return PackLine(
             number,
@@ -118,7 +118,7 @@ class PackList:
             len(rows),
             float(self.costs[number]),
             kinds_in(bits),
-            tuple(self.book.names[place] for place in datasets),
+            tuple(self.viewer.names[place] for place in datasets),
             tuple(sorted(errors)),
         )
 
@@ -150,15 +150,15 @@ class PackList:
         return np.logical_and.reduce(tests) if tests else None
 
     def _packs_with_dataset(self, name: str) -> npt.NDArray[np.bool_]:
-        if name not in self.book.names or not len(self.plan):
+        if name not in self.viewer.names or not len(self.plan):
             return np.zeros(len(self.plan), bool)
-        inside = self.book.datasets_of(self.plan.indices) == self.book.names.index(name)
+        inside = self.viewer.datasets_of(self.plan.indices) == self.viewer.names.index(name)
         return np.asarray(np.logical_or.reduceat(inside, self.plan.offsets[:-1]), bool)
 
     def _with_error(self, reason: str) -> npt.NDArray[np.bool_]:
         found = np.zeros(len(self.plan), bool)
-        for row, drops in list(self.book.marks.items()):
-            pack = int(self.book.pack_of[row])
+        for row, drops in list(self.viewer.marks.items()):
+            pack = int(self.viewer.pack_of[row])
             if pack >= 0 and (reason == "any" or any(drop.reason == reason for drop in drops)):
                 found[pack] = True
         return found

@@ -11,11 +11,11 @@ import numpy as np
 
 from packhorse.errors import DATA_ERRORS, is_data_error
 from packhorse.tools.view import plots
-from packhorse.tools.view.book import Book, find_key, find_text
-from packhorse.tools.view.media_shelf import MediaShelf, why_not
+from packhorse.tools.view.media_preview import MediaPreviews, describe_error
 from packhorse.tools.view.pack_list import PAGE, PackList, PackQuery, number_in, page_in
-from packhorse.tools.view.plan_report import too_many_bad
-from packhorse.tools.view.row_encoder import Medium, RowEncoder, Shown
+from packhorse.tools.view.plan_report import bad_rows_warning
+from packhorse.tools.view.plan_viewer import PlanViewer, find_key, find_text
+from packhorse.tools.view.row_encoder import MediaItem, RowEncoder, RowView
 from packhorse.types import Drop
 
 Values = dict[str, Any]
@@ -24,43 +24,43 @@ _MOST_TOKENS = 4096  # that are listed one by one
 _LONGEST_RAW = 20_000
 
 
-class NotThere(LookupError):
+class PageNotFound(LookupError):
     """There is no such page."""
 
 
 class Pages:
-    """What the pages of a book show.
+    """What the pages of a viewer show.
 
     Args:
-        book: the plan and its rows.
+        viewer: the plan and its rows.
     """
 
-    def __init__(self, book: Book) -> None:
-        self.book = book
-        self.packs = PackList(book)
+    def __init__(self, viewer: PlanViewer) -> None:
+        self.viewer = viewer
+        self.packs = PackList(viewer)
         self._show = lru_cache(maxsize=64)(self._shown)
 
     @cached_property
-    def shelf(self) -> MediaShelf:
+    def previews(self) -> MediaPreviews:
         """The media of the rows."""
-        return MediaShelf(self.book.encoder)
+        return MediaPreviews(self.viewer.encoder)
 
     @property
     def encoder(self) -> RowEncoder:
-        """See :attr:`Book.encoder`."""
-        return self.book.encoder
+        """See :attr:`PlanViewer.encoder`."""
+        return self.viewer.encoder
 
     # One method for each page.
 
     def overview(self) -> Values:
         """Numbers and plots of the whole plan."""
-        report = self.book.report
+        report = self.viewer.report
         return {
             "report": report,
             "linked": True,
-            "too_many_bad": too_many_bad(report),
-            "wrong_ledger": self.book.wrong_ledger(),
-            "reasons": self.book.reasons(),
+            "too_many_bad": bad_rows_warning(report),
+            "wrong_ledger": self.viewer.wrong_ledger(),
+            "reasons": self.viewer.reasons(),
             **plan_plots(report),
         }
 
@@ -72,19 +72,19 @@ class Pages:
             "query": query,
             "lines": [(one, plots.meter(one.fill, f"{one.fill:.1%} full")) for one in lines],
             "total": total,
-            "datasets": self.book.names,
-            "reasons": [reason for reason, _, marked in self.book.reasons() if marked],
+            "datasets": self.viewer.names,
+            "reasons": [reason for reason, _, marked in self.viewer.reasons() if marked],
             **self._paging(query.page, total, lambda page: "/packs?" + query.address(page=page)),
         }
 
     def pack(self, number: int) -> Values:
         """One pack, document by document."""
-        if not 0 <= number < len(self.book.plan):
-            raise NotThere(f"There is no pack {number}: there are {len(self.book.plan):,}, from 0.")
+        if not 0 <= number < len(self.viewer.plan):
+            raise PageNotFound(f"There is no pack {number}: there are {len(self.viewer.plan):,}, from 0.")
         line = self.packs.line(number)
-        rows = self.book.plan[number].tolist()
+        rows = self.viewer.plan[number].tolist()
         documents = [self._document(index, place) for place, index in enumerate(rows, 1)]
-        size = self.book.report["pack_size"]
+        size = self.viewer.report["pack_size"]
         rooms = [one["shown"].room for one in documents]
         both, at = [], 0
         for one in documents:
@@ -92,18 +92,18 @@ class Pages:
             both += [(at + first, at + end) for first, end in one["shown"].bidirectional]
             at += one["shown"].room
         strips = [
-            (one["shown"].room, one["key"], self.book.dataset_of(one["shown"].index)) for one in documents
+            (one["shown"].room, one["key"], self.viewer.dataset_of(one["shown"].index)) for one in documents
         ]
         return {
             "line": line,
-            "packs": len(self.book.plan),
+            "packs": len(self.viewer.plan),
             "documents": documents,
             "tokens": sum(one["shown"].length for one in documents),
             "planned": line.tokens,
             "supervised": sum(one["shown"].supervised for one in documents),
             "media": sum(len(one["shown"].media) for one in documents),
             "size": size,
-            "strip_colours": [(self.book.names.index(name), name) for name in line.datasets],
+            "strip_colours": [(self.viewer.names.index(name), name) for name in line.datasets],
             "placeholders": self._placeholders(number, at, len(rows)),
             "strip": plots.strip(strips, size, f"{len(rows)} documents in {size:,} tokens"),
             "mask": plots.mask(rooms, both, size, "Attention mask: each document sees itself alone"),
@@ -114,13 +114,13 @@ class Pages:
         """One row: as its file has it, as the model sees it, and what is wrong with it."""
         self._check_row(index)
         document = self._document(index, 1)
-        raw = self.book.raw(index)
+        raw = self.viewer.raw(index)
         return {
             "document": document,
             "index": index,
-            "pack": int(self.book.pack_of[index]),
-            "rows": len(self.book),
-            "location": self.book.dataset.location(index),
+            "pack": int(self.viewer.pack_of[index]),
+            "rows": len(self.viewer),
+            "location": self.viewer.dataset.location(index),
             "raw": raw[:_LONGEST_RAW],
             "raw_cut": len(raw) - _LONGEST_RAW,
             "tokens": document["shown"].tokens[:_MOST_TOKENS],
@@ -130,17 +130,17 @@ class Pages:
     def problems(self, wanted: Mapping[str, str]) -> Values:
         """Rows that are dropped or that a ledger has a remark on, with their places."""
         reason, dataset = wanted.get("reason", ""), wanted.get("dataset", "")
-        place = self.book.names.index(dataset) if dataset in self.book.names else -1
-        rows = self.book.problems(reason, place)
+        place = self.viewer.names.index(dataset) if dataset in self.viewer.names else -1
+        rows = self.viewer.problems(reason, place)
         page = page_in(wanted)
         shown = rows[(page - 1) * PAGE : page * PAGE]
         lines = [
             {
                 "index": index,
-                "key": self.book.key(index),
-                "pack": int(self.book.pack_of[index]),
-                "remarks": [d for d in self.book.remarks(index) if not reason or d.reason == reason],
-                "location": self.book.dataset.location(index),
+                "key": self.viewer.key(index),
+                "pack": int(self.viewer.pack_of[index]),
+                "remarks": [d for d in self.viewer.remarks(index) if not reason or d.reason == reason],
+                "location": self.viewer.dataset.location(index),
             }
             for index in shown
         ]
@@ -150,9 +150,9 @@ class Pages:
             "total": len(rows),
             "reason": reason,
             "dataset": dataset,
-            "datasets": self.book.names,
-            "reasons": self.book.reasons(),
-            "elsewhere": self.book.elsewhere[:PAGE],
+            "datasets": self.viewer.names,
+            "reasons": self.viewer.reasons(),
+            "elsewhere": self.viewer.elsewhere[:PAGE],
             **self._paging(page, len(rows), lambda n: "/problems?" + urlencode({**asked, "page": n})),
         }
 
@@ -160,16 +160,16 @@ class Pages:
         """Rows by key, else by text."""
         query = wanted.get("q", "").strip()
         first = max(0, int(number_in(wanted.get("from"), 0)))
-        keys = [(index, self.book.key(index)) for index in find_key(self.book, query)] if query else []
-        text = find_text(self.book, query, min(first, len(self.book))) if query else None
-        return {"q": query, "keys": keys, "text": text, "first": first, "pack_of": self.book.pack_of}
+        keys = [(index, self.viewer.key(index)) for index in find_key(self.viewer, query)] if query else []
+        text = find_text(self.viewer, query, min(first, len(self.viewer))) if query else None
+        return {"q": query, "keys": keys, "text": text, "first": first, "pack_of": self.viewer.pack_of}
 
     # Parts of pages.
 
     def _placeholders(self, pack: int, start: int, documents: int) -> list[Values]:
         """The blank media that a pack may get: of each kind that it lacks and another pack has."""
-        plan = self.book.plan
-        if not self.book.report["reserve"] or plan.kinds is None:
+        plan = self.viewer.plan
+        if not self.viewer.report["reserve"] or plan.kinds is None:
             return []
         lacking = int(np.bitwise_or.reduce(plan.kinds)) & ~int(plan.kinds[pack])
         made = self.encoder.placeholders(lacking)
@@ -180,12 +180,12 @@ class Pages:
 
     def _document(self, index: int, number: int) -> Values:
         shown = self._show(index)
-        drops: Sequence[Drop] = self.book.remarks(index)
+        drops: Sequence[Drop] = self.viewer.remarks(index)
         repeated_media_tokens = [place for place, run in enumerate(shown.runs) if run.media_item]
         linked = len(repeated_media_tokens) == len(shown.media)
         return {
             "number": number,
-            "key": self.book.key(index),
+            "key": self.viewer.key(index),
             "shown": shown,
             "remarks": drops,
             "start": 0,
@@ -193,32 +193,32 @@ class Pages:
             "media_item_of_run": dict(zip(repeated_media_tokens, shown.media, strict=True)) if linked else {},
         }
 
-    def _shown(self, index: int) -> Shown:
+    def _shown(self, index: int) -> RowView:
         shown = self.encoder.show(index)
-        dataset = self.book.names[self.book.dataset_of(index)]
+        dataset = self.viewer.names[self.viewer.dataset_of(index)]
         found = list(shown.found)
-        if shown.error is not None and self.book.dropped(index) is None:
-            found.append(shown.error.as_drop(key=self.book.key(index), dataset=dataset))
-        self.book.mark(index, found)
+        if shown.error is not None and self.viewer.dropped(index) is None:
+            found.append(shown.error.as_drop(key=self.viewer.key(index), dataset=dataset))
+        self.viewer.mark(index, found)
         return shown
 
-    def _media_item(self, shown: Shown, media_item: Medium) -> Values:
+    def _media_item(self, shown: RowView, media_item: MediaItem) -> Values:
         """A media item as the page shows it; a broken one by what is wrong with it."""
         made: Values = {"media_item": media_item, "frames": (), "error": ""}
         try:
             if media_item.kind == "video":
-                made["frames"] = self.shelf.frames(shown.index, media_item.number)
+                made["frames"] = self.previews.frames(shown.index, media_item.number)
             elif shown.error is not None:  # perhaps because of this one: others were decoded already
-                self.shelf.get(shown.index, media_item.number)
+                self.previews.get(shown.index, media_item.number)
         except DATA_ERRORS as error:
             if not is_data_error(error):
                 raise
-            made["error"] = why_not(error)
+            made["error"] = describe_error(error)
         return made
 
     def _check_row(self, index: int) -> None:
-        if not 0 <= index < len(self.book):
-            raise NotThere(f"There is no row {index}: there are {len(self.book):,}, from 0.")
+        if not 0 <= index < len(self.viewer):
+            raise PageNotFound(f"There is no row {index}: there are {len(self.viewer):,}, from 0.")
 
     def _paging(self, page: int, total: int, address: Any) -> Values:
         last = max(1, -(-total // PAGE))

@@ -21,7 +21,7 @@ from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule, ResumeSegment, Units, schedule_packs
-from packhorse.tools.view.plan_book import Planned, Request, make_plan
+from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import OnProgress, Progress
 
@@ -31,7 +31,7 @@ BATCH = 8
 MOST_ESTIMATED = 200_000
 
 
-def padding(planned: Planned) -> dict[str, Any]:
+def padding_report(planned: PlanResult) -> dict[str, Any]:
     """Slots (tokens that the model computes) and the share of them that is wasted, for the packed rows.
 
     Batches of ``BATCH`` rows are padded to their longest row: rows as they come at random, and neighbours in
@@ -67,8 +67,8 @@ def _wasted(slots: int, tokens: int) -> dict[str, Any]:
     return {"slots": slots, "wasted": 1 - tokens / slots if slots else 0.0}
 
 
-def estimated(
-    planned: Planned, progress: OnProgress | None = None, most: int = MOST_ESTIMATED
+def estimate_losses(
+    planned: PlanResult, progress: OnProgress | None = None, most: int = MOST_ESTIMATED
 ) -> dict[str, Any]:
     """What becomes of the rows if packs are planned by estimated lengths and what overflows is dropped.
 
@@ -89,7 +89,7 @@ def estimated(
     room = planned.planner.room
     real = planned.planner.lengths[rows]
     plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.request.config.seed)
-    overflow = overflowing(plan, real, room)
+    overflow = find_overflow(plan, real, room)
     lost = np.zeros(len(rows), bool)
     lost[overflow] = lost[plan.dropped] = True
     off = np.abs(guesses - 1 - real)
@@ -107,7 +107,7 @@ def estimated(
     }
 
 
-def _guesses(planned: Planned, rows: Integers, progress: OnProgress) -> Integers:
+def _guesses(planned: PlanResult, rows: Integers, progress: OnProgress) -> Integers:
     processor = planned.opened.processor
     configs = image_config(processor), video_config(processor)
 
@@ -117,7 +117,7 @@ def _guesses(planned: Planned, rows: Integers, progress: OnProgress) -> Integers
     return estimated_lengths(planned.opened.dataset, rows, *configs, report).tokens
 
 
-def overflowing(plan: PackPlan, lengths: Integers, room: int) -> list[int]:
+def find_overflow(plan: PackPlan, lengths: Integers, room: int) -> list[int]:
     """The samples that find their pack full, where each takes its samples in order as long as they fit."""
     gone: list[int] = []
     for pack in np.flatnonzero(plan.sums(lengths) > room).tolist():
@@ -142,7 +142,7 @@ _SETTINGS = ("pack_size", "seed", "alignment", "on_overlong", "max_patches", "ma
 
 
 def plan_report(
-    planned: Planned,
+    planned: PlanResult,
     *,
     ranks: Sequence[int] = (),
     estimates: bool = True,
@@ -186,12 +186,12 @@ def plan_report(
         "not_drawn": planned.opened.ledger.counts(),
         "datasets": _datasets(planned),
         "histograms": _histograms(planned),
-        "padding": padding(planned),
-        "estimated": estimated(planned, progress) if estimates else None,
+        "padding": padding_report(planned),
+        "estimated": estimate_losses(planned, progress) if estimates else None,
     }
 
 
-def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
+def sizes_report(request: PlanRequest, sizes: Sequence[int]) -> dict[str, Any]:
     """The same rows in packs of several sizes, as plain values; nothing is saved.
 
     Args:
@@ -201,7 +201,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
     opened, found = None, []
     for size in sorted(sizes):
         planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
-        opened, plan, costs = planned.opened, planned.packs.plan, padding(planned)
+        opened, plan, costs = planned.opened, planned.packs.plan, padding_report(planned)
         dealt = PackSchedule(
             planned.packs, [ResumeSegment(8, 1, 1, 0)], seed=request.config.seed, epoch=request.epoch
         )
@@ -227,7 +227,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
     return {"version": VERSION, **names, "sizes": found, "padding": shared}
 
 
-def too_many_bad(report: Mapping[str, Any]) -> str:
+def bad_rows_warning(report: Mapping[str, Any]) -> str:
     """What the loader will say of the rows that cannot be used, where it will not start; else nothing."""
     share, bad, rows = report.get("max_bad_share"), report.get("bad", 0), report["rows"]
     if share is None or not rows or bad / rows <= share:
@@ -273,7 +273,7 @@ def _spread(values: npt.NDArray[Any]) -> dict[str, Any]:
     return {"mean": spread.mean, "min": spread.min, **quartiles, "max": spread.max}
 
 
-def _reasons(planned: Planned) -> list[dict[str, Any]]:
+def _reasons(planned: PlanResult) -> list[dict[str, Any]]:
     """Why rows are in no pack, the most frequent reason first, each with some of its rows."""
     found: dict[str, list[Any]] = defaultdict(list)
     for drop in planned.dropped:
@@ -290,14 +290,14 @@ def _reasons(planned: Planned) -> list[dict[str, Any]]:
     ]
 
 
-def _nothing_supervised(planned: Planned) -> dict[str, Any]:
+def _nothing_supervised(planned: PlanResult) -> dict[str, Any]:
     """Rows that are in a pack though no token of them is supervised: how many, and some of them."""
     packed = np.sort(planned.packs.plan.indices)
     found = packed[planned.counts.supervised[packed] == 0]
     return {"rows": len(found), "keys": [planned.opened.dataset.key(int(row)) for row in found[:_KEYS]]}
 
 
-def _datasets(planned: Planned) -> list[dict[str, Any]]:
+def _datasets(planned: PlanResult) -> list[dict[str, Any]]:
     counts, plan = planned.counts, planned.packs.plan
     inside = np.zeros(len(counts), bool)
     inside[plan.indices] = True
@@ -314,7 +314,7 @@ def _datasets(planned: Planned) -> list[dict[str, Any]]:
     return found
 
 
-def _histograms(planned: Planned) -> dict[str, Any]:
+def _histograms(planned: PlanResult) -> dict[str, Any]:
     plan = planned.packs.plan
     shares = plan.tokens / plan.capacity
     fill, _ = np.histogram(shares, _FILL_BINS, (0.0, 1.0))

@@ -36,7 +36,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRun:
     """A stretch of tokens of one colour.
 
     Attributes:
@@ -61,7 +61,7 @@ class Run:
     beyond: bool = False
 
 
-def roles_of(encoder: Encoder, conversation: Conversation, ids: Sequence[int]) -> list[str]:
+def find_roles(encoder: Encoder, conversation: Conversation, ids: Sequence[int]) -> list[str]:
     """Who says each token; the template, wherever that cannot be told for certain."""
     roles = [TEMPLATE] * len(ids)
     with suppress(BadSample):
@@ -120,9 +120,9 @@ def _fitted(text: str, frame: Sequence[str], said: Sequence[tuple[str, str]]) ->
     return spans
 
 
-def runs_of(
+def make_runs(
     encoder: Encoder, sample: Mapping[str, Any], roles: Sequence[str], positions: Any = None
-) -> list[Run]:
+) -> list[TokenRun]:
     """The runs of an encoded sample.
 
     Args:
@@ -150,19 +150,19 @@ def runs_of(
             continue
         role, supervised, hidden, media_item = kinds[start]
         name = "" if media_item < 0 else str(tokenizer.convert_ids_to_tokens(media_item))
-        text = "" if name else decoded(tokenizer, ids[start:end])
-        where = positions_of(positions, start, min(end, last))
-        runs.append(Run(role, supervised, hidden, name, text, start, end - start, where, start == last))
+        text = "" if name else decode_tokens(tokenizer, ids[start:end])
+        where = format_positions(positions, start, min(end, last))
+        runs.append(TokenRun(role, supervised, hidden, name, text, start, end - start, where, start == last))
         start = end
     return runs
 
 
-def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
     """Ids as text, special tokens included and nothing tidied up."""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def positions_of(positions: Any, start: int, end: int) -> str:
+def format_positions(positions: Any, start: int, end: int) -> str:
     """The positions of a stretch, for reading: ``4-19``, or of three rows ``t 4, h 4-7, w 4-7``."""
     if end <= start:
         return ""
@@ -182,7 +182,7 @@ def _range(first: int, last: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
+class MediaItem:
     """One media item of a row: its place among the row's media, and what is known of it."""
 
     number: int
@@ -195,7 +195,7 @@ class Turn:
     """One turn as the file has it: texts and media in order."""
 
     role: str
-    parts: tuple[str | Medium, ...]
+    parts: tuple[str | MediaItem, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class TokenRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class RowView:
     """A row for looking at.
 
     Attributes:
@@ -230,8 +230,8 @@ class Shown:
 
     index: int
     turns: tuple[Turn, ...] = ()
-    media: tuple[Medium, ...] = ()
-    runs: tuple[Run, ...] = ()
+    media: tuple[MediaItem, ...] = ()
+    runs: tuple[TokenRun, ...] = ()
     length: int = 0
     room: int = 0
     supervised: int = 0
@@ -275,35 +275,35 @@ class RowEncoder:
         example = with_audio_placed(self.samples.dataset[index], self.samples.encoder, key)
         return parse_conversation(example, key)
 
-    def show(self, index: int) -> Shown:
+    def show(self, index: int) -> RowView:
         """A row; where it cannot be read or encoded, as much of it as there is, and why."""
         with self._lock:
             try:
                 conversation = self.conversation(index)
             except DATA_ERRORS as error:
-                return Shown(index, error=_as_bad(error))
-            turns, media = told(conversation)
+                return RowView(index, error=_as_bad(error))
+            turns, media = split_conversation(conversation)
             self.samples.ledger = Ledger()  # of this row alone
             try:
                 return self._shown(index, conversation, turns, media)
             except DATA_ERRORS as error:
-                return Shown(index, turns, media, error=_as_bad(error))
+                return RowView(index, turns, media, error=_as_bad(error))
 
     def _shown(
-        self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[Medium, ...]
-    ) -> Shown:
+        self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[MediaItem, ...]
+    ) -> RowView:
         encoded = self.samples.load_sample(index)
         positions = self.packer.prepare(encoded).position_ids
         sample = encoded.per_token
         ids = sample["input_ids"].tolist()
-        roles = roles_of(self.samples.encoder, conversation, ids)
-        runs = runs_of(self.samples.encoder, sample, roles, positions)
+        roles = find_roles(self.samples.encoder, conversation, ids)
+        runs = make_runs(self.samples.encoder, sample, roles, positions)
         tokens = self._tokens(ids, sample["labels"].tolist(), roles, positions)
         if not self.knows_positions and any(run.media_item for run in runs):
             # Counted through they would be wrong from the first media item on.
             runs = [replace(run, positions="") for run in runs]
             tokens = tuple(replace(token, position="") for token in tokens)
-        return Shown(
+        return RowView(
             index,
             turns,
             media,
@@ -311,12 +311,12 @@ class RowEncoder:
             len(ids) - 1,
             self.packer.padded_length(len(ids) - 1),
             int((sample["labels"] != IGNORE_INDEX).sum()),
-            self._both_ways(sample),
+            self._bidirectional_spans(sample),
             found=tuple(self.samples.ledger),
             tokens=tokens,
         )
 
-    def placeholders(self, kinds: int) -> list[tuple[str, Shown]]:
+    def placeholders(self, kinds: int) -> list[tuple[str, RowView]]:
         """The blank samples that the loader adds where media of these kinds (bits) are missing in a step.
 
         Raises:
@@ -328,11 +328,11 @@ class RowEncoder:
             samples = self._blanks.samples(kinds)
             return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
-    def _blank(self, sample: Sample) -> Shown:
+    def _blank(self, sample: Sample) -> RowView:
         length = len(sample) - 1
         positions = self.packer.prepare(sample).position_ids
-        runs = runs_of(self.samples.encoder, sample.per_token, [TEMPLATE] * len(sample), positions)
-        return Shown(-1, runs=tuple(runs), length=length, room=self.packer.padded_length(length))
+        runs = make_runs(self.samples.encoder, sample.per_token, [TEMPLATE] * len(sample), positions)
+        return RowView(-1, runs=tuple(runs), length=length, room=self.packer.padded_length(length))
 
     def _tokens(
         self, ids: Sequence[int], labels: Sequence[int], roles: Sequence[str], positions: Any
@@ -342,15 +342,15 @@ class RowEncoder:
             TokenRow(
                 place,
                 token,
-                decoded(tokenizer, [token]),
+                decode_tokens(tokenizer, [token]),
                 label != IGNORE_INDEX,
                 role,
-                positions_of(positions, place, min(place + 1, last)),
+                format_positions(positions, place, min(place + 1, last)),
             )
             for place, (token, label, role) in enumerate(zip(ids, labels, roles, strict=True))
         )
 
-    def _both_ways(self, sample: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    def _bidirectional_spans(self, sample: dict[str, Any]) -> tuple[tuple[int, int], ...]:
         name = self.family.bidirectional
         if name is None or sample.get(name) is None:
             return ()
@@ -360,17 +360,17 @@ class RowEncoder:
         return tuple((first, end) for first, end in pairwise(bounds) if first < end and marks[first])
 
 
-def told(conversation: Conversation) -> tuple[tuple[Turn, ...], tuple[Medium, ...]]:
+def split_conversation(conversation: Conversation) -> tuple[tuple[Turn, ...], tuple[MediaItem, ...]]:
     """A conversation for reading, and its media in order."""
-    media: list[Medium] = []
+    media: list[MediaItem] = []
     turns = []
     for message in conversation.messages:
-        parts: list[str | Medium] = []
+        parts: list[str | MediaItem] = []
         for part in message.parts:
             if isinstance(part, TextPart):
                 parts.append(part.text)
             else:
-                media.append(Medium(len(media), part.kind, _name(part)))
+                media.append(MediaItem(len(media), part.kind, _name(part)))
                 parts.append(media[-1])
         turns.append(Turn(message.role, tuple(parts)))
     return tuple(turns), tuple(media)

@@ -10,9 +10,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import DATA_ERRORS, ConfigError, MissingDependency, is_data_error, require
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.media_shelf import Encoded, why_not
-from packhorse.tools.view.pages import NotThere, Pages
+from packhorse.tools.view.media_preview import EncodedMedia, describe_error
+from packhorse.tools.view.pages import PageNotFound, Pages
+from packhorse.tools.view.plan_viewer import PlanViewer
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -106,8 +106,8 @@ async def _refuse(send: Send, status: int, text: str) -> None:
 _STATIC = {"style.css": "text/css", "keys.js": "text/javascript", "icon.svg": "image/svg+xml"}
 
 
-def make_app(book: Book, host: str = "127.0.0.1") -> App:
-    """The application for a book, to be served on ``host``."""
+def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> App:
+    """The application for a viewer, to be served on ``host``."""
     require("starlette", "view")
     from starlette.applications import Starlette
     from starlette.convertors import Convertor, register_url_convertor
@@ -125,9 +125,9 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
             return str(value)
 
     register_url_convertor("number", _Number())
-    pages, render = Pages(book), renderer()
+    pages, render = Pages(viewer), renderer()
     static = {name: files("packhorse.tools.view").joinpath("static", name).read_bytes() for name in _STATIC}
-    page, media_item = partial(_page, render), partial(_media_item, len(book))
+    page, media_item = partial(_page, render), partial(_media_item, len(viewer))
 
     def plain(request: Request) -> Response:
         name = request.path_params["name"]
@@ -136,7 +136,7 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
         return Response(static[name], media_type=_STATIC[name], headers={"cache-control": "no-cache"})
 
     def report(request: Request) -> Response:
-        return JSONResponse(book.report)
+        return JSONResponse(viewer.report)
 
     def nothing(request: Request, error: Exception) -> Response:
         text = "There is no such page."
@@ -149,10 +149,10 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
         Route("/row/{index:number}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
         Route("/problems", page("problems.html", lambda request: pages.problems(request.query_params))),
         Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
-        Route("/media/{row:number}/{number:number}", media_item(lambda **at: pages.shelf.get(**at))),
+        Route("/media/{row:number}/{number:number}", media_item(lambda **at: pages.previews.get(**at))),
         Route(
             "/media/{row:number}/{number:number}/{place:number}",
-            media_item(lambda **at: pages.shelf.frame(**at)),
+            media_item(lambda **at: pages.previews.frame(**at)),
         ),
         Route("/report.json", report),
         Route("/static/{name}", plain),
@@ -169,7 +169,7 @@ def _page(
     def answer(request: Request) -> Response:
         try:
             html, status = render(template, **make(request)), 200
-        except NotThere as error:
+        except PageNotFound as error:
             html, status = render("message.html", title="Not found", text=str(error)), 404
         except (ConfigError, MissingDependency, OSError) as error:
             html, status = render("message.html", title="This cannot be shown", text=str(error)), 503
@@ -178,7 +178,7 @@ def _page(
     return answer
 
 
-def _media_item(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Response]:
+def _media_item(rows: int, get: Callable[..., EncodedMedia]) -> Callable[[Request], Response]:
     """What answers with a media item of one of the ``rows``, or says why it cannot."""
     from starlette.responses import Response
 
@@ -192,7 +192,7 @@ def _media_item(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], R
             named = isinstance(error, LookupError | ConfigError | MissingDependency)
             if not named and not is_data_error(error):
                 raise
-            return Response(why_not(error), 404, media_type="text/plain")
+            return Response(describe_error(error), 404, media_type="text/plain")
         # Not kept by the browser: the next plan on this port has other images under the same numbers.
         return Response(made.data, media_type=made.kind, headers={"cache-control": "no-store"})
 
@@ -239,11 +239,11 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def serve(book: Book, listening: socket.socket, host: str) -> None:
+def serve(viewer: PlanViewer, listening: socket.socket, host: str) -> None:
     """Answer requests until the process is interrupted."""
     uvicorn: Any = require("uvicorn", "view")
-    app = make_app(book, host)
-    book.warm_up()
+    app = make_app(viewer, host)
+    viewer.warm_up()
     config = uvicorn.Config(
         app,
         log_level="warning",

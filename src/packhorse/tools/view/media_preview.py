@@ -25,14 +25,14 @@ FRAMES = 8
 _SMALL = 512 * 512  # up to so many pixels an image is sent without loss
 
 
-class Encoded(NamedTuple):
+class EncodedMedia(NamedTuple):
     """Bytes and what they are."""
 
     data: bytes
     kind: str
 
 
-class MediaShelf:
+class MediaPreviews:
     """The media of the rows of one dataset.
 
     Args:
@@ -43,7 +43,7 @@ class MediaShelf:
         self.encoder = encoder
         self._frames = lru_cache(maxsize=16)(self._video)
 
-    def get(self, row: int, number: int) -> Encoded:
+    def get(self, row: int, number: int) -> EncodedMedia:
         """An image, or a sound.
 
         Raises:
@@ -55,9 +55,9 @@ class MediaShelf:
             raise LookupError("a video is shown by its frames")
         media_item = load_media(ref, sampling_rate=self.encoder.family.sampling_rate)
         if isinstance(media_item, Image.Image):
-            return picture(media_item)
+            return encode_image(media_item)
         assert isinstance(media_item, tuple)
-        return sound(*media_item)
+        return encode_audio(*media_item)
 
     def frames(self, row: int, number: int) -> tuple[int, ...]:
         """Which of the frames that the model is fed are shown, by their number in the video.
@@ -68,7 +68,7 @@ class MediaShelf:
         """
         return self._frames(row, number)[0]
 
-    def frame(self, row: int, number: int, place: int) -> Encoded:
+    def frame(self, row: int, number: int, place: int) -> EncodedMedia:
         """One of :meth:`frames`, by its place among them."""
         if place < 0:
             raise LookupError("frames are numbered from 0")
@@ -80,7 +80,7 @@ class MediaShelf:
             raise LookupError(f"media item {number} of {len(media)}")
         return media[number]
 
-    def _video(self, row: int, number: int) -> tuple[tuple[int, ...], list[Encoded]]:
+    def _video(self, row: int, number: int) -> tuple[tuple[int, ...], list[EncodedMedia]]:
         ref = self._ref(row, number)
         if ref.kind != "video":
             raise LookupError(f"media item {number} is no video")
@@ -89,10 +89,10 @@ class MediaShelf:
         total = len(video.frames)
         places = np.unique(np.linspace(0, total - 1, min(total, FRAMES)).astype(int)).tolist()
         numbers = tuple(int(video.metadata.frames_indices[place]) for place in places)
-        return numbers, [picture(Image.fromarray(video.frames[place])) for place in places]
+        return numbers, [encode_image(Image.fromarray(video.frames[place])) for place in places]
 
 
-def picture(image: Image.Image) -> Encoded:
+def encode_image(image: Image.Image) -> EncodedMedia:
     """An RGB image in its own size."""
     small = image.width * image.height <= _SMALL
     out = io.BytesIO()
@@ -100,10 +100,10 @@ def picture(image: Image.Image) -> Encoded:
         image.save(out, "PNG", compress_level=1)
     else:
         image.save(out, "JPEG", quality=88)
-    return Encoded(out.getvalue(), "image/png" if small else "image/jpeg")
+    return EncodedMedia(out.getvalue(), "image/png" if small else "image/jpeg")
 
 
-def sound(samples: np.ndarray, rate: int) -> Encoded:
+def encode_audio(samples: np.ndarray, rate: int) -> EncodedMedia:
     """Mono sound as a WAV file of 16 bits."""
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
@@ -111,9 +111,9 @@ def sound(samples: np.ndarray, rate: int) -> Encoded:
         file.setsampwidth(2)
         file.setframerate(int(rate))
         file.writeframes((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
-    return Encoded(out.getvalue(), "audio/wav")
+    return EncodedMedia(out.getvalue(), "audio/wav")
 
 
-def why_not(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What to say of a media item that cannot be shown."""
     return error.detail if isinstance(error, BadSample) else str(error)

@@ -28,9 +28,16 @@ from packhorse.loader.config import LoaderConfig
 from packhorse.loader.startup import OpenedData, encoding_dataset, open_rows
 from packhorse.plan.pack_plan import DROP_REASONS
 from packhorse.rows.row_files import JsonRows
-from packhorse.tools.view.plan_book import PlanBook, Request, book_of, make_plan, open_book, open_request
 from packhorse.tools.view.plan_report import plan_report
 from packhorse.tools.view.row_encoder import RowEncoder
+from packhorse.tools.view.saved_plan import (
+    PlanRequest,
+    SavedPlan,
+    make_plan,
+    make_saved_plan,
+    open_request,
+    open_saved_plan,
+)
 from packhorse.types import Drop, Reason, mask_secrets
 
 Integers = npt.NDArray[np.int64]
@@ -85,7 +92,7 @@ _MOST_RAW = 100_000  # bytes of a row that are shown
 _NOT_ROWS_OF_IT = ("not_sampled", "left_over")  # rows that are no examples of this mixture
 
 
-class Book:
+class PlanViewer:
     """A plan and everything around it, for looking at.
 
     Args:
@@ -102,7 +109,7 @@ class Book:
     """
 
     def __init__(
-        self, made: PlanBook, opened: OpenedData | None = None, ledger: Ledger | None = None
+        self, made: SavedPlan, opened: OpenedData | None = None, ledger: Ledger | None = None
     ) -> None:
         self.made, self.plan, self.report = made, made.plan, made.report
         config = made.request.config
@@ -135,7 +142,7 @@ class Book:
         ledger: str | os.PathLike[str] | None = None,
         pack_size: int = 8192,
         trust_remote_code: bool = False,
-    ) -> Book:
+    ) -> PlanViewer:
         """Open a plan file, or plan a meta file first.
 
         Raises:
@@ -144,13 +151,13 @@ class Book:
         """
         entries = None if ledger is None else read_ledgers(ledger)[0]
         if _is_plan(source):
-            return cls(open_book(source, processor, trust_remote_code), None, entries)
+            return cls(open_saved_plan(source, processor, trust_remote_code), None, entries)
         if processor is None:
             read_meta(source)  # says what is wrong with what is neither
             raise ConfigError(f"{source} is a meta file: name the --processor, and it is planned first")
         config = LoaderConfig(data=source, pack_size=pack_size)
-        planned = make_plan(Request(config, processor, trust_remote_code=trust_remote_code))
-        return cls(book_of(planned, plan_report(planned)), planned.opened, entries)
+        planned = make_plan(PlanRequest(config, processor, trust_remote_code=trust_remote_code))
+        return cls(make_saved_plan(planned, plan_report(planned)), planned.opened, entries)
 
     @property
     def encoder(self) -> RowEncoder:
@@ -352,15 +359,15 @@ class Hits:
     looked_at: int
 
 
-def find_key(book: Book, wanted: str) -> list[int]:
+def find_key(viewer: PlanViewer, wanted: str) -> list[int]:
     """The rows with this key: ``coco/812``, or 812 in every dataset."""
     wanted = wanted.strip()
-    keys = [f"{name}/{wanted}" for name in book.names] if wanted.isdecimal() else [wanted]
-    found = (book.finder.find(key) for key in keys)
+    keys = [f"{name}/{wanted}" for name in viewer.names] if wanted.isdecimal() else [wanted]
+    found = (viewer.finder.find(key) for key in keys)
     return [index for index in found if index is not None]
 
 
-def find_text(book: Book, wanted: str, first: int = 0, seconds: float = SECONDS) -> Hits:
+def find_text(viewer: PlanViewer, wanted: str, first: int = 0, seconds: float = SECONDS) -> Hits:
     """Rows in which a text stands, whatever its case, from a position on.
 
     A row that cannot be parsed is searched as its bytes are.
@@ -369,29 +376,29 @@ def find_text(book: Book, wanted: str, first: int = 0, seconds: float = SECONDS)
     hits: list[Hit] = []
     until = time.monotonic() + seconds
     index, start = first, 0
-    for source in book.dataset.sources:
+    for source in viewer.dataset.sources:
         begin, start = start, start + len(source)
         while index < start:
             positions = range(index - begin, min(index - begin + _BLOCK, len(source)))
             rows = source.file.read(source.selection.row(position) for position in positions)
             for position, row in zip(positions, rows, strict=True):
                 place = begin + position
-                text = book.raw(place) if isinstance(row, BadSample) else _text(row)
+                text = viewer.raw(place) if isinstance(row, BadSample) else _text(row)
                 found = needle.search(text)
                 if found is not None:
-                    hits.append(_hit(book, place, text, *found.span()))
+                    hits.append(_hit(viewer, place, text, *found.span()))
                     if len(hits) == MOST:
-                        return Hits(hits, place + 1 if place + 1 < len(book) else None, place + 1 - first)
+                        return Hits(hits, place + 1 if place + 1 < len(viewer) else None, place + 1 - first)
             index = begin + positions.stop
-            if time.monotonic() > until and index < len(book):
+            if time.monotonic() > until and index < len(viewer):
                 return Hits(hits, index, index - first)
     return Hits(hits, None, max(0, index - first))
 
 
-def _hit(book: Book, index: int, text: str, at: int, end: int) -> Hit:
+def _hit(viewer: PlanViewer, index: int, text: str, at: int, end: int) -> Hit:
     before = ("…" if at > _AROUND else "") + text[max(0, at - _AROUND) : at]
     after = text[end : end + _AROUND] + ("…" if end + _AROUND < len(text) else "")
-    return Hit(index, book.key(index), before, text[at:end], after)
+    return Hit(index, viewer.key(index), before, text[at:end], after)
 
 
 def _text(value: object) -> str:

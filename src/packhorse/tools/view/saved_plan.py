@@ -51,7 +51,7 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is to be planned.
 
     Attributes:
@@ -79,7 +79,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanResult:
     """A plan and what it was made from.
 
     Attributes:
@@ -91,7 +91,7 @@ class Planned:
         reserve: tokens of each pack that stay free for a placeholder.
     """
 
-    request: Request
+    request: PlanRequest
     opened: OpenedData
     counts: CountColumns
     planner: Planner
@@ -111,7 +111,7 @@ class Planned:
         return self.planner.dropped(self.packs.plan)
 
 
-def open_request(request: Request) -> OpenedData:
+def open_request(request: PlanRequest) -> OpenedData:
     """Open rows, processor and model; nothing is counted.
 
     Raises:
@@ -124,8 +124,8 @@ def open_request(request: Request) -> OpenedData:
 
 
 def make_plan(
-    request: Request, opened: OpenedData | None = None, counts: CountColumns | None = None
-) -> Planned:
+    request: PlanRequest, opened: OpenedData | None = None, counts: CountColumns | None = None
+) -> PlanResult:
     """Count what was not counted before, and plan.
 
     Args:
@@ -145,10 +145,10 @@ def make_plan(
     plan = planner.plan(request.epoch)
     planner.check_overlong(plan)
     packs = Packs(plan, planner.facts)
-    return Planned(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
+    return PlanResult(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 
 
-def _find_model(request: Request) -> ModelInfo:
+def _find_model(request: PlanRequest) -> ModelInfo:
     """What is known of the model; from a config next to the processor if no model is named.
 
     Raises:
@@ -172,7 +172,7 @@ def _find_model(request: Request) -> ModelInfo:
 
 
 @dataclass(frozen=True)
-class PlanBook:
+class SavedPlan:
     """What a plan file holds.
 
     Attributes:
@@ -185,7 +185,7 @@ class PlanBook:
     """
 
     plan: PackPlan
-    request: Request
+    request: PlanRequest
     report: Mapping[str, Any]
     bad: Mapping[int, tuple[str, str]]
     details: Mapping[str, str]
@@ -199,7 +199,7 @@ class PlanBook:
         return too_long_detail(length, self.request.config, self.report["reserve"])
 
 
-def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
+def make_saved_plan(planned: PlanResult, report: Mapping[str, Any]) -> SavedPlan:
     """The same without a file."""
     counts, packs = planned.counts, planned.packs
     bad = {
@@ -210,12 +210,12 @@ def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
     plan = packs.plan.with_costs(packs.costs, packs.kinds)
     longer = packs.plan.dropped_by_reason().get("too_long", ())
     too_long = {int(index): int(planned.planner.lengths[index]) for index in longer}
-    return PlanBook(plan, planned.request, report, bad, details, too_long)
+    return SavedPlan(plan, planned.request, report, bad, details, too_long)
 
 
-def save_book(planned: Planned, report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def save_plan(planned: PlanResult, report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a plan with all that a viewer needs; the file appears when it is whole."""
-    made, request = book_of(planned, report), planned.request
+    made, request = make_saved_plan(planned, report), planned.request
     home = Path(path).absolute().parent
     settings = {name: getattr(request.config, name) for name in _SETTINGS}
     made_from = {
@@ -238,13 +238,13 @@ def save_book(planned: Planned, report: Mapping[str, Any], path: str | os.PathLi
     made.plan.save(path, key)
 
 
-def open_book(
+def open_saved_plan(
     path: str | os.PathLike[str], processor: str | None = None, trust_remote_code: bool = False
-) -> PlanBook:
+) -> SavedPlan:
     """Open a plan file.
 
     Args:
-        path: as :func:`save_book` wrote it.
+        path: as :func:`save_plan` wrote it.
         processor: where the processor is now, if it is not where it was.
         trust_remote_code: run code that comes with it.
 
@@ -265,7 +265,7 @@ def open_book(
         )
     home = Path(path).absolute().parent
     config = LoaderConfig(data=_found(source["meta"], home), **source["settings"])
-    request = Request(
+    request = PlanRequest(
         config,
         processor or _found(source["processor"], home),
         None if source["model"] is None else _found(source["model"], home),
@@ -274,7 +274,7 @@ def open_book(
     )
     bad = {int(index): (reason, detail) for index, reason, detail in key["bad"]}
     too_long = {int(index): int(length) for index, length in key.get("too_long", ())}
-    return PlanBook(plan, request, key["report"], bad, key["details"], too_long)
+    return SavedPlan(plan, request, key["report"], bad, key["details"], too_long)
 
 
 def _plain(names: Any) -> list[str] | None:
