@@ -64,7 +64,7 @@ def view(
         )
         if processor is not None:
             _ = viewer.encoder  # one that was named is opened at once: a mistyped path is told here
-        if warning := viewer.wrong_ledger():
+        if warning := viewer.unmatched_warning():
             typer.echo(f"packhorse view: warning: {warning}", err=True)
         number = socket.getsockname()[1]
         name = f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""A plan of the small mixed set, and the application that shows it."""
+"""A plan of the small mixed dataset, and the application that shows it."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> PlanResult:
 
 @pytest.fixture(scope="package")
 def plan_file(planned: PlanResult) -> Path:
-    path = Path(planned.request.config.data).parent / "made.phplan"
+    path = Path(planned.request.config.data).parent / "plan.phplan"
     save_plan(planned, plan_report(planned), path)
     return path
 

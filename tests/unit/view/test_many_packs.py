@@ -1,4 +1,4 @@
-"""A viewer over many packs; how long a million takes is measured by ``benchmarks/view.py``."""
+"""A viewer of many packs; ``benchmarks/view.py`` measures a million."""
 
 import re
 from pathlib import Path
@@ -39,12 +39,12 @@ def test_the_first_pages_read_no_row_and_need_no_processor(
 def test_every_pack_is_on_one_page_of_the_list(many: Path) -> None:
     viewer = PlanViewer.open(str(many))
     app = make_app(viewer)
-    seen: list[int] = []
+    packs: list[int] = []
     target: str | None = "/packs?sort=fill"
     while target is not None:
         page = ask(app, target).text
-        seen += map(int, re.findall(r'href="/pack/(\d+)" data-item', page))
-        found = re.search(r'rel="next" href="([^"]+)"', page)
-        target = found.group(1).replace("&amp;", "&") if found else None
-    assert sorted(seen) == list(range(PACKS))
-    assert np.all(np.diff(viewer.plan.tokens[seen]) >= 0)
+        packs += map(int, re.findall(r'href="/pack/(\d+)" data-item', page))
+        link = re.search(r'rel="next" href="([^"]+)"', page)
+        target = link.group(1).replace("&amp;", "&") if link else None
+    assert sorted(packs) == list(range(PACKS))
+    assert np.all(np.diff(viewer.plan.tokens[packs]) >= 0)

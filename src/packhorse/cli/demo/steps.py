@@ -260,11 +260,11 @@ class Demo:
         """Write one page with its style and plots inside, made of the viewer's templates."""
         from packhorse.tools.view import plots
         from packhorse.tools.view.pages import plan_plots
-        from packhorse.tools.view.server import renderer
+        from packhorse.tools.view.server import make_renderer
 
         self.seconds = time.monotonic() - self.started
         losses = {name: [(step.step, step.loss) for step in steps] for name, steps in self.runs.items()}
-        page = renderer()(
+        page = make_renderer()(
             "demo.html",
             style=files("packhorse.tools.view").joinpath("static", "style.css").read_text(encoding="utf-8"),
             demo=self,

@@ -1,7 +1,6 @@
-"""Media as a browser shows them: the number of a row and of a media item go in, encoded bytes come out.
+"""Media items of rows, decoded and re-encoded for a browser.
 
-Nothing is served by its path, and nothing as it lies on the disk: images and frames are decoded and encoded
-again, so a file that is no image cannot reach the browser as something else.
+A file is never served by its path or byte for byte, so a file that is no media item cannot reach the browser.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from packhorse.media import VideoFrames, load_media
 from packhorse.tools.view.row_encoder import RowEncoder
 from packhorse.types import MediaRef
 
-FRAMES = 8
-"""The most frames of a video that are shown, evenly spaced."""
+MAX_FRAMES = 8
+"""How many frames of a video are shown, evenly spaced."""
 
-_SMALL = 512 * 512  # up to so many pixels an image is sent without loss
+_MAX_LOSSLESS = 512 * 512  # pixels of an image that is sent as PNG
 
 
 class EncodedMedia(NamedTuple):
-    """Bytes and what they are."""
+    """Encoded bytes and their media type."""
 
     data: bytes
-    kind: str
+    media_type: str
 
 
 class MediaPreviews:
     """The media of the rows of one dataset.
 
     Args:
-        encoder: knows the rows, and how videos are sampled.
+        encoder: provides the rows and how videos are sampled.
     """
 
     def __init__(self, encoder: RowEncoder) -> None:
         self.encoder = encoder
-        self._frames = lru_cache(maxsize=16)(self._video)
+        self._video = lru_cache(maxsize=16)(self._load_video)
 
     def get(self, row: int, number: int) -> EncodedMedia:
-        """An image, or a sound.
+        """Return an image or an audio clip.
 
         Raises:
             BadSample: it cannot be decoded.
@@ -52,7 +51,7 @@ class MediaPreviews:
         """
         ref = self._ref(row, number)
         if ref.kind == "video":
-            raise LookupError("a video is shown by its frames")
+            raise LookupError(f"media item {number} is a video: request its frames")
         media_item = load_media(ref, sampling_rate=self.encoder.family.sampling_rate)
         if isinstance(media_item, Image.Image):
             return encode_image(media_item)
@@ -60,51 +59,48 @@ class MediaPreviews:
         return encode_audio(*media_item)
 
     def frames(self, row: int, number: int) -> tuple[int, ...]:
-        """Which of the frames that the model is fed are shown, by their number in the video.
+        """Return the indices in the video of the frames that are shown.
 
         Raises:
             BadSample: the video cannot be decoded.
             LookupError: there is no such video.
         """
-        return self._frames(row, number)[0]
+        return self._video(row, number)[0]
 
-    def frame(self, row: int, number: int, place: int) -> EncodedMedia:
-        """One of :meth:`frames`, by its place among them."""
-        if place < 0:
-            raise LookupError("frames are numbered from 0")
-        return self._frames(row, number)[1][place]
+    def frame(self, row: int, number: int, frame: int) -> EncodedMedia:
+        """Return the n-th of the :meth:`frames` that are shown."""
+        return self._video(row, number)[1][frame]
 
     def _ref(self, row: int, number: int) -> MediaRef:
         media = self.encoder.conversation(row).media
         if not 0 <= number < len(media):
-            raise LookupError(f"media item {number} of {len(media)}")
+            raise LookupError(f"row {row} has {len(media)} media items, so there is no media item {number}")
         return media[number]
 
-    def _video(self, row: int, number: int) -> tuple[tuple[int, ...], list[EncodedMedia]]:
+    def _load_video(self, row: int, number: int) -> tuple[tuple[int, ...], list[EncodedMedia]]:
         ref = self._ref(row, number)
         if ref.kind != "video":
-            raise LookupError(f"media item {number} is no video")
-        video = load_media(ref, sampling=self.encoder.samples.encoder.video_sampling)
+            raise LookupError(f"media item {number} is not a video")
+        video = load_media(ref, sampling=self.encoder.encoder.video_sampling)
         assert isinstance(video, VideoFrames)
         total = len(video.frames)
-        places = np.unique(np.linspace(0, total - 1, min(total, FRAMES)).astype(int)).tolist()
-        numbers = tuple(int(video.metadata.frames_indices[place]) for place in places)
-        return numbers, [encode_image(Image.fromarray(video.frames[place])) for place in places]
+        shown = np.unique(np.linspace(0, total - 1, min(total, MAX_FRAMES)).astype(int)).tolist()
+        indices = tuple(int(video.metadata.frames_indices[n]) for n in shown)
+        return indices, [encode_image(Image.fromarray(video.frames[n])) for n in shown]
 
 
 def encode_image(image: Image.Image) -> EncodedMedia:
-    """An RGB image in its own size."""
-    small = image.width * image.height <= _SMALL
+    """Encode an RGB image in its original size."""
     out = io.BytesIO()
-    if small:
+    if image.width * image.height <= _MAX_LOSSLESS:
         image.save(out, "PNG", compress_level=1)
-    else:
-        image.save(out, "JPEG", quality=88)
-    return EncodedMedia(out.getvalue(), "image/png" if small else "image/jpeg")
+        return EncodedMedia(out.getvalue(), "image/png")
+    image.save(out, "JPEG", quality=88)
+    return EncodedMedia(out.getvalue(), "image/jpeg")
 
 
 def encode_audio(samples: np.ndarray, rate: int) -> EncodedMedia:
-    """Mono sound as a WAV file of 16 bits."""
+    """Encode mono audio as a 16-bit WAV file."""
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
         file.setnchannels(1)
@@ -115,5 +111,5 @@ def encode_audio(samples: np.ndarray, rate: int) -> EncodedMedia:
 
 
 def describe_error(error: BaseException) -> str:
-    """What to say of a media item that cannot be shown."""
+    """Return the message of a media item that cannot be shown."""
     return error.detail if isinstance(error, BadSample) else str(error)

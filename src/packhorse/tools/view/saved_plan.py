@@ -1,12 +1,11 @@
-"""The plan that a loader with the same settings trains, and the file it is saved in.
+"""The plan that a loader with the same settings uses, and the file it is saved in.
 
-:func:`make_plan` runs the loader's own start-up, so it costs what opening a loader costs: milliseconds where
-the rows are counted, the counting where they are not.
+:func:`make_plan` runs the loader's start-up, so it costs what opening a loader costs: milliseconds if the
+rows are counted, the time to count them if not.
 
-The file says what the plan was made from, so a viewer needs nothing else. In addition to the plan's own key
-it holds, as JSON: the meta file, the processor and the settings (``made_from``), the report (``report``), and
-why rows that could not be counted are in no pack (``bad``, about 150 bytes per row). ``PackPlan.load`` opens
-it like any other plan file.
+The file contains everything the viewer needs. In addition to the plan's key it stores, as JSON: the meta
+file, the processor and the settings (``made_from``), the report (``report``), and the errors of rows that
+could not be counted (``bad``, about 150 bytes per row). ``PackPlan.load`` reads it like any other plan file.
 """
 
 from __future__ import annotations
@@ -32,34 +31,25 @@ from packhorse.plan.pack_plan import PackPlan, load_key
 from packhorse.plan.schedule import Packs
 from packhorse.types import Drop, World
 
-_LONGEST_DETAIL = 500
-VERSION = 2  # of the JSON in the plan file; 1 had other names for settings and report fields
-# What a plan and its packs depend on; where batches are built and how ledgers are kept is the run's affair.
+_MAX_DETAIL = 500  # characters
+VERSION = 2  # of the JSON in the plan file; version 1 has other names of settings and report fields
+# The settings that a plan depends on.
 _SETTINGS = (
-    "dataset_names",
-    "pack_size",
-    "seed",
-    "alignment",
-    "on_overlong",
-    "max_patches",
-    "max_media",
-    "max_documents",
-    "placeholder",
-    "spread_datasets",
-    "effort",
+    *("dataset_names", "pack_size", "seed", "alignment", "on_overlong", "max_patches", "max_media"),
+    *("max_documents", "placeholder", "spread_datasets", "effort"),
 )
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned.
+    """What to plan.
 
     Attributes:
         config: the loader's settings; ``data`` is the meta file.
         processor: the model's processor, or its folder or hub name.
-        model: folder or hub name of its config, for what tokens and patches cost and for positions; None
-            looks for one next to the processor.
-        epoch: which one is planned.
+        model: folder or hub name of the model config, used for costs and positions; None looks for one next
+            to the processor.
+        epoch: the epoch to plan.
         trust_remote_code: run code that comes with the processor.
     """
 
@@ -74,8 +64,8 @@ class PlanRequest:
         """Where the processor is, or was loaded from."""
         if isinstance(self.processor, str):
             return self.processor
-        known = getattr(tokenizer_of(self.processor), "name_or_path", "")
-        return str(known or type(self.processor).__name__)
+        name = getattr(tokenizer_of(self.processor), "name_or_path", "")
+        return str(name or type(self.processor).__name__)
 
 
 @dataclass(frozen=True)
@@ -83,11 +73,11 @@ class PlanResult:
     """A plan and what it was made from.
 
     Attributes:
-        request: what was to be planned.
+        request: what was planned.
         opened: rows, processor and model.
         counts: exact counts of the rows.
-        planner: the loader's.
-        packs: of the requested epoch.
+        planner: the loader's planner.
+        packs: the packs of the requested epoch.
         reserve: tokens of each pack that stay free for a placeholder.
     """
 
@@ -100,22 +90,22 @@ class PlanResult:
 
     @property
     def model(self) -> str | None:
-        """Where the config was found that costs and positions are from; None if there was none."""
+        """Where the model config came from; None if there was none."""
         if self.opened.model.config is None:
             return None
         return self.request.model or self.request.processor_name
 
     @property
     def dropped(self) -> list[Drop]:
-        """Rows that are in no pack, as the loader records them."""
+        """Rows in no pack, as the loader records them."""
         return self.planner.dropped(self.packs.plan)
 
 
 def open_request(request: PlanRequest) -> OpenedData:
-    """Open rows, processor and model; nothing is counted.
+    """Open rows, processor and model, without counting.
 
     Raises:
-        ConfigError: one of them is not in order, or there is no row.
+        ConfigError: one of them is invalid, or there are no rows.
     """
     processor = request.processor
     if isinstance(processor, str):
@@ -126,16 +116,16 @@ def open_request(request: PlanRequest) -> OpenedData:
 def make_plan(
     request: PlanRequest, opened: OpenedData | None = None, counts: CountColumns | None = None
 ) -> PlanResult:
-    """Count what was not counted before, and plan.
+    """Count rows that are not counted yet, and plan.
 
     Args:
-        request: what is to be planned.
-        opened: its rows and processor, if an earlier plan has opened them.
-        counts: of its rows, if the caller has them.
+        request: what to plan.
+        opened: its rows and processor, if an earlier plan opened them.
+        counts: the counts of its rows, if the caller has them.
 
     Raises:
-        ConfigError: see :func:`open_request`; the model cannot be trained on packs; or a sample is too long,
-            and ``on_overlong="raise"``.
+        ConfigError: see :func:`open_request`; or the model cannot be trained on packs; or a sample is too
+            long and ``on_overlong="raise"``.
     """
     opened = open_request(request) if opened is None else opened
     if opened.model.config is not None and model_classes(opened.model.config):
@@ -149,19 +139,15 @@ def make_plan(
 
 
 def _find_model(request: PlanRequest) -> ModelInfo:
-    """What is known of the model; from a config next to the processor if no model is named.
+    """Return what is known of the model; without a model name, from a config next to the processor.
 
     Raises:
-        ConfigError: a model was named, and has no config.
+        ConfigError: the named model has no config.
     """
     path = request.model or request.processor
     if not isinstance(path, str):
         return ModelInfo()
-    if (
-        request.model is None
-        and os.path.isdir(path)
-        and not os.path.isfile(os.path.join(path, "config.json"))
-    ):
+    if request.model is None and os.path.isdir(path) and not os.path.isfile(f"{path}/config.json"):
         return ModelInfo()
     try:
         return inspect_model(open_config(path, request.trust_remote_code), trains=False)
@@ -173,15 +159,15 @@ def _find_model(request: PlanRequest) -> ModelInfo:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What a plan file holds.
+    """The content of a plan file.
 
     Attributes:
-        plan: the plan, with costs and kinds of media.
+        plan: the plan, with costs and media kinds.
         request: what it was made from.
         report: see :func:`packhorse.tools.view.plan_report.plan_report`.
-        bad: of rows that could not be counted, by their position: the reason and what was found.
-        details: of the plan's own reasons: the words of the ledger.
-        too_long: of rows that are longer than a pack, by their position: their tokens after the shift.
+        bad: reason and detail of rows that could not be counted, by sample index.
+        details: ledger details of the plan's own reasons.
+        too_long: tokens after the shift of rows longer than a pack, by sample index.
     """
 
     plan: PackPlan
@@ -192,7 +178,7 @@ class SavedPlan:
     too_long: Mapping[int, int] = field(default_factory=dict)
 
     def detail(self, index: int, reason: str) -> str:
-        """What the ledger says of a row that the plan leaves out for this reason."""
+        """Return the ledger's detail for a row that the plan drops for this reason."""
         length = self.too_long.get(index)
         if length is None:
             return self.details.get(reason, "")
@@ -200,42 +186,48 @@ class SavedPlan:
 
 
 def make_saved_plan(planned: PlanResult, report: Mapping[str, Any]) -> SavedPlan:
-    """The same without a file."""
+    """Return what :func:`save_plan` writes and :func:`open_saved_plan` reads."""
     counts, packs = planned.counts, planned.packs
     bad = {
-        index: (str(counts.status[index]), str(counts.detail[index])[:_LONGEST_DETAIL])
+        index: (str(counts.status[index]), str(counts.detail[index])[:_MAX_DETAIL])
         for index in (~counts.ok).nonzero()[0].tolist()
     }
-    details = {"over_limit": planned.planner.limit_detail}
-    plan = packs.plan.with_costs(packs.costs, packs.kinds)
-    longer = packs.plan.dropped_by_reason().get("too_long", ())
-    too_long = {int(index): int(planned.planner.lengths[index]) for index in longer}
-    return SavedPlan(plan, planned.request, report, bad, details, too_long)
+    overlong = packs.plan.dropped_by_reason().get("too_long", ())
+    return SavedPlan(
+        packs.plan.with_costs(packs.costs, packs.kinds),
+        planned.request,
+        report,
+        bad,
+        {"over_limit": planned.planner.limit_detail},
+        {int(index): int(planned.planner.lengths[index]) for index in overlong},
+    )
 
 
 def save_plan(planned: PlanResult, report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a plan with all that a viewer needs; the file appears when it is whole."""
-    made, request = make_saved_plan(planned, report), planned.request
-    home = Path(path).absolute().parent
+    """Write a plan with everything the viewer needs, atomically."""
+    saved, request = make_saved_plan(planned, report), planned.request
+    folder = Path(path).absolute().parent
     settings = {name: getattr(request.config, name) for name in _SETTINGS}
+    if settings["dataset_names"] is not None:
+        settings["dataset_names"] = [str(name) for name in settings["dataset_names"]]
     made_from = {
         "version": VERSION,
-        "meta": _place(str(request.config.data), home),
-        "processor": _place(request.processor_name, home),
-        "model": None if request.model is None else _place(request.model, home),
+        "meta": _describe_path(str(request.config.data), folder),
+        "processor": _describe_path(request.processor_name, folder),
+        "model": None if request.model is None else _describe_path(request.model, folder),
         "epoch": request.epoch,
-        "settings": settings | {"dataset_names": _plain(settings["dataset_names"])},
+        "settings": settings,
     }
     key = {
         **planned.planner.key,
         "epoch": request.epoch,
         "made_from": made_from,
         "report": report,
-        "bad": [[index, reason, detail] for index, (reason, detail) in made.bad.items()],
-        "details": made.details,
-        "too_long": list(made.too_long.items()),
+        "bad": [[index, reason, detail] for index, (reason, detail) in saved.bad.items()],
+        "details": saved.details,
+        "too_long": list(saved.too_long.items()),
     }
-    made.plan.save(path, key)
+    saved.plan.save(path, key)
 
 
 def open_saved_plan(
@@ -244,31 +236,27 @@ def open_saved_plan(
     """Open a plan file.
 
     Args:
-        path: as :func:`save_plan` wrote it.
-        processor: where the processor is now, if it is not where it was.
+        path: a file written by :func:`save_plan`.
+        processor: where the processor is, if it has moved.
         trust_remote_code: run code that comes with it.
 
     Raises:
-        ConfigError: it is no plan, or one that does not say what it was made from.
+        ConfigError: the file is no plan, or does not name its data.
     """
     plan, key = PackPlan.load(path), load_key(path)
     source = key.get("made_from")
     if source is None or key.get("report") is None:
-        raise ConfigError(
-            f"{os.fspath(path)} is a plan that does not say which data it is of: make one with "
-            "`packhorse plan`"
-        )
+        raise ConfigError(f"{os.fspath(path)} does not name its data: write it with `packhorse plan`")
     if source.get("version") != VERSION:
         raise ConfigError(
             f"{os.fspath(path)} has plan format {source.get('version', 1)}, this version of packhorse reads "
-            f"{VERSION}: make the plan again with `packhorse plan`"
+            f"{VERSION}: write it again with `packhorse plan`"
         )
-    home = Path(path).absolute().parent
-    config = LoaderConfig(data=_found(source["meta"], home), **source["settings"])
+    folder = Path(path).absolute().parent
     request = PlanRequest(
-        config,
-        processor or _found(source["processor"], home),
-        None if source["model"] is None else _found(source["model"], home),
+        LoaderConfig(data=_find_path(source["meta"], folder), **source["settings"]),
+        processor or _find_path(source["processor"], folder),
+        None if source["model"] is None else _find_path(source["model"], folder),
         source["epoch"],
         trust_remote_code,
     )
@@ -277,20 +265,16 @@ def open_saved_plan(
     return SavedPlan(plan, request, key["report"], bad, key["details"], too_long)
 
 
-def _plain(names: Any) -> list[str] | None:
-    return None if names is None else [str(name) for name in names]
-
-
-def _place(path: str, home: Path) -> dict[str, str]:
-    """Where something is: as it was named, and from the plan's own folder, if both are moved together."""
+def _describe_path(path: str, folder: Path) -> dict[str, str]:
+    """Return a path as given and relative to the plan's folder, in case both are moved together."""
     if is_address(path) or not os.path.exists(path):
         return {"name": path}
-    whole = os.path.abspath(path)
-    return {"name": whole, "beside": os.path.relpath(whole, home)}
+    return {"name": os.path.abspath(path), "relative": os.path.relpath(path, folder)}
 
 
-def _found(place: Mapping[str, str], home: Path) -> str:
-    if os.path.exists(place["name"]) or "beside" not in place:
-        return place["name"]
-    beside = os.path.normpath(home / place["beside"])
-    return beside if os.path.exists(beside) else place["name"]
+def _find_path(described: Mapping[str, str], folder: Path) -> str:
+    if not os.path.exists(described["name"]) and "relative" in described:
+        moved = os.path.normpath(folder / described["relative"])
+        if os.path.exists(moved):
+            return moved
+    return described["name"]
