@@ -54,9 +54,8 @@ def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.L
 def delivered_rows(loader: packhorse.Loader, steps: int | None = None) -> list[int]:
     """The samples of so many micro-steps, or of all that are left."""
     seen: list[int] = []
-    for step, _ in enumerate(loader, 1):
-        assert loader.last is not None
-        seen += loader.last.samples
+    for step, batch in enumerate(loader, 1):
+        seen += batch.info.samples
         if step == steps:
             break
     return seen

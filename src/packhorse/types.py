@@ -442,7 +442,7 @@ class BatchInfo:
         step: the micro-step of the epoch's current segment, from 0.
         samples: indices of the samples in the batch, into ``loader.dataset``.
         lost: indices of the samples that failed; each has an entry in the ledger.
-        in_a_row: for each planned sample, in order, whether it is in the batch.
+        delivered: for each planned sample, in order, whether it is in the batch.
         tokens: tokens of the samples; padding and placeholders are not counted.
         slots: all tokens of the batch.
         supervised: tokens with a label, after the shift.
@@ -459,7 +459,7 @@ class BatchInfo:
     step: int
     samples: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    consecutive_bad: tuple[bool, ...] = ()
+    delivered: tuple[bool, ...] = ()
     tokens: int = 0
     slots: int = 0
     supervised: int = 0

@@ -142,7 +142,7 @@ def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
         settings = {"model": "unchecked", "pack_size": 128, "shard_data": shard_data}
         group = mesh.get_group("dp")
         loader = packhorse.load(run["meta"], processor(PROCESSOR), world=world, group=group, **settings)
-        steps = [[loader.key(index) for index in loader.last.samples] for _ in loader if loader.last]
+        steps = [[loader.key(index) for index in batch.info.samples] for batch in loader]
         assert loader.account is not None
         found[f"shard_data={shard_data}"] = {"steps": steps, "delivered": loader.account.delivered}
     return found
@@ -154,7 +154,7 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
     ranks = Collectives(world)
     rows = [row for words in range(1, 41) for row in chats(1, words)]
     loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", pack_size=256, world=world)
-    samples = [index for _ in loader if loader.last for index in loader.last.samples]
+    samples = [index for batch in loader for index in batch.info.samples]
     assert loader.account is not None
     found = {
         "gathered": ranks.gather(world.rank),

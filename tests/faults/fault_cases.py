@@ -65,9 +65,8 @@ class Outcome:
 def epoch(loader: packhorse.Loader) -> list[str]:
     """The names of all samples that an epoch delivers."""
     seen: list[str] = []
-    for _ in loader:
-        assert loader.last is not None
-        seen += [loader.key(index) for index in loader.last.samples]
+    for batch in loader:
+        seen += [loader.key(index) for index in batch.info.samples]
     loader.close()
     return seen
 

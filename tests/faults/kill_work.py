@@ -128,8 +128,7 @@ def train(request: dict[str, Any]) -> None:
         model.set_weights(saved["weights"])
         trained = saved["trained"]
     for step, batch in enumerate(loader, 1):
-        assert loader.last is not None
-        trained += [loader.key(index) for index in loader.last.samples]
+        trained += [loader.key(index) for index in batch.info.samples]
         optimiser.zero_grad()
         model(batch).backward()
         optimiser.step()

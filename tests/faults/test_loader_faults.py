@@ -57,9 +57,8 @@ def _no_workers_left() -> Iterator[None]:
 
 def until_it_stops(loader: packhorse.Loader, seen: list[int]) -> None:
     """Adds what is delivered to ``seen``."""
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
+    for batch in loader:
+        seen += batch.info.samples
 
 
 def lost(loader: packhorse.Loader) -> dict[str, str]:
@@ -95,9 +94,8 @@ def test_a_worker_killed_while_the_loop_trains_does_not_disturb_the_training_ste
     before = children()
     seen: list[int] = []
     killed = 0
-    for step, _ in enumerate(loader):
-        assert loader.last is not None
-        seen += loader.last.samples
+    for step, batch in enumerate(loader):
+        seen += batch.info.samples
         if step in (1, 4):
             pids = children() - before
             assert pids
@@ -158,9 +156,8 @@ def test_after_deaths_that_were_survived_all_workers_work_again(tmp_path: Path) 
     )
     before = children()
     seen: list[int] = []
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
+    for batch in loader:
+        seen += batch.info.samples
         last = len(children() - before)
     assert (tmp_path / "happened1").exists()
     assert sorted(seen) == EVERYTHING
@@ -202,10 +199,9 @@ def test_an_image_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on(
     for number in gone:
         (tmp_path / f"{number}.png").unlink()
     companions = 0
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
-        companions += bool(loader.last.lost) and bool(loader.last.samples)
+    for batch in loader:
+        seen += batch.info.samples
+        companions += bool(batch.info.lost) and bool(batch.info.samples)
     # An image that a worker had read ahead is no loss.
     assert sorted(seen) + sorted(map(int, lost(loader))) == sorted(seen) + sorted(set(EVERYTHING) - set(seen))
     assert len(seen) == len(set(seen))

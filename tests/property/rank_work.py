@@ -56,9 +56,8 @@ class Rank:
         """The samples of some batches, delivered and lost."""
         assert self.loader is not None
         found: list[list[list[int]]] = []
-        for _ in self.loader:
-            assert self.loader.last is not None
-            found.append([list(self.loader.last.samples), list(self.loader.last.lost)])
+        for batch in self.loader:
+            found.append([list(batch.info.samples), list(batch.info.lost)])
             if len(found) == steps:
                 break
         return found

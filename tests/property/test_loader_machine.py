@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +137,8 @@ class LoaderMachine(RuleBasedStateMachine):
         ]
 
     def taken(self, loader: packhorse.Loader, steps: int) -> list[Any]:
-        reports, iterator = [], iter(loader)
         promised = loader.remaining
-        for _ in range(steps):
-            if next(iterator, None) is None:
-                break
-            reports.append(loader.last)
+        reports = [batch.info for batch in islice(loader, steps)]
         assert len(reports) == min(steps, promised)
         return reports
 
@@ -223,7 +220,7 @@ class LoaderMachine(RuleBasedStateMachine):
                 texts(6), processor("qwen2_vl"), model="unchecked", world=World(), pack_size=256, mode="pad"
             )
         self.evaluation.set_epoch(0)
-        assert sum(len(self.evaluation.last.samples) for _ in self.evaluation if self.evaluation.last) == 6
+        assert sum(len(batch.info.samples) for batch in self.evaluation) == 6
         assert self.evaluation.account is not None
         assert self.evaluation.account.delivered == 6
 

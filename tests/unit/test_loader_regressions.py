@@ -22,7 +22,7 @@ def steps_of(rows: Any, **options: Any) -> list[list[tuple[dict[str, Any], tuple
     by_rank = []
     for rank in range(RANKS):
         loader = load(rows, rank, RANKS, **options)
-        by_rank.append([(batch, loader.last.samples) for batch in loader])  # type: ignore[union-attr]
+        by_rank.append([(batch, batch.info.samples) for batch in loader])
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 

@@ -85,15 +85,10 @@ NO_SAMPLE = -1
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-BatchReport = BatchInfo
-"""What ``loader.last`` holds: the ``info`` of the batch delivered last."""
-
-
 class Built(NamedTuple):
-    """A batch, what it is made of (its ``info``), and the ledger entries of building it."""
+    """A batch and the ledger entries of building it."""
 
     batch: Batch
-    report: BatchReport
     drops: tuple[Drop, ...] = ()
 
 
@@ -135,7 +130,7 @@ class BatchBuilder(Dataset[Built]):
         )
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
-        return Built(Batch(loss_inputs(finished), info), info)
+        return Built(Batch(loss_inputs(finished), info))
 
     def _describe(
         self,
@@ -159,7 +154,7 @@ class BatchBuilder(Dataset[Built]):
             item.step,
             samples=samples,
             lost=tuple(index for index in item.samples if index not in inside),
-            consecutive_bad=tuple(index in inside for index in item.samples),
+            delivered=tuple(index in inside for index in item.samples),
             tokens=sum(map(self.length, used)),
             slots=labels.numel(),
             supervised=int((labels != IGNORE_INDEX).sum()),

@@ -14,10 +14,9 @@ from pathlib import Path
 from packhorse.distributed import Collectives
 from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
 from packhorse.ledger import GONE, Ledger
-from packhorse.loader.build import BatchReport
 from packhorse.loader.state import LoaderState, Tally
 from packhorse.plan.pack_plan import BAD_ROW, DROP_REASONS
-from packhorse.types import Drop, World
+from packhorse.types import BatchInfo, Drop, World
 
 logger = getLogger("packhorse.loader")
 
@@ -72,15 +71,15 @@ class BadSampleBudget:
         self.ranks, self.counted = ranks, (lost, 0)
         self.check(0)
 
-    def update(self, report: BatchReport) -> None:
+    def update(self, info: BatchInfo) -> None:
         """Take a batch into account; one that stops the run is not delivered, and leaves no trace here.
 
         Raises:
             TooManyBad: that is enough.
         """
         lost, row = self.counted
-        lost += len(report.lost)
-        for inside in report.consecutive_bad:
+        lost += len(info.lost)
+        for inside in info.delivered:
             row = 0 if inside else row + 1
             if self.consecutive_bad is not None and row > self.consecutive_bad:
                 raise TooManyBad(self._told(f"{row} samples in a row failed", "max_consecutive_bad"))

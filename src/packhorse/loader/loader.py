@@ -18,7 +18,7 @@ from packhorse.count.columns import CountColumns
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.build import BatchReport, Built, make_builder
+from packhorse.loader.build import Built, make_builder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.epoch_stats import (
     BadSampleBudget,
@@ -93,7 +93,6 @@ class Loader:
         ledger: what was dropped on this rank, and why; after a resume with ``ledger_dir`` also what the
             rank's file has on the epoch that goes on.
         metrics: fill, speed and waiting of the last steps.
-        last: the ``info`` of the batch delivered last; None before the first.
         account: where the samples of the last finished epoch went; None before that.
     """
 
@@ -129,7 +128,6 @@ class Loader:
             self._dealing.size, config.batch_size, config.gradient_accumulation_steps
         ).check()
         self.metrics = Metrics(config.gradient_accumulation_steps)
-        self.last: BatchReport | None = None
         self.account: EpochStats | None = None
         self._told = False
         self._steps = StepFile.of(self.ledger)
@@ -243,7 +241,7 @@ class Loader:
             PackhorseError: the run stops here, and the batch does not count; its entries say why until they
                 are rolled back by iterating again, or by resuming.
         """
-        now, before = self._now, (self._progress, self.last)
+        now, before = self._now, self._progress
         counted, delivered = now.guard.counted, len(now.tallies)
         try:
             self._note(built, waited)
@@ -251,7 +249,7 @@ class Loader:
                 self._ranks.run_on_all_ranks("reconcile the epoch", self._add_up)
                 now.over = True
         except BaseException:
-            self._progress, self.last = before
+            self._progress = before
             now.guard.counted = counted
             del now.tallies[delivered:]
             self._not_delivered = built.drops
@@ -259,19 +257,18 @@ class Loader:
 
     def _note(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, with its ledger entries."""
-        report, now = built.report, self._now
+        info, now = built.batch.info, self._now
         self.ledger.record_all(built.drops)
-        now.guard.update(report)
-        tally = Tally(len(report.samples), len(report.lost))
+        now.guard.update(info)
+        tally = Tally(len(info.samples), len(info.lost))
         if self._steps is not None:
             branch = self._progress.branch(len(self._progress.segments) - 1)
-            self._steps.append(branch, report.step, tally, built.drops)
-        costs = now.dealt.costs(report.step)
+            self._steps.append(branch, info.step, tally, built.drops)
+        costs = now.dealt.costs(info.step)
         mean = float(costs.mean())
-        self._progress = self._progress.at(report.step + 1)
+        self._progress = self._progress.at(info.step + 1)
         now.tallies.append(now.tallies[-1].plus(tally))
-        self.last = report
-        self.metrics.delivered(report, float(costs.max()) / mean if mean else 1.0, waited)
+        self.metrics.delivered(info, float(costs.max()) / mean if mean else 1.0, waited)
 
     def _roll_back_stopped(self) -> None:
         """Forget the entries of a batch that was not delivered: it is built again."""

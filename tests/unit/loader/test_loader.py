@@ -78,7 +78,7 @@ def test_batches_are_what_the_processor_makes_of_the_samples(mode):
     loader = load(rows, mode=mode, batch_size=2)
     expected = count_examples(rows, processor("qwen2_vl"))
     for batch in loader:
-        report = loader.last
+        report = batch.info
         supervised = (batch["labels"] != IGNORE_INDEX).sum()
         assert report.supervised == supervised == expected.supervised[list(report.samples)].sum()
         assert report.tokens == expected.total[list(report.samples)].sum() - len(report.samples)
@@ -127,9 +127,9 @@ def test_a_single_sample_on_many_ranks_is_delivered_once_and_all_ranks_step():
         loader = load(texts(1), rank, 4, gradient_accumulation_steps=2)
         assert len(loader) == 2
         for batch in loader:
-            seen += loader.last.samples
-            fillers += loader.last.is_padding
-            assert loader.last.is_padding == bool((batch["labels"] == IGNORE_INDEX).all())
+            seen += batch.info.samples
+            fillers += batch.info.is_padding
+            assert batch.info.is_padding == bool((batch["labels"] == IGNORE_INDEX).all())
     assert seen == [0]
     assert fillers == 7
 
@@ -144,7 +144,7 @@ def test_all_ranks_have_the_same_media_in_a_step(caplog):
             loader = load(rows, rank, 4, placeholder=placeholder)
             for batch in loader:
                 there = frozenset(kinds[key] for key in batch if key in kinds)
-                steps.setdefault(loader.last.step, set()).add(there)
+                steps.setdefault(batch.info.step, set()).add(there)
         mixed_steps = sum(len(found) > 1 for found in steps.values())
         assert (mixed_steps == 0) == (placeholder == "auto"), "the data do not test anything"
         differ += mixed_steps
@@ -228,9 +228,9 @@ def test_a_sample_that_fails_on_the_way_is_dropped_of_its_batch_and_named(mode):
     rows.counted = True
     lost = []
     seen = []
-    for _ in loader:
-        seen += loader.last.samples
-        lost += loader.last.lost
+    for batch in loader:
+        seen += batch.info.samples
+        lost += batch.info.lost
     assert sorted(seen + lost) == list(range(30))
     assert sorted(lost) == [3, 17]
     assert sorted(drop.key for drop in loader.ledger) == ["17", "3"]
@@ -243,7 +243,7 @@ def test_a_batch_of_which_nothing_can_be_used_is_still_a_step():
     rows = Breaking(texts(6), range(6))
     loader = load(rows, mode="pad", max_bad_share=None, max_consecutive_bad=None)
     rows.counted = True
-    reports = [loader.last for _ in loader]
+    reports = [batch.info for batch in loader]
     assert len(reports) == 6
     assert all(report.is_padding for report in reports)
     assert loader.account.lost == 6
@@ -298,10 +298,10 @@ def test_limits_of_a_pack_hold():
     draw = __import__("random").Random(0)
     rows = [chat("why", "so", image(draw)) for _ in range(20)]
     loader = load(rows, max_media=2, max_documents=2, pack_size=512)
-    assert all(len(loader.last.samples) <= 2 for _ in loader)
+    assert all(len(batch.info.samples) <= 2 for batch in loader)
     patches = loader.counts.patches
     loader = load(rows, max_patches=int(patches.max()) + 10, pack_size=512)
-    assert all(patches[list(loader.last.samples)].sum() <= patches.max() + 10 for _ in loader)
+    assert all(patches[list(batch.info.samples)].sum() <= patches.max() + 10 for batch in loader)
 
 
 def test_documents_can_be_aligned():
@@ -389,9 +389,9 @@ def test_metrics_add_up_and_go_to_tensorboard(tmp_path):
 
     loader = load(texts(30), pad_to_size=True)
     tokens = slots = 0
-    for _ in loader:
-        tokens += loader.last.tokens
-        slots += loader.last.slots
+    for batch in loader:
+        tokens += batch.info.tokens
+        slots += batch.info.slots
     numbers = loader.metrics.numbers()
     assert numbers.fill == pytest.approx(tokens / slots)
     assert numbers.fill + numbers.padding == pytest.approx(1)
@@ -555,9 +555,9 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     rows.counted, rows.bad = True, {early, mended, late}
     before, state = [], None
     for loader in loaders:
-        for step, _ in enumerate(loader, 1):
+        for step, batch in enumerate(loader, 1):
             if step <= 3:
-                before += loader.last.samples
+                before += batch.info.samples
             if step == 3:
                 state = loader.state_dict()
             if step == 6:
@@ -638,15 +638,15 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
 
 
 def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
-    from packhorse.loader.build import BatchReport
     from packhorse.loader.epoch_stats import BadSampleBudget
+    from packhorse.types import BatchInfo
 
     guard = BadSampleBudget(1_000_000, 0, 1024, 0.01, None, Ledger())
     for step in range(30):  # three times its share
-        guard.update(BatchReport(0, step, (), (step,), (False,)))
+        guard.update(BatchInfo(0, step, (), (step,), (False,)))
     more = tuple(range(30, 60))
     with pytest.raises(TooManyBad, match="on this rank"):
-        guard.update(BatchReport(0, 30, (), more, (False,) * len(more)))
+        guard.update(BatchInfo(0, 30, (), more, (False,) * len(more)))
 
 
 def test_datasets_of_the_same_lengths_have_plans_of_different_names():
