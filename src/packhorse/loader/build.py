@@ -31,7 +31,7 @@ from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, as_dtype
 from packhorse.pp_media import prepare_vlm_media_for_pp
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, Sample, WorkItem
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
 from packhorse.utils.pool import set_note
 
 logger = getLogger("packhorse.loader")
@@ -118,7 +118,7 @@ class BatchBuilder(Dataset[Built]):
         for pack in item.packs:
             found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
             packs += self.into_rows(found)
-        missing = item.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
+        missing = item.media_mask & ~self._media_mask(sample for pack in packs for _, sample in pack)
         rows = [[sample for _, sample in pack] for pack in packs]
         blank = bool(missing) or not rows
         if blank:
@@ -191,7 +191,7 @@ class BatchBuilder(Dataset[Built]):
         """The samples of a pack in rows: in one, as a rule, and in none if there is no sample."""
         return [samples] if samples else []
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add a placeholder with these media: one row at least where there is none."""
         raise NotImplementedError
 
@@ -207,13 +207,9 @@ class BatchBuilder(Dataset[Built]):
         """How many tokens of the batch a sample takes up."""
         return len(sample)
 
-    def _kinds_of(self, samples: Iterable[Sample]) -> int:
-        """The media that samples really have, one bit for each kind."""
-        found = 0
-        for sample in samples:
-            for bit, kind in enumerate(MEDIA_KINDS):
-                found |= bool(sample.num_items[kind]) << bit
-        return found
+    def _media_mask(self, samples: Iterable[Sample]) -> MediaMask:
+        """The kinds of media that the samples have."""
+        return MediaMask.of(kind for sample in samples for kind in MEDIA_KINDS if sample.num_items[kind])
 
     def _loaded(self, index: int) -> Sample | None:
         set_note(index)  # for the message if the sample kills its worker
@@ -249,7 +245,7 @@ class BatchBuilder(Dataset[Built]):
         if not rejected:  # each for itself is good: no sample is at fault
             raise first
         kept = [rows[at] for at in range(len(packs)) if at not in rejected]
-        missing = item.kinds & ~self._kinds_of(sample for row in kept for sample in row)
+        missing = item.media_mask & ~self._media_mask(sample for row in kept for sample in row)
         if missing or not kept:
             self.add_placeholder(kept, missing)
         return kept, self.collate(kept), rejected
@@ -320,9 +316,9 @@ class PackBuilder(BatchBuilder):
             used += room
         return rows
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add documents to the row that has the most room, which was reserved; else a row of their own."""
-        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(kinds)]
+        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(media_mask)]
         needed, *used = (sum(self.packer.padded_length(len(s)) for s in row) for row in (blanks, *rows))
         if rows and min(used) + needed <= self.packer.pack_size:
             rows[used.index(min(used))] += blanks
@@ -364,9 +360,9 @@ class PadBuilder(BatchBuilder):
         """How many tokens of the batch a sample takes up: the collate function takes off one."""
         return super().length(sample) - 1
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add rows."""
-        rows += [[sample] for _, sample in self.blanks.samples(kinds)]
+        rows += [[sample] for _, sample in self.blanks.samples(media_mask)]
 
     def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
         """The rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""

@@ -16,7 +16,7 @@ from packhorse.tools.view.media_shelf import MediaShelf, why_not
 from packhorse.tools.view.pack_list import PAGE, PackList, PackQuery, number_in, page_in
 from packhorse.tools.view.plan_report import too_many_bad
 from packhorse.tools.view.row_encoder import Medium, RowEncoder, Shown
-from packhorse.types import Drop
+from packhorse.types import Drop, MediaMask
 
 Values = dict[str, Any]
 
@@ -169,9 +169,9 @@ class Pages:
     def _placeholders(self, pack: int, start: int, documents: int) -> list[Values]:
         """The blank media that a pack may get: of each kind that it lacks and another pack has."""
         plan = self.book.plan
-        if not self.book.report["reserve"] or plan.kinds is None:
+        if not self.book.report["reserve"] or plan.media_masks is None:
             return []
-        lacking = int(np.bitwise_or.reduce(plan.kinds)) & ~int(plan.kinds[pack])
+        lacking = MediaMask(int(np.bitwise_or.reduce(plan.media_masks)) & ~int(plan.media_masks[pack]))
         made = self.encoder.placeholders(lacking)
         return [
             {"number": number, "kind": kind, "shown": shown, "start": start, "media_item_of_run": {}}

@@ -25,7 +25,7 @@ from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Placeholders
-from packhorse.types import Conversation, Drop, MediaRef, Sample, TextPart, mask_secrets
+from packhorse.types import Conversation, Drop, MediaMask, MediaRef, Sample, TextPart, mask_secrets
 
 TEMPLATE = "template"
 """Who speaks where the chat template does."""
@@ -316,16 +316,16 @@ class RowEncoder:
             tokens=tokens,
         )
 
-    def placeholders(self, kinds: int) -> list[tuple[str, Shown]]:
-        """The blank samples that the loader adds where media of these kinds (bits) are missing in a step.
+    def placeholders(self, media_mask: MediaMask) -> list[tuple[str, Shown]]:
+        """The blank samples that the loader adds where media of these kinds are missing in a step.
 
         Raises:
             ConfigError: the processor cannot encode such a thing.
         """
-        if not kinds:
+        if not media_mask:
             return []
         with self._lock:
-            samples = self._blanks.samples(kinds)
+            samples = self._blanks.samples(media_mask)
             return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
     def _blank(self, sample: Sample) -> Shown:
