@@ -169,7 +169,7 @@ def stage_first_batch(meta: str, processor: str) -> dict[str, Any]:
 
     settings: dict[str, Any] = {
         "pack_size": 8192,
-        "attention": "varlen",
+        "attn_implementation": "varlen",
         "pixel_dtype": "bfloat16",
         "num_workers": 2,
     }

@@ -46,7 +46,7 @@ def mixed(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
-    settings = {"pack_size": 256, "model": "unchecked", **options}
+    settings = {"pack_size": 256, "model": "unchecked", "num_workers": 0, **options}
     name = settings.pop("family", "qwen2_vl")
     return packhorse.load(rows, processor(name), world=World(rank, size), **settings)
 

@@ -54,7 +54,7 @@ def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
             found["media"].append(sorted(name for name in batch if "pixel" in name or "grid" in name))
         assert loader.epoch == number
         found["epochs"].append(steps)
-        account = loader.account
+        account = loader.epoch_stats
         assert account is not None
         found["account"] = [account.rows, account.planned, account.delivered, account.lost, account.reasons]
     loader.close()
@@ -166,8 +166,8 @@ def torn(run: dict[str, Any], rank: int) -> dict[str, Any]:
     )
     for _ in loader:
         pass
-    assert loader.account is not None
-    return {"delivered": loader.account.delivered, "reasons": loader.account.reasons}
+    assert loader.epoch_stats is not None
+    return {"delivered": loader.epoch_stats.delivered, "reasons": loader.epoch_stats.reasons}
 
 
 def too_few(run: dict[str, Any], rank: int) -> str:
@@ -205,12 +205,12 @@ def train(run: dict[str, Any], rank: int) -> dict[str, Any]:
         if rank == run.get("victim") and step == run["dies_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
     loader.close()
-    assert loader.account is not None
+    assert loader.epoch_stats is not None
     return {
         "after": after + fresh,
         "planned": [loader.key(int(index)) for index in loader.plan.indices],
-        "delivered": loader.account.delivered,
-        "reasons": loader.account.reasons,
+        "delivered": loader.epoch_stats.delivered,
+        "reasons": loader.epoch_stats.reasons,
     }
 
 

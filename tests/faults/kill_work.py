@@ -135,8 +135,8 @@ def train(request: dict[str, Any]) -> None:
         if step % SAVE_EVERY == 0 and loader.remaining:
             told = {"state": loader.state_dict(), "weights": model.weights(), "trained": trained}
             save(checkpoint, told)
-    assert loader.account is not None
-    account = loader.account
+    assert loader.epoch_stats is not None
+    account = loader.epoch_stats
     numbers = [account.rows, account.planned, account.delivered, account.lost]
     final = {"trained": trained, "weights": model.weights(), "account": numbers, "reasons": account.reasons}
     save(Path(request["final"]), final)

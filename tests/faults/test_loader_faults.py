@@ -79,8 +79,8 @@ def test_a_worker_that_dies_once_is_replaced_and_nothing_is_lost_or_doubled(
     assert (tmp_path / "happened0").exists()
     assert sorted(seen) == EVERYTHING
     assert len(loader.ledger) == 0
-    assert loader.account is not None
-    assert (loader.account.delivered, loader.account.lost) == (ROWS, 0)
+    assert loader.epoch_stats is not None
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.lost) == (ROWS, 0)
 
 
 def test_batches_after_a_death_are_those_of_a_run_without_one(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_an_image_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on(
     assert set(map(int, lost(loader))) <= set(gone)
     assert lost(loader)
     assert companions, "no pack had a sample that was left"
-    account = loader.account
+    account = loader.epoch_stats
     assert account is not None
     assert account.reasons == {"missing_media": len(lost(loader))}
     assert account.delivered == len(seen)
@@ -394,8 +394,8 @@ def failing(number: int, bad: list[int]) -> Faulty:
 def test_a_share_of_bad_samples_is_borne_to_the_last_and_one_more_stops_the_run(num_workers: int) -> None:
     at_the_limit = built(failing(100, list(range(29))), max_bad_share=0.29, num_workers=num_workers)
     assert sorted(delivered_rows(at_the_limit)) == list(range(29, 100))
-    assert at_the_limit.account is not None
-    assert at_the_limit.account.lost == 29
+    assert at_the_limit.epoch_stats is not None
+    assert at_the_limit.epoch_stats.lost == 29
     over = built(failing(100, list(range(30))), max_bad_share=0.29, num_workers=num_workers)
     with pytest.raises(
         TooManyBad, match=r"30 of 100 samples.*max_bad_share=29.00%.*broken_media 30.*torn in two"

@@ -76,8 +76,8 @@ class Rank:
     def account(self) -> list[Any]:
         """Where the samples of the epoch went, over all ranks."""
         assert self.loader is not None
-        assert self.loader.account is not None
-        account = self.loader.account
+        assert self.loader.epoch_stats is not None
+        account = self.loader.epoch_stats
         return [account.epoch, account.delivered, account.lost, account.dropped, account.reasons]
 
     def close(self) -> None:

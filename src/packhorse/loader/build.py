@@ -27,9 +27,9 @@ from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
-from packhorse.loader.startup import ModelInfo, as_dtype
+from packhorse.loader.startup import ModelInfo, attn_backend
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
 from packhorse.utils.pool import set_note
@@ -394,7 +394,7 @@ def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mode
     collater: dict[str, Any] = {
         "padding_idx": pad_token_id(samples.processor),
         "max_length": config.pack_size if config.pad_to_size else None,
-        "attn_implementation": config.attn_implementation or model.attn_implementation,
+        "attn_implementation": attn_backend(config, model),
         "pixel_dtype": dtype,
         "config": model.config,
         "media_layout": for_pipeline,

@@ -52,8 +52,8 @@ def test_a_trainer_that_never_asks_for_the_end_gets_every_epoch() -> None:
     for epoch in range(3):
         assert sorted(taken(iter(feed), len(feed))) == list(range(12))
         assert source.epoch == epoch
-        assert source.account.epoch == epoch, "the epoch was added up"
-        assert source.account.delivered == 12
+        assert source.epoch_stats.epoch == epoch, "the epoch was added up"
+        assert source.epoch_stats.delivered == 12
 
 
 def test_the_state_counts_what_was_trained_not_what_was_fetched() -> None:

@@ -66,7 +66,7 @@ def test_a_meta_file_is_counted_planned_and_delivered_and_bad_rows_are_in_the_le
         loader.dataset.key(n) for n in range(len(loader.dataset))
     }
     assert len(seen) == len(set(seen)) == 48
-    account = loader.account
+    account = loader.epoch_stats
     assert (account.rows, account.planned, account.delivered, account.lost) == (50, 48, 48, 0)
     assert account.reasons == {"missing_media": 1, "malformed_row": 1}
     assert list(meta.parent.glob("*.phcount")), "counts are kept for the next start"
@@ -235,8 +235,8 @@ def test_a_sample_that_fails_on_the_way_is_dropped_of_its_batch_and_named(mode):
     assert sorted(lost) == [3, 17]
     assert sorted(drop.key for drop in loader.ledger) == ["17", "3"]
     assert {drop.epoch for drop in loader.ledger} == {0}
-    assert loader.account.delivered == 28
-    assert loader.account.lost == 2
+    assert loader.epoch_stats.delivered == 28
+    assert loader.epoch_stats.lost == 2
 
 
 def test_a_batch_of_which_nothing_can_be_used_is_still_a_step():
@@ -246,7 +246,7 @@ def test_a_batch_of_which_nothing_can_be_used_is_still_a_step():
     reports = [batch.info for batch in loader]
     assert len(reports) == 6
     assert all(report.is_padding for report in reports)
-    assert loader.account.lost == 6
+    assert loader.epoch_stats.lost == 6
 
 
 def test_a_bad_sample_can_stop_the_run():
@@ -326,7 +326,7 @@ def test_an_epoch_that_begins_again_in_the_same_folder_does_not_count_what_the_e
     loader = load(rows, ledger_dir=tmp_path)
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 2  # nothing begun yet
     delivered_rows(loader)
-    assert (loader.account.delivered, loader.account.reasons) == (30, {})
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.reasons) == (30, {})
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 0
 
 
@@ -538,7 +538,7 @@ def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
     rows.counted = True
     for epoch in range(3):
         delivered_rows(loader)
-        assert (loader.account.epoch, loader.account.reasons) == (epoch, {"sample_failed": 1})
+        assert (loader.epoch_stats.epoch, loader.epoch_stats.reasons) == (epoch, {"sample_failed": 1})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -548,7 +548,7 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     settings = {"max_bad_share": None, "ledger_dir": tmp_path, "mode": "pad"}
     loaders = [load(rows, rank, ranks, **settings) for rank in range(ranks)]
     order = [
-        [loader._now.schedule.samples(step, rank)[0][0] for step in range(6)]
+        [loader._current.schedule.samples(step, rank)[0][0] for step in range(6)]
         for rank, loader in enumerate(loaders)
     ]
     early, mended, late = order[-1][0], order[-1][4], order[-1][5]
@@ -569,7 +569,7 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     after = delivered_rows(again)
 
     assert sorted(before + after) == [n for n in range(40) if n not in (early, late)]
-    account = again.account
+    account = again.epoch_stats
     assert (account.delivered, account.lost, account.dropped) == (38, 2, 0)
     assert account.reasons == {"sample_failed": 2}
     from packhorse.ledger import read_ledgers
@@ -589,7 +589,7 @@ def test_a_run_of_one_rank_that_goes_on_without_a_ledger_folder_knows_what_it_de
     rows.counted = True
     again.load_state_dict(state)
     delivered_rows(again)
-    assert (again.account.delivered, again.account.lost) == (19, 1)
+    assert (again.epoch_stats.delivered, again.epoch_stats.lost) == (19, 1)
 
 
 def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta):
@@ -606,7 +606,7 @@ def test_losses_before_a_restart_count(tmp_path):
     rows = Breaking(texts(60), set())
     settings = {"max_bad_share": 0.05, "ledger_dir": tmp_path, "mode": "pad"}
     loader = load(rows, **settings)
-    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(60)]
+    order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(60)]
     rows.counted, rows.bad = True, {order[1], order[2], order[30], order[31]}
     delivered_rows(loader, 10)
     rows.counted = False
@@ -621,7 +621,7 @@ def test_losses_before_a_restart_count(tmp_path):
 def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(tmp_path, how):
     rows = Breaking(texts(30), set())
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
-    rows.counted, rows.bad = True, {loader._now.schedule.samples(0, 0)[0][0]}
+    rows.counted, rows.bad = True, {loader._current.schedule.samples(0, 0)[0][0]}
     beginning = loader.state_dict()
     delivered_rows(loader, 2)
     state, file = loader.state_dict(), tmp_path / "rank-00000.jsonl"
@@ -641,12 +641,12 @@ def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
     from packhorse.loader.epoch_stats import BadSampleBudget
     from packhorse.types import BatchInfo
 
-    guard = BadSampleBudget(1_000_000, 0, 1024, 0.01, None, Ledger())
+    budget = BadSampleBudget(1_000_000, 0, 1024, 0.01, None, Ledger())
     for step in range(30):  # three times its share
-        guard.update(BatchInfo(0, step, (), (step,), (False,)))
+        budget.update(BatchInfo(0, step, (), (step,), (False,)))
     more = tuple(range(30, 60))
     with pytest.raises(TooManyBad, match="on this rank"):
-        guard.update(BatchInfo(0, 30, (), more, (False,) * len(more)))
+        budget.update(BatchInfo(0, 30, (), more, (False,) * len(more)))
 
 
 def test_datasets_of_the_same_lengths_have_plans_of_different_names():

@@ -283,7 +283,7 @@ def test_taking_exactly_as_many_batches_as_there_are_ends_the_epoch():
         for batch in itertools.islice(loader, len(loader)):
             seen += batch.info.samples
         assert (loader.epoch, sorted(seen)) == (epoch, list(range(30)))
-        assert loader.account.epoch == epoch
+        assert loader.epoch_stats.epoch == epoch
 
 
 def test_packs_that_another_solver_has_planned_are_rejected():

@@ -175,7 +175,7 @@ def test_a_sample_that_fails_a_blank_and_one_too_long_leave_the_others_as_they_a
     def batches(settle: bool) -> list[dict[str, torch.Tensor]]:
         loader = load(rows, 0, 2, pack_size=512, num_workers=0, pixel_dtype="bfloat16", max_bad_share=None)
         loader.close()
-        builder = loader._feed.builder
+        builder = loader._workers.builder
         own = builder.sample
 
         def sometimes(index: int):
