@@ -269,18 +269,41 @@ def test_too_many_bad_samples_stop_the_run_with_the_reasons():
 
 
 def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
-    rows = texts(20)
-    rows[4] = chat("look", "so", {"type": "image", "image": "no/such.png"})
-    with pytest.raises(TooManyBad, match=r"1 of 20 samples .*missing_media"):
+    rows = texts(100)
+    for index in (4, 5):
+        rows[index] = chat("look", "so", {"type": "image", "image": "no/such.png"})
+    with pytest.raises(TooManyBad, match=r"2 of 100 samples .*missing_media") as caught:
         load(rows)
-    assert len(delivered_rows(load(rows, max_bad_share=0.05))) == 19
+    error = caught.value
+    assert (error.setting, error.bad, error.samples) == ("max_bad_share", 2, 100)
+    assert error.reasons == {"missing_media": 2}
+    assert len(delivered_rows(load(rows, max_bad_share=0.02))) == 98
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_below_100_rows_three_bad_samples_are_tolerated(counted):
+    rows = Breaking(texts(99), {5, 50, 70})
+    loader = load(rows) if not counted else None
+    rows.counted = True
+    loader = load(rows) if counted else loader
+    assert len(delivered_rows(loader)) == 96
+    rows.counted, rows.bad = False, {5, 50, 70, 80}
+    loader = load(rows)
+    rows.counted = True
+    with pytest.raises(TooManyBad, match=r"4 of 99 samples.*max_bad_share=1.00%"):
+        delivered_rows(loader)
+    rows.counted = False
+    loader = load(rows, max_bad_share=0.0)
+    rows.counted = True
+    with pytest.raises(TooManyBad, match=r"1 of 99 samples"):
+        delivered_rows(loader)
 
 
 def test_failures_in_a_row_stop_the_run():
     rows = Breaking(texts(40), range(40))
     loader = load(rows, mode="pad", max_bad_share=None, max_consecutive_bad=7)
     rows.counted = True
-    with pytest.raises(TooManyBad, match="8 samples in a row"):
+    with pytest.raises(TooManyBad, match="8 consecutive samples failed"):
         delivered_rows(loader)
 
 
