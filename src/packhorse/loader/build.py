@@ -23,7 +23,6 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, ordered
-from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
@@ -291,19 +290,10 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
-        self._pool = BufferPool()
-        self._pixels: PixelBuffer | None = None
-
-    def begin(self, item: WorkItem) -> None:
-        """As above, with room for the pixels of one batch."""
-        super().begin(item)
-        tokens = len(item.packs) * self.packer.pack_size
-        self._pixels = PixelBuffer(tokens, self.collater.get("pixel_dtype"), self._pool)
 
     def prepare(self, sample: Sample) -> Sample:
-        """The sample shifted and with its positions, its pixels where the batch has them."""
-        prepared = self.packer.prepare(sample)
-        return prepared if self._pixels is None else self._pixels.settle(prepared)
+        """Shift the sample by one token and compute its positions."""
+        return self.packer.prepare(sample)
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
@@ -336,7 +326,6 @@ class PackBuilder(BatchBuilder):
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
-        self._pixels = None  # every sample is there; the room lives on in the batch alone
         return collate_packs(list(map(self.packer.join, rows)), self.packer.family, **self.collater)
 
 
