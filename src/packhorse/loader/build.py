@@ -26,7 +26,7 @@ from packhorse.collate.padded import collate_samples, ordered
 from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.errors import BadSample, data_errors
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, as_dtype
@@ -180,13 +180,9 @@ class BatchBuilder(Dataset[Built]):
 
     def sample(self, index: int) -> Sample | None:
         """One sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
-        try:
+        with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
             return self.prepare(self.samples.load_sample(index))
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            self.samples.record(index, error, replaced=False)
-            return None
+        return None
 
     def prepare(self, sample: Sample) -> Sample:
         """An encoded sample as :meth:`collate` takes it."""
@@ -222,10 +218,9 @@ class BatchBuilder(Dataset[Built]):
             with time_limit(self.sample_timeout):
                 return self.sample(index)
         except SampleTimeout as error:
-            slow = BadSample(str(error), reason="broken_media", stage="media", key=self.samples.key(index))
-            if self.samples.on_bad == "raise":
-                raise slow from None
-            self.samples.record(index, slow, replaced=False)
+            key = self.samples.key(index)
+            with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
+                raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
             return None
         finally:
             set_note(NO_SAMPLE)
@@ -234,21 +229,18 @@ class BatchBuilder(Dataset[Built]):
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem
     ) -> tuple[list[list[Sample]], dict[str, Any], set[int]]:
         """The rows of the batch, the batch, and the packs that are not in it because collating them fails."""
-        try:
+        with data_errors(self.samples.on_bad) as outcome:
             return rows, self.collate(rows), set()
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            first = error
+        assert outcome.error is not None
         rejected: set[int] = set()
         for at, pack in enumerate(packs):
             refusal = self._refusal([sample for _, sample in pack])
             if refusal is not None:
                 rejected.add(at)
                 for index, _ in pack:
-                    self.samples.record(index, refusal, replaced=False)
+                    self.samples.record(index, refusal)
         if not rejected:  # each for itself is good: no sample is at fault
-            raise first
+            raise outcome.error.original
         kept = [rows[at] for at in range(len(packs)) if at not in rejected]
         missing = item.media_mask & ~self._media_mask(sample for row in kept for sample in row)
         if missing or not kept:
@@ -257,13 +249,9 @@ class BatchBuilder(Dataset[Built]):
 
     def _refusal(self, row: list[Sample]) -> BadSample | None:
         """Why nothing can be made of a row; None if something can."""
-        try:
+        with data_errors(reason="collate_failed", stage="collate") as outcome:
             self.collate([row])
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            return BadSample(f"{type(error).__name__}: {error}", reason="collate_failed", stage="collate")
-        return None
+        return outcome.error
 
 
 class PackBuilder(BatchBuilder):
@@ -309,10 +297,8 @@ class PackBuilder(BatchBuilder):
             room = self.packer.padded_length(len(sample))
             if room > self.packer.pack_size:
                 what = f"{room:,} tokens, more than a pack has, and more than were counted"
-                bad = BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
-                if self.samples.on_bad == "raise":
-                    raise bad
-                self.samples.record(index, bad, replaced=False)
+                with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
+                    raise BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
                 continue
             if used + room > self.packer.pack_size:
                 rows.append([])

@@ -293,7 +293,7 @@ def counted_before(ledger: Ledger, ranks: Collectives, progress: LoaderState) ->
         by_rank.update(others)
     total = Tally()
     for number, segment in enumerate(progress.segments):
-        for rank in range(segment.world):
+        for rank in range(segment.world_size):
             steps = by_rank[rank][number] if rank in by_rank else {}
             if len(steps) != segment.steps:
                 if not ranks.world.rank:
