@@ -137,4 +137,4 @@ def named(key: str) -> Iterator[None]:
     except BadSample as error:
         if error.key or not key:
             raise
-        raise BadSample(error.detail, reason=error.reason, key=key, stage=error.stage) from error
+        raise error.with_key(key) from error
