@@ -31,7 +31,7 @@ from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, as_dtype
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
-from packhorse.utils.pool import set_note
+from packhorse.utils import pool
 
 logger = getLogger("packhorse.loader")
 
@@ -212,7 +212,7 @@ class BatchBuilder(Dataset[Built]):
         return MediaMask.of(kind for sample in samples for kind in MEDIA_KINDS if sample.num_items[kind])
 
     def _loaded(self, index: int) -> Sample | None:
-        set_note(index)  # for the message if the sample kills its worker
+        pool.note.value = index  # for the message if the sample kills its worker
         try:
             with time_limit(self.sample_timeout):
                 return self.sample(index)
@@ -222,7 +222,7 @@ class BatchBuilder(Dataset[Built]):
                 raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
             return None
         finally:
-            set_note(NO_SAMPLE)
+            pool.note.value = NO_SAMPLE
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors
-from packhorse.chat.template import PRIVATE_USE
+from packhorse.chat import IGNORE_INDEX, PRIVATE_USE, CannotAlign, label_tokens, template_errors
 from packhorse.collate.packer import Packer
 from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
