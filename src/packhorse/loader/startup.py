@@ -34,7 +34,7 @@ from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
 from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import family_of
 from packhorse.families.models import (
     EXPECTED,
@@ -400,11 +400,9 @@ def _open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: Wo
     if names is not None:
         raise ConfigError("dataset_names= goes with a meta file; data is a sequence of examples")
     if len(data) and shard is None and not isinstance(data, MetaDataset):
-        try:
+        with data_errors() as outcome:
             first = data[0]
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
+        if outcome.error is not None:
             return data  # counting records it
         if not isinstance(first, Mapping) or "conversation" not in first:
             found = ", ".join(first) if isinstance(first, Mapping) else type(first).__name__
@@ -577,12 +575,8 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
-    try:
+    with data_errors(key=str(index)) as outcome:
         example = with_audio_placed(dataset[index], counter.encoder, str(index))
         return counter.count(parse_conversation(example, str(index)))
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        if isinstance(error, BadSample):
-            return error
-        return BadSample(f"{type(error).__name__}: {error}", reason="sample_failed", key=str(index))
+    assert outcome.error is not None
+    return outcome.error

@@ -72,7 +72,7 @@ def test_the_cost_of_a_pack_is_the_sum_of_its_documents_and_media():
     assert pack_costs(plan, costs).tolist() == [costs[0] + costs[1], costs[2]]
     assert sample_costs([3], weights, patches=[2]).tolist() == [3 + 90 + 200 + 4000]
     assert pack_media_masks(plan, image=[1, 0, 0], video=[0, 2, 0]).tolist() == [3, 0]
-    with pytest.raises(ConfigError, match="no such kind of media item: images"):
+    with pytest.raises(ConfigError, match="unknown kind of media images"):
         pack_media_masks(plan, images=[1, 0, 0])
     with pytest.raises(ConfigError, match="expected weights of 0 or more"):
         CostWeights(token=0)

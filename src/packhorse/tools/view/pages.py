@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from packhorse.errors import DATA_ERRORS, is_data_error
+from packhorse.errors import data_errors
 from packhorse.tools.view import plots
 from packhorse.tools.view.book import Book, find_key, find_text
 from packhorse.tools.view.media_shelf import MediaShelf, why_not
@@ -205,15 +205,13 @@ class Pages:
     def _media_item(self, shown: Shown, media_item: Medium) -> Values:
         """A media item as the page shows it; a broken one by what is wrong with it."""
         made: Values = {"media_item": media_item, "frames": (), "error": ""}
-        try:
+        with data_errors() as outcome:
             if media_item.kind == "video":
                 made["frames"] = self.shelf.frames(shown.index, media_item.number)
             elif shown.error is not None:  # perhaps because of this one: others were decoded already
                 self.shelf.get(shown.index, media_item.number)
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            made["error"] = why_not(error)
+        if outcome.error is not None:
+            made["error"] = why_not(outcome.error.original)
         return made
 
     def _check_row(self, index: int) -> None:
