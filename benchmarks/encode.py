@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import packhorse.families.encoder as families_encoder
-from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer
+from packhorse.chat import RepeatedTokenTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
 from promises import fact, parse, promise, recorded
 from words import Text, qwen2_vl

@@ -54,9 +54,7 @@ def write_samples(folder: Path) -> Path:
     write_video(media / "video.mp4", frames=12, fps=6, width=96, height=64)
     video = chat("<video>What happens in the video?", "It gets lighter.", videos=["video.mp4"])
     chats: list[Any] = [
-        chat(
-            f"Describe report number {n}. " * (1 + n % 4), f"It lists {n} items in stock. " * (1 + n % 3)
-        )
+        chat(f"Describe report number {n}. " * (1 + n % 4), f"It lists {n} items in stock. " * (1 + n % 3))
         for n in range(12)
     ]
     chats[0]["messages"].insert(0, {"role": "system", "content": "You are a patient assistant."})

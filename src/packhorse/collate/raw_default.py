@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, chat_template, template_errors
-from packhorse.chat.template import is_transformers
+from packhorse.chat import IGNORE_INDEX, chat_template, is_transformers, template_errors
 from packhorse.collate.finish import Counts, cast_pixels, counted, per_token, shifted
 from packhorse.collate.packer import pad_last
 from packhorse.collate.padded import pad_samples

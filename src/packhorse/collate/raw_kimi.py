@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import TOKEN_KEYS, ChatProcessor, tokenizer_of
-from packhorse.chat.template import is_transformers
+from packhorse.chat import TOKEN_KEYS, ChatProcessor, is_transformers, tokenizer_of
 from packhorse.collate.finish import Counts
 from packhorse.collate.padded import pad_samples
 from packhorse.collate.processor_call import call, names, pad_token_id, text_ids

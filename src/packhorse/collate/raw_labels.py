@@ -14,8 +14,15 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, ChatProcessor, answer_spans, label_tokens, tokenizer_of
-from packhorse.chat.template import is_transformers
+from packhorse.chat import (
+    IGNORE_INDEX,
+    CannotAlign,
+    ChatProcessor,
+    answer_spans,
+    is_transformers,
+    label_tokens,
+    tokenizer_of,
+)
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import (
     NOT_MADE_FOR_IT,

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import tokenizer_of
-from packhorse.chat.template import is_transformers
+from packhorse.chat import is_transformers, tokenizer_of
 from packhorse.collate.finish import Counts, named
 from packhorse.collate.processor_call import call, names
 from packhorse.collate.raw_default import finish

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import template_errors, tokenizer_of
-from packhorse.chat.template import is_transformers
+from packhorse.chat import is_transformers, template_errors, tokenizer_of
 from packhorse.collate.finish import Records, check_present, keys_of, named, records_of, row_order
 from packhorse.collate.processor_call import logger, plain_turns, render
 from packhorse.collate.raw_labels import media_ids

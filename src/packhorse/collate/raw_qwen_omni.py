@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from packhorse.chat.template import is_transformers
+from packhorse.chat import is_transformers
 from packhorse.collate.finish import named
 from packhorse.collate.padded import pad_samples
 from packhorse.collate.processor_call import call, pad_token_id, padding_side, plain_turns

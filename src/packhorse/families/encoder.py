@@ -23,15 +23,15 @@ from packhorse.chat import (
     IGNORE_INDEX,
     TOKEN_KEYS,
     ChatProcessor,
+    RepeatedTokenTokenizer,
     Tokenised,
     answer_spans,
     is_transformers,
     supervised_tokens,
     template_errors,
+    token_ids,
     with_repeated_tokens,
 )
-from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer
-from packhorse.chat.template import token_ids
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
 from packhorse.families.media_sizes import (
     LoadedMedia,

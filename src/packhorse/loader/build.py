@@ -23,16 +23,15 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, ordered
-from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
-from packhorse.loader.config import LoaderConfig
+from packhorse.errors import BadSample, data_errors
+from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
-from packhorse.loader.startup import ModelInfo, as_dtype
+from packhorse.loader.startup import ModelInfo, attn_backend
 from packhorse.pp_media import prepare_vlm_media_for_pp
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, Sample, WorkItem
-from packhorse.utils.pool import set_note
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
+from packhorse.utils import pool
 
 logger = getLogger("packhorse.loader")
 
@@ -85,15 +84,10 @@ NO_SAMPLE = -1
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-BatchReport = BatchInfo
-"""What ``loader.last`` holds: the ``info`` of the batch delivered last."""
-
-
 class Built(NamedTuple):
-    """A batch, what it is made of (its ``info``), and the ledger entries of building it."""
+    """A batch and the ledger entries of building it."""
 
     batch: Batch
-    report: BatchReport
     drops: tuple[Drop, ...] = ()
 
 
@@ -123,7 +117,7 @@ class BatchBuilder(Dataset[Built]):
         for pack in item.packs:
             found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
             packs += self.into_rows(found)
-        missing = item.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
+        missing = item.media_mask & ~self._media_mask(sample for pack in packs for _, sample in pack)
         rows = [[sample for _, sample in pack] for pack in packs]
         blank = bool(missing) or not rows
         if blank:
@@ -135,7 +129,7 @@ class BatchBuilder(Dataset[Built]):
         )
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
-        return Built(Batch(loss_inputs(finished), info), info)
+        return Built(Batch(loss_inputs(finished), info))
 
     def _describe(
         self,
@@ -159,7 +153,7 @@ class BatchBuilder(Dataset[Built]):
             item.step,
             samples=samples,
             lost=tuple(index for index in item.samples if index not in inside),
-            consecutive_bad=tuple(index in inside for index in item.samples),
+            delivered=tuple(index in inside for index in item.samples),
             tokens=sum(map(self.length, used)),
             slots=labels.numel(),
             supervised=int((labels != IGNORE_INDEX).sum()),
@@ -180,13 +174,9 @@ class BatchBuilder(Dataset[Built]):
 
     def sample(self, index: int) -> Sample | None:
         """One sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
-        try:
+        with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
             return self.prepare(self.samples.load_sample(index))
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            self.samples.record(index, error, replaced=False)
-            return None
+        return None
 
     def prepare(self, sample: Sample) -> Sample:
         """An encoded sample as :meth:`collate` takes it."""
@@ -196,7 +186,7 @@ class BatchBuilder(Dataset[Built]):
         """The samples of a pack in rows: in one, as a rule, and in none if there is no sample."""
         return [samples] if samples else []
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add a placeholder with these media: one row at least where there is none."""
         raise NotImplementedError
 
@@ -212,62 +202,50 @@ class BatchBuilder(Dataset[Built]):
         """How many tokens of the batch a sample takes up."""
         return len(sample)
 
-    def _kinds_of(self, samples: Iterable[Sample]) -> int:
-        """The media that samples really have, one bit for each kind."""
-        found = 0
-        for sample in samples:
-            for bit, kind in enumerate(MEDIA_KINDS):
-                found |= bool(sample.num_items[kind]) << bit
-        return found
+    def _media_mask(self, samples: Iterable[Sample]) -> MediaMask:
+        """The kinds of media that the samples have."""
+        return MediaMask.of(kind for sample in samples for kind in MEDIA_KINDS if sample.num_items[kind])
 
     def _loaded(self, index: int) -> Sample | None:
-        set_note(index)  # for the message if the sample kills its worker
+        pool.note.value = index  # for the message if the sample kills its worker
         try:
             with time_limit(self.sample_timeout):
                 return self.sample(index)
         except SampleTimeout as error:
-            slow = BadSample(str(error), reason="broken_media", stage="media", key=self.samples.key(index))
-            if self.samples.on_bad == "raise":
-                raise slow from None
-            self.samples.record(index, slow, replaced=False)
+            key = self.samples.key(index)
+            with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
+                raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
             return None
         finally:
-            set_note(NO_SAMPLE)
+            pool.note.value = NO_SAMPLE
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem
     ) -> tuple[list[list[Sample]], dict[str, Any], set[int]]:
         """The rows of the batch, the batch, and the packs that are not in it because collating them fails."""
-        try:
+        with data_errors(self.samples.on_bad) as outcome:
             return rows, self.collate(rows), set()
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            first = error
+        assert outcome.error is not None
         rejected: set[int] = set()
         for at, pack in enumerate(packs):
             refusal = self._refusal([sample for _, sample in pack])
             if refusal is not None:
                 rejected.add(at)
                 for index, _ in pack:
-                    self.samples.record(index, refusal, replaced=False)
+                    self.samples.record(index, refusal)
         if not rejected:  # each for itself is good: no sample is at fault
-            raise first
+            raise outcome.error.original
         kept = [rows[at] for at in range(len(packs)) if at not in rejected]
-        missing = item.kinds & ~self._kinds_of(sample for row in kept for sample in row)
+        missing = item.media_mask & ~self._media_mask(sample for row in kept for sample in row)
         if missing or not kept:
             self.add_placeholder(kept, missing)
         return kept, self.collate(kept), rejected
 
     def _refusal(self, row: list[Sample]) -> BadSample | None:
         """Why nothing can be made of a row; None if something can."""
-        try:
+        with data_errors(reason="collate_failed", stage="collate") as outcome:
             self.collate([row])
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            return BadSample(f"{type(error).__name__}: {error}", reason="collate_failed", stage="collate")
-        return None
+        return outcome.error
 
 
 class PackBuilder(BatchBuilder):
@@ -291,19 +269,10 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
-        self._pool = BufferPool()
-        self._pixels: PixelBuffer | None = None
-
-    def begin(self, item: WorkItem) -> None:
-        """As above, with room for the pixels of one batch."""
-        super().begin(item)
-        tokens = len(item.packs) * self.packer.pack_size
-        self._pixels = PixelBuffer(tokens, self.collater.get("pixel_dtype"), self._pool)
 
     def prepare(self, sample: Sample) -> Sample:
-        """The sample shifted and with its positions, its pixels where the batch has them."""
-        prepared = self.packer.prepare(sample)
-        return prepared if self._pixels is None else self._pixels.settle(prepared)
+        """Shift the sample by one token and compute its positions."""
+        return self.packer.prepare(sample)
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
@@ -313,10 +282,8 @@ class PackBuilder(BatchBuilder):
             room = self.packer.padded_length(len(sample))
             if room > self.packer.pack_size:
                 what = f"{room:,} tokens, more than a pack has, and more than were counted"
-                bad = BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
-                if self.samples.on_bad == "raise":
-                    raise bad
-                self.samples.record(index, bad, replaced=False)
+                with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
+                    raise BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
                 continue
             if used + room > self.packer.pack_size:
                 rows.append([])
@@ -325,9 +292,9 @@ class PackBuilder(BatchBuilder):
             used += room
         return rows
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add documents to the row that has the most room, which was reserved; else a row of their own."""
-        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(kinds)]
+        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(media_mask)]
         needed, *used = (sum(self.packer.padded_length(len(s)) for s in row) for row in (blanks, *rows))
         if rows and min(used) + needed <= self.packer.pack_size:
             rows[used.index(min(used))] += blanks
@@ -336,7 +303,6 @@ class PackBuilder(BatchBuilder):
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
-        self._pixels = None  # every sample is there; the room lives on in the batch alone
         return collate_packs(list(map(self.packer.join, rows)), self.packer.family, **self.collater)
 
 
@@ -369,9 +335,9 @@ class PadBuilder(BatchBuilder):
         """How many tokens of the batch a sample takes up: the collate function takes off one."""
         return super().length(sample) - 1
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add rows."""
-        rows += [[sample] for _, sample in self.blanks.samples(kinds)]
+        rows += [[sample] for _, sample in self.blanks.samples(media_mask)]
 
     def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
         """The rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""
@@ -403,7 +369,7 @@ def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mode
     collater: dict[str, Any] = {
         "padding_idx": pad_token_id(samples.processor),
         "max_length": config.pack_size if config.pad_to_size else None,
-        "attn_implementation": config.attn_implementation or model.attn_implementation,
+        "attn_implementation": attn_backend(config, model),
         "pixel_dtype": dtype,
         "config": model.config,
         "media_layout": for_pipeline,

@@ -11,14 +11,13 @@ from urllib.parse import urlencode
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.errors import DATA_ERRORS, is_data_error
-from packhorse.loader.placeholder import kinds_in
+from packhorse.errors import data_errors
 from packhorse.tools.view import plots
 from packhorse.tools.view.media_preview import MediaPreviews, describe_error
 from packhorse.tools.view.plan_report import bad_rows_warning
 from packhorse.tools.view.plan_viewer import PlanViewer, find_key, find_text
 from packhorse.tools.view.row_encoder import MediaItem, RowEncoder, RowView
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, MediaMask
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -103,7 +102,7 @@ class PackList:
     def line(self, number: int) -> Values:
         """Return the line of a pack."""
         rows, tokens = self.plan[number], int(self.plan.tokens[number])
-        bits = int(self.plan.kinds[number]) if self.plan.kinds is not None else 0
+        mask = 0 if self.plan.media_masks is None else int(self.plan.media_masks[number])
         marks = self.viewer.marks
         errors = {drop.reason for row in rows.tolist() if row in marks for drop in marks[row]}
         return {
@@ -112,7 +111,7 @@ class PackList:
             "fill": tokens / self.plan.capacity,
             "documents": len(rows),
             "cost": float(self.costs[number]),
-            "kinds": kinds_in(bits),
+            "kinds": MediaMask(mask).kinds,
             "datasets": [self.viewer.names[n] for n in np.unique(self.viewer.dataset_ids(rows)).tolist()],
             "errors": sorted(errors),
         }
@@ -131,9 +130,10 @@ class PackList:
             tests.append((fill >= query.least) & (fill <= query.most))
         if query.dataset:
             tests.append(self._with_dataset(query.dataset))
-        if query.media and self.plan.kinds is not None:
-            bits = [1 << bit for bit, kind in enumerate(MEDIA_KINDS) if kind == query.media]
-            tests.append((self.plan.kinds & bits[0]) > 0 if bits else self.plan.kinds == 0)
+        masks = self.plan.media_masks
+        if query.media and masks is not None:
+            mask = int(MediaMask.of(kind for kind in MEDIA_KINDS if kind == query.media))
+            tests.append(masks & mask > 0 if mask else masks == 0)
         if query.error:
             tests.append(self._filter_error(query.error))
         return np.logical_and.reduce(tests) if tests else None
@@ -295,9 +295,9 @@ class Pages:
     def _placeholders(self, pack: int, start: int, documents: int) -> list[Values]:
         """Return the placeholders that a pack may get: one of each media kind that only other packs have."""
         plan = self.viewer.plan
-        if not self.viewer.report["reserve"] or plan.kinds is None:
+        if not self.viewer.report["reserve"] or plan.media_masks is None:
             return []
-        missing = int(np.bitwise_or.reduce(plan.kinds)) & ~int(plan.kinds[pack])
+        missing = MediaMask(int(np.bitwise_or.reduce(plan.media_masks)) & ~int(plan.media_masks[pack]))
         return [
             {"number": number, "kind": kind, "row": row, "start": start, "media_item_of_run": {}}
             for number, (kind, row) in enumerate(self.encoder.placeholders(missing), documents + 1)
@@ -329,15 +329,13 @@ class Pages:
     def _media_item(self, row: RowView, media_item: MediaItem) -> Values:
         """Return a media item for display; a broken one with its error."""
         values: Values = {"media_item": media_item, "frames": (), "error": ""}
-        try:
+        with data_errors() as outcome:
             if media_item.kind == "video":
                 values["frames"] = self.previews.frames(row.index, media_item.number)
             elif row.error is not None:  # perhaps caused by this item; otherwise it was decoded before
                 self.previews.get(row.index, media_item.number)
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            values["error"] = describe_error(error)
+        if outcome.error is not None:
+            values["error"] = describe_error(outcome.error.original)
         return values
 
 

@@ -16,11 +16,18 @@ import numpy.typing as npt
 
 from packhorse.count.columns import Distribution
 from packhorse.formats.estimate import image_config, video_config
-from packhorse.plan.assign import random_numbers
 from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule, ResumeSegment, Units, schedule_packs
+from packhorse.plan.schedule import (
+    BatchLayout,
+    Packs,
+    PackSchedule,
+    ResumeSegment,
+    Units,
+    random_generator,
+    schedule_packs,
+)
 from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan
 from packhorse.types import MEDIA_KINDS, Drop
 from packhorse.utils.progress import OnProgress, Progress
@@ -140,7 +147,7 @@ def padding_report(planned: PlanResult) -> dict[str, Any]:
     lengths = planned.planner.lengths[plan.indices]
     tokens = int(lengths.sum())
     slots = {
-        "random": padded_slots(random_numbers(config.seed).permutation(lengths), BATCH_SIZE),
+        "random": padded_slots(random_generator(config.seed).permutation(lengths), BATCH_SIZE),
         "by_length": padded_slots(np.sort(lengths)[::-1], BATCH_SIZE),
         "packed": len(plan) * config.pack_size,
         "packed_unpadded": int((lengths + -lengths % config.alignment).sum()),
@@ -237,7 +244,7 @@ def stragglers(packs: Packs, seed: int, epoch: int, more: Sequence[int] = ()) ->
     if not len(packs.plan):
         return []
     sizes = {*WORLD_SIZES, *more, *(() if len(packs.plan) > _MANY_PACKS else _MORE_WORLD_SIZES)}
-    shuffled = random_numbers(seed).permutation(len(packs.plan))
+    shuffled = random_generator(seed).permutation(len(packs.plan))
     reports = []
     for ranks in sorted(sizes):
         schedule = PackSchedule(packs, [ResumeSegment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)

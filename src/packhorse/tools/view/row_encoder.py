@@ -14,17 +14,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens, template_errors
-from packhorse.chat.template import PRIVATE_USE
+from packhorse.chat import IGNORE_INDEX, PRIVATE_USE, CannotAlign, label_tokens, template_errors
 from packhorse.collate.packer import Packer
 from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.errors import BadSample, data_errors
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Placeholders
-from packhorse.types import Conversation, Drop, MediaRef, Sample, TextPart, mask_secrets
+from packhorse.types import Conversation, Drop, MediaMask, MediaRef, Sample, TextPart, mask_secrets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,14 +160,13 @@ class RowEncoder:
         """Return a row for display; if it cannot be read or encoded, as much as is known, and the error."""
         with self._lock:
             row = RowView(index)
-            try:
+            with data_errors() as outcome:
                 conversation = self.conversation(index)
                 turns, media = split_conversation(conversation)
                 row = replace(row, turns=turns, media=media)
                 self.samples.ledger = Ledger()  # only the entries of this row
                 return self._add_tokens(row, conversation)
-            except DATA_ERRORS as error:
-                return replace(row, error=_as_bad_sample(error))
+            return replace(row, error=outcome.error)
 
     def _add_tokens(self, row: RowView, conversation: Conversation) -> RowView:
         encoded = self.samples.load_sample(row.index)
@@ -204,16 +202,16 @@ class RowEncoder:
             tokens=tuple(tokens),
         )
 
-    def placeholders(self, kinds: int) -> list[tuple[str, RowView]]:
-        """Return the placeholder samples that the loader adds for media kinds (bits) missing in a step.
+    def placeholders(self, media_mask: MediaMask) -> list[tuple[str, RowView]]:
+        """Return the placeholder samples that the loader adds for media kinds that are missing in a step.
 
         Raises:
             ConfigError: the processor cannot encode a placeholder.
         """
-        if not kinds:
+        if not media_mask:
             return []
         with self._lock:
-            samples = self._placeholders.samples(kinds)
+            samples = self._placeholders.samples(media_mask)
             return [(kind, self._view_placeholder(sample)) for kind, sample in samples if kind is not None]
 
     def _view_placeholder(self, sample: Sample) -> RowView:
@@ -360,12 +358,3 @@ def _media_name(ref: MediaRef) -> str:
     if isinstance(source, list | tuple) and source:
         return f"{len(source)} frames"
     return mask_secrets(source).rpartition("/")[2][-80:] if isinstance(source, str) else ref.kind
-
-
-def _as_bad_sample(error: BaseException) -> BadSample:
-    """Return the error as a `BadSample`; re-raise it if the data is not its cause."""
-    if isinstance(error, BadSample):
-        return error
-    if not is_data_error(error):
-        raise error
-    return BadSample(f"{type(error).__name__}: {error}")

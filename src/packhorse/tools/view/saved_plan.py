@@ -134,7 +134,7 @@ def make_plan(
     planner = start.planner
     plan = planner.plan(request.epoch)
     planner.check_overlong(plan)
-    packs = Packs(plan, planner.facts)
+    packs = Packs(plan, planner.sample_info)
     return PlanResult(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 
 
@@ -162,7 +162,7 @@ class SavedPlan:
     """The content of a plan file.
 
     Attributes:
-        plan: the plan, with costs and media kinds.
+        plan: the plan, with costs and media masks.
         request: what it was made from.
         report: see :func:`packhorse.tools.view.plan_report.plan_report`.
         bad: reason and detail of rows that could not be counted, by sample index.
@@ -194,7 +194,7 @@ def make_saved_plan(planned: PlanResult, report: Mapping[str, Any]) -> SavedPlan
     }
     overlong = packs.plan.dropped_by_reason().get("too_long", ())
     return SavedPlan(
-        packs.plan.with_costs(packs.costs, packs.kinds),
+        packs.plan.with_costs(packs.costs, packs.media_masks),
         planned.request,
         report,
         bad,
