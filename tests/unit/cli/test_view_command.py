@@ -22,10 +22,10 @@ from packhorse.neat_packing_vlm import plan_packs
     [
         ("nowhere.json", "nowhere.json"),
         ("nowhere.phplan", "nowhere.phplan: no such file"),
-        ("{meta}", "is a meta file: name the --processor"),
+        ("{meta}", "is a meta file: pass --processor"),
         ("{rows}", "looks like a data file; expected a meta file"),
         ("{plan} --processor /nowhere", "processor /nowhere: no such folder"),
-        ("{bare}", "make one with `packhorse plan`"),
+        ("{bare}", "write it with `packhorse plan`"),
         ("{torn}", "is not a whole plan"),
     ],
 )
