@@ -3,7 +3,7 @@
     python benchmarks/balance.py [--quick] [--samples 1000000] [--seed 0]
 
 Packs image chats (capacity 8,192), prices the packs with the cost model for a language model of 7 B
-parameters and a vision encoder of 0.6 B (sizes of Qwen2.5-VL 7B), deals them to simulated ranks and prints
+parameters and a vision encoder of 0.6 B (sizes of Qwen2.5-VL 7B), assigns them to simulated ranks and prints
 the predicted straggler ratio: the most expensive rank of a step over the mean of the step, mean over all
 steps. The visual token sort is what the component that Packhorse re-implements does. Exit code 1 if a promise
 is missed.
@@ -26,7 +26,7 @@ from packhorse.neat_packing_vlm import (
     sample_costs,
     straggler_ratio,
 )
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 RANKS = (8, 64, 512)
 MODEL = {
@@ -41,7 +41,7 @@ MODEL = {
 }
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
     """Plan, order, judge."""
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Does the test suite notice when an important line is wrong?
+"""Mutation tests: do tests fail if an important line is wrong?
 
     python benchmarks/mutants.py [--quick] [--only NAME]
 
@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 _TOO_LONG = 600
@@ -27,13 +27,13 @@ _TOO_LONG = 600
 
 @dataclass(frozen=True)
 class Mutant:
-    """One line made wrong.
+    """A wrong line.
 
     Attributes:
         name: what it breaks.
         file: of ``src/packhorse``.
         right: the text as it is; it occurs once in the file.
-        wrong: what stands there instead.
+        wrong: the text that replaces it.
         tests: what has to notice.
         quick: whether these take seconds.
     """
@@ -306,7 +306,7 @@ def apply(mutant: Mutant, source: Path) -> None:
 
 
 def passes(tests: tuple[str, ...], source: Path) -> bool:
-    """Whether tests pass with the package at ``source``.
+    """Return whether tests pass with the package at ``source``.
 
     Raises:
         RuntimeError: they neither passed nor failed, but could not run (an import error, no such file).
@@ -322,8 +322,8 @@ def passes(tests: tuple[str, ...], source: Path) -> bool:
     return done.returncode == 0
 
 
-def noticed(mutant: Mutant, folder: Path) -> bool:
-    """Whether the tests of a mutant fail with it, having passed without."""
+def is_noticed(mutant: Mutant, folder: Path) -> bool:
+    """Return whether the tests of a mutant fail with it, and pass without."""
     source = folder / "src"
     ignored = shutil.ignore_patterns("__pycache__")
     for changed in (False, True):
@@ -337,7 +337,7 @@ def noticed(mutant: Mutant, folder: Path) -> bool:
     raise AssertionError
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
     """Try every mutant."""
     parser = argparse.ArgumentParser(
@@ -350,7 +350,7 @@ def main() -> None:
     found = 0
     with tempfile.TemporaryDirectory() as folder:
         for mutant in chosen:
-            seen = noticed(mutant, Path(folder))
+            seen = is_noticed(mutant, Path(folder))
             found += seen
             fact(f"{mutant.file}, {mutant.name}", "noticed" if seen else "NOT NOTICED")
     share = found / max(len(chosen), 1)

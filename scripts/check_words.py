@@ -49,7 +49,7 @@ WORDS = {
     r"fillers?": "placeholder, padding batch",
     r"blanks?": "placeholder; empty (of a line)",
     r"rooms?": "capacity, free space, padded length",
-    r"facts": "ModelInfo; name what it is",
+    r"facts of": "inspect_model, ModelInfo",
     r"accounts?": "epoch summary, EpochStats",
     r"talks?|talker": "communicate, collectives; conversation",
     r"micro (?:steps?|batch(?:es)?)": "micro-step, micro-batch",

@@ -346,7 +346,7 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def _imported(module: Module) -> dict[str, bool]:
+def _list_imports(module: Module) -> dict[str, bool]:
     """The names in a module that imports bind, and whether they come from another library."""
     names = {}
     for node in ast.walk(module.tree):
@@ -378,7 +378,7 @@ def private_uses(modules: dict[str, Module]) -> list[dict[str, Any]]:
 
 def _find_private(module: Module, members: set[str]) -> Iterator[tuple[ast.stmt, int, str]]:
     """Statement, line and name of each private name of another library in a module."""
-    imported = _imported(module)
+    imported = _list_imports(module)
     inner: set[ast.AST] = set()  # `a._b` in `a._b._c`
     for statement, node in _with_statements(module.tree):
         for name in () if node in inner else _private_names(node, module, members, imported):

@@ -26,13 +26,13 @@ def promises(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_numbers_have_four_digits(promises: Any, value: Any, unit: str, text: str) -> None:
-    assert promises.shown(value, unit) == text
+    assert promises.format_value(value, unit) == text
 
 
 def test_a_number_never_looks_like_a_target_that_it_is_not(promises: Any) -> None:
-    assert promises.shown(99.9861, "%", 99.99) == "99.986 %"
-    assert promises.shown(99.99, "%", 99.99) == "99.99 %"
-    assert promises.shown(1_000_001, "", 1_000_000) == "1,000,001"
+    assert promises.format_value(99.9861, "%", 99.99) == "99.986 %"
+    assert promises.format_value(99.99, "%", 99.99) == "99.99 %"
+    assert promises.format_value(1_000_001, "", 1_000_000) == "1,000,001"
 
 
 def test_a_promise_says_what_was_measured_against_what(

@@ -59,8 +59,8 @@ def script(home: Path, name: str, *lines: str) -> None:
     body = "".join(f"    {line}\n" for line in ("parse(argparse.ArgumentParser())", *lines))
     (home / f"{name}.py").write_text(
         "import argparse, os, signal, subprocess, sys, tempfile, time\n"
-        "from promises import fact, parse, promise, recorded\n"
-        f"@recorded()\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n"
+        "from promises import fact, parse, promise, record_outcome\n"
+        f"@record_outcome()\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n"
     )
 
 
@@ -98,7 +98,7 @@ def test_every_benchmark_promises_something_and_takes_quick(path: Path) -> None:
     found = calls(ast.parse(path.read_text("utf-8")))
     names = {name for name, _ in found}
     assert "promise" in names
-    assert {"recorded", "parse"} <= names
+    assert {"record_outcome", "parse"} <= names
 
 
 def test_the_benchmarks_of_the_checkout_are_found() -> None:
@@ -208,10 +208,10 @@ def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -
 def test_a_quick_run_asks_for_half_of_a_speed_for_twice_a_limit_and_for_all_of_what_is_exact(
     target: float, sign: str, quick: float, told: str
 ) -> None:
-    assert promises.in_force(target, sign, "speed") == quick
-    assert promises.in_force(target, sign, "exact") == target
+    assert promises.quick_target(target, sign, "speed") == quick
+    assert promises.quick_target(target, sign, "exact") == target
     words = {"sign": sign, "target": quick, "full_target": target, "unit": "x"}
-    assert promises.to_reach(words) == told
+    assert promises.describe_target(words) == told
 
 
 @pytest.mark.parametrize(
