@@ -3,10 +3,10 @@
     python benchmarks/faults.py [--rounds 20] [--quick] [--folder DIR] [--seed 0]
 
 Kills ``packhorse count``, ``plan`` and ``view``, processes that write ledgers, and training runs with SIGKILL
-at random moments, ``--rounds`` times each, and lets the next process continue. Then injects and counts other
-faults. The baseline, in the same run, is the same work undisturbed: the bytes of all files, the weights of
-the model and the samples must be equal. Exit code 1 if a sample is lost or duplicate, a file is incomplete,
-or a process is left running.
+at random moments, ``--rounds`` times each, and lets the next process continue. Then injects and counts
+other faults. The baseline, in the same run, is the same work undisturbed: the bytes of all files, the weights
+of the model and the samples must be equal. Exit code 1 if a sample is lost or duplicate, a file is
+incomplete, or a process is left running.
 
 The rounds are those of ``tests/faults``.
 """
@@ -31,9 +31,17 @@ make_torchvision_importable()
 
 import torch
 
-from faults.fault_cases import RACES, SPOILT, Outcome, bad_store, prepared, race, spoilt_media
-from faults.kill_desk import Tally, open_desk
+from faults.fault_cases import (
+    DAMAGES,
+    RACES,
+    Outcome,
+    prepare_race,
+    race,
+    run_with_damaged_media,
+    run_with_failing_store,
+)
 from faults.kill_rounds import ROUNDS
+from faults.kill_runner import Tally, open_runner
 
 UNDISTURBED = "the same work undisturbed"
 
@@ -62,10 +70,10 @@ def main() -> None:
 def run_kill_rounds(home: Path, kinds: list[str], rounds: int, seed: int) -> None:
     """Run the rounds with kills."""
     tallies: dict[str, Tally] = {}
-    with open_desk(home / "desk") as desk:
+    with open_runner(home / "desk") as runner:
         for kind in kinds:
             started = time.monotonic()
-            tally = tallies[kind] = ROUNDS[kind](desk, rounds, seed=seed)
+            tally = tallies[kind] = ROUNDS[kind](runner, rounds, seed=seed)
             summary = f"{tally.rounds} rounds, {tally.kills} kills, {time.monotonic() - started:.0f} s"
             fact(f"killed: {kind}", summary)
             for remark in tally.remarks:
@@ -81,7 +89,7 @@ def run_kill_rounds(home: Path, kinds: list[str], rounds: int, seed: int) -> Non
     )
     fact("killed: processes at work hit by SIGKILL", sum(tally.kills for tally in everything))
     promise_zero("killed: samples lost", sum(tally.lost for tally in everything))
-    promise_zero("killed: duplicate samples", sum(tally.doubled for tally in everything))
+    promise_zero("killed: duplicate samples", sum(tally.duplicates for tally in everything))
     promise_zero("killed: incomplete or different files", sum(tally.half for tally in everything))
     promise_zero("killed: processes left running", sum(tally.left for tally in everything))
 
@@ -92,23 +100,23 @@ def run_other_faults(home: Path, times: int, races_each: int, seed: int) -> None
     rows = 40 * times
     kinds = ("slow", "timeout", "reset", "denied", "short", "late_timeout")
     for number, num_workers in enumerate((0, 1)):
-        add(total, spoilt_media(home / f"spoilt{number}", 5 * rows, seed + number, num_workers))
+        add(total, run_with_damaged_media(home / f"spoilt{number}", 5 * rows, seed + number, num_workers))
         shares = dict.fromkeys(kinds, 0.08)
-        add(total, bad_store(home / f"store{number}", shares, rows, seed + number, num_workers))
-    for kind in (*SPOILT, *kinds):
-        fact(f"faults injected: {'media ' if kind in SPOILT else 'store '}{kind}", total.injected[kind])
+        add(total, run_with_failing_store(home / f"store{number}", shares, rows, seed + number, num_workers))
+    for kind in (*DAMAGES, *kinds):
+        fact(f"faults injected: {'media ' if kind in DAMAGES else 'store '}{kind}", total.injected[kind])
     races = Counter[str]()
     differ = 0
     for number in range(races_each):
         for what in RACES:
-            folder = prepared(home / f"race{number}{what}", what)
+            folder = prepare_race(home / f"race{number}{what}", what)
             digests = race(folder, what, one_machine=bool(number % 2))
             differ += len(set(digests)) - 1 + abs(len(list(folder.glob(RACES[what][1]))) - 1)
             races[what] += 1
     for what, number in races.items():
         fact(f"races of three processes for one file: {what}", number)
     promise_zero("media and stores: samples neither delivered nor in the ledger", total.lost)
-    promise_zero("media and stores: duplicate samples", total.doubled)
+    promise_zero("media and stores: duplicate samples", total.duplicates)
     promise_zero("races: different or duplicate files", differ)
 
 
@@ -116,7 +124,7 @@ def add(total: Outcome, more: Outcome) -> None:
     """Sum outcomes."""
     total.injected += more.injected
     total.lost += more.lost
-    total.doubled += more.doubled
+    total.duplicates += more.duplicates
 
 
 def promise_zero(what: str, number: int) -> None:
