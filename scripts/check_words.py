@@ -64,7 +64,14 @@ WORDS = {
     r"asked for": "requested",
     r"made for it|makes sense": "valid; say the condition",
 }
-ALLOWED = (r"connection refused", r"into account", r"accounts? for", r"blank lines?", r"\.tell\(\)", r"soundfile")
+ALLOWED = (
+    r"connection refused",
+    r"into account",
+    r"accounts? for",
+    r"blank lines?",
+    r"\.tell\(\)",
+    r"soundfile",
+)
 _HYPHENED = re.compile(r"\bmicro-(?:step|batch)")
 _ALLOWED = re.compile("|".join(ALLOWED))
 _FIND = re.compile(r"\b(?:" + "|".join(f"(?P<w{n}>{word})" for n, word in enumerate(WORDS)) + r")\b")
