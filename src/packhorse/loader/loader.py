@@ -22,7 +22,7 @@ from packhorse.count.rank_engine import share_cores
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.build import Built, make_builder
+from packhorse.loader.build import Built, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.epoch_stats import (
     BadSampleBudget,
@@ -136,7 +136,7 @@ class Loader:
         self._layout = BatchLayout(
             self._plan_world.size, config.batch_size, config.gradient_accumulation_steps
         ).check()
-        builder = make_builder(config, self._samples, opened.model)
+        builder = (PadBuilder if config.mode == "pad" else PackBuilder)(config, self._samples, opened.model)
         self._workers = WorkerPool(builder, config, self._choose_num_workers())
         if config.pin_memory and not torch.cuda.is_available():
             logger.warning("pin_memory=True has no effect: no GPU is available")
@@ -224,7 +224,7 @@ class Loader:
     def describe(self) -> str:
         """Return the plan, the steps and what was dropped, as text."""
         size, reserve = self.config.pack_size, self._planner.reserve_in(self.plan)
-        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are reserved for a placeholder"
+        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are kept free for a placeholder"
         rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}"
         lines = [
             rows + (reserved if reserve else ""),
@@ -241,7 +241,7 @@ class Loader:
         """Iterate over the batches of this epoch that were not delivered yet, or over the next epoch."""
         if self._current.over:
             self._move_to(LoaderState(self.epoch + 1))
-        self.metrics.paused()
+        self.metrics.pause()
         return self._batches(self._current)
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
@@ -306,7 +306,7 @@ class Loader:
         mean = float(costs.mean())
         self._state = self._state.at(info.step + 1)
         current.tallies.append(current.tallies[-1].plus(tally))
-        self.metrics.delivered(info, float(costs.max()) / mean if mean else 1.0, waited)
+        self.metrics.update(info, float(costs.max()) / mean if mean else 1.0, waited)
 
     def _reconcile(self) -> None:
         current, shard_data = self._current, self.config.shard_data
@@ -468,7 +468,7 @@ class Loader:
         # Which samples are in no pack depends on their counts alone: record it once.
         if not self._recorded_dropped and (self.world.rank == 0 or self.config.shard_data):
             self._planner.warn_of_overlong(plan)
-            self.ledger.record_all(self._planner.dropped(plan))
+            self.ledger.record_all(self._planner.drops(plan))
         self._recorded_dropped = True
         if not len(plan):
             dropped = self._dropped(plan)
@@ -502,5 +502,5 @@ class Loader:
     def _dropped(self, plan: PackPlan) -> Ledger:
         """Return the entries of the rows that are in no pack, which only the ledger of rank 0 has."""
         ledger = Ledger()
-        ledger.record_all(self._planner.dropped(plan))
+        ledger.record_all(self._planner.drops(plan))
         return ledger

@@ -75,7 +75,7 @@ class StagedBuilder:
         if in_worker():
             _seed(item.epoch, item.step)  # the same numbers in any worker, and in a retry
         with self.builder.samples.ledger.staged() as drops:
-            built = self.builder[item]
+            built = self.builder.build(item)
         return built._replace(drops=tuple(drops))
 
 
@@ -117,7 +117,7 @@ class WorkerPool:
         """
         self._iteration += 1
         iteration, pin = self._iteration, self.config.pin_memory and torch.cuda.is_available()
-        for built in self._built(make, range(first, last), pin):
+        for built in self._build_all(make, range(first, last), pin):
             yield built
             if iteration != self._iteration:
                 return  # another iterator uses the workers now
@@ -137,7 +137,7 @@ class WorkerPool:
             self.close()
             self.num_workers = 0
 
-    def _built(self, make: Callable[[int], WorkItem], steps: range, pin: bool) -> Iterator[Built]:
+    def _build_all(self, make: Callable[[int], WorkItem], steps: range, pin: bool) -> Iterator[Built]:
         if self.num_workers and steps:
             self._start()
         if not self.num_workers:

@@ -127,7 +127,7 @@ def test_an_epoch_that_goes_on_in_other_steps_is_as_long_as_what_was_and_what_co
     ("rank", "size", "gradient_accumulation_steps", "match"),
     [
         (0, 2, 2, "rank 0 of 1, but rank 0 of 2 trains"),
-        (0, 1, 4, "4 micro-batches are accumulated, but the loader has accumulation=2"),
+        (0, 1, 4, "4 micro-batches are accumulated, but the loader has gradient_accumulation_steps=2"),
     ],
 )
 def test_a_loader_for_others_is_rejected(

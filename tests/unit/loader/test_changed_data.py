@@ -194,7 +194,7 @@ def test_only_the_changed_file_of_a_mixture_is_named(tmp_path: Path) -> None:
         load_examples(meta, model="unchecked").load_state_dict(state)
     assert "second.jsonl" in str(caught.value)
     assert "first.jsonl" not in str(caught.value)
-    with pytest.raises(ConfigError, match="of the datasets first, second, this loader has first"):
+    with pytest.raises(ConfigError, match="has the datasets first, second, this loader has first"):
         load_examples(meta, model="unchecked", dataset_names=["first"]).load_state_dict(state)
 
 

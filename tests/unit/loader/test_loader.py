@@ -368,20 +368,20 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
     ("settings", "words"),
     [
         ({"pack_siz": 3}, r"unknown setting.*pack_siz"),
-        ({"mode": "stack"}, "expected one of pack, pad"),
+        ({"mode": "stack"}, "expected one of 'pack', 'pad'"),
         ({"batch_size": 0}, "at least 1"),
         ({"pack_size": "8k"}, "whole number"),
-        ({"num_workers": -1}, "0 or more"),
+        ({"num_workers": -1}, "at least 0"),
         ({"max_bad_share": 7}, "share from 0 to 1"),
-        ({"alignment": 2, "mode": "pad"}, "for packs"),
-        ({"max_patches": 50, "mode": "pad"}, "for packs"),
+        ({"alignment": 2, "mode": "pad"}, "applies to packs"),
+        ({"max_patches": 50, "mode": "pad"}, "applies to packs"),
         ({"seed": 1.5}, "whole number"),
         ({"num_workers": "4"}, "whole number"),
-        ({"timeout": -1}, "0 or more"),
+        ({"timeout": -1}, "above 0"),
         ({"sample_timeout": "x"}, "a number"),
-        ({"pixel_dtype": "bf17"}, "torch type"),
-        ({"pack_size": 10}, "no room for the placeholder"),
-        ({"dataset_names": ["coco"]}, "goes with a meta file"),
+        ({"pixel_dtype": "bf17"}, "torch dtype"),
+        ({"pack_size": 10}, "too small for the placeholder"),
+        ({"dataset_names": ["coco"]}, "needs a meta file"),
     ],
 )
 def test_wrong_settings_are_rejected(settings, words):
@@ -688,7 +688,7 @@ def test_a_dataset_with_splits_is_rejected_with_advice():
     import datasets
 
     rows = datasets.DatasetDict({"train": datasets.Dataset.from_list(texts(2))})
-    with pytest.raises(ConfigError, match=r"choose one, as data\['train'\]"):
+    with pytest.raises(ConfigError, match=r"choose one, for example data\['train'\]"):
         load(rows)
 
 

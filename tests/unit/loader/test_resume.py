@@ -121,7 +121,7 @@ def test_a_state_of_another_plan_is_rejected_and_both_are_named():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"pack_size": 300}, r"differ in the tokens that a pack has room for \(256 there, 300 here\):"),
+        ({"pack_size": 300}, r"differ in the capacity of a pack \(256 there, 300 here\):"),
         ({"seed": 7}, r"differ in seed \(0 there, 7 here\):"),
         ({"alignment": 4}, r"differ in alignment \(1 there, 4 here\):"),
         ({"max_documents": 3}, "limits"),

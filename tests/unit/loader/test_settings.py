@@ -1,5 +1,6 @@
 """Settings: names, types, defaults, and what is reported about wrong ones."""
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -141,7 +142,7 @@ def test_a_seed_may_be_negative_and_a_dtype_may_be_torchs_own() -> None:
 def test_a_model_with_another_attention_raises_when_the_loader_is_built() -> None:
     from contract.tiny_models import tiny_model
 
-    model = tiny_model("qwen2_vl")
+    model = copy.deepcopy(tiny_model("qwen2_vl"))
     model.config.get_text_config()._attn_implementation = "paged|sdpa"
     with pytest.raises(
         ConfigError, match=r"attn_implementation='paged\|sdpa' of \w+: load the model with one"

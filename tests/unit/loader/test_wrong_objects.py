@@ -229,17 +229,15 @@ def test_without_a_model_packs_are_rejected_and_padded_batches_are_not() -> None
     with pytest.raises(ConfigError, match="model is missing"):
         packhorse.Loader(packhorse.LoaderConfig(data=texts(4)), processor("qwen2_vl"), world=World())
     loader = packhorse.load(texts(4), processor("qwen2_vl"), world=World(), mode="pad")
-    assert "model none" in repr(loader)
+    assert "model=None," in repr(loader)
 
 
 def test_the_loader_shows_which_model_it_makes_batches_for() -> None:
     model = tiny_model("qwen2_vl")
-    assert "model unchecked>" in repr(load(texts(4), model="unchecked"))
-    assert "model Qwen2VLForConditionalGeneration>" in repr(load(texts(4), model=model))
-    assert "model Qwen2VLConfig>" in repr(load(texts(4), model=model.config))
-    shown = repr(load(texts(4), 1, 2))
-    assert shown.startswith("<Loader: 4 rows, packs of 256 tokens, ")
-    assert "rank 1 of 2, epoch 0, step 0" in shown
+    assert "model=unchecked," in repr(load(texts(4), model="unchecked"))
+    assert "model=Qwen2VLForConditionalGeneration (checked)," in repr(load(texts(4), model=model))
+    assert "model=Qwen2VLConfig (checked)," in repr(load(texts(4), model=model.config))
+    assert "rank=1 of 2," in repr(load(texts(4), 1, 2))
 
 
 # A tokenizer in place of a processor.

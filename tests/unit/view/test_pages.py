@@ -80,7 +80,7 @@ def test_each_row_that_is_too_long_says_how_long_it_is(planned: Planned, tmp_pat
     told = {drop.key: drop.detail for drop in small.dropped if drop.reason == "too_long"}
     assert len(told) > 1
     for index in small.packs.plan.dropped_by_reason()["too_long"].tolist():
-        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.room} of a pack"
+        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.capacity} of a pack"
         for book in (made, again):
             drop = book.dropped(index)
             assert drop is not None

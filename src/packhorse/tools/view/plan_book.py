@@ -108,7 +108,7 @@ class Planned:
     @property
     def dropped(self) -> list[Drop]:
         """Rows that are in no pack, as the loader records them."""
-        return self.planner.dropped(self.packs.plan)
+        return self.planner.drops(self.packs.plan)
 
 
 def open_request(request: Request) -> OpenedData:

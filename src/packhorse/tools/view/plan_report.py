@@ -93,7 +93,7 @@ def estimated(
     if len(rows) > most:
         rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
     guesses = _guesses(planned, rows, progress or Progress("estimating lengths"))
-    room = planned.planner.room
+    room = planned.planner.capacity
     real = planned.planner.lengths[rows]
     plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.request.config.seed)
     overflow = overflowing(plan, real, room)
