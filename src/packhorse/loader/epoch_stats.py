@@ -56,6 +56,16 @@ class TooManyBad(PackhorseError):
         return type(self), (str(self), self.setting, self.bad, self.samples, self.reasons)
 
 
+def exceeds_share(bad: int, samples: int, max_share: float | None) -> bool:
+    """Whether more samples are bad than ``max_bad_share`` allows.
+
+    Below 100 samples three bad ones are tolerated anyway, unless ``max_share`` is 0.
+    """
+    if max_share is None or not samples or (samples < _MIN_SAMPLES and bad <= _TOLERATED and max_share):
+        return False
+    return bad / samples > max_share  # divided, not multiplied: 29 of 100 are 0.29 to the bit
+
+
 @dataclass
 class BadSampleBudget:
     """Stops the run when too many samples of an epoch are bad, or too many consecutive ones.
@@ -64,8 +74,7 @@ class BadSampleBudget:
         samples: samples of the epoch, on all ranks.
         bad: those that were bad when they were counted.
         ranks: ranks that share them.
-        max_share: maximum share of bad samples; None for any. Below 100 samples three bad ones are tolerated
-            anyway, unless it is 0.
+        max_share: maximum share of bad samples, see :func:`exceeds_share`; None for any.
         max_consecutive: maximum consecutive bad samples on this rank; None for any.
         ledger: has the reasons.
         lost: samples that failed on this rank before a restart.
@@ -109,11 +118,7 @@ class BadSampleBudget:
 
     def is_exceeded(self, lost: int) -> bool:
         """Whether too many samples are bad if ``lost`` failed on all ranks together."""
-        bad = self.bad + lost
-        if self.max_share is None or (self.samples < _MIN_SAMPLES and bad <= _TOLERATED and self.max_share):
-            return False
-        # Divided, not multiplied: 29 of 100 are 0.29 to the bit.
-        return bool(self.samples) and bad / self.samples > self.max_share
+        return exceeds_share(self.bad + lost, self.samples, self.max_share)
 
     def check(self, lost: int) -> None:
         """Raise if too many samples are bad; see :meth:`is_exceeded`.

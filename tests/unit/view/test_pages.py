@@ -45,7 +45,7 @@ def test_the_overview_says_where_the_loader_would_not_start_and_how_tokens_are_c
 ) -> None:
     page = html.unescape(ask(app, "/").text)
     bad = book.report["bad"]
-    assert f"The loader stops at more than 1 % bad rows (max_bad_share): {bad} of {len(book)} are" in page
+    assert f"The loader stops at more than 0 % bad rows (max_bad_share): {bad} of {len(book)} are" in page
     assert "before the label shift takes one from each" in page
     assert "kept free for a placeholder" in page
     assert "name no row of" not in page
