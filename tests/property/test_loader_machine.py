@@ -27,6 +27,7 @@ from loader_samples import texts
 from packhorse import Ledger, World
 from packhorse.errors import ConfigError
 from packhorse.loader.epoch_stats import StepFile, rank_file
+from packhorse.loader.state import Tally
 from property.faulty_mixture import BROKEN, LONG, ROWS, TRANSIENT, open_mixture, row, rows, write
 
 RUNS = int(os.environ.get("PACKHORSE_MACHINE_RUNS", "12"))
@@ -137,8 +138,9 @@ class LoaderMachine(RuleBasedStateMachine):
         ]
 
     def taken(self, loader: packhorse.Loader, steps: int) -> list[Any]:
+        batches = iter(loader)  # starts the next epoch if this one is over
         promised = loader.remaining
-        reports = [batch.info for batch in islice(loader, steps)]
+        reports = [batch.info for batch in islice(batches, steps)]
         assert len(reports) == min(steps, promised)
         return reports
 
@@ -313,14 +315,14 @@ class LoaderMachine(RuleBasedStateMachine):
     def delivered_and_lost_are_counted_step_by_step(self) -> None:
         if not self.loaders:
             return
-        progress, total = self.loaders[0]._state, [0, 0]
-        for number, segment in enumerate(progress.segments):
-            for rank in range(segment.world):
-                file = StepFile(rank_file(self.path / "ledger", rank).with_suffix(".steps"))
-                steps = file.read(progress)[number]
+        state, total = self.loaders[0]._state, Tally()
+        for number, segment in enumerate(state.segments):
+            for rank in range(segment.world_size):
+                steps = StepFile(rank_file(self.path / "ledger", rank, ".steps")).read(state)[number]
                 assert len(steps) == segment.steps
-                total = [total[place] + sum(one[place] for one in steps.values()) for place in range(2)]
-        assert total == [sum(self.used.values()), sum(self.lost.values())]
+                for tally, _ in steps.values():
+                    total = total.plus(tally)
+        assert total == (sum(self.used.values()), sum(self.lost.values()))
 
     @invariant()
     def the_lengths_are_honest(self) -> None:

@@ -53,16 +53,14 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     Uses SIGALRM, which only the main thread can handle (a worker builds batches there). In other threads, and
     if the program has its own handler, there is no limit.
     """
-    if seconds is None:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        _warn_of_no_limit("samples are built outside the main thread")
-        yield
-        return
     previous = signal.getsignal(signal.SIGALRM)
-    if previous not in (signal.SIG_DFL, signal.SIG_IGN):
+    if seconds is not None and threading.current_thread() is not threading.main_thread():
+        _warn_of_no_limit("samples are built outside the main thread")
+        seconds = None
+    elif seconds is not None and previous not in (signal.SIG_DFL, signal.SIG_IGN):
         _warn_of_no_limit("the program has its own handler for SIGALRM")
+        seconds = None
+    if seconds is None:
         yield
         return
 

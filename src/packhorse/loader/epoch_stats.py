@@ -278,15 +278,8 @@ class StepFile:
                 "and resume from the last checkpoint"
             ) from error
 
-    def read(self, state: LoaderState) -> list[dict[int, Tally]]:
-        """Return, for each segment of a state, the tallies of its used micro-steps that this file has."""
-        return [{step: tally for step, (tally, _) in steps.items()} for steps in self._read(state)]
-
-    def drops(self, state: LoaderState) -> list[Drop]:
-        """Return the ledger entries of the used micro-steps."""
-        return [drop for steps in self._read(state) for _, drops in steps.values() for drop in drops]
-
-    def _read(self, state: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+    def read(self, state: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+        """Return, for each segment of a state, its used micro-steps with their tallies and ledger entries."""
         by_segment: list[dict[int, tuple[Tally, list[Drop]]]] = [{} for _ in state.segments]
         segments = {state.branch(segment): segment for segment in range(len(state.segments))}
         for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
@@ -329,7 +322,7 @@ def count_used(ledger: Ledger, ranks: Collectives, state: LoaderState) -> Tally 
                         f"{segment.steps:,}",
                     )
                 return None
-            for tally in steps.values():
+            for tally, _ in steps.values():
                 total = total.plus(tally)
     return total
 
@@ -384,7 +377,8 @@ def restore_entries(ledger: Ledger, world: World, state: LoaderState) -> None:
     if ledger.path is None:
         return
     for steps in _own_files(ledger.path.parent, world, _STEPS):
-        drops, file = StepFile(steps).drops(state), steps.with_suffix(_LEDGER)
+        segments, file = StepFile(steps).read(state), steps.with_suffix(_LEDGER)
+        drops = [drop for segment in segments for _, entries in segment.values() for drop in entries]
         present = set(_read_ledger(file)) if drops else set()
         missing = [drop for drop in drops if drop not in present]
         if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packhorse.types import BatchInfo
 
@@ -45,8 +45,7 @@ class Numbers:
     lost: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     tokens: int
     slots: int
     supervised: int

@@ -241,25 +241,19 @@ class Planner:
             lines.append(f"dropped   {reason}: {len(names):,} of {len(self.counts):,} ({some})")
         return lines
 
-    def check_bad(self) -> None:
-        """Raise if a row could not be counted.
+    def check(self, plan: PackPlan) -> None:
+        """Raise if the settings do not allow what a plan drops.
 
         Raises:
-            BadSample: the first such row.
-        """
-        for index in np.flatnonzero(~self.counts.ok)[:1].tolist():
-            reason: Reason = str(self.counts.status[index])  # type: ignore[assignment]
-            detail, key = _bad_detail(self.counts, index), self.samples.key(index)
-            raise BadSample(detail, reason=reason, key=key, stage="plan")
-
-    def check_overlong(self, plan: PackPlan) -> None:
-        """Raise if a sample is longer than a pack and ``on_overlong="raise"``.
-
-        Raises:
-            ConfigError: naming the longest one.
+            ConfigError: a sample is longer than a pack, and ``on_overlong="raise"``.
+            BadSample: a row could not be counted, and ``on_bad="raise"``.
         """
         if self.config.on_overlong == "raise" and (longest := self._longest(plan)):
             raise ConfigError(f"{longest}: raise pack_size or set on_overlong='drop' or 'truncate'")
+        for index in np.flatnonzero(~self.counts.ok)[:1].tolist() if self.config.on_bad == "raise" else ():
+            reason: Reason = str(self.counts.status[index])  # type: ignore[assignment]
+            detail, key = _bad_detail(self.counts, index), self.samples.key(index)
+            raise BadSample(detail, reason=reason, key=key, stage="plan")
 
     def warn_of_overlong(self, plan: PackPlan) -> None:
         """Warn if samples are too long for a pack, with their number and the longest one."""

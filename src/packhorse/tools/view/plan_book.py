@@ -143,7 +143,7 @@ def make_plan(
     start = start_up(request.config, opened, Collectives(World()), counts)
     planner = start.planner
     plan = planner.plan(request.epoch)
-    planner.check_overlong(plan)
+    planner.check(plan)
     packs = Packs(plan, planner.sample_info)
     return Planned(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 
