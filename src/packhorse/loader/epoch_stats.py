@@ -350,11 +350,8 @@ def restore_epoch(ledger: Ledger, epoch: int) -> None:
 def roll_back(ledger: Ledger, world: World, epoch: int, remaining: Callable[[], Collection[str]]) -> None:
     """Remove entries that are later than a state: about its remaining samples, and about later epochs.
 
-    Args:
-        ledger: this rank's.
-        world: rank 0 also rolls back the files of ranks that only an earlier, larger run had.
-        epoch: the state's.
-        remaining: returns the keys of these samples; called only if there is anything to roll back.
+    Rank 0 also rolls back the files of ranks that only an earlier, larger run had. ``remaining`` returns the
+    keys of these samples; it is called only if there is anything to roll back.
     """
     if ledger.path is None:
         if ledger.last_epoch() >= epoch:

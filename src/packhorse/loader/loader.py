@@ -457,7 +457,7 @@ class Loader:
             self.ledger.record_all(self._planner.drops(plan))
         self._recorded_dropped = True
         if not len(plan):
-            dropped = self._dropped(plan)
+            dropped = self._ledger_of_drops(plan)
             first = next(iter(dropped), None)
             example = "" if first is None else f"\nfor example {first.key}: {first.detail}"
             raise ConfigError(
@@ -477,11 +477,11 @@ class Loader:
         )
         budget = BadSampleBudget(len(self.counts), bad, self._plan_world.size, *limits, self.ledger, lost)
         if budget.is_exceeded(0):
-            budget.ledger = self._dropped(plan)
+            budget.ledger = self._ledger_of_drops(plan)
             budget.check(0)
         return budget
 
-    def _dropped(self, plan: PackPlan) -> Ledger:
+    def _ledger_of_drops(self, plan: PackPlan) -> Ledger:
         """Return the entries of the rows that are in no pack, which only the ledger of rank 0 has."""
         ledger = Ledger()
         ledger.record_all(self._planner.drops(plan))

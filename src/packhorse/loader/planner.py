@@ -58,7 +58,7 @@ class Planner:
         reserve: tokens of each pack reserved for a placeholder (:mod:`packhorse.loader.placeholder`), unless
             every pack of an epoch has all media of ``reserved_mask``.
         reserved_mask: the media of that placeholder.
-        contents: digests of the rows, which tell datasets with the same counts apart.
+        contents: digests of the rows, which differ between datasets with the same counts.
 
     Attributes:
         capacity: the longest sample that fits into a pack.

@@ -134,15 +134,10 @@ class Startup:
 def open_data(
     config: LoaderConfig, processor: Any, model: Any, ranks: Collectives, ledger: Ledger
 ) -> OpenedData:
-    """Open processor, model and rows.
+    """Open processor, model (see :func:`inspect_model`; or its result) and rows; all ranks call this.
 
-    Args:
-        config: the settings.
-        processor: a processor, or the folder or Hub name of one.
-        model: see :func:`inspect_model`; or its result.
-        ranks: all of them call this.
-        ledger: gets an entry for each row that is not selected. These are the same on all ranks; only rank 0
-            records them (with ``shard_data`` each rank its own).
+    ``ledger`` gets an entry for each row that is not selected. These are the same on all ranks; only rank 0
+    records them (with ``shard_data`` each rank its own).
 
     Raises:
         ConfigError: one of them is not what is expected, or the ranks have different settings.
@@ -164,13 +159,9 @@ def open_data(
 def start_up(
     config: LoaderConfig, opened: OpenedData, ranks: Collectives, counts: CountColumns | None = None
 ) -> Startup:
-    """Count what was not counted before, and make the planner.
+    """Count rows without counts (unless ``counts`` has those of all rows) and make the planner.
 
-    Args:
-        config: the settings.
-        opened: result of :func:`open_data`; the pack settings may have been others.
-        ranks: all of them call this.
-        counts: counts of the rows, if the caller has them.
+    All ranks call this. ``opened`` may have been opened with other pack settings.
 
     Raises:
         ConfigError: the counts are of other rows, packs are too small for a placeholder, or the plans of the
@@ -532,13 +523,7 @@ def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColu
 
 
 def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> CountColumns:
-    """Count the examples of a sequence; one that cannot be counted has a reason instead.
-
-    Args:
-        dataset: the sequence.
-        processor: encodes them.
-        rows: count only these examples; None counts all.
-    """
+    """Count the examples of a sequence (``rows``: only these); one that fails has a reason instead."""
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
     parts = []
