@@ -1,4 +1,4 @@
-"""Two ranks of a process group, under any order of calls: no rank waits for one that raised, and both go on together.
+"""Two ranks of a process group, under any order of calls: no rank waits for one that raised; both continue.
 
 Real processes with a gloo group. One may be given the state of another checkpoint, or a file that is not
 there: then both raise, name the rank or both states, and nothing has happened.
