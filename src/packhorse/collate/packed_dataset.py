@@ -23,8 +23,14 @@ from packhorse.families.positions import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.eligibility import Eligibility, check_eligibility
-from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
+from packhorse.plan.lengths import (
+    Eligibility,
+    LazyLengths,
+    Lengths,
+    after_shift,
+    check_eligibility,
+    sample_lengths,
+)
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
@@ -83,7 +89,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_bad: what becomes of a pack with no usable sample: ``"replace"`` it by another pack, ``"skip"``
             it (``None``, which :meth:`robust_collate` takes out) or ``"raise"`` (which raises for a single
             bad sample too). Without it, as the inner dataset does.
-        max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed``, ``ledger``.
+        max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and
+            ``ledger``.
 
     Attributes:
         has_mrope: whether positions are three rows.
