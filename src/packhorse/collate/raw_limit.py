@@ -18,7 +18,7 @@ from packhorse.collate.processor_call import pad_token_id
 from packhorse.collate.raw_labels import media_ids
 from packhorse.collate.raw_media import drop_turn, token_length
 from packhorse.collate.raw_prepare import Opened, Ready, decode, hide_fakes, in_order, open_batch
-from packhorse.encode.preparation import run_hook
+from packhorse.encode.tokenized import run_hook
 from packhorse.families import Family
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import MEDIA_KINDS

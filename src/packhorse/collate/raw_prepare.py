@@ -16,7 +16,6 @@ from packhorse.chat import is_transformers, template_errors, tokenizer_of
 from packhorse.collate.finish import Records, check_present, keys_of, named, records_of, row_order
 from packhorse.collate.processor_call import logger, plain_turns, render
 from packhorse.collate.raw_labels import media_ids
-from packhorse.encode.preparation import fake_tokens, with_audio_placed
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic, LoadedMedia, MediaSize
 from packhorse.formats.conversation import parse_conversation
@@ -116,7 +115,7 @@ def open_batch(
     encoder.check_template()
     records, opened = records_of(examples), []
     for example, key in zip(examples, keys_of(examples), strict=True):
-        placed = with_audio_placed(example, encoder, key) if sound else example
+        placed = encoder.place_audio(example, key) if sound else example
         opened.append(Opened(placed, parse_conversation(placed, key), records))
     return opened
 
@@ -259,7 +258,7 @@ def _fake_span(ids: torch.Tensor, one: Ready, processor: Any, family: Family) ->
     # With other media beside it, what the processor makes of them has to be known too.
     if _tells_placeholders(processor, family) and (is_transformers(processor) or not beside):
         sizes = _sizes(one, processor, family) if beside else []
-        return fake_tokens(Encoder(processor, family), ids.tolist(), one.conversation, sizes)
+        return Encoder(processor, family).fake_image_span(ids.tolist(), one.conversation, sizes)
     owners = (processor, tokenizer_of(processor))
     told = {getattr(owner, "image_token_id", None) for owner in owners} - {None}
     content = told or media_ids(processor, family)

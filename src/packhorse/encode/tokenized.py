@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign, token_keys
-from packhorse.encode.preparation import fake_tokens, run_hook, with_audio_placed
 from packhorse.encode.robust import OnBad, ReplacingDataset
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import has_image, inject_fake_image
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
+T = TypeVar("T")
 
 
 class PreTokenizedDatasetWrapper(ReplacingDataset):
@@ -109,7 +109,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = with_audio_placed(example, self.encoder, key)
+        if example.get("audio") is not None:
+            example = self.encoder.place_audio(example, key)
         # Before a fake image hides that there is nothing.
         conversation = parse_conversation(example, key)
         self.family.check(conversation)
@@ -141,7 +142,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         encoded = self.encoder.encode(conversation)
         if fake:  # before the hook, which may move tokens and their mask
             ids = encoded.tokens["input_ids"].tolist()
-            first, behind = fake_tokens(self.encoder, ids, conversation, encoded.sizes)
+            first, behind = self.encoder.fake_image_span(ids, conversation, encoded.sizes)
             encoded.tokens["attention_mask"][first:behind] = 0
         if self.post_tokenize_hook is not None:
             encoded = self._hooked(encoded, conversation)
@@ -218,3 +219,28 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
         dataset = key.rpartition("/")[0]
         self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
+
+
+def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Any) -> T:
+    """What a user's hook makes of a processor's tensors.
+
+    Raises:
+        BadSample: the hook refuses the sample.
+        ConfigError: it failed, or gives no ``input_ids`` back. A sample's fault cannot be told from a slip of
+            the hook's author, which no other sample would mend.
+    """
+    try:
+        made = hook(result, processor)
+    except BadSample:
+        raise
+    except DATA_ERRORS as error:
+        raise ConfigError(
+            f"the post-tokenize hook failed: {type(error).__name__}: {error} (it may raise "
+            "packhorse.errors.BadSample to refuse a sample)"
+        ) from error
+    if not isinstance(made, Mapping) or "input_ids" not in made:
+        raise ConfigError(
+            f"the post-tokenize hook gave back a {type(made).__name__} without input_ids: expected the "
+            "tensors that it was given, changed as it likes"
+        )
+    return made

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from logging import getLogger
@@ -32,9 +32,15 @@ from packhorse.chat import (
     token_ids,
     with_repeated_tokens,
 )
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
+from packhorse.errors import (
+    DATA_ERRORS,
+    BadSample,
+    ConfigError,
+    MissingDependency,
+    PackhorseError,
+    is_data_error,
+)
 from packhorse.families.media_sizes import (
-    LoadedMedia,
     MediaSize,
     Pieces,
     Sizes,
@@ -46,7 +52,8 @@ from packhorse.families.media_sizes import (
     write_out,
 )
 from packhorse.families.processors import check_transformers
-from packhorse.media import VideoSampling, describe, load_media
+from packhorse.formats.conversation import place_audio
+from packhorse.media import VideoFrames, VideoInfo, VideoSampling, describe, load_image, load_media
 from packhorse.types import (
     Conversation,
     MediaKind,
@@ -58,7 +65,9 @@ from packhorse.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from PIL import Image
 
 logger = getLogger(__name__)
 
@@ -66,6 +75,36 @@ REFUSALS = (ValueError, ArithmeticError)
 """What a processor raises for a media item that it cannot take; some divide by a side that has become 0."""
 
 _ALL_FRAMES = VideoSampling()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMedia:
+    """Decoded media of one conversation, each kind in the order of the text."""
+
+    images: list[Image.Image]
+    videos: list[VideoFrames]
+    audios: list[tuple[np.ndarray, int]]
+
+    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
+        """Kind and size of each media item.
+
+        Args:
+            order: the kinds as the text mentions them; None for all images, then videos, then audio clips.
+        """
+        sizes: dict[MediaKind, Iterator[MediaSize]] = {
+            "image": ((image.height, image.width) for image in self.images),
+            "video": (_info_of(video) for video in self.videos),
+            "audio": (len(array) for array, _ in self.audios),
+        }
+        if order is None:
+            return [(kind, size) for kind, of_kind in sizes.items() for size in of_kind]
+        return [(kind, next(sizes[kind])) for kind in order]
+
+
+def _info_of(video: VideoFrames) -> VideoInfo:
+    frames, height, width = video.frames.shape[:3]
+    metadata = video.metadata
+    return VideoInfo(frames, height, width, metadata.fps, metadata.duration, metadata.frames_indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,18 +274,16 @@ class Family:
             BadSample: a media item cannot be loaded, or an audio clip is too short for the family.
         """
         loaded = LoadedMedia([], [], [])
-        lists: dict[MediaKind, list[Any]] = {
-            "image": loaded.images,
-            "video": loaded.videos,
-            "audio": loaded.audios,
-        }
         for ref in refs:
-            # Looked up only for a video: a processor that takes none need not say how it samples.
-            sampling = encoder.video_sampling if ref.kind == "video" else None
-            item: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
-            if ref.kind == "audio":
-                self.check_audio_length(ref, len(item[0]))
-            lists[ref.kind].append(item)
+            if ref.kind == "image":
+                loaded.images.append(load_image(ref.source))
+            elif ref.kind == "video":
+                video: Any = load_media(ref, sampling=encoder.video_sampling)
+                loaded.videos.append(video)
+            else:
+                clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
+                self.check_audio_length(ref, len(clip[0]))
+                loaded.audios.append(clip)
         return loaded
 
     def check_audio_length(self, ref: MediaRef, samples: Any) -> None:
@@ -316,9 +353,16 @@ class Family:
 
 @contextmanager
 def processor_errors(key: str) -> Iterator[None]:
-    """Raise what a processor raises for one sample as a :class:`BadSample` with this key."""
+    """Raise what a processor raises for one sample as a :class:`BadSample` with this key.
+
+    An error that is not the sample's fault (a missing package or credential) gets the key in its message.
+    """
     try:
         yield
+    except (ConfigError, MissingDependency) as error:
+        if not key or str(error).startswith(f"{key}: "):
+            raise
+        raise type(error)(f"{key}: {error}") from error
     except PackhorseError:
         raise
     except REFUSALS as error:
@@ -447,15 +491,32 @@ class Encoder(ChatProcessor):
             what = f"the chat template refuses it: {error}"
             raise self.family.bad(what, conversation, "wrong_format") from error
 
+    def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
+        """Return the example with its field ``audio`` made a part of the conversation.
+
+        Raises:
+            BadSample: see :func:`packhorse.formats.conversation.place_audio`.
+        """
+        if example.get("audio") is None:
+            return example
+        placeholders: list[str] = []
+        with suppress(ConfigError):  # a small object by the name of a known class names none
+            placeholders = [self.placeholders["audio"]] if "audio" in self.family.kinds else []
+        return place_audio(example, placeholders, key)
+
     def check_placeholders(self, text: str, conversation: Conversation) -> None:
         """Refuse a rendered text that has not one placeholder for each media item, or has one typed out."""
         wanted = Counter(ref.kind for ref in conversation.media)
+        texts = [
+            "".join(part.text for part in message.parts if isinstance(part, TextPart))
+            for message in conversation.messages
+        ]
         expected: Counter[str] = Counter()
         for kind, placeholder in self.placeholders.items():
             expected[placeholder] += wanted[kind]
         for placeholder, number in expected.items():
             found = text.count(placeholder)
-            typed = sum(message.text.count(placeholder) for message in conversation.messages)
+            typed = sum(written.count(placeholder) for written in texts)
             if found != number or typed:
                 what = f"the rendered text holds '{placeholder}' {found} times for {number} media"
                 if typed:
@@ -584,6 +645,36 @@ class Encoder(ChatProcessor):
         ]
         return replace(conversation, messages=tuple(messages))
 
+    def fake_image_span(
+        self, ids: Sequence[int], conversation: Conversation, sizes: Sizes
+    ) -> tuple[int, int]:
+        """First and after-last token that the fake image adds to a sample, brackets and newlines included.
+
+        They are what lies between the tokens that the conversation with the image and that without it have in
+        common at their beginning and at their end. (A space that the template writes only before a text, or
+        that becomes one token with the image's own newlines, goes with them.)
+
+        Args:
+            ids: of the sample, without padding.
+            conversation: with the fake image, its first one.
+            sizes: of its media, in the order of the text.
+
+        Raises:
+            BadSample: the chat template rejects the conversation without the image.
+        """
+        without = _without_first_image(conversation)
+        text = self.render_conversation(without)
+        if not without.media:
+            plain = self.tokenize(text)
+        elif self.family.exact:
+            fake = [kind for kind, _ in sizes].index("image")
+            rest = [size for index, size in enumerate(sizes) if index != fake]
+            plain = self.tokenize(self.expand(text, rest, without.key))
+        else:
+            plain = self.encode(without).tokens["input_ids"].tolist()
+        first = _common_prefix(ids, plain)
+        return first, len(ids) - _common_prefix(ids[::-1], plain[first:][::-1])
+
     # --- encoding ----------------------------------------------------------------------------------------
 
     def load(self, refs: Iterable[MediaRef]) -> LoadedMedia:
@@ -602,9 +693,8 @@ class Encoder(ChatProcessor):
         family.check(conversation)
         text = self.render_conversation(conversation)
         self.check_placeholders(text, conversation)
-        with naming(conversation.key):
-            media = self.load(conversation.media)
         with processor_errors(conversation.key):
+            media = self.load(conversation.media)
             output, read = self._call(text, media)
         sizes = media.sizes(ref.kind for ref in conversation.media)
         encoded = Encoded(text, family.turns(conversation), {}, {}, tuple(sizes), read)
@@ -691,6 +781,25 @@ class Encoder(ChatProcessor):
                     f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
                     f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items two sequences have in common at their beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _without_first_image(conversation: Conversation) -> Conversation:
+    """The conversation without its first image, and without the message if nothing else is in it."""
+    first = next(ref for ref in conversation.media if ref.kind == "image")
+    messages = []
+    for message in conversation.messages:
+        rest = tuple(part for part in message.parts if part is not first)
+        if len(rest) == len(message.parts):
+            messages.append(message)
+        elif rest:
+            messages.append(replace(message, parts=rest))
+    return replace(conversation, messages=tuple(messages))
 
 
 @cache

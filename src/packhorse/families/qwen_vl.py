@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from packhorse.chat import TOKEN_KEYS
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_times
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces, frame_times
 from packhorse.media import VideoInfo
 from packhorse.media.images import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout

@@ -31,7 +31,6 @@ from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
 from packhorse.families import family_of
@@ -580,7 +579,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
     try:
-        example = with_audio_placed(dataset[index], counter.encoder, str(index))
+        example = counter.encoder.place_audio(dataset[index], str(index))
         return counter.count(parse_conversation(example, str(index)))
     except DATA_ERRORS as error:
         if not is_data_error(error):

@@ -21,7 +21,6 @@ from torch.utils.data import ConcatDataset, Subset
 from packhorse.count.columns import CountColumns
 from packhorse.count.sidecar import counts_of, is_counted
 from packhorse.count.token_counter import TokenCounter
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.robust import ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
@@ -430,7 +429,7 @@ class LazyLengths:
 def _encoded_conversation(dataset: PreTokenizedDatasetWrapper, index: int) -> Conversation:
     """Return what is encoded for a sample, its fake image included."""
     key = dataset.key(index)
-    example = with_audio_placed(dataset.dataset[index], dataset.encoder, key)
+    example = dataset.encoder.place_audio(dataset.dataset[index], key)
     if dataset.inject_fake_images and "image" in dataset.family.kinds:
         example = inject_fake_image(example)
     return parse_conversation(example, key)
