@@ -347,9 +347,9 @@ class Collectives:
             raise ConfigError(
                 f"a process group of {dist.get_world_size(group)} ranks for {world}: expected {world.size}"
             )
-        self.can_talk = world.size > 1 and is_distributed() and dist.get_world_size(group) == world.size
+        self.is_distributed = world.size > 1 and is_distributed() and dist.get_world_size(group) == world.size
         self.rendezvous: Rendezvous | None = None
-        if self.can_talk:
+        if self.is_distributed:
             self.rendezvous = rendezvous_of(dist.group.WORLD if group is None else group, world)
         self._reported: Exception | None = None  # the error that all ranks know of
         self._source = 0  # rank in the process group of the process with world.rank 0; set by every exchange
@@ -363,15 +363,15 @@ class Collectives:
             SystemFault: another rank has died.
             Exception: another rank has failed in :meth:`run_on_all_ranks`: its error.
         """
-        return self._exchange(value, None) if self.can_talk else [value]
+        return self._exchange(value, None) if self.is_distributed else [value]
 
-    def from_first(self, task: str, do: Callable[[], Result]) -> Result:
+    def broadcast(self, task: str, do: Callable[[], Result]) -> Result:
         """Run ``do`` on rank 0 and return its result on every rank; on each rank if they cannot talk.
 
         Raises:
             Exception: rank 0 failed, see :meth:`run_on_all_ranks`.
         """
-        if not self.can_talk:
+        if not self.is_distributed:
             return do()
         result = self.run_on_all_ranks(task, do if not self.world.rank else lambda: None)
         shared: list[Any] = [result]
@@ -383,7 +383,7 @@ class Collectives:
         """Whether every rank says yes."""
         return all(self.gather(bool(yes)))
 
-    def same(self, what: str, value: str, advice: str) -> None:
+    def assert_same(self, what: str, value: str, advice: str) -> None:
         """Raise if a value differs between ranks, which would then go different ways.
 
         Args:
@@ -414,7 +414,7 @@ class Collectives:
         Raises:
             SystemFault: another rank has died.
         """
-        if not self.can_talk:
+        if not self.is_distributed:
             return do()
         if self.rendezvous is None:
             return self._run(task, do)

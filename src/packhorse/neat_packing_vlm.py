@@ -16,7 +16,7 @@ from packhorse.formats.estimate import estimate_video_tokens as _estimate_video_
 from packhorse.plan.cost_model import (
     CostWeights,
     pack_costs,
-    pack_kinds,
+    pack_media_masks,
     patch_pairs_of,
     sample_costs,
     straggler_ratio,
@@ -46,8 +46,8 @@ __all__ = [
     "neat_pack_dataset_vlm",
     "order_packs",
     "pack_costs",
-    "pack_kinds",
     "pack_lengths",
+    "pack_media_masks",
     "patch_pairs_of",
     "plan_key",
     "plan_packs",

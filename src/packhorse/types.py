@@ -7,6 +7,7 @@ means the same thing in every stage.
 from __future__ import annotations
 
 import copy
+import enum
 import os
 import re
 import sys
@@ -36,6 +37,29 @@ class Rows(Protocol):
 
 MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+
+
+class MediaMask(enum.IntFlag):
+    """A set of media kinds; arrays and files hold its integer."""
+
+    NONE = 0
+    IMAGE = 1
+    VIDEO = 2
+    AUDIO = 4
+
+    @classmethod
+    def of(cls, kinds: Iterable[MediaKind]) -> MediaMask:
+        """Return the mask of these kinds."""
+        mask = cls.NONE
+        for kind in kinds:
+            mask |= cls[kind.upper()]
+        return mask
+
+    @property
+    def kinds(self) -> tuple[MediaKind, ...]:
+        """The kinds in the mask, in the order of ``MEDIA_KINDS``."""
+        return tuple(kind for kind in MEDIA_KINDS if MediaMask[kind.upper()] in self)
+
 
 Action = Literal["dropped", "replaced", "cut", "repaired", "kept"]
 """What became of the sample: ``dropped`` and ``replaced`` were not delivered; ``cut`` was delivered without
@@ -417,13 +441,13 @@ class WorkItem:
         epoch: the epoch of the loader.
         step: the micro-step of the epoch's current segment.
         packs: the samples of each pack (in padded batches: one sample each).
-        kinds: the media that some rank has in this step, one bit for each kind: the batch needs all of them.
+        media_mask: the media that any rank has in this step; the batch needs all of them.
     """
 
     epoch: int
     step: int
     packs: tuple[tuple[int, ...], ...]
-    kinds: int = 0
+    media_mask: MediaMask = MediaMask.NONE
 
     @property
     def samples(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Placeholders
 from packhorse.media import VideoInfo
-from packhorse.types import MEDIA_KINDS, WorkItem
+from packhorse.types import MEDIA_KINDS, MediaMask, WorkItem
 
 CHATS = [name for name, family in FAMILIES.items() if family.chats]
 ROWS = [
@@ -41,8 +41,8 @@ ROWS = [
 ]
 
 
-def bits(name: str) -> int:
-    return sum(1 << bit for bit, kind in enumerate(MEDIA_KINDS) if kind in FAMILIES[name].modalities)
+def media_mask(name: str) -> MediaMask:
+    return MediaMask.of(kind for kind in MEDIA_KINDS if kind in FAMILIES[name].modalities)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
 @pytest.mark.parametrize("name", CHATS)
 def test_each_placeholder_of_several_kinds_is_named_by_the_media_that_it_holds(name: str) -> None:
     samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
-    named = Placeholders(samples).samples(bits(name))
+    named = Placeholders(samples).samples(media_mask(name))
     assert len({kind for kind, _ in named}) == len(named)
     for kind, blank in named:
         layouts = [layout for key, layout in samples.family.layout.items() if key in blank.media]
@@ -110,7 +110,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     )
     build = loader._feed.builder
     packs = ((0, 1, 2),) if mode == "pack" else ((0,), (1,), (2,))
-    plain, placed = build[WorkItem(0, 0, packs, 0)], build[WorkItem(0, 0, packs, bits(name))]
+    plain, placed = build[WorkItem(0, 0, packs)], build[WorkItem(0, 0, packs, media_mask(name))]
     layout = loader._samples.family.layout
     there = {kind for key in placed.batch if key in layout for kind in layout[key].kinds}
 
@@ -164,9 +164,8 @@ def reserved(name: str, made: Any) -> dict[str, int]:
     """Tokens that a pack keeps free for a placeholder of each kind."""
     samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
     blanks = Placeholders(samples)
-    kinds = [(bit, kind) for bit, kind in enumerate(MEDIA_KINDS) if kind in FAMILIES[name].modalities]
-    found = {kind: sum(blanks.lengths(1 << bit)) for bit, kind in kinds}
-    return {**found, "all": sum(blanks.lengths(bits(name)))}
+    found = {kind: sum(blanks.lengths(MediaMask.of([kind]))) for kind in media_mask(name).kinds}
+    return {**found, "all": sum(blanks.lengths(media_mask(name)))}
 
 
 def with_default_budgets(name: str) -> Any:

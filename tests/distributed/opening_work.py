@@ -158,7 +158,7 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
     assert loader.account is not None
     found = {
         "gathered": ranks.gather(world.rank),
-        "from_first": ranks.from_first("name the rank", lambda: world.rank),
+        "broadcast": ranks.broadcast("name the rank", lambda: world.rank),
         "counts": loader.counts.total.tolist(),
         "samples": samples,
         "delivered": loader.account.delivered,

@@ -229,7 +229,7 @@ def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ran
     for rank in in_another_order:
         assert rank["counts"] == counts
         assert rank["gathered"] == [0, 1, 2, 3]
-        assert rank["from_first"] == 0
+        assert rank["broadcast"] == 0
         assert rank["delivered"] == 40
     assert sorted(index for rank in in_another_order for index in rank["samples"]) == list(range(40))
 

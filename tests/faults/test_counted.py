@@ -91,7 +91,7 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
 ) -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
-    order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(ROWS)]
+    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     rows.faults = dict.fromkeys(order[5:8], raising(OSError("the store does not answer")))
     with pytest.raises(TooManyBad, match="3 samples in a row"):
         delivered_rows(loader)
@@ -107,7 +107,7 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
 def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     loader = built(rows, 0, 2, max_bad_share=0.01)  # two ranks are judged together, at the end
-    mine = [loader._now.dealt.samples(step, 0)[0][0] for step in range(len(loader))]
+    mine = [loader._now.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
     rows.faults = {mine[-1]: raising(OSError("gone"))}
     with pytest.raises(TooManyBad):
         delivered_rows(loader)
@@ -125,7 +125,7 @@ def test_a_batch_that_files_prevented_is_delivered_later_and_its_failures_count_
     """Two samples fail in a row; with the second of them a file of the run cannot be used."""
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
-    order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(ROWS)]
+    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     stop = ROWS - 1 if last else 6
     rows.faults = dict.fromkeys(order[stop - 1 : stop + 1], raising(OSError("gone")))
     delivered_rows(loader, stop)

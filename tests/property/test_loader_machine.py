@@ -298,7 +298,7 @@ class LoaderMachine(RuleBasedStateMachine):
         assert set(self.lost) <= self.may_be_lost()
         still: Counter[int] = Counter()
         for loader in self.loaders:
-            dealt = loader._now.dealt
+            dealt = loader._now.schedule
             for step in range(loader.cursor, len(loader)):
                 still.update(index for pack in dealt.samples(step, loader.world.rank) for index in pack)
         assert sorted(still.elements()) == self.left(seen)

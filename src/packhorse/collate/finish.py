@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from packhorse.chat import shift_tokens, token_keys
-from packhorse.collate.packer import media_keys
-from packhorse.collate.pixel_buffer import are_pixels
+from packhorse.collate.packer import are_pixels, media_keys
 from packhorse.collate.processor_call import logger
 from packhorse.encode.robust import Batch
 from packhorse.errors import BadSample, ConfigError
@@ -138,4 +137,4 @@ def named(key: str) -> Iterator[None]:
     except BadSample as error:
         if error.key or not key:
             raise
-        raise BadSample(error.detail, reason=error.reason, key=key, stage=error.stage) from error
+        raise error.with_key(key) from error

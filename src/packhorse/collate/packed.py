@@ -14,8 +14,7 @@ import torch
 
 from packhorse.collate.finish import Counts, check_present, counted, with_shift_labels
 from packhorse.collate.masks import Segments, additive, block_causal_mask, positions_tell, segments
-from packhorse.collate.packer import all_media_keys, join, layout_of, stack_tokens, to_pack
-from packhorse.collate.pixel_buffer import are_pixels
+from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
 from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
 from packhorse.families import Family

@@ -17,7 +17,7 @@ from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import Family
 from packhorse.families.positions import RopeIndex
 from packhorse.formats.meta import MetaDataset
@@ -27,7 +27,7 @@ from packhorse.plan.eligibility import Eligibility, check_eligibility
 from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample
+from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -52,7 +52,7 @@ class EmptyPack(BadSample):
         failures: each of its samples, and why. They are recorded when it is known what comes instead.
     """
 
-    def __init__(self, key: str, failures: Sequence[tuple[int, BaseException]]) -> None:
+    def __init__(self, key: str, failures: Sequence[tuple[int, BadSample]]) -> None:
         super().__init__(f"none of its {len(failures)} samples can be used", key=key, stage="encode")
         self.failures = failures
 
@@ -164,19 +164,19 @@ class PackedDatasetWrapper(ReplacingDataset):
             EmptyPack: none of its samples can be used.
         """
         chosen, dropped = self.dealt(idx)
-        failures: list[tuple[int, BaseException]] = []
+        failures: list[tuple[int, BadSample]] = []
         for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
             failures.append((index, self._no_room(idx, self.packer.padded_length(length - 1))))
+        # A wrapper below knows no more than that reading failed.
+        stage: Stage = "read" if isinstance(self.inner_dataset, ReplacingDataset) else "encode"
         samples: list[Sample] = []
         used = 0
         for index in chosen:
-            try:
+            with data_errors(self.on_bad, stage=stage) as outcome:
                 sample = self._prepared(index)
-            except DATA_ERRORS as error:
-                if self.on_bad == "raise" or not is_data_error(error):
-                    raise
-                failures.append((index, error))
+            if outcome.error is not None:
+                failures.append((index, outcome.error))
                 continue
             room = self.packer.padded_length(len(sample))
             if used + room > self.pack_size:
@@ -210,37 +210,31 @@ class PackedDatasetWrapper(ReplacingDataset):
         indices = [index for bin_ in bins for index in bin_]
         return dict(zip(indices, self._lazy_lengths.lengths(indices), strict=True))
 
-    def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
+    def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
         """Write into the ledger what became of the samples of a pack."""
         if isinstance(error, EmptyPack):
             for index, failure in error.failures:
                 self._record_sample(index, failure, more, replaced=replaced)
         elif idx is not None:
-            bad = error if isinstance(error, BadSample) else None
-            what = bad.detail if bad else f"{type(error).__name__}: {error}"
+            own = error.original is error
             failure = BadSample(
-                f"with pack {idx}: {what}{more}",
-                reason=bad.reason if bad else "collate_failed",
-                stage=bad.stage if bad else "collate",
+                f"with pack {idx}: {error.detail}{more}",
+                reason=error.reason if own else "collate_failed",
+                stage=error.stage if own else "collate",
             )
             for index in self.dealt(idx)[0]:
                 self._enter(index, failure, "replaced" if replaced else "dropped")
         logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "dropped", error, more)
 
-    def _record_sample(
-        self, index: int, error: BaseException, more: str = "", *, replaced: bool = False
-    ) -> None:
+    def _record_sample(self, index: int, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
         """Write into the ledger what became of one sample."""
-        bad = error if isinstance(error, BadSample) else None
-        if isinstance(self.inner_dataset, ReplacingDataset) and (bad is None or bad.stage != "plan"):
+        if isinstance(self.inner_dataset, ReplacingDataset) and error.stage != "plan":
             self.inner_dataset.record(index, error, more, replaced=replaced)
             return
-        what = (bad.detail if bad else f"{type(error).__name__}: {error}") + more
-        failure = BadSample(
-            what, reason=bad.reason if bad else "sample_failed", stage=bad.stage if bad else "encode"
-        )
-        self._enter(index, failure, "replaced" if replaced else "dropped")
-        logger.warning("%s %s: %s", self.sample_key(index), "replaced" if replaced else "dropped", what)
+        failure = BadSample(error.detail + more, reason=error.reason, stage=error.stage)
+        action: Action = "replaced" if replaced else "dropped"
+        self._enter(index, failure, action)
+        logger.warning("%s %s: %s", self.sample_key(index), action, failure.detail)
 
     def _enter(self, index: int, failure: BadSample, action: Action) -> None:
         key = self.sample_key(index)
@@ -420,13 +414,10 @@ def _refuse_examples(dataset: Any) -> None:
     wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
     if isinstance(wrapped, MetaDataset | MetaExamples):
         raise not_encoded(wrapped)
-    try:
+    with data_errors() as outcome:
         first = load_sample(dataset, 0) if len(dataset) else None
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        return  # whoever builds its pack records it
-    if isinstance(first, Mapping) and "input_ids" not in first:
+    # A sample that fails is recorded when its pack is built.
+    if outcome.error is None and isinstance(first, Mapping) and "input_ids" not in first:
         raise not_encoded(dataset)
 
 

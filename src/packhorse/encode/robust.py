@@ -2,7 +2,7 @@
 
 A sample that fails is replaced by another one (chosen from seed, epoch and index: the same on every run),
 dropped, or raised, as ``on_bad`` says; the first two are recorded in the ledger. Only failures that can be
-the sample's fault are handled so (see :func:`packhorse.errors.is_data_error`): a ``NameError`` stops the run.
+the sample's fault are handled so (see :func:`packhorse.errors.data_errors`): a ``NameError`` stops the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, preload_media
 from packhorse.ledger import Ledger, default_ledger, reading_row
 from packhorse.media import VideoSampling
-from packhorse.types import Drop, Reason, Stage, mask_secrets
+from packhorse.types import Action, Drop, Stage
 
 logger = getLogger("packhorse.datasets")
 
@@ -99,17 +99,15 @@ class ReplacingDataset(Dataset[Any]):
         if not -len(self) <= idx < len(self):
             raise IndexError(f"sample {idx} of {len(self)}")
         idx %= len(self)
-        try:
+        with data_errors(self.on_bad) as outcome:
             sample = self.load(idx)
-        except DATA_ERRORS as error:
-            if self.on_bad == "raise" or not is_data_error(error):
-                raise
-            if self.on_bad == "skip":
-                self.record(idx, error, replaced=False)
-                self._skipped_in_a_row += 1
-                check_in_a_row(self._skipped_in_a_row, self.max_in_a_row, "samples", error)
-                return None
-            sample = self._replacement(idx, error)
+        if outcome.error is not None and self.on_bad == "skip":
+            self.record(idx, outcome.error, replaced=False)
+            self._skipped_in_a_row += 1
+            check_in_a_row(self._skipped_in_a_row, self.max_in_a_row, "samples", outcome.error)
+            return None
+        if outcome.error is not None:
+            sample = self._replacement(idx, outcome.error)
         self._skipped_in_a_row = 0
         return sample
 
@@ -140,26 +138,24 @@ class ReplacingDataset(Dataset[Any]):
         """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew and recorded."""
         return make_robust_collate(self, collate_fn, self.max_retries)
 
-    def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
-        """Write into the ledger (and the log) that a sample was replaced or dropped, and why.
+    def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
+        """Write into the ledger and the log that a sample was replaced or dropped, and why.
 
-        ``idx`` is None where nobody knows which sample it was: the entry then names none, but counts.
+        Args:
+            idx: the sample; None if unknown: the entry then names none, but counts.
+            error: what is wrong with it.
+            more: text after the detail.
+            replaced: whether another sample is delivered instead.
         """
-        stage: Stage = error.stage if isinstance(error, BadSample) else "read"
-        reason: Reason = error.reason if isinstance(error, BadSample) else "sample_failed"
-        detail = error.detail if isinstance(error, BadSample) else _described(error)
-        detail += self._place(idx, stage) + more
+        detail = error.detail + self._location(idx, error.stage) + more
         key = "" if idx is None else self.key(idx)
+        action: Action = "replaced" if replaced else "dropped"
         dataset = key.rpartition("/")[0]
-        action: Literal["replaced", "dropped"] = "replaced" if replaced else "dropped"
-        self.ledger.record(Drop(key, stage, reason, detail, action, dataset, self.epoch))
-        logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
+        self.ledger.record(Drop(key, error.stage, error.reason, detail, action, dataset, self.epoch))
+        logger.warning("%s %s: %s", key or "a sample", action, detail)
 
-    def _place(self, idx: int | None, stage: Stage) -> str:
-        """File and line of the row, where the dataset tells; who reads or converts a row says it already.
-
-        Nothing is read for it: of a file with blank lines, row and byte are told.
-        """
+    def _location(self, idx: int | None, stage: Stage) -> str:
+        """File and line of the row, if the dataset has ``locations``; errors of reading name them already."""
         locations = getattr(self.dataset, "locations", None)
         if idx is None or not callable(locations) or stage not in ("media", "encode", "collate"):
             return ""
@@ -174,26 +170,23 @@ class ReplacingDataset(Dataset[Any]):
         return (idx + step) % len(self)
 
     def load(self, idx: int) -> Any:
-        """Make the sample; what it raises is judged by :func:`packhorse.errors.is_data_error`."""
+        """Return the sample; :func:`packhorse.errors.data_errors` handles what it raises."""
         raise NotImplementedError
 
-    def _replacement(self, idx: int, error: BaseException) -> Any:
+    def _replacement(self, idx: int, error: BadSample) -> Any:
         last = error
         for attempt in range(self.max_retries):
             other = self.substitute(idx, attempt)
-            try:
+            with data_errors(self.on_bad) as outcome:
                 sample = self.load(other)
-            except DATA_ERRORS as failure:
-                if not is_data_error(failure):
-                    raise
-                last = failure
-                continue
-            self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
-            return sample
+            if outcome.error is None:
+                self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
+                return sample
+            last = outcome.error
         raise RuntimeError(
-            f"sample {self.key(idx)} failed ({_described(error)}), {self.max_retries} replacements too; "
-            f"the last: {_described(last)}"
-        ) from last
+            f"sample {self.key(idx)} failed ({error.detail}), {self.max_retries} replacements too; "
+            f"the last: {last.detail}"
+        ) from last.original
 
 
 def load_sample(dataset: Any, index: int) -> Any:
@@ -237,13 +230,13 @@ class RobustDatasetWrapper(ReplacingDataset):
         return VideoSampling.from_processor(self.processor)
 
 
-def check_in_a_row(failures: int, limit: int, what: str, last: BaseException) -> None:
-    """Stop the run where failures follow each other so closely that no single sample can be at fault."""
+def check_in_a_row(failures: int, limit: int, what: str, last: BadSample) -> None:
+    """Raise after this many consecutive failures: then no single sample is at fault."""
     if failures >= limit:
         raise RuntimeError(
-            f"{failures} {what} in a row were dropped; the last: {_described(last)}. "
+            f"{failures} {what} in a row were dropped; the last: {last.detail}. "
             "If the data really are like this, raise max_in_a_row"
-        ) from last
+        ) from last.original
 
 
 def make_robust_collate(dataset: Any, collate_fn: Collate, max_retries: int = 10) -> Collate:
@@ -278,7 +271,7 @@ class _Entry:
     index: int | None
     now: int | None
     sample: Any
-    error: BaseException | None = None
+    error: BadSample | None = None
     attempts: int = 0
 
 
@@ -293,56 +286,51 @@ class _RobustCollate:
         indices = getattr(samples, "indices", None) or [None] * len(samples)
         found = zip(indices, samples, strict=True)
         entries = [_Entry(index, index, sample) for index, sample in found if sample is not None]
-        last: BaseException | None = None
+        last: BadSample | None = None
         for _ in range(len(entries) + self.max_retries):
             if not entries:
                 break
-            try:
-                batch = self._collated(entries)
-            except DATA_ERRORS as error:
-                if self.dataset.on_bad == "raise" or not is_data_error(error):
-                    raise
-                culprit, last = self._culprit(entries, error), error
-                if culprit is None:
-                    return self._instead(entries, error)
-                self._exchange(entries, culprit, error)
-                continue
-            self._record_exchanged(entries)
-            self._skipped_in_a_row = 0
-            return batch
+            with data_errors(self.dataset.on_bad) as outcome:
+                batch = self._collate(entries)
+            if outcome.error is None:
+                self._record_exchanged(entries)
+                self._skipped_in_a_row = 0
+                return batch
+            last = outcome.error
+            culprit = self._culprit(entries, last)
+            if culprit is None:
+                return self._instead(entries, last)
+            self._exchange(entries, culprit, last)
         if entries and last is not None:
-            raise self._gave_up(entries[0].error or last, last)
-        return self._nothing_left(last)
+            raise self._give_up(entries[0].error or last, last)
+        return self._count_skipped(last)
 
-    def _collated(self, entries: Sequence[_Entry]) -> Any:
+    def _collate(self, entries: Sequence[_Entry]) -> Any:
         samples = [entry.sample for entry in entries]
         return self.collate_fn(self.dataset.batch(samples, [entry.now for entry in entries]))
 
-    def _culprit(self, entries: Sequence[_Entry], error: BaseException) -> int | None:
-        """The place of the sample that an error names."""
-        key = error.key if isinstance(error, BadSample) else ""
+    def _culprit(self, entries: Sequence[_Entry], error: BadSample) -> int | None:
+        """The position of the sample that an error names."""
         keys = ["" if entry.now is None else self.dataset.key(entry.now) for entry in entries]
-        return keys.index(key) if key and key in keys else None
+        return keys.index(error.key) if error.key and error.key in keys else None
 
-    def _exchange(self, entries: list[_Entry], place: int, error: BaseException) -> None:
+    def _exchange(self, entries: list[_Entry], position: int, error: BadSample) -> None:
         """Put another sample in the place of one that is at fault, or take it out."""
-        entry = entries[place]
+        entry = entries[position]
         if self.dataset.on_bad == "skip" or entry.index is None:  # a named one has an index
             self.dataset.record(entry.index, error, replaced=False)
-            del entries[place]
+            del entries[position]
             return
         entry.error = entry.error or error
         while entry.attempts < self.max_retries:
             other = self.dataset.substitute(entry.index, entry.attempts)
             entry.attempts += 1
-            try:
+            with data_errors(self.dataset.on_bad) as outcome:
                 entry.sample, entry.now = self.dataset.load(other), other
+            if outcome.error is None:
                 return
-            except DATA_ERRORS as failure:
-                if not is_data_error(failure):
-                    raise
-                error = failure
-        raise self._gave_up(entry.error, error)
+            error = outcome.error
+        raise self._give_up(entry.error, error)
 
     def _record_exchanged(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
@@ -350,7 +338,7 @@ class _RobustCollate:
                 more = f"; {self.dataset.key(entry.now)} instead"
                 self.dataset.record(entry.index, entry.error, more, replaced=True)
 
-    def _instead(self, entries: Sequence[_Entry], error: BaseException) -> Any:
+    def _instead(self, entries: Sequence[_Entry], error: BadSample) -> Any:
         """Another batch, or None; all samples of this one are recorded."""
         indices = [entry.index for entry in entries]
         # Stand-ins for samples that nobody knows are chosen by their place in the batch.
@@ -359,50 +347,44 @@ class _RobustCollate:
             batch, others = None, None
         else:
             batch, others = self._retry(places, error)
-        failure = _of_the_batch(error, named=None not in indices)
+        failure = _batch_failure(error, named=None not in indices)
         for number, index in enumerate(indices):
             more = "" if others is None else f"; {self.dataset.key(others[number])} instead"
             self.dataset.record(index, failure, more, replaced=others is not None)
-        return batch if others is not None else self._nothing_left(error)
+        return batch if others is not None else self._count_skipped(error)
 
-    def _nothing_left(self, last: BaseException | None) -> None:
+    def _count_skipped(self, last: BadSample | None) -> None:
         if last is not None:
             self._skipped_in_a_row += 1
             check_in_a_row(self._skipped_in_a_row, self.dataset.max_in_a_row, "batches", last)
 
-    def _retry(self, places: list[int], error: BaseException) -> tuple[Any, list[int]]:
+    def _retry(self, places: list[int], error: BadSample) -> tuple[Any, list[int]]:
         last = error
         for attempt in range(self.max_retries):
             others = [self.dataset.substitute(place, attempt) for place in places]
-            try:
+            with data_errors(self.dataset.on_bad) as outcome:
                 samples = [self.dataset[other] for other in others]
                 entries = [_Entry(n, n, s) for n, s in zip(others, samples, strict=True) if s is not None]
-                return self._collated(entries), others
-            except DATA_ERRORS as failure:
-                if not is_data_error(failure):
-                    raise
-                last = failure
-        raise self._gave_up(error, last)
+                return self._collate(entries), others
+            assert outcome.error is not None
+            last = outcome.error
+        raise self._give_up(error, last)
 
-    def _gave_up(self, error: BaseException, last: BaseException) -> RuntimeError:
+    def _give_up(self, error: BadSample, last: BadSample) -> RuntimeError:
         failure = RuntimeError(
-            f"collating a batch failed ({_described(error)}), {self.max_retries} replacements too; "
-            f"the last: {_described(last)}"
+            f"collating a batch failed ({error.detail}), {self.max_retries} replacements too; "
+            f"the last: {last.detail}"
         )
-        failure.__cause__ = last
+        failure.__cause__ = last.original
         return failure
 
 
-def _of_the_batch(error: BaseException, *, named: bool) -> BadSample:
-    """What is recorded for each sample of a batch that could not be made.
+def _batch_failure(error: BadSample, *, named: bool) -> BadSample:
+    """What is recorded for each sample of a batch that could not be built.
 
-    Where samples are named, an error that names none is about all of them.
+    If the samples have keys, a :class:`BadSample` without a key is about all of them.
     """
-    if isinstance(error, BadSample) and not error.key and named:
+    if error.original is error and not error.key and named:
         return error
-    what = f"{_described(error)} (which sample of the batch is at fault is not known)"
-    return BadSample(what, reason="collate_failed", stage="collate")
-
-
-def _described(error: BaseException) -> str:
-    return mask_secrets(f"{type(error).__name__}: {error}")
+    detail = f"{error.detail} (which sample of the batch is at fault is not known)"
+    return BadSample(detail, reason="collate_failed", stage="collate")

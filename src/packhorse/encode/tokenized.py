@@ -30,6 +30,37 @@ Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
 T = TypeVar("T")
 
 
+def encode_conversation(encoder: Encoder, conversation: Conversation, fake: bool) -> Encoded:
+    """Encode a conversation; if its first image is the fake one, its tokens get ``attention_mask`` 0.
+
+    Raises:
+        BadSample: it cannot be encoded.
+    """
+    encoded = encoder.encode(conversation)
+    if fake:
+        ids = encoded.tokens["input_ids"].tolist()
+        first, after = encoder.fake_image_span(ids, conversation, encoded.sizes)
+        encoded.tokens["attention_mask"][first:after] = 0
+    return encoded
+
+
+def label_sample(encoder: Encoder, encoded: Encoded, key: str) -> Sample:
+    """Return the encoded sample with its labels.
+
+    Raises:
+        BadSample: its answers cannot be located in its tokens with certainty.
+    """
+    try:
+        labels = encoder.labels(encoded)
+    except CannotAlign as error:
+        raise BadSample(str(error), key=key, stage="encode") from error
+    kinds = Counter(kind for kind, _ in encoded.sizes)
+    sample = Sample(
+        tokens={}, media=encoded.media, num_items={kind: kinds[kind] for kind in MEDIA_KINDS}, key=key
+    )
+    return sample.with_per_token({"labels": labels, **encoded.tokens})
+
+
 class PreTokenizedDatasetWrapper(ReplacingDataset):
     """A torch dataset of encoded samples.
 
@@ -139,21 +170,11 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return self._shown(shorter, parse_conversation(shorter, key))
 
     def _labelled(self, conversation: Conversation, fake: bool) -> Sample:
-        encoded = self.encoder.encode(conversation)
-        if fake:  # before the hook, which may move tokens and their mask
-            ids = encoded.tokens["input_ids"].tolist()
-            first, behind = self.encoder.fake_image_span(ids, conversation, encoded.sizes)
-            encoded.tokens["attention_mask"][first:behind] = 0
+        # The fake image is hidden before the hook, which may move tokens and their mask.
+        encoded = encode_conversation(self.encoder, conversation, fake)
         if self.post_tokenize_hook is not None:
             encoded = self._hooked(encoded, conversation)
-        try:
-            labels = self.encoder.labels(encoded)
-        except CannotAlign as error:
-            raise BadSample(str(error), key=conversation.key, stage="encode") from error
-        kinds = Counter(kind for kind, _ in encoded.sizes)
-        num_items = {kind: kinds[kind] for kind in MEDIA_KINDS}
-        sample = Sample(tokens={}, media=encoded.media, num_items=num_items, key=conversation.key)
-        return sample.with_per_token({"labels": labels, **encoded.tokens})
+        return label_sample(self.encoder, encoded, conversation.key)
 
     def _hooked(self, encoded: Encoded, conversation: Conversation) -> Encoded:
         assert self.post_tokenize_hook is not None

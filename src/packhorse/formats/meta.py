@@ -68,7 +68,7 @@ class Source:
         """
         key = self.key(position)
         if isinstance(row, BadSample):
-            raise BadSample(row.detail, reason=row.reason, key=key, stage=row.stage) from row
+            raise row.with_key(key)
         return convert_row(row, self.config.rules, key=key, dataset=self.config.name, record=ledger.record)
 
 

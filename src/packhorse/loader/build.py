@@ -23,15 +23,14 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, ordered
-from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.errors import BadSample, data_errors
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.startup import ModelInfo, as_dtype
 from packhorse.pp_media import prepare_vlm_media_for_pp
-from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, Sample, WorkItem
+from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
 from packhorse.utils import pool
 
 logger = getLogger("packhorse.loader")
@@ -123,7 +122,7 @@ class BatchBuilder(Dataset[Built]):
         for pack in item.packs:
             found = [(index, sample) for index in pack if (sample := self._loaded(index)) is not None]
             packs += self.into_rows(found)
-        missing = item.kinds & ~self._kinds_of(sample for pack in packs for _, sample in pack)
+        missing = item.media_mask & ~self._media_mask(sample for pack in packs for _, sample in pack)
         rows = [[sample for _, sample in pack] for pack in packs]
         blank = bool(missing) or not rows
         if blank:
@@ -180,13 +179,9 @@ class BatchBuilder(Dataset[Built]):
 
     def sample(self, index: int) -> Sample | None:
         """One sample as :meth:`prepare` makes it; None if it cannot be used, which is recorded."""
-        try:
+        with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
             return self.prepare(self.samples.load_sample(index))
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            self.samples.record(index, error, replaced=False)
-            return None
+        return None
 
     def prepare(self, sample: Sample) -> Sample:
         """An encoded sample as :meth:`collate` takes it."""
@@ -196,7 +191,7 @@ class BatchBuilder(Dataset[Built]):
         """The samples of a pack in rows: in one, as a rule, and in none if there is no sample."""
         return [samples] if samples else []
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add a placeholder with these media: one row at least where there is none."""
         raise NotImplementedError
 
@@ -212,13 +207,9 @@ class BatchBuilder(Dataset[Built]):
         """How many tokens of the batch a sample takes up."""
         return len(sample)
 
-    def _kinds_of(self, samples: Iterable[Sample]) -> int:
-        """The media that samples really have, one bit for each kind."""
-        found = 0
-        for sample in samples:
-            for bit, kind in enumerate(MEDIA_KINDS):
-                found |= bool(sample.num_items[kind]) << bit
-        return found
+    def _media_mask(self, samples: Iterable[Sample]) -> MediaMask:
+        """The kinds of media that the samples have."""
+        return MediaMask.of(kind for sample in samples for kind in MEDIA_KINDS if sample.num_items[kind])
 
     def _loaded(self, index: int) -> Sample | None:
         pool.note.value = index  # for the message if the sample kills its worker
@@ -226,10 +217,9 @@ class BatchBuilder(Dataset[Built]):
             with time_limit(self.sample_timeout):
                 return self.sample(index)
         except SampleTimeout as error:
-            slow = BadSample(str(error), reason="broken_media", stage="media", key=self.samples.key(index))
-            if self.samples.on_bad == "raise":
-                raise slow from None
-            self.samples.record(index, slow, replaced=False)
+            key = self.samples.key(index)
+            with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
+                raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
             return None
         finally:
             pool.note.value = NO_SAMPLE
@@ -238,36 +228,29 @@ class BatchBuilder(Dataset[Built]):
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem
     ) -> tuple[list[list[Sample]], dict[str, Any], set[int]]:
         """The rows of the batch, the batch, and the packs that are not in it because collating them fails."""
-        try:
+        with data_errors(self.samples.on_bad) as outcome:
             return rows, self.collate(rows), set()
-        except DATA_ERRORS as error:
-            if self.samples.on_bad == "raise" or not is_data_error(error):
-                raise
-            first = error
+        assert outcome.error is not None
         rejected: set[int] = set()
         for at, pack in enumerate(packs):
             refusal = self._refusal([sample for _, sample in pack])
             if refusal is not None:
                 rejected.add(at)
                 for index, _ in pack:
-                    self.samples.record(index, refusal, replaced=False)
+                    self.samples.record(index, refusal)
         if not rejected:  # each for itself is good: no sample is at fault
-            raise first
+            raise outcome.error.original
         kept = [rows[at] for at in range(len(packs)) if at not in rejected]
-        missing = item.kinds & ~self._kinds_of(sample for row in kept for sample in row)
+        missing = item.media_mask & ~self._media_mask(sample for row in kept for sample in row)
         if missing or not kept:
             self.add_placeholder(kept, missing)
         return kept, self.collate(kept), rejected
 
     def _refusal(self, row: list[Sample]) -> BadSample | None:
         """Why nothing can be made of a row; None if something can."""
-        try:
+        with data_errors(reason="collate_failed", stage="collate") as outcome:
             self.collate([row])
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            return BadSample(f"{type(error).__name__}: {error}", reason="collate_failed", stage="collate")
-        return None
+        return outcome.error
 
 
 class PackBuilder(BatchBuilder):
@@ -291,19 +274,10 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
-        self._pool = BufferPool()
-        self._pixels: PixelBuffer | None = None
-
-    def begin(self, item: WorkItem) -> None:
-        """As above, with room for the pixels of one batch."""
-        super().begin(item)
-        tokens = len(item.packs) * self.packer.pack_size
-        self._pixels = PixelBuffer(tokens, self.collater.get("pixel_dtype"), self._pool)
 
     def prepare(self, sample: Sample) -> Sample:
-        """The sample shifted and with its positions, its pixels where the batch has them."""
-        prepared = self.packer.prepare(sample)
-        return prepared if self._pixels is None else self._pixels.settle(prepared)
+        """Shift the sample by one token and compute its positions."""
+        return self.packer.prepare(sample)
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
@@ -313,10 +287,8 @@ class PackBuilder(BatchBuilder):
             room = self.packer.padded_length(len(sample))
             if room > self.packer.pack_size:
                 what = f"{room:,} tokens, more than a pack has, and more than were counted"
-                bad = BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
-                if self.samples.on_bad == "raise":
-                    raise bad
-                self.samples.record(index, bad, replaced=False)
+                with data_errors(self.samples.on_bad, partial(self.samples.record, index)):
+                    raise BadSample(what, reason="too_long", stage="encode", key=self.samples.key(index))
                 continue
             if used + room > self.packer.pack_size:
                 rows.append([])
@@ -325,9 +297,9 @@ class PackBuilder(BatchBuilder):
             used += room
         return rows
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add documents to the row that has the most room, which was reserved; else a row of their own."""
-        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(kinds)]
+        blanks = [self.packer.prepare(sample) for _, sample in self.blanks.samples(media_mask)]
         needed, *used = (sum(self.packer.padded_length(len(s)) for s in row) for row in (blanks, *rows))
         if rows and min(used) + needed <= self.packer.pack_size:
             rows[used.index(min(used))] += blanks
@@ -336,7 +308,6 @@ class PackBuilder(BatchBuilder):
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
-        self._pixels = None  # every sample is there; the room lives on in the batch alone
         return collate_packs(list(map(self.packer.join, rows)), self.packer.family, **self.collater)
 
 
@@ -369,9 +340,9 @@ class PadBuilder(BatchBuilder):
         """How many tokens of the batch a sample takes up: the collate function takes off one."""
         return super().length(sample) - 1
 
-    def add_placeholder(self, rows: list[list[Sample]], kinds: int) -> None:
+    def add_placeholder(self, rows: list[list[Sample]], media_mask: MediaMask) -> None:
         """Add rows."""
-        rows += [[sample] for _, sample in self.blanks.samples(kinds)]
+        rows += [[sample] for _, sample in self.blanks.samples(media_mask)]
 
     def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
         """The rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""

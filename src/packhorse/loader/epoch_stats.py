@@ -183,7 +183,7 @@ def close_epoch(
     parts = ranks.gather((mine, before))
     earlier = [one for _, one in parts] if shard_data else [before]
     reasons, remarks = _written(ledger, ranks, mine.epoch)
-    everybody = ranks.can_talk or ranks.world.size == 1
+    everybody = ranks.is_distributed or ranks.world.size == 1
     known = everybody and None not in earlier
     total = Tally(sum(one.delivered or 0 for one, _ in parts), sum(one.lost for one, _ in parts))
     for one in earlier:
@@ -282,7 +282,7 @@ def counted_before(ledger: Ledger, ranks: Collectives, progress: LoaderState) ->
         None if a step of a rank is in no file that can be seen.
     """
     own = StepFile.of(ledger)
-    if own is None or (ranks.world.size > 1 and not ranks.can_talk):
+    if own is None or (ranks.world.size > 1 and not ranks.is_distributed):
         return None
     by_rank = {ranks.world.rank: own.read(progress)}
     if not ranks.world.rank:  # files of ranks that only an earlier, larger run had
@@ -293,7 +293,7 @@ def counted_before(ledger: Ledger, ranks: Collectives, progress: LoaderState) ->
         by_rank.update(others)
     total = Tally()
     for number, segment in enumerate(progress.segments):
-        for rank in range(segment.world):
+        for rank in range(segment.world_size):
             steps = by_rank[rank][number] if rank in by_rank else {}
             if len(steps) != segment.steps:
                 if not ranks.world.rank:

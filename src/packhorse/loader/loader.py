@@ -39,7 +39,7 @@ from packhorse.loader.state import LoaderState, Tally, describe_state
 from packhorse.loader.worker_pool import WorkerPool, WorkerSettings
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule
-from packhorse.types import Batch, Drop, WorkItem, World
+from packhorse.types import Batch, Drop, MediaMask, WorkItem, World
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Epoch:
 
     Attributes:
         packs: of its plan.
-        dealt: who gets them when.
+        schedule: who gets them when.
         guard: stops it when too much fails.
         first: the micro-step at which this process began with it.
         before: what was delivered and lost before ``first``, over all ranks; None if unknown.
@@ -57,7 +57,7 @@ class Epoch:
     """
 
     packs: Packs
-    dealt: PackSchedule
+    schedule: PackSchedule
     guard: BadSampleBudget
     first: int
     before: Tally | None
@@ -65,10 +65,12 @@ class Epoch:
     over: bool = False
 
 
-def work_item_of(dealt: PackSchedule, epoch: int, rank: int, kinds: int | None, step: int) -> WorkItem:
-    """What a rank is to build in a step; ``kinds`` of None are those that any rank has in it."""
-    packs = tuple(map(tuple, dealt.samples(step, rank)))
-    return WorkItem(epoch, step, packs, dealt.kinds(step) if kinds is None else kinds)
+def work_item_of(
+    schedule: PackSchedule, epoch: int, rank: int, media_mask: MediaMask | None, step: int
+) -> WorkItem:
+    """What a rank is to build in a step; ``media_mask`` of None is what any rank has in it."""
+    packs = tuple(map(tuple, schedule.samples(step, rank)))
+    return WorkItem(epoch, step, packs, schedule.media_mask(step) if media_mask is None else media_mask)
 
 
 logger = getLogger("packhorse.loader")
@@ -125,7 +127,7 @@ class Loader:
         self._samples, self._planner = self._start.samples, self._start.planner
         # Schedule all packs over all ranks, or this rank's own rows on itself.
         self._dealing = World() if config.shard_data else self.world
-        self._shape = BatchLayout(
+        self._layout = BatchLayout(
             self._dealing.size, config.batch_size, config.gradient_accumulation_steps
         ).check()
         self.metrics = Metrics(config.gradient_accumulation_steps)
@@ -134,7 +136,7 @@ class Loader:
         self._told = False
         self._steps = StepFile.of(self.ledger)
         self._not_delivered: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
-        self._progress = LoaderState().under(self._shape)
+        self._progress = LoaderState().under(self._layout)
         self._now = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
 
     # What there is.
@@ -144,7 +146,7 @@ class Loader:
 
         After a resume under another shape these are the steps of what was left; else of the whole epoch.
         """
-        return len(self._now.dealt)
+        return len(self._now.schedule)
 
     def __repr__(self) -> str:
         size = f"packs of {self.config.pack_size:,}" if self.config.mode == "pack" else "padded samples"
@@ -185,7 +187,7 @@ class Loader:
 
     def straggler_ratio(self) -> float:
         """What the slowest rank of a step takes over the mean, as planned, over the epoch."""
-        return self._now.dealt.straggler_ratio()
+        return self._now.schedule.straggler_ratio()
 
     def describe(self) -> str:
         """The plan, the steps and what was dropped, for reading."""
@@ -194,8 +196,8 @@ class Loader:
         lines = [
             f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",
             *self._planner.describe(self.plan),
-            f"{len(self):,} micro-steps of {self._shape.batch} x {self.world.size} ranks, straggler ratio "
-            f"{self.straggler_ratio():.4f}",
+            f"{len(self):,} micro-steps of {self._layout.batch_size} x {self.world.size} ranks, straggler "
+            f"ratio {self.straggler_ratio():.4f}",
             self.ledger.summary(len(self.dataset)),
         ]
         return "\n".join(lines)
@@ -218,7 +220,7 @@ class Loader:
             self.ledger.flush()
         self._roll_back_stopped()
         asked = time.perf_counter()
-        for built in self._feed.batches(self._work_items(epoch), self.cursor, len(epoch.dealt)):
+        for built in self._feed.batches(self._work_items(epoch), self.cursor, len(epoch.schedule)):
             if epoch is not self._now:
                 return  # set_epoch or load_state_dict in the middle: this iterator is of the past
             self._hand_out(built, time.perf_counter() - asked)
@@ -230,11 +232,11 @@ class Loader:
 
         It holds on to the epoch and not to the loader, whose workers end with the last reference to it.
         """
-        kinds: int | None = 0
+        media_mask: MediaMask | None = MediaMask.NONE
         if self.config.placeholder == "auto":
             # With shards of their own ranks do not know what the others have in this step.
-            kinds = self._start.media_kinds if self.config.shard_data else None
-        return partial(work_item_of, epoch.dealt, self.epoch, self._dealing.rank, kinds)
+            media_mask = self._start.media_mask if self.config.shard_data else None
+        return partial(work_item_of, epoch.schedule, self.epoch, self._dealing.rank, media_mask)
 
     def _hand_out(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, and reconcile the epoch after its last one.
@@ -266,7 +268,7 @@ class Loader:
         if self._steps is not None:
             branch = self._progress.branch(len(self._progress.segments) - 1)
             self._steps.append(branch, report.step, tally, built.drops)
-        costs = now.dealt.costs(report.step)
+        costs = now.schedule.costs(report.step)
         mean = float(costs.mean())
         self._progress = self._progress.at(report.step + 1)
         now.tallies.append(now.tallies[-1].plus(tally))
@@ -367,7 +369,7 @@ class Loader:
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
         planner, shard_data = self._planner, self.config.shard_data
-        self._ranks.same(  # they would go on with different batches
+        self._ranks.assert_same(  # they would go on with different batches
             "load different states",
             describe_state(state, own_rows=shard_data),
             "A run that is killed while its ranks write their checkpoints leaves such states: load the last "
@@ -403,18 +405,23 @@ class Loader:
 
     def _unused(self) -> set[str]:
         """The names of the samples of this epoch that are still to come."""
-        dealt = self._now.dealt
-        units = dealt.table[self.cursor :].reshape(-1).tolist()
-        return {self.key(int(index)) for unit in units if unit >= 0 for index in dealt.units.samples(unit)}
+        schedule = self._now.schedule
+        units = schedule.table[self.cursor :].reshape(-1).tolist()
+        return {self.key(int(index)) for unit in units if unit >= 0 for index in schedule.units.samples(unit)}
 
     def _shard(self) -> list[int]:
         """What has to stay the same where each rank has a plan of its own."""
-        return [self.world.rank, self.world.size, self._shape.batch, self._shape.gradient_accumulation_steps]
+        return [
+            self.world.rank,
+            self.world.size,
+            self._layout.batch_size,
+            self._layout.gradient_accumulation_steps,
+        ]
 
     def _go_to(self, progress: LoaderState) -> None:
         packs = self._now.packs if progress.epoch == self.epoch else None
         before = self._progress
-        self._progress = progress.under(self._shape)
+        self._progress = progress.under(self._layout)
         try:
             plan = partial(self._plan_epoch, packs)
             self._now = self._ranks.run_on_all_ranks("plan the packs", plan)
@@ -424,13 +431,13 @@ class Loader:
         self._not_delivered = ()
 
     def _plan_epoch(self, packs: Packs | None = None) -> Epoch:
-        """The epoch of the present progress, planned (unless it is) and dealt."""
+        """The epoch of the present progress, planned (unless it is) and scheduled."""
         progress = self._progress
         if packs is None:
-            packs = Packs(self._planner.plan(progress.epoch), self._planner.facts)
+            packs = Packs(self._planner.plan(progress.epoch), self._planner.sample_info)
         if not self.config.shard_data:
             advice = "Install the same version of scipy on all of them, or set effort=0"
-            self._ranks.same("have different packs", packs.digest, advice)
+            self._ranks.assert_same("have different packs", packs.digest, advice)
         guard = self._guard(packs.plan)
         return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
 
@@ -438,14 +445,14 @@ class Loader:
         deal = partial(PackSchedule, packs, seed=self.config.seed, epoch=progress.epoch)
         if not self.config.shard_data or self.world.size == 1:
             return deal(progress.segments)
-        if not self._ranks.can_talk:
+        if not self._ranks.is_distributed:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
                 "Initialise torch.distributed before building the loader and, if its default group has other "
                 "ranks, pass group=; or leave shard_data out"
             )
         # As many as the rank with the most, which is the same whenever it is asked.
-        natural = len(deal(LoaderState().under(self._shape).segments))
+        natural = len(deal(LoaderState().under(self._layout).segments))
         most = max(self._ranks.gather(natural))
         return deal(progress.segments, at_least=most)
 

@@ -22,18 +22,13 @@ from packhorse.families.encoder import REFUSALS
 from packhorse.families.media_sizes import placeholder_ref
 from packhorse.ledger import Ledger
 from packhorse.media import VideoInfo
-from packhorse.types import MEDIA_KINDS, MediaKind, Sample
+from packhorse.types import MediaKind, MediaMask, Sample
 
 _SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
 _SIDES = (7, 14, 20, 28, 32, 40, 48, 56, 64, 80, 100, 112, 128, 160, 200, 224, 256, 320, 400, 512)
 _MOST_PIXELS = 100_000
 _FRAMES = (1, 2)
 _TENTHS = tuple(range(1, 11))  # of a second: shorter clips vanish in the convolutions of an audio encoder
-
-
-def kinds_in(bits: int) -> tuple[MediaKind, ...]:
-    """The names of media for their bits."""
-    return tuple(kind for bit, kind in enumerate(MEDIA_KINDS) if bits >> bit & 1)
 
 
 def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
@@ -92,26 +87,26 @@ class Placeholders:
         self._made: dict[MediaKind | None, Sample] = {}
         self._smallest: dict[MediaKind, tuple[MediaKind, MediaSize]] = {}
 
-    def samples(self, kinds: int) -> list[tuple[MediaKind | None, Sample]]:
+    def samples(self, media_mask: MediaMask) -> list[tuple[MediaKind | None, Sample]]:
         """Encoded samples before the shift, without a supervised token, each with the kind of its media.
 
         There is one for each kind; kinds that fill the same tensors (images and frames of SmolVLM and
         InternVL) share one, so there may be fewer of them than kinds.
 
         Args:
-            kinds: one bit for each kind; 0 gives a sample without media.
+            media_mask: the kinds; none gives a sample without media.
 
         Raises:
             ConfigError: the processor cannot encode such a thing.
         """
-        chosen = dict(self._smallest_like(kind) for kind in kinds_in(kinds))
+        chosen = dict(self._smallest_like(kind) for kind in media_mask.kinds)
         if not chosen:
             return [(None, self._encoded(None, None))]
         return [(kind, self._encoded(kind, size)) for kind, size in chosen.items()]
 
-    def lengths(self, kinds: int) -> list[int]:
+    def lengths(self, media_mask: MediaMask) -> list[int]:
         """How many tokens each of them takes up, after the shift."""
-        return [len(sample) - 1 for _, sample in self.samples(kinds)]
+        return [len(sample) - 1 for _, sample in self.samples(media_mask)]
 
     def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
         """The smallest media item that fills the tensors of a kind, and its own kind."""

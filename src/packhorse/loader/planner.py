@@ -23,13 +23,13 @@ from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset
 from packhorse.loader.config import LoaderConfig
-from packhorse.plan.cost_model import CostWeights, sample_costs
+from packhorse.plan.cost_model import CostWeights, media_masks, sample_costs
 from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
 from packhorse.plan.lengths import after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleInfo
-from packhorse.types import MEDIA_KINDS, Drop, Reason
+from packhorse.types import MEDIA_KINDS, Drop, MediaMask, Reason
 from packhorse.utils.files import cache_folder, cache_lock, digest
 
 logger = getLogger("packhorse.loader")
@@ -56,12 +56,12 @@ class Planner:
         config: the settings.
         weights: what tokens and patches cost.
         reserve: tokens of each pack that stay free for a placeholder (:mod:`packhorse.loader.placeholder`),
-            unless every pack of an epoch has media of all ``reserved_kinds``.
-        reserved_kinds: the media of that placeholder, one bit for each kind.
+            unless every pack of an epoch has media of all ``reserved_mask``.
+        reserved_mask: the media of that placeholder.
         contents: digests of the rows; two datasets with the same counts differ in them.
 
     Attributes:
-        facts: what dealing has to know of the samples.
+        sample_info: what the schedule has to know of the samples.
         name: names the plan of every epoch: two loaders with the same name feed the same packs.
     """
 
@@ -73,11 +73,11 @@ class Planner:
         weights: CostWeights,
         *,
         reserve: int = 0,
-        reserved_kinds: int = 0,
+        reserved_mask: MediaMask = MediaMask.NONE,
         contents: Sequence[Content] = (),
     ) -> None:
         self.counts, self.samples, self.config, self.weights = counts, samples, config, weights
-        self.reserve, self.reserved_kinds = reserve, reserved_kinds if reserve else 0
+        self.reserve, self.reserved_mask = reserve, reserved_mask if reserve else MediaMask.NONE
         self.dataset_ids, self.contents = _dataset_numbers(samples.dataset), tuple(contents)
         # Where the family cannot promise the number, there is room for what it may be off.
         lengths = after_shift(counts.total) + np.where(
@@ -86,8 +86,10 @@ class Planner:
         if config.on_overlong == "truncate":
             lengths = np.minimum(lengths, self.room)
         self.lengths: Integers = np.where(counts.ok, lengths, 0)
-        self.facts = SampleInfo(
-            self._costs(), self._kinds(), self.dataset_ids if config.spread_datasets else None
+        self.sample_info = SampleInfo(
+            self._costs(),
+            media_masks(**{kind: getattr(counts, f"{kind}s") for kind in MEDIA_KINDS}),
+            self.dataset_ids if config.spread_datasets else None,
         )
         self.limits = self._limits()
         self._options: dict[str, Any] = {
@@ -131,9 +133,9 @@ class Planner:
             return self._with_reasons(_one_by_one(self.lengths, self.room))
         if self._may_go_without_reserve():
             plan = self._packed(epoch, sample_capacity(self.config))
-            kinds = np.bitwise_or.reduceat(self.facts.kinds[plan.indices], plan.offsets[:-1])
+            masks = np.bitwise_or.reduceat(self.sample_info.media_masks[plan.indices], plan.offsets[:-1])
             # A pack that loses its only sample of a kind has the tokens of that sample free.
-            if bool((kinds & self.reserved_kinds == self.reserved_kinds).all()):
+            if bool((masks & int(self.reserved_mask) == int(self.reserved_mask)).all()):
                 return self._with_reasons(plan)
         return self._with_reasons(self._packed(epoch, self.room))
 
@@ -154,9 +156,8 @@ class Planner:
             return False
         samples, packs = int(fitting.sum()), max(1, int(self.lengths[fitting].sum()) // size)
         lacking = [
-            float((self.facts.kinds[fitting] >> bit & 1 == 0).mean())
-            for bit in range(len(MEDIA_KINDS))
-            if self.reserved_kinds >> bit & 1
+            float((self.sample_info.media_masks[fitting] & int(kind) == 0).mean())
+            for kind in self.reserved_mask
         ]
         return bool(samples) and all(packs * share ** (samples / packs) < 1 for share in lacking)
 
@@ -174,12 +175,6 @@ class Planner:
         costs = sample_costs(self.lengths, self.weights, patches=patches, patch_pairs=pairs)
         return np.maximum(costs, 1.0)
 
-    def _kinds(self) -> npt.NDArray[np.uint8]:
-        kinds = np.zeros(len(self.counts), np.uint8)
-        for bit, kind in enumerate(MEDIA_KINDS):
-            kinds |= (getattr(self.counts, f"{kind}s") > 0).astype(np.uint8) << np.uint8(bit)
-        return kinds
-
     def _limits(self) -> dict[str, tuple[Integers, int]]:
         counts, config = self.counts, self.config
         media = counts.images + counts.videos + counts.audios
@@ -192,7 +187,12 @@ class Planner:
 
     def _key(self) -> dict[str, Any]:
         media = hashlib.blake2b(digest_size=16)
-        for column in (self.facts.kinds, self.counts.patches, self.counts.images, self.counts.videos):
+        for column in (
+            self.sample_info.media_masks,
+            self.counts.patches,
+            self.counts.images,
+            self.counts.videos,
+        ):
             media.update(np.ascontiguousarray(column).data)
         weights = self.weights
         source: Mapping[str, Any] = {
@@ -200,7 +200,7 @@ class Planner:
             "mode": self.config.mode,
             "rows": digest(*(part for one in self.contents for part in (one.digest, one.reading))),
             "media": media.hexdigest(),
-            "reserve": [self.reserve, self.reserved_kinds] if self.reserve else 0,
+            "reserve": [self.reserve, int(self.reserved_mask)] if self.reserve else 0,
             "spread": self.config.spread_datasets,
             "weights": [weights.token, weights.token_pair, weights.patch, weights.patch_pair],
         }

@@ -32,7 +32,7 @@ from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import family_of
 from packhorse.families.models import (
     EXPECTED,
@@ -55,7 +55,7 @@ from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
-from packhorse.types import MEDIA_KINDS, World
+from packhorse.types import MEDIA_KINDS, MediaMask, World
 from packhorse.utils.pool import LocalEngine
 from packhorse.utils.progress import Progress
 
@@ -120,14 +120,14 @@ class Startup:
         counts: exact token counts of the rows.
         samples: encodes single rows.
         planner: plans the epochs.
-        media_kinds: the media that any row has, one bit for each kind.
+        media_mask: the media that any row has.
     """
 
     opened: OpenedData
     counts: CountColumns
     samples: PreTokenizedDatasetWrapper
     planner: Planner
-    media_kinds: int
+    media_mask: MediaMask
 
 
 def open_data(
@@ -147,7 +147,7 @@ def open_data(
         ConfigError: one of them is not what is expected, or the ranks have different settings.
     """
     run = ranks.run_on_all_ranks
-    ranks.same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
+    ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
     processor = run("open the processor", partial(as_whole_processor, processor))
     if not isinstance(model, ModelInfo):
         model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
@@ -191,7 +191,7 @@ def start_up(
         config,
         opened.model.weights,
         reserve=_placeholder_tokens(config, samples, present & lacking),
-        reserved_kinds=present & lacking,
+        reserved_mask=present & lacking,
         contents=ranks.run_on_all_ranks("hash the rows", read),
     )
     if not config.shard_data:
@@ -199,7 +199,7 @@ def start_up(
             "Give all of them the same settings and the same rows in the same order: copies of the data may "
             "differ between machines"
         )
-        ranks.same("have different plans", planner.name, advice)
+        ranks.assert_same("have different plans", planner.name, advice)
     if samples.truncate:
         samples = encoding_dataset(config, opened, planner.room)
     return Startup(opened, counts, samples, planner, present)
@@ -224,28 +224,30 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
     )
 
 
-def _media_of_samples(counts: CountColumns, ranks: Collectives, shard_data: bool) -> tuple[int, int]:
-    """The kinds of media that any sample has, and those that any sample lacks, one bit for each."""
-    present = lacking = 0
-    for bit, kind in enumerate(MEDIA_KINDS):
-        have = getattr(counts, f"{kind}s")[counts.ok] > 0
-        present |= bool(have.any()) << bit
-        lacking |= bool((~have).any()) << bit
+def _media_of_samples(
+    counts: CountColumns, ranks: Collectives, shard_data: bool
+) -> tuple[MediaMask, MediaMask]:
+    """The kinds of media that any sample has, and those that any sample lacks."""
+    have = {kind: getattr(counts, f"{kind}s")[counts.ok] > 0 for kind in MEDIA_KINDS}
+    present = MediaMask.of(kind for kind in MEDIA_KINDS if have[kind].any())
+    lacking = MediaMask.of(kind for kind in MEDIA_KINDS if not have[kind].all())
     if shard_data:
         for others in ranks.gather((present, lacking)):
             present, lacking = present | others[0], lacking | others[1]
     return present, lacking
 
 
-def _placeholder_tokens(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, kinds: int) -> int:
+def _placeholder_tokens(
+    config: LoaderConfig, samples: PreTokenizedDatasetWrapper, media_mask: MediaMask
+) -> int:
     """How many tokens of every pack stay free for a placeholder with these kinds of media.
 
     Raises:
         ConfigError: packs are too small for it.
     """
-    if config.placeholder == "never" or config.mode == "pad" or not kinds:
+    if config.placeholder == "never" or config.mode == "pad" or not media_mask:
         return 0
-    reserve = sum(length + -length % config.alignment for length in Placeholders(samples).lengths(kinds))
+    reserve = sum(length + -length % config.alignment for length in Placeholders(samples).lengths(media_mask))
     if 2 * reserve > config.pack_size:
         raise ConfigError(
             f"pack_size={config.pack_size:,} has no room for the placeholder of {reserve} tokens: make it "
@@ -401,11 +403,9 @@ def _open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: Wo
     if names is not None:
         raise ConfigError("dataset_names= goes with a meta file; data is a sequence of examples")
     if len(data) and shard is None and not isinstance(data, MetaDataset):
-        try:
+        with data_errors() as outcome:
             first = data[0]
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
+        if outcome.error is not None:
             return data  # counting records it
         if not isinstance(first, Mapping) or "conversation" not in first:
             found = ", ".join(first) if isinstance(first, Mapping) else type(first).__name__
@@ -498,7 +498,7 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
     look = partial(counts_of, dataset, processor, tell=False)  # only rank 0 may see the files
     found = ranks.run_on_all_ranks("read the count files", look)
     if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone
-        whole = ranks.from_first("read the count files", partial(_whole_counts, dataset, processor))
+        whole = ranks.broadcast("read the count files", partial(_whole_counts, dataset, processor))
         found = None if whole is None else _own_counts(dataset, whole)
     if found is None:
         raise ConfigError(
@@ -511,11 +511,11 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
 def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, local: LocalEngine) -> None:
     """Count the files of a meta file; on several ranks, each counts a share of their parts."""
     engine: Runner = local
-    if ranks.can_talk and ranks.rendezvous is not None:
+    if ranks.is_distributed and ranks.rendezvous is not None:
         engine = RankEngine(ranks, ranks.rendezvous, local)
         if ranks.world.rank:
             return engine.serve(PartCounter.of(opened.processor))
-    elif ranks.can_talk and ranks.world.rank:
+    elif ranks.is_distributed and ranks.world.rank:
         return None  # without a store rank 0 counts alone
     rows, names = f"{len(opened.dataset):,}", config.dataset_names
     logger.info("counting the tokens of %s rows; `packhorse count` does this ahead of a run", rows)
@@ -549,7 +549,7 @@ def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
 
 def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColumns:
     """Count examples that all ranks have: each rank a slice of them."""
-    rank, size = (ranks.world.rank, ranks.world.size) if ranks.can_talk else (0, 1)
+    rank, size = (ranks.world.rank, ranks.world.size) if ranks.is_distributed else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
     counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor, rows))
     return CountColumns.joined(ranks.gather(counted))
@@ -578,12 +578,8 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
-    try:
+    with data_errors(key=str(index)) as outcome:
         example = counter.encoder.place_audio(dataset[index], str(index))
         return counter.count(parse_conversation(example, str(index)))
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        if isinstance(error, BadSample):
-            return error
-        return BadSample(f"{type(error).__name__}: {error}", reason="sample_failed", key=str(index))
+    assert outcome.error is not None
+    return outcome.error

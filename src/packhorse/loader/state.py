@@ -25,7 +25,7 @@ _TOLD = {
     "media": "the media of the samples",
     "weights": "what tokens and patches cost (the model's sizes)",
     "planner": "the version of the planner",
-    "order": "the version of the dealing",
+    "order": "the version of the schedule",
     "spread": "spread_datasets",
 }
 _SHOWN = (int, float, str, type(None))
@@ -52,8 +52,8 @@ class LoaderState:
 
     Attributes:
         epoch: which one.
-        segments: the shapes under which packs of this epoch were dealt, and how many micro-steps of each were
-            used. A run that keeps its shape has one.
+        segments: the layouts under which packs of this epoch were scheduled, and how many micro-steps
+            of each were used. A run that keeps its layout has one.
         used: samples delivered and lost in these steps, over all ranks; None if unknown.
     """
 
@@ -63,27 +63,34 @@ class LoaderState:
 
     @property
     def cursor(self) -> int:
-        """Micro-steps used under the present shape."""
+        """Micro-steps used under the present layout."""
         return self.segments[-1].steps if self.segments else 0
 
-    def under(self, shape: BatchLayout) -> LoaderState:
-        """The same progress, to go on under a shape; a shape that was not used leaves no trace."""
+    def under(self, layout: BatchLayout) -> LoaderState:
+        """The same progress, to go on under a layout; a layout that was not used leaves no trace."""
         kept = self.segments
-        while kept and kept[-1].shape != shape and not kept[-1].steps:
+        while kept and kept[-1].layout != layout and not kept[-1].steps:
             kept = kept[:-1]
-        if not kept or kept[-1].shape != shape:
-            kept = (*kept, ResumeSegment(*shape, 0))
+        if not kept or kept[-1].layout != layout:
+            kept = (*kept, ResumeSegment(*layout, 0))
         return replace(self, segments=kept)
 
     def at(self, steps: int) -> LoaderState:
-        """With so many micro-steps used under the present shape."""
+        """With so many micro-steps used under the present layout."""
         last = self.segments[-1]._replace(steps=steps)
         return replace(self, segments=(*self.segments[:-1], last))
 
     def branch(self, segment: int) -> str:
-        """Names the steps of a segment: the same only after the same steps under the same shapes."""
-        before, shape = self.segments[:segment], self.segments[segment].shape
-        return blake2b(repr((self.epoch, *before, shape)).encode(), digest_size=6).hexdigest()
+        """Names the steps of a segment: the same only after the same steps under the same layouts."""
+        # Step files hold this digest: the text that is hashed belongs to their format.
+        before = [
+            f"Segment(world={one[0]}, batch={one[1]}, accumulation={one[2]}, steps={one[3]})"
+            for one in self.segments[:segment]
+        ]
+        world_size, batch_size, accumulation = self.segments[segment].layout
+        layout = f"Shape(world={world_size}, batch={batch_size}, accumulation={accumulation})"
+        text = f"({', '.join([str(self.epoch), *before, layout])})"
+        return blake2b(text.encode(), digest_size=6).hexdigest()
 
     def to_dict(self, plan: str, made_from: Mapping[str, Any], contents: Sequence[Content]) -> dict[str, Any]:
         """As it is saved, with the name and key of its plan, and the content of the data."""

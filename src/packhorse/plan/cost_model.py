@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.types import MEDIA_KINDS, Floats, Integers
+from packhorse.types import MEDIA_KINDS, Floats, Integers, MediaMask
 
 if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
@@ -170,22 +170,30 @@ def pack_costs(plan: PackPlan, costs: npt.ArrayLike) -> Floats:
     return found
 
 
-def pack_kinds(plan: PackPlan, **media: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-    """Which media each pack holds, one bit for each kind.
+def media_masks(**counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """Return a :class:`~packhorse.types.MediaMask` for each sample or pack.
+
+    Args:
+        counts: how many media items of a kind each has: ``image=…, video=…, audio=…``.
+    """
+    if unknown := sorted(set(counts) - set(MEDIA_KINDS)):
+        raise ConfigError(f"unknown kind of media {', '.join(unknown)}: expected {', '.join(MEDIA_KINDS)}")
+    columns = {MediaMask.of([kind]): np.asarray(counts[kind]) for kind in MEDIA_KINDS if kind in counts}
+    masks = np.zeros(len(next(iter(columns.values()), ())), np.uint8)
+    for mask, column in columns.items():
+        masks |= np.where(column > 0, np.uint8(mask), np.uint8(0))
+    return masks
+
+
+def pack_media_masks(plan: PackPlan, **counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """Return the media mask of each pack.
 
     Args:
         plan: the packs.
-        media: how many of a kind each sample has: ``image=…, video=…, audio=…``.
+        counts: how many media items of a kind each sample has: ``image=…, video=…, audio=…``.
     """
-    if unknown := sorted(set(media) - set(MEDIA_KINDS)):
-        raise ConfigError(
-            f"no such kind of media item: {', '.join(unknown)} (there are {', '.join(MEDIA_KINDS)})"
-        )
-    kinds = np.zeros(len(plan), np.uint8)
-    for bit, name in enumerate(MEDIA_KINDS):
-        if name in media:
-            kinds |= (plan.sums(np.asarray(media[name], np.int64)) > 0).astype(np.uint8) << np.uint8(bit)
-    return kinds
+    sums = {kind: plan.sums(np.asarray(values, np.int64)) for kind, values in counts.items()}
+    return media_masks(**sums) if sums else np.zeros(len(plan), np.uint8)
 
 
 def straggler_ratio(costs: npt.ArrayLike, steps: Integers) -> float:

@@ -362,7 +362,7 @@ class LengthGroupedSampler(Sampler[int]):
             return count
         if is_distributed():
             ranks, settings = Collectives(World.detect()), f"seed={self.seed}, batch_size={self.batch_size}"
-            ranks.same("sample with different settings", settings, "Pass the same on every rank.")
+            ranks.assert_same("sample with different settings", settings, "Pass the same on every rank.")
             return int(min(ranks.gather(count)))
         if world is None:
             return count

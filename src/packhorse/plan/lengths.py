@@ -23,7 +23,7 @@ from packhorse.count.sidecar import counts_of, is_counted
 from packhorse.count.token_counter import TokenCounter
 from packhorse.encode.robust import ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families.processors import as_processor
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.estimate import (
@@ -268,13 +268,9 @@ def _examples_at(dataset: Rows, rows: Integers) -> Iterator[tuple[int, Any]]:
     """
     if not isinstance(dataset, MetaDataset):
         for position, row in enumerate(rows.tolist()):
-            try:
+            with data_errors() as outcome:
                 example = dataset[row]
-            except DATA_ERRORS as error:
-                if not is_data_error(error):
-                    raise
-                example = None
-            yield position, example
+            yield position, None if outcome.error else example
         return
     first = 0
     for source in dataset.sources:
@@ -410,16 +406,13 @@ class LazyLengths:
 
     def total(self, index: int) -> int:
         """Return the tokens of a sample, of a countable one before truncation; 0 if it cannot be encoded."""
-        try:
+        with data_errors():
             if self._wrapper is None:
                 return len(load_sample(self.dataset, index)["input_ids"].reshape(-1))
             if self._counter is None:
                 self._counter = TokenCounter(self._wrapper.encoder)
             return self._counter.count(_encoded_conversation(self._wrapper, index)).count.total
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            return 0  # encoding it fails too, and says why
+        return 0  # encoding it fails too, and says why
 
     def __getstate__(self) -> dict[str, Any]:
         # Recounting in a worker is cheaper than sending the counts to each of them.

@@ -32,6 +32,7 @@ _FORMAT = "packhorse-plan-1"
 # The columns of a file, and of what kind numpy says their numbers are; the last two may be missing.
 _ARRAYS = {"offsets": "i", "indices": "i", "tokens": "i", "dropped": "i", "drop_codes": "u"}
 _MORE_ARRAYS = {"costs": "f", "kinds": "u"}
+_FIELDS = {"kinds": "media_masks"}  # of PackPlan, where a column has another name
 
 PlanKey = Mapping[str, Any]
 """What a plan was made from: a digest of the counts, and every setting. See ``plan_key``."""
@@ -56,7 +57,7 @@ class PackPlan:
         capacity: what a pack may hold.
         bound: no plan of these lengths has fewer packs.
         costs: what each pack costs to train, if that was asked for (``with_costs``).
-        kinds: the media of each pack, one bit for each kind (image 1, video 2, audio 4), likewise.
+        media_masks: the :class:`~packhorse.types.MediaMask` of each pack, likewise.
     """
 
     offsets: Integers
@@ -67,7 +68,7 @@ class PackPlan:
     capacity: int
     bound: int
     costs: Floats | None = None
-    kinds: npt.NDArray[np.uint8] | None = None
+    media_masks: npt.NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -109,10 +110,10 @@ class PackPlan:
         """For each pack the sum of its samples' values; ``values[i]`` is that of sample ``i``."""
         return sums_by_pack(np.asarray(values)[self.indices], self.offsets)
 
-    def with_costs(self, costs: npt.ArrayLike, kinds: npt.ArrayLike | None = None) -> PackPlan:
+    def with_costs(self, costs: npt.ArrayLike, media_masks: npt.ArrayLike | None = None) -> PackPlan:
         """The same plan, knowing what its packs cost and which media they hold (see ``balance``)."""
-        kinds = None if kinds is None else np.asarray(kinds, np.uint8)
-        return replace(self, costs=np.asarray(costs, np.float64), kinds=kinds)
+        masks = None if media_masks is None else np.asarray(media_masks, np.uint8)
+        return replace(self, costs=np.asarray(costs, np.float64), media_masks=masks)
 
     def describe(self, world_sizes: Iterable[int] | None = None) -> str:
         """Fill, packs, documents per pack and drops, for reading.
@@ -152,7 +153,7 @@ class PackPlan:
             dropped=dropped[rising],
             drop_codes=codes[rising].astype(np.uint8),
             costs=None if self.costs is None else self.costs[packs],
-            kinds=None if self.kinds is None else self.kinds[packs],
+            media_masks=None if self.media_masks is None else self.media_masks[packs],
         )
 
     def without(self, samples: Flags, lengths: npt.ArrayLike, reason: Reason) -> PackPlan:
@@ -190,7 +191,7 @@ class PackPlan:
         """
         import pyarrow as pa
 
-        arrays = {name: getattr(self, name) for name in (*_ARRAYS, *_MORE_ARRAYS)}
+        arrays = {name: getattr(self, _FIELDS.get(name, name)) for name in (*_ARRAYS, *_MORE_ARRAYS)}
         present = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
         about = {
             "format": _FORMAT,
@@ -228,7 +229,11 @@ class PackPlan:
         about, arrays = _read(path)
         if key is not None:
             _refuse_another_key(path, about["key"], key)
-        plan = cls(**arrays, capacity=about["capacity"], bound=about["bound"])
+        plan = cls(
+            **{_FIELDS.get(name, name): array for name, array in arrays.items()},
+            capacity=about["capacity"],
+            bound=about["bound"],
+        )
         if wrong := _contradiction(plan):
             raise _damaged(path, wrong)
         return plan
@@ -279,11 +284,11 @@ def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
 
 def _straggler_line(plan: PackPlan, world_size: int) -> str:
     assert plan.costs is not None
-    order = order_packs(plan.costs, world_size, kinds=plan.kinds)
+    order = order_packs(plan.costs, world_size, media_masks=plan.media_masks)
     if not len(order.steps):
         return f"straggler  {world_size:>4} ranks: more ranks than packs"
     ratio = straggler_ratio(plan.costs, order.steps)
-    mixed = f", {len(order.mixed):,} with mixed media" if plan.kinds is not None else ""
+    mixed = f", {len(order.mixed):,} with mixed media" if plan.media_masks is not None else ""
     return f"straggler  {world_size:>4} ranks: {ratio:.4f} over {len(order.steps):,} steps{mixed}"
 
 
@@ -412,7 +417,7 @@ def _contradiction(plan: PackPlan) -> str:
         return "the packs do not cover its samples"
     if len(plan.tokens) != len(plan) or len(plan.dropped) != len(plan.drop_codes):
         return "its columns have different lengths"
-    for column in (plan.costs, plan.kinds):
+    for column in (plan.costs, plan.media_masks):
         if column is not None and len(column) != len(plan):
             return "its columns have different lengths"
     if (plan.drop_codes >= len(DROP_REASONS)).any():

@@ -17,14 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.plan.assign import random_numbers
-from packhorse.types import Floats, Integers
+from packhorse.types import Floats, Integers, MediaMask
 
 if TYPE_CHECKING:
     from packhorse.plan.pack_plan import PackPlan
 
 
 TOLERANCE = 0.01
+
+
+def random_generator(seed: int, *more: int) -> np.random.Generator:
+    """Return a generator that depends on these integers alone; ``seed`` may be negative."""
+    return np.random.default_rng([seed & (2**63 - 1), *more])
 
 
 class StepOrder(NamedTuple):
@@ -45,7 +49,7 @@ def order_packs(
     costs: npt.ArrayLike,
     world_size: int,
     *,
-    kinds: npt.ArrayLike | None = None,
+    media_masks: npt.ArrayLike | None = None,
     dataset_ids: npt.ArrayLike | None = None,
     seed: int = 0,
     epoch: int = 0,
@@ -60,7 +64,7 @@ def order_packs(
     Args:
         costs: of each pack.
         world_size: the number of ranks.
-        kinds: the media of each pack (``pack_kinds``); packs of one kind only if not given.
+        media_masks: of each pack (``pack_media_masks``); None if all packs have the same media.
         dataset_ids: the dataset of each pack, for example the one most of its tokens are from; steps are then
             shuffled so that each part of the epoch has its share of every dataset.
         seed: of the shuffle.
@@ -72,17 +76,17 @@ def order_packs(
         raise ConfigError(f"world_size={world_size}, tolerance={tolerance}: expected 1 or more, and above 0")
     if len(cost) and not cost.min() > 0:
         raise ConfigError(f"pack {int(cost.argmin())} costs {cost.min()}: expected more than 0 for each")
-    kind = np.zeros(len(cost), np.int64) if kinds is None else np.asarray(kinds, np.int64)
-    if len(kind) != len(cost):
-        raise ConfigError(f"{len(kind):,} kinds for {len(cost):,} packs: expected one for each")
-    draw = random_numbers(seed, epoch)
+    masks = np.zeros(len(cost), np.int64) if media_masks is None else np.asarray(media_masks, np.int64)
+    if len(masks) != len(cost):
+        raise ConfigError(f"{len(masks):,} media masks for {len(cost):,} packs: expected one for each")
+    draw = random_generator(seed, epoch)
     # Bands of equal cost, which lie elsewhere in each epoch; at random within a band.
     band = np.floor(np.log(cost) / np.log1p(tolerance) + draw.random()).astype(np.int64)
     by_cost = np.lexsort((draw.random(len(cost)), band))
     whole, spare = [], []
     middle = float(np.median(cost)) if len(cost) else 0.0
-    for one in np.unique(kind):
-        packs = by_cost[kind[by_cost] == one]
+    for mask in np.unique(masks):
+        packs = by_cost[masks[by_cost] == mask]
         left = len(packs) % world_size
         # What does not fill a step is taken from the middle, where the spare packs of other kinds are too.
         at = min(max(0, int(np.searchsorted(cost[packs], middle)) - left // 2), len(packs) - left)
@@ -95,7 +99,7 @@ def order_packs(
     steps = np.concatenate([pure, rest[:full].reshape(-1, world_size)]).astype(np.int64)
     steps = draw.permuted(steps, axis=1)
     steps = steps[_shuffled(steps, dataset_ids, draw)]
-    mixed = np.flatnonzero((kind[steps] != kind[steps[:, :1]]).any(axis=1))
+    mixed = np.flatnonzero((masks[steps] != masks[steps[:, :1]]).any(axis=1))
     return StepOrder(steps, rest[full:].astype(np.int64), mixed)
 
 
@@ -137,7 +141,7 @@ def main_dataset(
     return np.asarray(names[tokens.reshape(packs, -1).argmax(axis=1)], np.int64)
 
 
-Kinds = npt.NDArray[np.uint8]
+Masks = npt.NDArray[np.uint8]
 
 NOTHING = -1
 """Stands in a table where there is no pack for a rank."""
@@ -147,13 +151,13 @@ class BatchLayout(NamedTuple):
     """How an epoch is cut.
 
     Attributes:
-        world: ranks that share the packs.
-        batch: packs (or samples) that a rank gets in a micro-step.
-        accumulation: the number of micro-steps is a multiple of this.
+        world_size: ranks that share the packs.
+        batch_size: packs (or samples) that a rank gets in a micro-step.
+        gradient_accumulation_steps: the number of micro-steps is a multiple of this.
     """
 
-    world: int
-    batch: int = 1
+    world_size: int
+    batch_size: int = 1
     gradient_accumulation_steps: int = 1
 
     def check(self) -> BatchLayout:
@@ -170,15 +174,15 @@ class BatchLayout(NamedTuple):
 class ResumeSegment(NamedTuple):
     """A stretch of an epoch under one shape, and how many micro-steps of it were used."""
 
-    world: int
-    batch: int
+    world_size: int
+    batch_size: int
     gradient_accumulation_steps: int
     steps: int
 
     @property
-    def shape(self) -> BatchLayout:
-        """Without the steps."""
-        return BatchLayout(self.world, self.batch, self.gradient_accumulation_steps)
+    def layout(self) -> BatchLayout:
+        """The layout without the steps."""
+        return BatchLayout(self.world_size, self.batch_size, self.gradient_accumulation_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,38 +191,39 @@ class SampleInfo:
 
     Attributes:
         costs: what it costs to train, more than 0.
-        kinds: its media, one bit for each kind (image 1, video 2, audio 4).
+        media_masks: the :class:`~packhorse.types.MediaMask` of its media.
         dataset_ids: a number that says which dataset it is from; None does not spread datasets.
     """
 
     costs: Floats
-    kinds: Kinds
+    media_masks: Masks
     dataset_ids: Integers | None = None
 
 
 class Packs:
     """The packs of a plan, and what dealing has to know of each; a fifth of a second for a million."""
 
-    def __init__(self, plan: PackPlan, facts: SampleInfo) -> None:
-        self.plan, self.facts = plan, facts
+    def __init__(self, plan: PackPlan, info: SampleInfo) -> None:
+        self.plan, self.info = plan, info
         starts, ordered = plan.offsets[:-1], plan.indices
-        self.costs: Floats = np.add.reduceat(facts.costs[ordered], starts) if len(plan) else np.zeros(0)
-        self.kinds: Kinds = (
-            np.bitwise_or.reduceat(facts.kinds[ordered], starts) if len(plan) else np.zeros(0, np.uint8)
+        self.costs: Floats = np.add.reduceat(info.costs[ordered], starts) if len(plan) else np.zeros(0)
+        self.media_masks: Masks = (
+            np.bitwise_or.reduceat(info.media_masks[ordered], starts) if len(plan) else np.zeros(0, np.uint8)
         )
         hashed = blake2b(np.ascontiguousarray(plan.offsets).data, digest_size=12)
         hashed.update(np.ascontiguousarray(plan.indices).data)
         self.digest = hashed.hexdigest()
         # Of a pack the dataset of its longest sample, which stands first.
-        self.dataset_ids = None if facts.dataset_ids is None else facts.dataset_ids[ordered[starts]]
+        self.dataset_ids = None if info.dataset_ids is None else info.dataset_ids[ordered[starts]]
 
 
 class Units:
     """Packs under their numbers, and after them the parts of packs that had to be split."""
 
     def __init__(self, packs: Packs) -> None:
-        self.plan, self.facts = packs.plan, packs.facts
-        self.costs, self.kinds, self.dataset_ids = packs.costs, packs.kinds, packs.dataset_ids
+        self.plan, self.info = packs.plan, packs.info
+        self.costs, self.media_masks = packs.costs, packs.media_masks
+        self.dataset_ids = packs.dataset_ids
         self.parts: list[Integers] = []
         self._parents: list[int] = []
 
@@ -234,7 +239,7 @@ class Units:
     def halves(self, unit: int) -> tuple[int, int]:
         """Two new units of about equal cost with the samples of one that has at least two."""
         samples = self.samples(unit)
-        costs = self.facts.costs[samples]
+        costs = self.info.costs[samples]
         parts: tuple[list[int], list[int]] = ([], [])
         loads = [0.0, 0.0]
         for place in np.argsort(-costs, kind="stable").tolist():
@@ -249,7 +254,7 @@ class Units:
         """What a unit costs, one that was split off just now too."""
         if unit < len(self.costs):
             return float(self.costs[unit])
-        return float(self.facts.costs[self.samples(unit)].sum())
+        return float(self.info.costs[self.samples(unit)].sum())
 
     def merge_parts(self) -> None:
         """Give the parts that were split off their places in the arrays, all at once."""
@@ -257,9 +262,9 @@ class Units:
         if not new:
             return
         parents = self._parents[len(self._parents) - len(new) :]
-        self.costs = np.append(self.costs, [self.facts.costs[part].sum() for part in new])
-        kinds = np.array([np.bitwise_or.reduce(self.facts.kinds[part]) for part in new], np.uint8)
-        self.kinds = np.append(self.kinds, kinds)
+        self.costs = np.append(self.costs, [self.info.costs[part].sum() for part in new])
+        masks = np.array([np.bitwise_or.reduce(self.info.media_masks[part]) for part in new], np.uint8)
+        self.media_masks = np.append(self.media_masks, masks)
         if self.dataset_ids is not None:
             dataset_ids = self.dataset_ids.tolist()
             for parent in parents:  # which may be a part itself
@@ -299,12 +304,12 @@ class PackSchedule:
         self.units = Units(packs)
         left = np.arange(len(packs.plan), dtype=np.int64)
         for turn, segment in enumerate(segments):
-            shape = segment.shape.check()
+            layout = segment.layout.check()
             last = turn == len(segments) - 1
             order_seed = seed if not turn else _other_seed(seed, turn)
-            table = schedule_packs(self.units, left, shape, order_seed, epoch, at_least if last else 0)
+            table = schedule_packs(self.units, left, layout, order_seed, epoch, at_least if last else 0)
             if not 0 <= segment.steps <= len(table):
-                raise ConfigError(f"{segment}: there are {len(table):,} micro-steps under this shape")
+                raise ConfigError(f"{segment}: there are {len(table):,} micro-steps under this layout")
             if last:
                 self.table = table
             rest = table[segment.steps :].reshape(-1)
@@ -318,10 +323,11 @@ class PackSchedule:
         """The samples of each pack that a rank gets in a micro-step."""
         return [self.units.samples(unit).tolist() for unit in self.table[step, rank].tolist() if unit >= 0]
 
-    def kinds(self, step: int) -> int:
-        """The media that any rank has in a micro-step, one bit for each kind."""
+    def media_mask(self, step: int) -> MediaMask:
+        """The media that any rank has in a micro-step."""
         units = self.table[step].reshape(-1)
-        return int(np.bitwise_or.reduce(self.units.kinds[units[units != NOTHING]], initial=0))
+        masks = self.units.media_masks[units[units != NOTHING]]
+        return MediaMask(int(np.bitwise_or.reduce(masks, initial=0)))
 
     def costs(self, step: int) -> Floats:
         """What a micro-step costs each rank."""
@@ -340,7 +346,7 @@ class PackSchedule:
 
 
 def schedule_packs(
-    units: Units, ids: Integers, shape: BatchLayout, seed: int = 0, epoch: int = 0, at_least: int = 0
+    units: Units, ids: Integers, layout: BatchLayout, seed: int = 0, epoch: int = 0, at_least: int = 0
 ) -> Integers:
     """Deal units to the ranks of a shape.
 
@@ -352,11 +358,11 @@ def schedule_packs(
     Returns:
         [steps, world, batch]: each of ``ids``, or the parts it was split into, exactly once.
     """
-    world, batch, gradient_accumulation_steps = shape
+    world, batch, gradient_accumulation_steps = layout
     dataset_ids = None if units.dataset_ids is None else units.dataset_ids[ids]
-    kinds = units.kinds[ids]
+    masks = units.media_masks[ids]
     order = order_packs(
-        units.costs[ids], world * batch, kinds=kinds, dataset_ids=dataset_ids, seed=seed, epoch=epoch
+        units.costs[ids], world * batch, media_masks=masks, dataset_ids=dataset_ids, seed=seed, epoch=epoch
     )
     rows, rest = ids[order.steps], ids[order.rest]
     full = len(rows) // gradient_accumulation_steps * gradient_accumulation_steps
@@ -377,7 +383,7 @@ def _schedule_tail(units: Units, ids: Integers, steps: int, world: int, batch: i
     if not steps:
         return table
     pool = _split(units, ids.tolist(), steps * world)
-    pool.sort(key=lambda unit: (int(units.kinds[unit]), float(units.costs[unit]), unit))
+    pool.sort(key=lambda unit: (int(units.media_masks[unit]), float(units.costs[unit]), unit))
     begin = 0
     for step in range(steps):
         end = begin + (len(pool) - begin) // (steps - step)

@@ -548,7 +548,7 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     settings = {"max_bad_share": None, "ledger_dir": tmp_path, "mode": "pad"}
     loaders = [load(rows, rank, ranks, **settings) for rank in range(ranks)]
     order = [
-        [loader._now.dealt.samples(step, rank)[0][0] for step in range(6)]
+        [loader._now.schedule.samples(step, rank)[0][0] for step in range(6)]
         for rank, loader in enumerate(loaders)
     ]
     early, mended, late = order[-1][0], order[-1][4], order[-1][5]
@@ -606,7 +606,7 @@ def test_losses_before_a_restart_count(tmp_path):
     rows = Breaking(texts(60), set())
     settings = {"max_bad_share": 0.05, "ledger_dir": tmp_path, "mode": "pad"}
     loader = load(rows, **settings)
-    order = [loader._now.dealt.samples(step, 0)[0][0] for step in range(60)]
+    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(60)]
     rows.counted, rows.bad = True, {order[1], order[2], order[30], order[31]}
     delivered_rows(loader, 10)
     rows.counted = False
@@ -621,7 +621,7 @@ def test_losses_before_a_restart_count(tmp_path):
 def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(tmp_path, how):
     rows = Breaking(texts(30), set())
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
-    rows.counted, rows.bad = True, {loader._now.dealt.samples(0, 0)[0][0]}
+    rows.counted, rows.bad = True, {loader._now.schedule.samples(0, 0)[0][0]}
     beginning = loader.state_dict()
     delivered_rows(loader, 2)
     state, file = loader.state_dict(), tmp_path / "rank-00000.jsonl"

@@ -14,7 +14,7 @@ LENGTHS = [5, 3, 4, 20, 0, 7, 2]
 
 
 def same(one: PackPlan, other: PackPlan) -> bool:
-    names = ("offsets", "indices", "tokens", "dropped", "drop_codes", "costs", "kinds")
+    names = ("offsets", "indices", "tokens", "dropped", "drop_codes", "costs", "media_masks")
     pairs = [(getattr(one, name), getattr(other, name)) for name in names]
     return all((a is None and b is None) or np.array_equal(a, b) for a, b in pairs) and (
         one.capacity,

@@ -6,8 +6,8 @@ import torch
 
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, greedy_knapsack, greedy_knapsack_vt_balanced, plan_packs
-from packhorse.plan.assign import Shuffle, deal, gather, longest_first
 from packhorse.plan.best_fit import Fill, Histogram, best_fit, lower_bound
+from packhorse.plan.planning import Shuffle, assign_samples, gather, longest_first
 
 
 def mixed_lengths(n: int, seed: int = 0) -> np.ndarray:
@@ -144,9 +144,9 @@ def test_dealing_in_runs_and_by_a_sort_give_the_same_packs(monkeypatch):
     histogram = Histogram.of(lengths, 8192)
     fill = best_fit(histogram, 8192)
     order = longest_first(lengths, 8192)
-    monkeypatch.setattr("packhorse.plan.assign._MANY", 0)
-    monkeypatch.setattr("packhorse.plan.assign._LONG_RUN", 0)
-    by_runs, by_sort = deal(fill, order), gather(fill.pack_of(), fill.packs, order)
+    monkeypatch.setattr("packhorse.plan.planning._MANY", 0)
+    monkeypatch.setattr("packhorse.plan.planning._LONG_RUN", 0)
+    by_runs, by_sort = assign_samples(fill, order), gather(fill.pack_of(), fill.packs, order)
     assert np.array_equal(by_runs[0], by_sort[0])
     assert sorted(by_runs[1].tolist()) == list(range(len(lengths)))
     for positions in (by_runs[1], by_sort[1]):
@@ -226,7 +226,7 @@ def test_packs_in_another_order_are_the_same_packs_and_the_others_are_named():
     plan = plan_packs(lengths, 8).with_costs(np.arange(4.0), np.arange(4))
     turned = plan.in_order(np.arange(len(plan))[::-1])
     assert turned.bins() == plan.bins()[::-1]
-    assert (turned.costs.tolist(), turned.kinds.tolist()) == ([3.0, 2.0, 1.0, 0.0], [3, 2, 1, 0])
+    assert (turned.costs.tolist(), turned.media_masks.tolist()) == ([3.0, 2.0, 1.0, 0.0], [3, 2, 1, 0])
     assert (turned.bound, turned.dropped.tolist()) == (plan.bound, [6])
     two = plan.in_order([2, 0])
     assert two.bins() == [plan.bins()[2], plan.bins()[0]]

@@ -11,9 +11,8 @@ from urllib.parse import urlencode
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.loader.placeholder import kinds_in
 from packhorse.tools.view.book import Book
-from packhorse.types import MEDIA_KINDS
+from packhorse.types import MEDIA_KINDS, MediaMask
 
 Integers = npt.NDArray[np.int64]
 
@@ -107,7 +106,7 @@ class PackList:
     def line(self, number: int) -> PackLine:
         """A pack in one line."""
         rows = self.plan[number]
-        bits = int(self.plan.kinds[number]) if self.plan.kinds is not None else 0
+        mask = 0 if self.plan.media_masks is None else int(self.plan.media_masks[number])
         datasets = np.unique(self.book.datasets_of(rows)).tolist()
         marks = self.book.marks
         errors = {drop.reason for row in rows.tolist() if row in marks for drop in marks[row]}
@@ -117,7 +116,7 @@ class PackList:
             int(self.plan.tokens[number]) / self.plan.capacity,
             len(rows),
             float(self.costs[number]),
-            kinds_in(bits),
+            MediaMask(mask).kinds,
             tuple(self.book.names[place] for place in datasets),
             tuple(sorted(errors)),
         )
@@ -142,9 +141,10 @@ class PackList:
             tests.append((fill >= query.least) & (fill <= query.most))
         if query.dataset:
             tests.append(self._with_dataset(query.dataset))
-        if query.media and self.plan.kinds is not None:
-            bits = [1 << bit for bit, kind in enumerate(MEDIA_KINDS) if kind == query.media]
-            tests.append((self.plan.kinds & bits[0]) > 0 if bits else self.plan.kinds == 0)
+        masks = self.plan.media_masks
+        if query.media and masks is not None:
+            wanted = int(MediaMask.of(kind for kind in MEDIA_KINDS if kind == query.media))
+            tests.append(masks & wanted > 0 if wanted else masks == 0)
         if query.error:
             tests.append(self._with_error(query.error))
         return np.logical_and.reduce(tests) if tests else None

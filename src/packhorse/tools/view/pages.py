@@ -9,14 +9,14 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from packhorse.errors import DATA_ERRORS, is_data_error
+from packhorse.errors import data_errors
 from packhorse.tools.view import plots
 from packhorse.tools.view.book import Book, find_key, find_text
 from packhorse.tools.view.media_shelf import MediaShelf, why_not
 from packhorse.tools.view.pack_list import PAGE, PackList, PackQuery, number_in, page_in
 from packhorse.tools.view.plan_report import too_many_bad
 from packhorse.tools.view.row_encoder import Medium, RowEncoder, Shown
-from packhorse.types import Drop
+from packhorse.types import Drop, MediaMask
 
 Values = dict[str, Any]
 
@@ -169,9 +169,9 @@ class Pages:
     def _placeholders(self, pack: int, start: int, documents: int) -> list[Values]:
         """The blank media that a pack may get: of each kind that it lacks and another pack has."""
         plan = self.book.plan
-        if not self.book.report["reserve"] or plan.kinds is None:
+        if not self.book.report["reserve"] or plan.media_masks is None:
             return []
-        lacking = int(np.bitwise_or.reduce(plan.kinds)) & ~int(plan.kinds[pack])
+        lacking = MediaMask(int(np.bitwise_or.reduce(plan.media_masks)) & ~int(plan.media_masks[pack]))
         made = self.encoder.placeholders(lacking)
         return [
             {"number": number, "kind": kind, "shown": shown, "start": start, "media_item_of_run": {}}
@@ -205,15 +205,13 @@ class Pages:
     def _media_item(self, shown: Shown, media_item: Medium) -> Values:
         """A media item as the page shows it; a broken one by what is wrong with it."""
         made: Values = {"media_item": media_item, "frames": (), "error": ""}
-        try:
+        with data_errors() as outcome:
             if media_item.kind == "video":
                 made["frames"] = self.shelf.frames(shown.index, media_item.number)
             elif shown.error is not None:  # perhaps because of this one: others were decoded already
                 self.shelf.get(shown.index, media_item.number)
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            made["error"] = why_not(error)
+        if outcome.error is not None:
+            made["error"] = why_not(outcome.error.original)
         return made
 
     def _check_row(self, index: int) -> None:

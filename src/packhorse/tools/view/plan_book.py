@@ -144,7 +144,7 @@ def make_plan(
     planner = start.planner
     plan = planner.plan(request.epoch)
     planner.check_overlong(plan)
-    packs = Packs(plan, planner.facts)
+    packs = Packs(plan, planner.sample_info)
     return Planned(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 
 
@@ -176,7 +176,7 @@ class PlanBook:
     """What a plan file holds.
 
     Attributes:
-        plan: the plan, with costs and kinds of media.
+        plan: the plan, with costs and media masks.
         request: what it was made from.
         report: see :func:`packhorse.tools.view.plan_report.plan_report`.
         bad: of rows that could not be counted, by their position: the reason and what was found.
@@ -207,7 +207,7 @@ def book_of(planned: Planned, report: Mapping[str, Any]) -> PlanBook:
         for index in (~counts.ok).nonzero()[0].tolist()
     }
     details = {"over_limit": planned.planner.limit_detail}
-    plan = packs.plan.with_costs(packs.costs, packs.kinds)
+    plan = packs.plan.with_costs(packs.costs, packs.media_masks)
     longer = packs.plan.dropped_by_reason().get("too_long", ())
     too_long = {int(index): int(planned.planner.lengths[index]) for index in longer}
     return PlanBook(plan, planned.request, report, bad, details, too_long)

@@ -16,11 +16,18 @@ import numpy.typing as npt
 
 from packhorse.count.columns import Distribution
 from packhorse.formats.estimate import image_config, video_config
-from packhorse.plan.assign import random_numbers
 from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule, ResumeSegment, Units, schedule_packs
+from packhorse.plan.schedule import (
+    BatchLayout,
+    Packs,
+    PackSchedule,
+    ResumeSegment,
+    Units,
+    random_generator,
+    schedule_packs,
+)
 from packhorse.tools.view.plan_book import Planned, Request, make_plan
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import OnProgress, Progress
@@ -42,7 +49,7 @@ def padding(planned: Planned) -> dict[str, Any]:
     plan, config = planned.packs.plan, planned.request.config
     lengths = planned.planner.lengths[plan.indices]
     aligned = int((lengths + -lengths % config.alignment).sum())
-    shuffled = random_numbers(config.seed).permutation(lengths)
+    shuffled = random_generator(config.seed).permutation(lengths)
     tokens = int(lengths.sum())
     return {
         "batch_size": BATCH,
@@ -202,7 +209,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
     for size in sorted(sizes):
         planned = make_plan(replace(request, config=request.config.with_changes(pack_size=size)), opened)
         opened, plan, costs = planned.opened, planned.packs.plan, padding(planned)
-        dealt = PackSchedule(
+        schedule = PackSchedule(
             planned.packs, [ResumeSegment(8, 1, 1, 0)], seed=request.config.seed, epoch=request.epoch
         )
         found.append(
@@ -218,7 +225,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
                 "fill": plan.fill,
                 "padded_wasted": costs["packed"]["wasted"],
                 "documents_per_pack": _spread(np.diff(plan.offsets)),
-                "straggler_8": dealt.straggler_ratio(),
+                "straggler_8": schedule.straggler_ratio(),
             }
         )
     # Of the rows that fit into the largest packs.
@@ -247,17 +254,19 @@ def stragglers(packs: Packs, seed: int, epoch: int, more: Sequence[int] = ()) ->
     if not len(packs.plan):
         return []
     many = len(packs.plan) > _MANY_PACKS
-    shuffled = random_numbers(seed).permutation(len(packs.plan))
+    shuffled = random_generator(seed).permutation(len(packs.plan))
     found = []
     for ranks in sorted({*WORLD_SIZES, *more, *(() if many else _MORE_SIZES)}):
-        dealt = PackSchedule(packs, [ResumeSegment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
+        schedule = PackSchedule(packs, [ResumeSegment(ranks, 1, 1, 0)], seed=seed, epoch=epoch)
         ratio = _ratio_in_order(packs, shuffled, ranks)
-        found.append({"ranks": ranks, "ratio": dealt.straggler_ratio(), "random": ratio, "steps": len(dealt)})
+        found.append(
+            {"ranks": ranks, "ratio": schedule.straggler_ratio(), "random": ratio, "steps": len(schedule)}
+        )
     return found
 
 
 def _ratio_in_order(packs: Packs, order: npt.NDArray[np.int64], ranks: int) -> float:
-    """The straggler ratio of packs that are dealt in this order."""
+    """The straggler ratio of packs that are assigned in this order."""
     full = len(order) // ranks * ranks
     steps = packs.costs[order[:full]].reshape(-1, ranks)
     if full < len(order):

@@ -18,12 +18,12 @@ from typing import Any
 from packhorse.chat import IGNORE_INDEX, PRIVATE_USE, CannotAlign, label_tokens, template_errors
 from packhorse.collate.packer import Packer
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, is_data_error
+from packhorse.errors import BadSample, data_errors
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.ledger import Ledger
 from packhorse.loader.placeholder import Placeholders
-from packhorse.types import Conversation, Drop, MediaRef, Sample, TextPart, mask_secrets
+from packhorse.types import Conversation, Drop, MediaMask, MediaRef, Sample, TextPart, mask_secrets
 
 TEMPLATE = "template"
 """Who speaks where the chat template does."""
@@ -276,16 +276,15 @@ class RowEncoder:
     def show(self, index: int) -> Shown:
         """A row; where it cannot be read or encoded, as much of it as there is, and why."""
         with self._lock:
-            try:
+            with data_errors() as outcome:
                 conversation = self.conversation(index)
-            except DATA_ERRORS as error:
-                return Shown(index, error=_as_bad(error))
+            if outcome.error is not None:
+                return Shown(index, error=outcome.error)
             turns, media = told(conversation)
             self.samples.ledger = Ledger()  # of this row alone
-            try:
+            with data_errors() as outcome:
                 return self._shown(index, conversation, turns, media)
-            except DATA_ERRORS as error:
-                return Shown(index, turns, media, error=_as_bad(error))
+            return Shown(index, turns, media, error=outcome.error)
 
     def _shown(
         self, index: int, conversation: Conversation, turns: tuple[Turn, ...], media: tuple[Medium, ...]
@@ -314,16 +313,16 @@ class RowEncoder:
             tokens=tokens,
         )
 
-    def placeholders(self, kinds: int) -> list[tuple[str, Shown]]:
-        """The blank samples that the loader adds where media of these kinds (bits) are missing in a step.
+    def placeholders(self, media_mask: MediaMask) -> list[tuple[str, Shown]]:
+        """The blank samples that the loader adds where media of these kinds are missing in a step.
 
         Raises:
             ConfigError: the processor cannot encode such a thing.
         """
-        if not kinds:
+        if not media_mask:
             return []
         with self._lock:
-            samples = self._blanks.samples(kinds)
+            samples = self._blanks.samples(media_mask)
             return [(kind, self._blank(sample)) for kind, sample in samples if kind is not None]
 
     def _blank(self, sample: Sample) -> Shown:
@@ -380,12 +379,3 @@ def _name(ref: MediaRef) -> str:
     if isinstance(source, list | tuple) and source:
         return f"{len(source)} frames"
     return mask_secrets(source).rpartition("/")[2][-80:] if isinstance(source, str) else ref.kind
-
-
-def _as_bad(error: BaseException) -> BadSample:
-    """The fault of a row; what is none goes on."""
-    if isinstance(error, BadSample):
-        return error
-    if not is_data_error(error):
-        raise error
-    return BadSample(f"{type(error).__name__}: {error}")
