@@ -228,13 +228,13 @@ class Drop:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Drop:
-        """Read an entry of a ledger or step file; older files call the action ``dropped`` ``dropped``.
+        """Read an entry of a ledger or step file; the first files had ``left_out`` for ``dropped``.
 
         Raises:
             KeyError: a field is missing.
         """
         values = {name: entry[name] for name in cls.__dataclass_fields__}
-        if values["action"] == "dropped":
+        if values["action"] == "left_out":
             values["action"] = "dropped"
         return cls(**values)
 
@@ -467,7 +467,7 @@ class BatchInfo:
         step: the micro-step of the epoch's current segment, from 0.
         samples: indices of the samples in the batch, into ``loader.dataset``.
         lost: indices of the samples that failed; each has an entry in the ledger.
-        in_a_row: for each planned sample, in order, whether it is in the batch.
+        delivered: for each planned sample, in order, whether it is in the batch.
         tokens: tokens of the samples; padding and placeholders are not counted.
         slots: all tokens of the batch.
         supervised: tokens with a label, after the shift.
@@ -484,7 +484,7 @@ class BatchInfo:
     step: int
     samples: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    consecutive_bad: tuple[bool, ...] = ()
+    delivered: tuple[bool, ...] = ()
     tokens: int = 0
     slots: int = 0
     supervised: int = 0

@@ -83,7 +83,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_bad: what becomes of a pack with no usable sample: ``"replace"`` it by another pack, ``"skip"``
             it (``None``, which :meth:`robust_collate` takes out) or ``"raise"`` (which raises for a single
             bad sample too). Without it, as the inner dataset does.
-        max_in_a_row: as for :class:`packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and ``ledger``.
+        max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and
+            ``ledger``.
 
     Attributes:
         has_mrope: whether positions are three rows.
@@ -104,14 +105,19 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_overflow: OnOverflow | None = None,
         exact: bool = False,
         on_bad: OnBad | None = None,
-        max_in_a_row: int = 100,
+        max_consecutive_bad: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad is None:
             on_bad = inner_dataset.on_bad if isinstance(inner_dataset, ReplacingDataset) else "replace"
         super().__init__(
-            inner_dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
+            inner_dataset,
+            max_retries,
+            on_bad=on_bad,
+            max_consecutive_bad=max_consecutive_bad,
+            seed=seed,
+            ledger=ledger,
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
             raise ConfigError(

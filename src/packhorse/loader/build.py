@@ -158,7 +158,7 @@ class BatchBuilder(Dataset[Built]):
             item.step,
             samples=samples,
             lost=tuple(index for index in item.samples if index not in inside),
-            consecutive_bad=tuple(index in inside for index in item.samples),
+            delivered=tuple(index in inside for index in item.samples),
             tokens=sum(map(self.length, used)),
             slots=labels.numel(),
             supervised=int((labels != IGNORE_INDEX).sum()),

@@ -80,7 +80,7 @@ class BadSampleBudget:
         """
         lost, row = self.counted
         lost += len(report.lost)
-        for inside in report.consecutive_bad:
+        for inside in report.delivered:
             row = 0 if inside else row + 1
             if self.consecutive_bad is not None and row > self.consecutive_bad:
                 raise TooManyBad(self._told(f"{row} samples in a row failed", "max_consecutive_bad"))
