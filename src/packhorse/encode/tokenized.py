@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, token_keys
+from packhorse.chat import IGNORE_INDEX, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import has_image, inject_fake_image
 from packhorse.ledger import Ledger
-from packhorse.types import MEDIA_KINDS, Action, Conversation, Drop, Reason, Rows, Sample
+from packhorse.types import Action, Conversation, Drop, Reason, Rows, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -26,37 +26,6 @@ if TYPE_CHECKING:
 
 Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
 T = TypeVar("T")
-
-
-def encode_conversation(encoder: Encoder, conversation: Conversation, fake: bool) -> Encoded:
-    """Encode a conversation; if its first image is the fake one, its tokens get ``attention_mask`` 0.
-
-    Raises:
-        BadSample: it cannot be encoded.
-    """
-    encoded = encoder.encode(conversation)
-    if fake:
-        ids = encoded.tokens["input_ids"].tolist()
-        first, after = encoder.fake_image_span(ids, conversation, encoded.sizes)
-        encoded.tokens["attention_mask"][first:after] = 0
-    return encoded
-
-
-def label_sample(encoder: Encoder, encoded: Encoded, key: str) -> Sample:
-    """Return the encoded sample with its labels.
-
-    Raises:
-        BadSample: its answers cannot be located in its tokens with certainty.
-    """
-    try:
-        labels = encoder.labels(encoded)
-    except CannotAlign as error:
-        raise BadSample(str(error), key=key, stage="encode") from error
-    kinds = Counter(kind for kind, _ in encoded.sizes)
-    sample = Sample(
-        tokens={}, media=encoded.media, num_items={kind: kinds[kind] for kind in MEDIA_KINDS}, key=key
-    )
-    return sample.with_per_token({"labels": labels, **encoded.tokens})
 
 
 class PreTokenizedDatasetWrapper(ReplacingDataset):
@@ -129,13 +98,13 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = self.read(idx)
+        key, example = self.read(idx)
         if example is None:
             raise ConfigError(
                 f"the dataset returns None for sample {idx}: pass the dataset itself, not a "
                 "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad"
             )
-        return self.encode(example, self.key(idx))
+        return self.encode(example, key)
 
     def encode(self, example: Mapping[str, Any], key: str) -> Sample:
         """Encode an example, which need not be in the dataset; ``key`` names it in errors.
@@ -176,10 +145,10 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def _encode_labelled(self, conversation: Conversation, fake: bool) -> Sample:
         # The fake image is hidden before the hook, which may move tokens and their mask.
-        encoded = encode_conversation(self.encoder, conversation, fake)
+        encoded = self.encoder.encode(conversation, fake_image=fake)
         if self.post_tokenize_hook is not None:
             encoded = self._run_hook(encoded, conversation)
-        return label_sample(self.encoder, encoded, conversation.key)
+        return self.encoder.label_sample(encoded, conversation.key)
 
     def _run_hook(self, encoded: Encoded, conversation: Conversation) -> Encoded:
         assert self.post_tokenize_hook is not None

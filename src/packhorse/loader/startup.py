@@ -44,8 +44,8 @@ from packhorse.families.models import (
     resolve_model,
     text_config,
 )
-from packhorse.families.positions import RopeIndex, rope_index
 from packhorse.families.processors import as_whole_processor
+from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.shift_labels import check_shift_labels
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset

@@ -280,7 +280,7 @@ def _examples_at(dataset: Rows, rows: Integers) -> Iterator[tuple[int, Any]]:
         read = source.file.read(source.selection.row(number) for number in inside)
         for position, number, row in zip(positions.tolist(), inside, read, strict=True):
             try:
-                example = source.convert(row, number, dataset.ledger)
+                example = source.convert(row, source.key(number), dataset.ledger)
             except BadSample:
                 example = None
             yield position, example
