@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from packhorse.chat import is_tokenizer
+from packhorse.collate.packed import ATTENTION
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
@@ -324,7 +325,6 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
             packed batches do not have.
     """
     model, family = opened.model, family_of(opened.processor)
-    as_dtype(config.pixel_dtype)
     if config.mode == "pad":
         return
     pad_token_id(opened.processor)
@@ -344,21 +344,17 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
             f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
             f"alignment={config.alignment}: the last document could not be divided. Make it one"
         )
+    if attn_backend(config, model) not in ATTENTION:
+        raise ConfigError(
+            f"packs cannot be collated for attn_implementation={model.attn_implementation!r} of "
+            f"{model.name}: load the model with one of {', '.join(ATTENTION)}"
+        )
     check_router_loss(model.config)
 
 
-def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A torch dtype by its name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch type, as 'bfloat16'")
-    return found
+def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
+    """Return the attention backend that packs are collated for."""
+    return config.attn_implementation or model.attn_implementation
 
 
 # The rows.
