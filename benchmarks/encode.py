@@ -37,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import packhorse.families.encoder as families_encoder
-from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer
+from packhorse.chat import RepeatedTokenTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
 from promises import fact, parse, promise, recorded
 from words import Text, qwen2_vl
@@ -134,7 +134,7 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
         (type(processor), "apply_chat_template", "chat template"),
         (type(processor.tokenizer), "__call__", "tokenizer"),
         (RepeatedTokenTokenizer, "__call__", OURS),  # the processor calls it, but it is not the processor's
-        (families_encoder, "load_media", "image decoder"),
+        (families_encoder, "load_image", "image decoder"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for (owner, name, original), (_, _, label) in zip(originals, patched, strict=True):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from packhorse.formats.estimate import LengthColumns, columns_of, estimate_lengths, outline
-from packhorse.media.resize import resize_image, resize_video
+from packhorse.media.images import resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 from promises import fact, parse, promise, recorded
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from packhorse.collate_fns import neat_packed_vlm_collater
+from packhorse.collate.packed import collate_packs
+from packhorse.collate.packer import Packer, to_sample
 from packhorse.families.qwen_vl import Qwen2VL
-from packhorse.neat_packing_vlm import _build_packed_vlm_sample
 from promises import fact, parse, promise, recorded
 
 Sample = dict[str, Any]
@@ -127,8 +127,9 @@ def plain(samples: list[Sample], length: int, dense: bool) -> Sample:
 
 def ours(samples: list[Sample], length: int, attention: str) -> Sample:
     """Build and collate one pack."""
-    pack = _build_packed_vlm_sample(samples, length, 0, True, family=Qwen2VL(), keep_parts=True)
-    return neat_packed_vlm_collater([pack], 0, length, attention, pixel_dtype=torch.bfloat16)
+    family = Qwen2VL()
+    pack = Packer(length, family=family).join([to_sample(sample, family) for sample in samples])
+    return collate_packs([pack], family, 0, length, attention, pixel_dtype=torch.bfloat16)
 
 
 def same_batch(samples: list[Sample], length: int) -> None:

@@ -49,7 +49,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "labels are not shifted",
-        "chat/labels.py",
+        "chat.py",
         'batch[key][..., 1:] if key == "labels" else',
         'batch[key][..., :-1] if key == "labels" else',
         ("tests/unit/test_chat.py",),
@@ -57,14 +57,14 @@ MUTANTS = (
     ),
     Mutant(
         "the token before an answer is supervised too",
-        "chat/labels.py",
+        "chat.py",
         "bisect.bisect_right(tokens.ends, span[0])",
         "bisect.bisect_left(tokens.ends, span[0])",
         ("tests/unit/test_chat.py", "tests/contract/test_tokenized.py"),
     ),
     Mutant(
         "an image has one token more",
-        "chat/repeated_tokens.py",
+        "chat.py",
         "times[place] = number",
         "times[place] = number + 1",
         ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     Mutant(
         "image sizes are cut, not rounded",
-        "media/resize.py",
+        "media/images.py",
         "rows, columns = round(height / factor), round(width / factor)\n    area = rows",
         "rows, columns = int(height / factor), int(width / factor)\n    area = rows",
         ("tests/property/test_resize.py",),
@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "lost samples do not count",
         "loader/epoch_stats.py",
-        "        lost += len(report.lost)\n",
+        "        lost += len(info.lost)\n",
         "        lost += 0\n",
         ("tests/unit/loader/test_loader.py",),
     ),
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "a path may leave the media folder",
-        "media/confine.py",
+        "media/source.py",
         "        if not inside:",
         "        if not inside and isinstance(root, Address):",
         ("tests/unit/media/test_media_confine.py",),
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "entries recorded after a state are not rolled back",
         "loader/loader.py",
-        "roll_back(self.ledger, self.world, progress.epoch, self._unused)",
-        "roll_back(self.ledger, self.world, progress.epoch, set)",
+        "roll_back(self.ledger, self.world, state.epoch, self._remaining_keys)",
+        "roll_back(self.ledger, self.world, state.epoch, set)",
         ("tests/unit/loader/test_resumed_ledger.py",),
     ),
     Mutant(

@@ -102,7 +102,7 @@ class Traced:
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._keys += [self.key(index) for index in self.last.samples]
+            self._keys += batch.info.keys
             yield batch
 
     def trained(self, step: int, loss: float) -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -333,14 +334,14 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversation:
     """One sample: its turns, and its key in logs and in the ledger."""
 
     messages: tuple[Message, ...]
     key: str = ""
 
-    @property
+    @cached_property
     def media(self) -> tuple[MediaRef, ...]:
         """All media, in the order of the text."""
         return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))

@@ -11,8 +11,7 @@ from contract.chat_templates import TRIMS_TEXT
 from contract.encoding import make
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, turns
-from packhorse.chat import IGNORE_INDEX
-from packhorse.chat.labels import TOKEN_KEYS
+from packhorse.chat import IGNORE_INDEX, TOKEN_KEYS
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES as DECLARED
 from packhorse.families import Encoder, family_of

@@ -42,7 +42,7 @@ def test_packed_training_with_a_router_loss_is_rejected_by_name(experts: Any, tm
 
     for attention in ("sdpa", "varlen"):
         with pytest.raises(ConfigError, match=NAMED):
-            load(experts, attention=attention)
+            load(experts, attn_implementation=attention)
     with pytest.raises(ConfigError, match=NAMED):
         prepare(experts)
     loader = load(experts, mode="pad", batch_size=2)

@@ -126,10 +126,11 @@ class ReplacingDataset(Dataset[Any]):
         key = getattr(self.dataset, "key", None)
         return str(key(idx)) if callable(key) else str(idx)
 
-    def read(self, idx: int) -> Any:
-        """Return the sample of the wrapped dataset; remarks on the row are recorded under its key."""
-        with reading_row(self.ledger, self.key(idx)):
-            return self.dataset[idx]
+    def read(self, idx: int) -> tuple[str, Any]:
+        """Return key and sample of the wrapped dataset; remarks on the row are recorded under its key."""
+        key = self.key(idx)
+        with reading_row(self.ledger, key):
+            return key, self.dataset[idx]
 
     def robust_collate(self, collate_fn: Collate) -> Collate:
         """Wrap ``collate_fn``, see :func:`make_robust_collate`."""
@@ -215,7 +216,7 @@ class RobustDatasetWrapper(ReplacingDataset):
 
     def load(self, idx: int) -> Any:
         """Return the sample of the wrapped dataset, with its media loaded if ``preload_media`` is set."""
-        sample = self.read(idx)
+        _, sample = self.read(idx)
         if not self.preload_media:
             return sample
         return inject_fake_image(preload_media(sample, sampling=self._sampling(sample)))

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, token_keys
-from packhorse.encode.preparation import fake_tokens, run_hook, with_audio_placed
+from packhorse.chat import IGNORE_INDEX, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import has_image, inject_fake_image
 from packhorse.ledger import Ledger
-from packhorse.types import MEDIA_KINDS, Action, Conversation, Drop, Reason, Rows, Sample
+from packhorse.types import Action, Conversation, Drop, Reason, Rows, Sample
 
 if TYPE_CHECKING:
     import torch
 
 
 Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
+T = TypeVar("T")
 
 
 class PreTokenizedDatasetWrapper(ReplacingDataset):
@@ -98,13 +98,13 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = self.read(idx)
+        key, example = self.read(idx)
         if example is None:
             raise ConfigError(
                 f"the dataset returns None for sample {idx}: pass the dataset itself, not a "
                 "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad"
             )
-        return self.encode(example, self.key(idx))
+        return self.encode(example, key)
 
     def encode(self, example: Mapping[str, Any], key: str) -> Sample:
         """Encode an example, which need not be in the dataset; ``key`` names it in errors.
@@ -112,7 +112,8 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = with_audio_placed(example, self.encoder, key)
+        if example.get("audio") is not None:
+            example = self.encoder.place_audio(example, key)
         # Before a fake image hides that the sample is empty.
         conversation = parse_conversation(example, key)
         self.family.check(conversation)
@@ -143,21 +144,11 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return self._with_fake_image(shorter, parse_conversation(shorter, key))
 
     def _encode_labelled(self, conversation: Conversation, fake: bool) -> Sample:
-        encoded = self.encoder.encode(conversation)
-        if fake:  # before the hook, which may move tokens and their mask
-            ids = encoded.tokens["input_ids"].tolist()
-            first, end = fake_tokens(self.encoder, ids, conversation, encoded.sizes)
-            encoded.tokens["attention_mask"][first:end] = 0
+        # The fake image is hidden before the hook, which may move tokens and their mask.
+        encoded = self.encoder.encode(conversation, fake_image=fake)
         if self.post_tokenize_hook is not None:
             encoded = self._run_hook(encoded, conversation)
-        try:
-            labels = self.encoder.labels(encoded)
-        except CannotAlign as error:
-            raise BadSample(str(error), key=conversation.key, stage="encode") from error
-        kinds = Counter(kind for kind, _ in encoded.sizes)
-        num_items = {kind: kinds[kind] for kind in MEDIA_KINDS}
-        sample = Sample(tokens={}, media=encoded.media, num_items=num_items, key=conversation.key)
-        return sample.with_per_token({"labels": labels, **encoded.tokens})
+        return self.encoder.label_sample(encoded, conversation.key)
 
     def _run_hook(self, encoded: Encoded, conversation: Conversation) -> Encoded:
         assert self.post_tokenize_hook is not None
@@ -223,3 +214,28 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
         dataset = key.rpartition("/")[0]
         self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
+
+
+def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Any) -> T:
+    """What a user's hook makes of a processor's tensors.
+
+    Raises:
+        BadSample: the hook refuses the sample.
+        ConfigError: it failed, or gives no ``input_ids`` back. A sample's fault cannot be told from a slip of
+            the hook's author, which no other sample would mend.
+    """
+    try:
+        made = hook(result, processor)
+    except BadSample:
+        raise
+    except DATA_ERRORS as error:
+        raise ConfigError(
+            f"the post-tokenize hook failed: {type(error).__name__}: {error} (it may raise "
+            "packhorse.errors.BadSample to refuse a sample)"
+        ) from error
+    if not isinstance(made, Mapping) or "input_ids" not in made:
+        raise ConfigError(
+            f"the post-tokenize hook gave back a {type(made).__name__} without input_ids: expected the "
+            "tensors that it was given, changed as it likes"
+        )
+    return made

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from logging import getLogger
 from pathlib import PurePath
 from typing import Any
 
@@ -14,6 +15,8 @@ from packhorse.formats.sharegpt import ShareGptFormat
 from packhorse.media.source import is_address
 from packhorse.rows.fetch import local_file
 from packhorse.rows.row_files import RowFile, open_rows
+
+logger = getLogger("packhorse.datasets")
 
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
@@ -115,7 +118,7 @@ def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:
         rules = ShareGptFormat.of(
             entry.get("columns"),
             entry.get("tags"),
-            _beside(folder, entry.get("media_dir")),
+            _media_dir(folder, entry.get("media_dir")),
             strict=bool(entry.get("strict")),
             confine=bool(entry.get("confine")),
         )
@@ -140,12 +143,20 @@ def _join(folder: str, path: str) -> str:
     return str(PurePath(folder, path))  # without the "." of `"media_dir": "."`; a ".." stays, for links
 
 
-def _beside(folder: str, media_dir: str | None) -> str | None:
-    """A relative media folder is looked for beside the meta file first, then from the working directory."""
+def _media_dir(folder: str, media_dir: str | None) -> str | None:
+    """Resolve a relative media folder: next to the meta file, else in the working directory."""
     if media_dir is None or is_address(media_dir):
         return media_dir
-    beside = _join(folder, media_dir)
-    return beside if is_address(beside) or os.path.isdir(beside) else media_dir
+    path = _join(folder, media_dir)
+    if path == media_dir or is_address(path) or os.path.isdir(path) or not os.path.isdir(media_dir):
+        return path
+    logger.warning(
+        "media_dir %s is not next to the meta file; using the one in the working directory, %s. Write its "
+        "absolute path, or its path relative to the meta file",
+        media_dir,
+        os.getcwd(),
+    )
+    return media_dir
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

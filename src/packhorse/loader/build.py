@@ -23,16 +23,15 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, ordered
-from packhorse.collate.pixel_buffer import BufferPool, PixelBuffer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
-from packhorse.loader.startup import ModelInfo, as_dtype
+from packhorse.loader.startup import ModelInfo, attn_backend
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
-from packhorse.utils.pool import set_note
+from packhorse.utils import pool
 
 logger = getLogger("packhorse.loader")
 
@@ -85,15 +84,10 @@ NO_SAMPLE = -1
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-BatchReport = BatchInfo
-"""What ``loader.last`` holds: the ``info`` of the batch delivered last."""
-
-
 class Built(NamedTuple):
-    """A batch, what it is made of (its ``info``), and the ledger entries of building it."""
+    """A batch and the ledger entries of building it."""
 
     batch: Batch
-    report: BatchReport
     drops: tuple[Drop, ...] = ()
 
 
@@ -135,7 +129,7 @@ class BatchBuilder(Dataset[Built]):
         )
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
-        return Built(Batch(loss_inputs(finished), info), info)
+        return Built(Batch(loss_inputs(finished), info))
 
     def _describe(
         self,
@@ -213,7 +207,7 @@ class BatchBuilder(Dataset[Built]):
         return MediaMask.of(kind for sample in samples for kind in MEDIA_KINDS if sample.num_items[kind])
 
     def _loaded(self, index: int) -> Sample | None:
-        set_note(index)  # for the message if the sample kills its worker
+        pool.note.value = index  # for the message if the sample kills its worker
         try:
             with time_limit(self.sample_timeout):
                 return self.sample(index)
@@ -223,7 +217,7 @@ class BatchBuilder(Dataset[Built]):
                 raise BadSample(str(error), reason="broken_media", stage="media", key=key) from None
             return None
         finally:
-            set_note(NO_SAMPLE)
+            pool.note.value = NO_SAMPLE
 
     def _collated(
         self, rows: list[list[Sample]], packs: Sequence[list[tuple[int, Sample]]], item: WorkItem
@@ -275,19 +269,10 @@ class PackBuilder(BatchBuilder):
     ) -> None:
         super().__init__(samples, finish, sample_timeout)
         self.packer, self.collater = packer, dict(collater)
-        self._pool = BufferPool()
-        self._pixels: PixelBuffer | None = None
-
-    def begin(self, item: WorkItem) -> None:
-        """As above, with room for the pixels of one batch."""
-        super().begin(item)
-        tokens = len(item.packs) * self.packer.pack_size
-        self._pixels = PixelBuffer(tokens, self.collater.get("pixel_dtype"), self._pool)
 
     def prepare(self, sample: Sample) -> Sample:
-        """The sample shifted and with its positions, its pixels where the batch has them."""
-        prepared = self.packer.prepare(sample)
-        return prepared if self._pixels is None else self._pixels.settle(prepared)
+        """Shift the sample by one token and compute its positions."""
+        return self.packer.prepare(sample)
 
     def into_rows(self, samples: list[tuple[int, Sample]]) -> list[list[tuple[int, Sample]]]:
         """With exact counts all fit into one row; a sample that turns out too long for it begins another."""
@@ -318,7 +303,6 @@ class PackBuilder(BatchBuilder):
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A packed batch."""
-        self._pixels = None  # every sample is there; the room lives on in the batch alone
         return collate_packs(list(map(self.packer.join, rows)), self.packer.family, **self.collater)
 
 
@@ -385,7 +369,7 @@ def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mode
     collater: dict[str, Any] = {
         "padding_idx": pad_token_id(samples.processor),
         "max_length": config.pack_size if config.pad_to_size else None,
-        "attn_implementation": config.attn_implementation or model.attn_implementation,
+        "attn_implementation": attn_backend(config, model),
         "pixel_dtype": dtype,
         "config": model.config,
         "media_layout": for_pipeline,

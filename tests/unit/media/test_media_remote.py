@@ -316,7 +316,7 @@ def test_odd_addresses_are_in_the_ledger_with_their_rows_and_the_others_are_deli
     hub, gone = "hf://datasets/someone/photos/a.png", f"{server.url}/404/a.png"
     images = ["reference://x", hub, f"{server.url}/403/a.png", gone, "good.png", f"{server.url}/good/a.png"]
     loader = load(write_data(tmp_path, images), qwen)
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [4, 5]
     found = {drop.key: (drop.reason, drop.detail) for drop in loader.ledger}
     assert {key: reason for key, (reason, _) in found.items()} == {

@@ -1,34 +1,366 @@
-"""Labels: which characters of a rendered conversation are supervised, and which tokens they become.
+"""Chat templates, tokenizers and labels: how a conversation is rendered, and which tokens are supervised.
 
-Answers are found by ``{% generation %}`` marks where the template has them; else the conversation is rendered
-once more with substitutes for the answers, and what surrounds the substitutes is the frame that the template
-and the other speakers wrote. So it does not matter what anybody types.
-
-Every span of characters is carried over to token positions by the special tokens around it, and then compared
-token by token with the ids it lands on. What does not agree raises and is never guessed.
+:class:`ChatProcessor` renders with the processor's own chat template. :func:`answer_spans` locates the
+answers in the rendered text: by ``{% generation %}`` marks if the template has them, else by a second
+rendering with sentinels for the answers. So whatever a user types, a literal ``<|im_start|>assistant``
+included, never becomes a label. :func:`supervised_tokens` maps these characters to token positions by the
+special tokens around them and compares the ids; what does not agree raises :class:`CannotAlign`.
 """
 
 from __future__ import annotations
 
 import bisect
+import copy
 import re
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise, takewhile
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise, repeat, takewhile
 from typing import Any
 
-from packhorse.chat.repeated_tokens import Tokenised, tokenised
-from packhorse.chat.template import (
-    PRIVATE_USE,
-    CannotAlign,
-    ChatProcessor,
-    Render,
-    TurnMarkers,
-    Turns,
-    template_errors,
-    token_ids,
-)
-from packhorse.errors import ConfigError
+from packhorse.errors import ConfigError, PackhorseError
+
+Turns = Sequence[Mapping[str, Any]]
+Render = Callable[[Turns], str]
+
+PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters that stand in for texts: no template writes them, and hardly anybody types them."""
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_CHATML_OPENING = "<|im_start|>assistant\n"
+
+
+class CannotAlign(PackhorseError):
+    """The assistant turns of this conversation could not be found in its token ids with certainty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarkers:
+    """How a template writes an assistant turn.
+
+    Attributes:
+        assistant: the tokens that open it, after the end of the turn before.
+        stop: the special token that closes it, or None where the template writes none.
+        assistant_text: the opening as text; empty where the tokenizer cannot tell it.
+        stop_text: the stop token as text; empty where there is none.
+    """
+
+    assistant: tuple[int, ...]
+    stop: int | None
+    assistant_text: str = ""
+    stop_text: str = ""
+
+
+class ChatProcessor:
+    """A processor with its tokenizer and chat template; what they say is looked up once.
+
+    Args:
+        processor: of any kind, or a tokenizer. Changes made to it after the first use are not noticed.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """See :func:`tokenizer_of`."""
+        return tokenizer_of(self.processor)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """See :func:`chat_template`."""
+        return chat_template(self.processor)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """See :func:`special_tokens`."""
+        return special_tokens(self.tokenizer)
+
+    @cached_property
+    def turn_markers(self) -> TurnMarkers:
+        r"""How the template opens and closes an assistant turn.
+
+        ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what surrounds an
+        answer in a rendered example. A blank at the end of the opening belongs to the answer's first token
+        and is not part of it.
+
+        Raises:
+            CannotAlign: the template does not write a user turn and an answer one after the other.
+        """
+        return _derive_markers(self)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a list of parts, and not the list."""
+        turn = {"role": "user", "content": [{"type": "text", "text": chr(PRIVATE_USE[0])}]}
+        try:
+            text = self.apply_chat_template([turn])
+        except template_errors(TypeError, ValueError):
+            return False
+        return chr(PRIVATE_USE[0]) in text and not any(quoted in text for quoted in ("'text'", '"text"'))
+
+    def apply_chat_template(self, turns: Turns) -> str:
+        """Render turns as one text with the processor's own method."""
+        text = self.processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
+        # Some processors take one conversation for a batch of one.
+        return str(text[0] if isinstance(text, list) else text)
+
+    def render(self, turns: Turns) -> str:
+        """Render turns as one text, media placeholders not expanded."""
+        return self.apply_chat_template(turns)
+
+
+def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What a chat template raises when it refuses a conversation, for an ``except`` clause."""
+    jinja2 = sys.modules.get("jinja2")  # whoever renders with it has imported it
+    return others if jinja2 is None else (*others, jinja2.TemplateError)
+
+
+def is_transformers(processor: Any) -> bool:
+    """Whether a processor is one that transformers ships (or a subclass), and so takes grouped options.
+
+    One that comes with a model's repository only shares the base class; what its call takes is its own.
+    """
+    return any(kind.__module__.startswith("transformers.models.") for kind in type(processor).__mro__)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The processor's tokenizer, or the processor itself where it is one."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    return processor if tokenizer is None else tokenizer
+
+
+def is_tokenizer(processor: Any) -> bool:
+    """Whether a tokenizer was given in place of a processor."""
+    known = any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(processor).__mro__)
+    return known or (tokenizer_of(processor) is processor and hasattr(processor, "convert_tokens_to_ids"))
+
+
+def chat_template(processor: Any) -> str | None:
+    """The template as text, the processor's before the tokenizer's; None where there is not exactly one."""
+    template = getattr(processor, "chat_template", None)
+    if template is None:
+        template = getattr(tokenizer_of(processor), "chat_template", None)
+    return template if isinstance(template, str) else None
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Text -> id of the tokens that a tokenizer never splits: special and added ones."""
+    found = dict(getattr(tokenizer, "get_added_vocab", dict)())
+    for token in getattr(tokenizer, "all_special_tokens", ()):
+        found.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
+    return {token: number for token, number in found.items() if token}
+
+
+def _derive_markers(chat: ChatProcessor) -> TurnMarkers:
+    tokenizer, template, special = chat.tokenizer, chat.chat_template, chat.special_tokens
+    if template is not None and all(token in template and token in special for token in _CHATML):
+        opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
+        return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
+    between, after = _around_an_answer(chat)
+    between = between.rstrip(" ")
+    ends = token_ids(tokenizer(after, add_special_tokens=False))
+    opening = token_ids(tokenizer(between, add_special_tokens=False))
+    names = {number: token for token, number in special.items()}
+    stop = next((token for token in ends if token in names), None)
+    # A user's turn ends as an answer does; what is left of the text between them opens the answer.
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(opening, ends, strict=False))))
+    if stop not in opening[:same]:
+        same = 0
+    text = "" if same else between
+    if same < len(opening) and getattr(tokenizer, "is_fast", False):
+        made = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
+        text = between[made["offset_mapping"][same][0] :]
+    return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
+
+
+def _around_an_answer(chat: ChatProcessor) -> tuple[str, str]:
+    """What a rendered example has between a question and its answer, and after the answer."""
+    if not hasattr(chat.processor, "apply_chat_template"):
+        raise CannotAlign(f"{type(chat.processor).__name__} has no chat template")
+    question, answer = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
+    texts = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+    # Texts first: a template that wants texts would print a list of parts as Python does.
+    for example in (texts, parts):
+        try:
+            text = chat.apply_chat_template(example)
+        except template_errors(TypeError, ValueError):
+            continue
+        if text.count(question) == 1 == text.count(answer):
+            between, _, after = text.partition(question)[2].partition(answer)
+            return between, after
+    raise CannotAlign("the template does not write a question and its answer as they are")
+
+
+def token_ids(made: Any) -> list[int]:
+    """The ids that a tokenizer returned for one text, whatever it wraps them in."""
+    ids = made["input_ids"] if isinstance(made, Mapping) or hasattr(made, "keys") else made
+    return list(ids[0]) if len(ids) and isinstance(ids[0], list | tuple) else list(ids)
+
+
+# --- repeated tokens --------------------------------------------------------------------------------------
+
+
+# What a single text, which is neither padded nor cut, can be asked for with.
+_PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
+_UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
+_NO_PADDING = (False, True, "longest", "do_not_pad")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A text's tokens and where in the text each begins and ends.
+
+    Attributes:
+        text: that was tokenised.
+        special: whether the tokenizer was to put its own tokens around it.
+        ids: its tokens.
+        starts: of each token in the text.
+        ends: of each token in the text.
+    """
+
+    text: str
+    special: bool
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+def tokenised(tokenizer: Any, text: str, special: bool) -> Tokenised:
+    """The tokens of a text, by a fast tokenizer."""
+    made = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    return _with_offsets(made, text, special)
+
+
+def _with_offsets(made: Any, text: str, special: bool) -> Tokenised:
+    offsets = made["offset_mapping"]
+    starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
+    # What the tokenizer puts after a text is said to stand at its beginning: places would not be in order.
+    place = len(ends)
+    while place and not ends[place - 1]:
+        place -= 1
+    if place:
+        starts[place:] = ends[place:] = [len(text)] * (len(ends) - place)
+    return Tokenised(text, special, list(made["input_ids"]), starts, ends)
+
+
+class RepeatedTokenTokenizer:
+    """Stands in for a processor's tokenizer during one call, and gives the same ids.
+
+    What it does not understand (several texts, truncation, padding to a length) goes to the tokenizer itself.
+
+    Args:
+        tokenizer: a fast one.
+        tokens: text and id of the tokens whose runs are shortened; see :func:`repeated_media_tokens`.
+
+    Attributes:
+        read: what was tokenised, runs written once; None while nothing was, or the tokenizer itself did it.
+    """
+
+    def __init__(self, tokenizer: Any, tokens: Mapping[str, int]) -> None:
+        self._original, self._shortened = tokenizer, tokens
+        longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
+        self.read: Tokenised | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_original" or name.startswith("__"):  # a copy asks for them before it has anything
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __call__(self, text: Any = None, *others: Any, **options: Any) -> Any:
+        """As the tokenizer's own call."""
+        self.read = None
+        one = text[0] if isinstance(text, list) and len(text) == 1 else None
+        understood = (
+            not others
+            and options.keys() <= _UNDERSTOOD
+            and options.get("padding", False) in _NO_PADDING
+            and options.get("return_tensors") in (None, "pt")
+            and not options.get("is_split_into_words")
+        )
+        made = self._made(one, options) if isinstance(one, str) and understood else None
+        return self._original(text, *others, **options) if made is None else made
+
+    def _made(self, text: str, options: Mapping[str, Any]) -> Any:
+        """The tokenizer's answer for one text; None where the runs are not found again among the tokens."""
+        found: list[tuple[int, int]] = []
+
+        def once(run: re.Match[str]) -> str:
+            token = run[1]
+            found.append((self._shortened[token], len(run[0]) // len(token)))
+            return token
+
+        short = self._pattern.sub(once, text)
+        passed_on = {name: value for name, value in options.items() if name in _PASSED_ON}
+        answer = self._original(short, **passed_on, return_offsets_mapping=True)
+        read = _with_offsets(answer, short, bool(options.get("add_special_tokens", True)))
+        ours = frozenset(self._shortened.values())
+        places = [place for place, token in enumerate(read.ids) if token in ours]
+        if [read.ids[place] for place in places] != [token for token, _ in found]:
+            return None
+        self.read = read
+        times = [1] * len(read.ids)
+        for place, (_, number) in zip(places, found, strict=True):
+            times[place] = number
+        rows = {
+            key: [list(chain.from_iterable(map(repeat, row, times)))]
+            for key, row in answer.items()
+            if key != "offset_mapping"
+        }
+        return type(answer)(rows, tensor_type=options.get("return_tensors"))
+
+
+def repeated_media_tokens(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
+    """Text and id of those tokens of ``ids`` that are the same written alone and among their like."""
+    special = special_tokens(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+
+    def stays(text: str, number: int) -> bool:
+        token = added.get(number)
+        if token is None or token.single_word or token.normalized:
+            return False  # what it becomes depends on its neighbours
+        if any(text + text[0] in other for other in special):
+            return False  # two of them may begin another token
+        made = tokenizer(text * 3, add_special_tokens=False)
+        return list(made["input_ids"]) == [number] * 3
+
+    return {text: number for text, number in special.items() if number in ids and stays(text, number)}
+
+
+def with_repeated_tokens(processor: Any, ids: frozenset[int]) -> tuple[Any, RepeatedTokenTokenizer | None]:
+    """Return a copy of the processor with a :class:`RepeatedTokenTokenizer`, and that tokenizer.
+
+    Returns the processor itself and None if it cannot have one.
+
+    The processor that is passed is not changed; what is returned shares all else with it.
+
+    Args:
+        processor: of any kind; only those with a fast tokenizer that are called as transformers wrote it get
+            one: a call of somebody else's may do anything with its tokenizer.
+        ids: of the tokens that stand for the content of media.
+    """
+    tokenizer = getattr(processor, "tokenizer", None)
+    if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
+        return processor, None
+    if not type(processor).__call__.__module__.startswith("transformers."):
+        return processor, None
+    tokens = repeated_media_tokens(tokenizer, ids)
+    if not tokens:
+        return processor, None
+    quick = copy.copy(processor)
+    quick.tokenizer = RepeatedTokenTokenizer(tokenizer, tokens)
+    return quick, quick.tokenizer
+
+
+# --- labels -----------------------------------------------------------------------------------------------
+
 
 Span = tuple[int, int]
 
