@@ -142,7 +142,7 @@ def test_an_answer_that_alone_is_too_long_is_cut_in_its_text() -> None:
 
 def test_a_question_that_leaves_no_room_for_an_answer_is_bad() -> None:
     wrapper = wrap("qwen2_vl", IMAGE, max_length=20, truncate=True, on_bad="raise")
-    with pytest.raises(BadSample, match="nothing to learn would be left"):
+    with pytest.raises(BadSample, match="no supervised token would remain"):
         wrapper[0]
 
 

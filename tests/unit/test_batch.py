@@ -140,7 +140,7 @@ def test_a_batch_behaves_as_a_plain_dict() -> None:
 
 def test_a_batch_made_from_a_mapping_says_that_it_has_no_info() -> None:
     assert Batch(make_batch(), make_batch().info).info.epoch == 3
-    with pytest.raises(AttributeError, match=r"pass Batch\(inputs, batch.info\)"):
+    with pytest.raises(AttributeError, match=r"use Batch\(inputs, batch.info\)"):
         Batch(dict(make_batch())).info  # noqa: B018
 
 

@@ -7,7 +7,7 @@ sample. Importing this imports neither torch nor transformers.
 from typing import Any
 
 from packhorse.chat import is_tokenizer
-from packhorse.families.encoder import Encoded, Encoder, Family
+from packhorse.families.encoder import Encoded, Encoder, Family, LoadedMedia
 from packhorse.families.gemma3 import Gemma3
 from packhorse.families.gemma4 import Gemma4
 from packhorse.families.generic import Generic, generic_for
@@ -15,7 +15,7 @@ from packhorse.families.internvl import InternVL
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote
 from packhorse.families.kimi_vl import KimiVL
 from packhorse.families.llava_onevision import LlavaOnevision
-from packhorse.families.media_sizes import LoadedMedia, MediaSize
+from packhorse.families.media_sizes import MediaSize
 from packhorse.families.nemotron_omni import NemotronOmni
 from packhorse.families.nemotron_parse import NemotronParse
 from packhorse.families.phi4_mm import Phi4MM

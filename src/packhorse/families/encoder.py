@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from logging import getLogger
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from packhorse.chat import (
     IGNORE_INDEX,
     TOKEN_KEYS,
+    CannotAlign,
     ChatProcessor,
     RepeatedTokenTokenizer,
     Tokenised,
@@ -32,9 +35,15 @@ from packhorse.chat import (
     token_ids,
     with_repeated_tokens,
 )
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
+from packhorse.errors import (
+    DATA_ERRORS,
+    BadSample,
+    ConfigError,
+    MissingDependency,
+    PackhorseError,
+    is_data_error,
+)
 from packhorse.families.media_sizes import (
-    LoadedMedia,
     MediaSize,
     Pieces,
     Sizes,
@@ -46,19 +55,23 @@ from packhorse.families.media_sizes import (
     write_out,
 )
 from packhorse.families.processors import check_transformers
-from packhorse.media import VideoSampling, describe, load_media
+from packhorse.formats.conversation import place_audio
+from packhorse.media import VideoFrames, VideoInfo, VideoSampling, describe, load_image, load_media
 from packhorse.types import (
+    MEDIA_KINDS,
     Conversation,
     MediaKind,
     MediaLayout,
     MediaRef,
     Message,
     Reason,
+    Sample,
     TextPart,
 )
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 logger = getLogger(__name__)
 
@@ -66,6 +79,36 @@ REFUSALS = (ValueError, ArithmeticError)
 """What a processor raises for a media item that it cannot take; some divide by a side that has become 0."""
 
 _ALL_FRAMES = VideoSampling()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMedia:
+    """Decoded media of one conversation, each kind in the order of the text."""
+
+    images: list[Image.Image]
+    videos: list[VideoFrames]
+    audios: list[tuple[np.ndarray, int]]
+
+    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
+        """Kind and size of each media item.
+
+        Args:
+            order: the kinds as the text mentions them; None for all images, then videos, then audio clips.
+        """
+        sizes: dict[MediaKind, Iterator[MediaSize]] = {
+            "image": ((image.height, image.width) for image in self.images),
+            "video": (_info_of(video) for video in self.videos),
+            "audio": (len(array) for array, _ in self.audios),
+        }
+        if order is None:
+            return [(kind, size) for kind, of_kind in sizes.items() for size in of_kind]
+        return [(kind, next(sizes[kind])) for kind in order]
+
+
+def _info_of(video: VideoFrames) -> VideoInfo:
+    frames, height, width = video.frames.shape[:3]
+    metadata = video.metadata
+    return VideoInfo(frames, height, width, metadata.fps, metadata.duration, metadata.frames_indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +149,7 @@ class Family:
         chats: whether conversations are written by a chat template.
         mrope: the model's positions are three rows (time, height, width), not one, found from media grids.
         both_ways: the tensor per token that marks media whose tokens attend to each other bidirectionally.
+        makes_token_tensors: whether the processor is asked for tensors of tokens, or for media tensors alone.
         listed: whether its processors are known, and tested, by their class.
         min_transformers: the oldest transformers it works with, and
         min_transformers_for: for single kinds of media, where they need a newer one.
@@ -124,6 +168,7 @@ class Family:
     chats: ClassVar[bool] = True
     mrope: ClassVar[bool] = False
     bidirectional: ClassVar[str | None] = None
+    makes_token_tensors: ClassVar[bool] = True
     listed: ClassVar[bool] = True
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
@@ -235,18 +280,16 @@ class Family:
             BadSample: a media item cannot be loaded, or an audio clip is too short for the family.
         """
         loaded = LoadedMedia([], [], [])
-        lists: dict[MediaKind, list[Any]] = {
-            "image": loaded.images,
-            "video": loaded.videos,
-            "audio": loaded.audios,
-        }
         for ref in refs:
-            # Looked up only for a video: a processor that takes none need not say how it samples.
-            sampling = encoder.video_sampling if ref.kind == "video" else None
-            item: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
-            if ref.kind == "audio":
-                self.check_audio_length(ref, len(item[0]))
-            lists[ref.kind].append(item)
+            if ref.kind == "image":
+                loaded.images.append(load_image(ref.source))
+            elif ref.kind == "video":
+                video: Any = load_media(ref, sampling=encoder.video_sampling)
+                loaded.videos.append(video)
+            else:
+                clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
+                self.check_audio_length(ref, len(clip[0]))
+                loaded.audios.append(clip)
         return loaded
 
     def check_audio_length(self, ref: MediaRef, samples: Any) -> None:
@@ -287,8 +330,25 @@ class Family:
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's own output for one conversation, with a batch axis of one."""
         arguments = self.call_arguments(encoder, media) | self.text_arguments(encoder, text)
-        output: Mapping[str, Any] = encoder.processor(text=[text], return_tensors="pt", **arguments)
-        return output
+        if self.makes_token_tensors:
+            output: Mapping[str, Any] = encoder.processor(text=[text], return_tensors="pt", **arguments)
+            return output
+        import torch
+
+        # transformers checks every token before it makes a tensor of a list, which takes a tenth of the time
+        # of an image: without this, benchmarks/encode.py and feed.py miss their promises.
+        for kind in arguments.keys() & {"images", "videos"}:
+            options = arguments.get(f"{kind}_kwargs", {})
+            arguments[f"{kind}_kwargs"] = {**options, "return_tensors": "pt"}
+        return {
+            key: value
+            if isinstance(value, torch.Tensor)
+            # Numpy reads a list of numbers in a quarter of the time.
+            else torch.from_numpy(np.array(value, np.int64))
+            if key in TOKEN_KEYS
+            else torch.tensor(value)
+            for key, value in encoder.processor(text=[text], **arguments).items()
+        }
 
     def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
         """Put what the processor returned into ``encoded``: tensors per token, and media tensors.
@@ -316,9 +376,16 @@ class Family:
 
 @contextmanager
 def processor_errors(key: str) -> Iterator[None]:
-    """Raise what a processor raises for one sample as a :class:`BadSample` with this key."""
+    """Raise what a processor raises for one sample as a :class:`BadSample` with this key.
+
+    An error that is not the sample's fault (a missing package or credential) gets the key in its message.
+    """
     try:
         yield
+    except (ConfigError, MissingDependency) as error:
+        if not key or str(error).startswith(f"{key}: "):
+            raise
+        raise type(error)(f"{key}: {error}") from error
     except PackhorseError:
         raise
     except REFUSALS as error:
@@ -447,15 +514,32 @@ class Encoder(ChatProcessor):
             what = f"the chat template refuses it: {error}"
             raise self.family.bad(what, conversation, "wrong_format") from error
 
+    def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
+        """Return the example with its field ``audio`` made a part of the conversation.
+
+        Raises:
+            BadSample: see :func:`packhorse.formats.conversation.place_audio`.
+        """
+        if example.get("audio") is None:
+            return example
+        placeholders: list[str] = []
+        with suppress(ConfigError):  # a small object by the name of a known class names none
+            placeholders = [self.placeholders["audio"]] if "audio" in self.family.kinds else []
+        return place_audio(example, placeholders, key)
+
     def check_placeholders(self, text: str, conversation: Conversation) -> None:
         """Refuse a rendered text that has not one placeholder for each media item, or has one typed out."""
         wanted = Counter(ref.kind for ref in conversation.media)
+        texts = [
+            "".join(part.text for part in message.parts if isinstance(part, TextPart))
+            for message in conversation.messages
+        ]
         expected: Counter[str] = Counter()
         for kind, placeholder in self.placeholders.items():
             expected[placeholder] += wanted[kind]
         for placeholder, number in expected.items():
             found = text.count(placeholder)
-            typed = sum(message.text.count(placeholder) for message in conversation.messages)
+            typed = sum(written.count(placeholder) for written in texts)
             if found != number or typed:
                 what = f"the rendered text holds '{placeholder}' {found} times for {number} media"
                 if typed:
@@ -584,14 +668,48 @@ class Encoder(ChatProcessor):
         ]
         return replace(conversation, messages=tuple(messages))
 
+    def fake_image_span(
+        self, ids: Sequence[int], conversation: Conversation, sizes: Sizes
+    ) -> tuple[int, int]:
+        """First and after-last token that the fake image adds to a sample, brackets and newlines included.
+
+        They are what lies between the tokens that the conversation with the image and that without it have in
+        common at their beginning and at their end. (A space that the template writes only before a text, or
+        that becomes one token with the image's own newlines, goes with them.)
+
+        Args:
+            ids: of the sample, without padding.
+            conversation: with the fake image, its first one.
+            sizes: of its media, in the order of the text.
+
+        Raises:
+            BadSample: the chat template rejects the conversation without the image.
+        """
+        without = _without_first_image(conversation)
+        text = self.render_conversation(without)
+        if not without.media:
+            plain = self.tokenize(text)
+        elif self.family.exact:
+            fake = [kind for kind, _ in sizes].index("image")
+            rest = [size for index, size in enumerate(sizes) if index != fake]
+            plain = self.tokenize(self.expand(text, rest, without.key))
+        else:
+            plain = self.encode(without).tokens["input_ids"].tolist()
+        first = _common_prefix(ids, plain)
+        return first, len(ids) - _common_prefix(ids[::-1], plain[first:][::-1])
+
     # --- encoding ----------------------------------------------------------------------------------------
 
     def load(self, refs: Iterable[MediaRef]) -> LoadedMedia:
         """Decode the media of one conversation; see :meth:`Family.load`."""
         return self.family.load(self, refs)
 
-    def encode(self, conversation: Conversation) -> Encoded:
+    def encode(self, conversation: Conversation, *, fake_image: bool = False) -> Encoded:
         """Load the media, render the template, run the processor on this one conversation.
+
+        Args:
+            conversation: what to encode.
+            fake_image: whether its first image is the fake one, whose tokens get ``attention_mask`` 0.
 
         Raises:
             BadSample: a media item cannot be loaded, the text and the media do not agree, or the template or
@@ -602,14 +720,16 @@ class Encoder(ChatProcessor):
         family.check(conversation)
         text = self.render_conversation(conversation)
         self.check_placeholders(text, conversation)
-        with naming(conversation.key):
-            media = self.load(conversation.media)
         with processor_errors(conversation.key):
+            media = self.load(conversation.media)
             output, read = self._call(text, media)
         sizes = media.sizes(ref.kind for ref in conversation.media)
         encoded = Encoded(text, family.turns(conversation), {}, {}, tuple(sizes), read)
         family.sort_output(encoded, output)
         self._check_media(encoded, conversation)
+        if fake_image:
+            first, after = self.fake_image_span(encoded.tokens["input_ids"].tolist(), conversation, sizes)
+            encoded.tokens["attention_mask"][first:after] = 0
         return encoded
 
     def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], Tokenised | None]:
@@ -641,6 +761,27 @@ class Encoder(ChatProcessor):
         ):
             labels[start:end] = ids[start:end]
         return labels
+
+    def label_sample(self, encoded: Encoded, key: str) -> Sample:
+        """Return the encoded sample with its labels.
+
+        Raises:
+            BadSample: its answers cannot be located in its tokens with certainty.
+        """
+        try:
+            labels = self.labels(encoded)
+        except CannotAlign as error:
+            raise BadSample(str(error), key=key, stage="encode") from error
+        tokens = {"labels": labels, **encoded.tokens}  # a hook may have made labels and positions
+        counts = Counter(kind for kind, _ in encoded.sizes)
+        return Sample(
+            labels=tokens.pop("labels"),
+            position_ids=tokens.pop("position_ids", None),
+            tokens=tokens,
+            media=encoded.media,
+            num_items={kind: counts[kind] for kind in MEDIA_KINDS},
+            key=key,
+        )
 
     def rows(self, encoded: Encoded, key: str) -> list[int]:
         """How many entries along axis 0 of a media tensor belong to each of its items, in text order.
@@ -691,6 +832,25 @@ class Encoder(ChatProcessor):
                     f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
                     f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items two sequences have in common at their beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _without_first_image(conversation: Conversation) -> Conversation:
+    """The conversation without its first image, and without the message if nothing else is in it."""
+    first = next(ref for ref in conversation.media if ref.kind == "image")
+    messages = []
+    for message in conversation.messages:
+        rest = tuple(part for part in message.parts if part is not first)
+        if len(rest) == len(message.parts):
+            messages.append(message)
+        elif rest:
+            messages.append(replace(message, parts=rest))
+    return replace(conversation, messages=tuple(messages))
 
 
 @cache

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from packhorse.chat import TOKEN_KEYS, answer_spans, is_transformers
 from packhorse.errors import ConfigError
-from packhorse.families.encoder import Encoded, Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces
+from packhorse.families.encoder import Encoded, Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces
 from packhorse.types import MEDIA_KINDS, Conversation, MediaKind, TensorLayout
 
 logger = logging.getLogger(__name__)

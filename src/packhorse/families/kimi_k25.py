@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from packhorse.chat import ChatProcessor
 from packhorse.errors import ConfigError
-from packhorse.families.encoder import Encoder, Family
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.families.kimi_vl import merged
-from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.types import MediaLayout, TensorLayout
 
 

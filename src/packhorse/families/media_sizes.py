@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from PIL import Image
 from packhorse.errors import BadSample
 from packhorse.media import (
     DEFAULT_MAX_BYTES,
-    VideoFrames,
     VideoInfo,
     VideoSampling,
     describe,
@@ -45,37 +44,6 @@ Pieces = Sequence[tuple[str, int]]
 
 _RATE_OF_UNKNOWN = 24
 """What processors take for the rate of a video whose rate nobody knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedMedia:
-    """Decoded media of one conversation, each kind in the order of the text."""
-
-    images: list[Any]
-    videos: list[VideoFrames]
-    audios: list[tuple[Any, int]]
-
-    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
-        """Kind and size of each media item.
-
-        Args:
-            order: the kinds as the text mentions them; without it all images come first, then all videos,
-                then all sounds.
-        """
-        sizes: dict[MediaKind, Iterator[MediaSize]] = {
-            "image": ((image.height, image.width) for image in self.images),
-            "video": (_fed(video) for video in self.videos),
-            "audio": (len(array) for array, _ in self.audios),
-        }
-        if order is None:
-            return [(kind, size) for kind, found in sizes.items() for size in found]
-        return [(kind, next(sizes[kind])) for kind in order]
-
-
-def _fed(video: VideoFrames) -> VideoInfo:
-    frames, height, width = video.frames.shape[:3]
-    metadata = video.metadata
-    return VideoInfo(frames, height, width, metadata.fps, metadata.duration, metadata.frames_indices)
 
 
 def frame_numbers(info: VideoInfo) -> range | tuple[int, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_numbers
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces, frame_numbers
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 TASK_PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _GLOBAL_TOKENS = 256 + 16 + 1  # the whole image with its row ends, and one between it and the crops

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.families.qwen_vl import VISION, image_tokens, patches_of, video_tokens
 from packhorse.media import VideoFrames
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout

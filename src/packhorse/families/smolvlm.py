@@ -9,8 +9,8 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces, Sizes, frame_times
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces, Sizes, frame_times
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 

@@ -58,15 +58,14 @@ class Source:
 
     def key(self, position: int) -> str:
         """The name of the example at a position of this rank's rows."""
-        return row_key(self.config.name, self.selection.row(position), self.selection.copy(position))
+        return self.selection.key(self.config.name, position)
 
-    def convert(self, row: Row | BadSample, position: int, ledger: Ledger) -> dict[str, Any]:
-        """The example that a row becomes.
+    def convert(self, row: Row | BadSample, key: str, ledger: Ledger) -> dict[str, Any]:
+        """Return the example that a row becomes.
 
         Raises:
             BadSample: it cannot be read, or is no conversation.
         """
-        key = self.key(position)
         if isinstance(row, BadSample):
             raise row.with_key(key)
         return convert_row(row, self.config.rules, key=key, dataset=self.config.name, record=ledger.record)
@@ -103,15 +102,16 @@ class MetaDataset(Sequence[dict[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         source, position = self._find(index)
+        key = source.selection.key(source.config.name, position)
         row = next(source.file.read([source.selection.row(position)]))
-        return source.convert(row, position, self.ledger)
+        return source.convert(row, key, self.ledger)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for source in self._sources:
             # Read in the order of the selection, neighbours together.
             rows = source.file.read(map(source.selection.row, range(len(source))))
             for position, row in enumerate(rows):
-                yield source.convert(row, position, self.ledger)
+                yield source.convert(row, source.key(position), self.ledger)
 
     def key(self, index: int) -> str:
         """The name of an example: dataset and row, ``coco/812``."""
@@ -335,7 +335,7 @@ def _converted(
 ) -> Iterator[dict[str, Any]]:
     for position, row in enumerate(rows, first):
         try:
-            example = source.convert(row, position, ledger)
+            example = source.convert(row, source.key(position), ledger)
         except BadSample as error:
             if on_bad == "raise":
                 raise

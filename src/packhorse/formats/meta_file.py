@@ -144,7 +144,7 @@ def _join(folder: str, path: str) -> str:
 
 
 def _media_dir(folder: str, media_dir: str | None) -> str | None:
-    """Resolve a relative media folder: next to the meta file, else in the working directory if there."""
+    """Resolve a relative media folder: next to the meta file, else in the working directory."""
     if media_dir is None or is_address(media_dir):
         return media_dir
     path = _join(folder, media_dir)

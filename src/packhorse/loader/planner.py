@@ -24,8 +24,7 @@ from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.meta import MetaDataset
 from packhorse.loader.config import LoaderConfig
 from packhorse.plan.cost_model import CostWeights, media_masks, sample_costs
-from packhorse.plan.eligibility import FOUND_WHEN_COUNTED
-from packhorse.plan.lengths import after_shift
+from packhorse.plan.lengths import FOUND_WHEN_COUNTED, after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleInfo

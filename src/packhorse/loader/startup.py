@@ -32,7 +32,6 @@ from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import family_of
@@ -46,8 +45,8 @@ from packhorse.families.models import (
     resolve_model,
     text_config,
 )
-from packhorse.families.positions import RopeIndex, rope_index
 from packhorse.families.processors import as_whole_processor
+from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.families.shift_labels import check_shift_labels
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
@@ -539,7 +538,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 def _count_example(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
     with data_errors(key=str(index)) as outcome:
-        example = with_audio_placed(dataset[index], counter.encoder, str(index))
+        example = counter.encoder.place_audio(dataset[index], str(index))
         return counter.count(parse_conversation(example, str(index)))
     assert outcome.error is not None
     return outcome.error

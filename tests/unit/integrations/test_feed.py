@@ -140,6 +140,6 @@ def test_a_loader_for_others_is_rejected(
 def test_rows_of_its_own_are_rejected_where_only_the_first_rank_saves() -> None:
     config = SimpleNamespace(shard_data=True, gradient_accumulation_steps=1)
     own = SimpleNamespace(world=World(1, 2), config=config)
-    with pytest.raises(ConfigError, match="Leave shard_data out"):
+    with pytest.raises(ConfigError, match="Remove shard_data"):
         check_world(own, 1, 2, 1)
     check_world(own, 1, 2, 1, saved_by_all=True)
