@@ -27,7 +27,7 @@ from packhorse.chat import (
     CannotAlign,
     ChatProcessor,
     RepeatedTokenTokenizer,
-    Tokenised,
+    TokenizedText,
     answer_spans,
     is_transformers,
     supervised_tokens,
@@ -54,7 +54,7 @@ from packhorse.families.media_sizes import (
     split_runs,
     write_out,
 )
-from packhorse.families.processors import check_transformers
+from packhorse.families.models import check_transformers
 from packhorse.formats.conversation import place_audio
 from packhorse.media import VideoFrames, VideoInfo, VideoSampling, describe, load_image, load_media
 from packhorse.types import (
@@ -129,7 +129,7 @@ class Encoded:
     tokens: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
-    read: Tokenised | None = None
+    read: TokenizedText | None = None
 
 
 class Family:
@@ -732,7 +732,7 @@ class Encoder(ChatProcessor):
             encoded.tokens["attention_mask"][first:after] = 0
         return encoded
 
-    def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], Tokenised | None]:
+    def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], TokenizedText | None]:
         """The processor's output, if possible with a tokenizer that is quicker over media; and its tokens."""
         if self._quick is None:
             return self.family.call(self, text, media), None

@@ -17,7 +17,7 @@ from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
 from packhorse.families.encoder import REFUSALS
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.meta_file import DatasetConfig
+from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.sharegpt import PLACEHOLDER, ShareGptFormat, convert_row
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import Found, found
