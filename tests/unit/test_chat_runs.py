@@ -166,7 +166,7 @@ def test_a_sample_is_tokenised_once_and_its_labels_are_those_of_a_second_time(
     assert encoded.read.text == encoded.text
     assert len(encoded.read.ids) < len(encoded.tokens["input_ids"])
     wanted = encoder.labels(replace(encoded, read=None))
-    monkeypatch.setattr("packhorse.chat._tokenise", lambda *_, **__: pytest.fail("a second time"))
+    monkeypatch.setattr("packhorse.chat._tokenize", lambda *_, **__: pytest.fail("a second time"))
     assert torch.equal(encoder.labels(encoded), wanted)
     assert (wanted != -100).any()
 

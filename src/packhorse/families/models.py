@@ -289,7 +289,7 @@ def check_packable(model: Any, *, measured: bool = False) -> None:
     """
     problems = known_problems(model) if measured else packing_problems(model)
     if problems:
-        raise refusal(problems)
+        raise packing_error(problems)
 
 
 def check_router_loss(config: Any) -> None:
@@ -313,7 +313,7 @@ def check_router_loss(config: Any) -> None:
         )
 
 
-def refusal(problems: Sequence[str]) -> ConfigError:
+def packing_error(problems: Sequence[str]) -> ConfigError:
     """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
     return ConfigError(
         f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
@@ -340,7 +340,7 @@ def _problems(model: Any | None, config: Any) -> Iterator[str]:
     if getattr(text, "cross_attention_layers", None):
         yield "text attends to images in layers of cross attention, which know nothing of documents"
     if config.model_type == "paligemma":
-        yield "PaliGemma's question sees itself both ways, which packed batches have no mask for"
+        yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
 
 
 def _stateful_class(model: Any | None, config: Any, text: Any) -> str | None:
@@ -387,7 +387,7 @@ def weightless_model(config: Any) -> Any | None:
             return model_class(config)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"{model_class.__name__} cannot be built from {type(config).__name__}, which tells positions "
+            f"{model_class.__name__} cannot be built from {type(config).__name__}, which computes positions "
             f"({error}): pass the model"
         ) from error
 
@@ -552,7 +552,7 @@ def open_processor(path: str, trust_remote_code: bool = False) -> Any:
         broken = "torchvision" in f"{error} {why}"
         if isinstance(error, RuntimeError) and not broken:
             raise
-        what = "cannot be opened" if here or broken else "no such folder, and not to be had from the hub"
+        what = "cannot be opened" if here or broken else "no such folder, and not available from the hub"
         hint = f"; {_torchvision_hint()}" if broken else ""
         if "trust_remote_code" in str(error):
             hint = "; read its code, then allow it with trust_remote_code=True or --trust-remote-code"
@@ -601,11 +601,11 @@ def check_transformers(what: str, least: str) -> None:
 def installed_transformers() -> str | None:
     """The version of transformers; None if there is none."""
     imported = sys.modules.get("transformers")
-    return getattr(imported, "__version__", None) or _installed()
+    return getattr(imported, "__version__", None) or _installed_version()
 
 
 @cache
-def _installed() -> str | None:
+def _installed_version() -> str | None:
     try:
         return metadata.version("transformers")
     except metadata.PackageNotFoundError:
