@@ -17,7 +17,7 @@ from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder, Family, MediaSize
-from packhorse.families.encoder import REFUSALS
+from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.families.media_sizes import placeholder_ref
 from packhorse.ledger import Ledger
 from packhorse.media import VideoInfo
@@ -52,7 +52,7 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
         return sizes[kind][-1]
     counted: list[tuple[int, int]] = []
     for index, size in enumerate(sizes[kind]):
-        with suppress(*REFUSALS):
+        with suppress(*PROCESSOR_ERRORS):
             tokens = encoder.media_tokens(kind, size)
             if tokens:
                 counted.append((tokens, index))
