@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "an image has one token more",
         "chat.py",
-        "times[place] = number",
-        "times[place] = number + 1",
+        "repeats[position] = length",
+        "repeats[position] = length + 1",
         ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
     ),
     Mutant(
@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "packs are a unit too large",
         "plan/planning.py",
-        "room = capacity // alignment",
-        "room = -(-capacity // alignment)",
+        "units_per_pack = capacity // alignment",
+        "units_per_pack = -(-capacity // alignment)",
         ("tests/property/test_plan.py",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Packhorse turns image, video, audio and text conversations into training batches for vision-language models.
+"""Turn image, video, audio and text conversations into training batches for vision-language models.
 
 Importing this package imports none of torch, transformers, pyarrow or datasets: names load on first use.
 """

@@ -19,12 +19,18 @@ from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import Family
-from packhorse.families.positions import RopeIndex
+from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.eligibility import Eligibility, check_eligibility
-from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
+from packhorse.plan.lengths import (
+    Eligibility,
+    LazyLengths,
+    Lengths,
+    after_shift,
+    check_eligibility,
+    sample_lengths,
+)
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
@@ -73,7 +79,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         pack_size: the most tokens of a pack, after the shift.
         padding_idx: fills documents up to ``sequence_alignment``.
         get_rope_index: ``model.model.get_rope_index`` for models with mRoPE (better
-            :func:`packhorse.families.positions.rope_index` of the model, which leaves the weights at home).
+            :func:`packhorse.families.qwen_vl.rope_index` of the model, which leaves the weights at home).
         max_retries: with ``on_bad="replace"``: how many other packs are tried for one that is all bad.
         sequence_alignment: each document takes up a multiple of so many tokens (2 x the size of context
             parallelism).
@@ -83,7 +89,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_bad: what becomes of a pack with no usable sample: ``"replace"`` it by another pack, ``"skip"``
             it (``None``, which :meth:`robust_collate` takes out) or ``"raise"`` (which raises for a single
             bad sample too). Without it, as the inner dataset does.
-        max_in_a_row: as for :class:`packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and ``ledger``.
+        max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and
+            ``ledger``.
 
     Attributes:
         has_mrope: whether positions are three rows.
@@ -104,14 +111,19 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_overflow: OnOverflow | None = None,
         exact: bool = False,
         on_bad: OnBad | None = None,
-        max_in_a_row: int = 100,
+        max_consecutive_bad: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad is None:
             on_bad = inner_dataset.on_bad if isinstance(inner_dataset, ReplacingDataset) else "replace"
         super().__init__(
-            inner_dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
+            inner_dataset,
+            max_retries,
+            on_bad=on_bad,
+            max_consecutive_bad=max_consecutive_bad,
+            seed=seed,
+            ledger=ledger,
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
             raise ConfigError(
@@ -130,7 +142,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         self._carries = on_overflow != "drop" and not exact and self._lazy_lengths.available
         if len(bins) and self.family is not None and self.family.mrope and not self.has_mrope:
             logger.warning(
-                "%s models have positions in three rows: pass get_rope_index=packhorse.families.positions."
+                "%s models have positions in three rows: pass get_rope_index=packhorse.families.qwen_vl."
                 "rope_index(model), or packed training will differ from unpacked",
                 self.family.name,
             )
@@ -341,7 +353,7 @@ def neat_pack_dataset_vlm(
             recorded in any case.
         max_packs: keep no more packs than this, taken evenly from all of them; what is in the others is
             recorded.
-        get_rope_index: for models with mRoPE: :func:`packhorse.families.positions.rope_index` of the model.
+        get_rope_index: for models with mRoPE: :func:`packhorse.families.qwen_vl.rope_index` of the model.
         ds_raw: the rows, to estimate lengths from; without it, what ``dataset`` wraps.
         packing_ratio: plan with this share of ``pack_size``, to leave room for wrong estimates.
         processor: tells the geometry of media and finds the counts of ``packhorse count``; without it, the

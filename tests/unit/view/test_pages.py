@@ -45,7 +45,7 @@ def test_the_overview_warns_of_too_many_bad_rows_and_says_how_tokens_are_counted
 ) -> None:
     page = html.unescape(ask(app, "/").text)
     bad = viewer.report["bad"]
-    assert f"The loader stops at more than 1 % bad rows (max_bad_share): {bad} of {len(viewer)} are" in page
+    assert f"The loader stops at more than 0 % bad rows (max_bad_share): {bad} of {len(viewer)} are" in page
     assert "Tokens of the encoded rows, before the label shift" in page
     assert "reserved for a placeholder" in page
     assert "name no row of" not in page
@@ -83,7 +83,7 @@ def test_a_row_that_is_too_long_has_its_length_in_the_detail(planned: PlanResult
     details = {drop.key: drop.detail for drop in small.dropped if drop.reason == "too_long"}
     assert len(details) > 1
     for index in small.packs.plan.dropped_by_reason()["too_long"].tolist():
-        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.room} of a pack"
+        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.capacity} of a pack"
         for viewer in (unsaved, reopened):
             drop = viewer.plan_drop(index)
             assert drop is not None

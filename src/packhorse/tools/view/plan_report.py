@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from packhorse.count.columns import Distribution
 from packhorse.formats.estimate import image_config, video_config
+from packhorse.loader.epoch_stats import exceeds_share
 from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
@@ -190,7 +191,7 @@ def estimate_losses(
     processor, dataset = planned.opened.processor, planned.opened.dataset
     configs = image_config(processor), video_config(processor)
     estimates = estimated_lengths(dataset, rows, *configs, lambda done: report(done, len(rows))).tokens - 1
-    capacity = planned.planner.room
+    capacity = planned.planner.capacity
     lengths = planned.planner.lengths[rows]
     plan = plan_packs(np.maximum(estimates, 1), capacity, seed=planned.request.config.seed)
     overflow = find_overflow(plan, lengths, capacity)
@@ -227,7 +228,7 @@ def find_overflow(plan: PackPlan, lengths: Integers, capacity: int) -> list[int]
 def bad_rows_warning(report: Mapping[str, Any]) -> str:
     """Return a warning if the share of bad rows exceeds the loader's limit, else an empty string."""
     share, bad, rows = report.get("max_bad_share"), report.get("bad", 0), report["rows"]
-    if share is None or not rows or bad / rows <= share:
+    if share is None or not exceeds_share(bad, rows, share):
         return ""
     return (
         f"the loader stops at more than {100 * share:.4g} % bad rows (max_bad_share): {bad:,} of {rows:,} "

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.chat import IGNORE_INDEX, PRIVATE_USE, CannotAlign, label_tokens, template_errors
 from packhorse.collate.packer import Packer
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
 from packhorse.families import Encoder
@@ -154,7 +153,7 @@ class RowEncoder:
             BadSample: the row cannot be read.
         """
         key = self.samples.key(index)
-        return parse_conversation(with_audio_placed(self.samples.dataset[index], self.encoder, key), key)
+        return parse_conversation(self.encoder.place_audio(self.samples.dataset[index], key), key)
 
     def view(self, index: int) -> RowView:
         """Return a row for display; if it cannot be read or encoded, as much as is known, and the error."""

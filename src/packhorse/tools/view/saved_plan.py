@@ -20,8 +20,7 @@ from packhorse.chat import tokenizer_of
 from packhorse.count.columns import CountColumns
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
-from packhorse.families.models import check_packable, model_classes, open_config
-from packhorse.families.processors import open_processor
+from packhorse.families.models import check_packable, model_classes, open_config, open_processor
 from packhorse.ledger import Ledger
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.planner import Planner, too_long_detail
@@ -98,7 +97,7 @@ class PlanResult:
     @property
     def dropped(self) -> list[Drop]:
         """Rows in no pack, as the loader records them."""
-        return self.planner.dropped(self.packs.plan)
+        return self.planner.drops(self.packs.plan)
 
 
 def open_request(request: PlanRequest) -> OpenedData:
@@ -133,7 +132,7 @@ def make_plan(
     start = start_up(request.config, opened, Collectives(World()), counts)
     planner = start.planner
     plan = planner.plan(request.epoch)
-    planner.check_overlong(plan)
+    planner.check(plan)
     packs = Packs(plan, planner.sample_info)
     return PlanResult(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 
