@@ -69,11 +69,28 @@ def test_clean_text_prints_nothing_and_exits_with_zero(tmp_path: Path) -> None:
     assert run(tmp_path) == (0, [], "")
 
 
-def test_files_of_other_types_and_measured_results_are_not_read(tmp_path: Path) -> None:
+def test_files_of_other_types_results_and_generated_pages_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"\x89PNG told\xff")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "old.md").write_text("told")
+    (tmp_path / "benchmarks.md").write_text("<!-- Generated from records. -->\ntold\n")
     assert run(tmp_path) == (0, [], "")
+
+
+def test_without_arguments_the_whole_project_is_checked_with_relative_paths(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "check_words.py"
+    script.write_bytes(SCRIPT.read_bytes())
+    for name in ("src", "docs", "tests", "benchmarks", "examples"):
+        (tmp_path / name).mkdir()
+    for name in ("README.md", "CONTRIBUTING.md", "src/a.py"):
+        (tmp_path / name).write_text("told\n")
+    process = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 1
+    files = [line.partition(":")[0] for line in process.stdout.splitlines()]
+    assert files == ["src/a.py", "README.md", "CONTRIBUTING.md"]
 
 
 def test_the_script_and_this_test_may_name_the_words() -> None:
