@@ -267,8 +267,8 @@ def test_a_search_stops_after_the_time_limit_and_continues_there(viewer: PlanVie
     assert first.next is not None
     rest = find_text(viewer, "bar", first.next, seconds=60)
     assert rest.next is None
-    indices = [hit.index for hit in find_text(viewer, "bar", seconds=60).hits]
-    assert [hit.index for hit in first.hits + rest.hits] == indices
+    indices = [hit.row for hit in find_text(viewer, "bar", seconds=60).hits]
+    assert [hit.row for hit in first.hits + rest.hits] == indices
     assert len(indices) == 8
 
 

@@ -36,41 +36,24 @@ class PageNotFound(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class PackQuery:
-    """Filters and order of the list of packs.
+    """Filters and order of the list of packs."""
 
-    Attributes:
-        sort: one of ``SORTS``.
-        down: largest first.
-        dataset: only packs with rows of this dataset.
-        media: only packs with this kind of media; ``none`` for text only.
-        least: lowest fill in percent.
-        most: highest fill in percent.
-        error: only packs with a row dropped or marked for this reason; ``any`` for any reason.
-        page: from 1.
-    """
-
-    sort: str = "number"
+    sort: str = "number"  # one of SORTS
     down: bool = False
     dataset: str = ""
-    media: str = ""
-    least: float = 0.0
+    media: str = ""  # a media kind, or "none" for packs with text only
+    least: float = 0.0  # fill in percent
     most: float = 100.0
-    error: str = ""
+    error: str = ""  # reason of a marked row, or "any"
     page: int = 1
 
     @classmethod
     def parse(cls, params: Mapping[str, str]) -> PackQuery:
         """Parse query parameters; invalid values are ignored."""
-        return cls(
-            params["sort"] if params.get("sort") in SORTS else "number",
-            params.get("down") == "1",
-            params.get("dataset", ""),
-            params.get("media", ""),
-            parse_number(params.get("least"), 0.0),
-            parse_number(params.get("most"), 100.0),
-            params.get("error", ""),
-            parse_page(params),
-        )
+        sort = params["sort"] if params.get("sort") in SORTS else "number"
+        texts = {name: params.get(name, "") for name in ("dataset", "media", "error")}
+        least, most = parse_number(params.get("least"), 0.0), parse_number(params.get("most"), 100.0)
+        return cls(sort, params.get("down") == "1", least=least, most=most, page=parse_page(params), **texts)
 
     def address(self, **changes: Any) -> str:
         """Return the query string with some values changed, without default values."""

@@ -13,8 +13,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,9 +102,6 @@ class PlanViewer:
         ledger: entries of a run, shown with the rows.
 
     Attributes:
-        plan: which rows make up each pack.
-        report: the numbers of the overview.
-        dataset: the examples.
         names: the dataset names, in order.
         marks: drops found by ledgers and by this viewer, by sample index.
         unmatched: ledger entries whose key is not in this mixture.
@@ -316,30 +313,22 @@ def _is_plan(path: str) -> bool:
         return file.read(6) == b"ARROW1"
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """A row that contains the searched text, with the text around the match."""
 
-    index: int
+    row: int
     key: str
     before: str
     match: str
     after: str
 
 
-@dataclass(frozen=True, slots=True)
-class Hits:
-    """The result of one search request.
-
-    Attributes:
-        hits: at most ``MAX_HITS``.
-        next: the index to continue from; None if all rows were searched.
-        searched: how many rows this request read.
-    """
+class Hits(NamedTuple):
+    """The result of one search request."""
 
     hits: list[Hit]
-    next: int | None
-    searched: int
+    next: int | None  # the index to continue from; None if all rows were searched
+    searched: int  # rows read by this request
 
 
 def find_key(viewer: PlanViewer, query: str) -> list[int]:

@@ -40,14 +40,9 @@ class TokenRun:
     """Consecutive tokens of the same role, supervision and visibility.
 
     Attributes:
-        role: who speaks.
-        supervised: whether these tokens have labels.
         hidden: whether the attention mask excludes them (a fake image).
         media_item: the placeholder token of a media item, as text; empty for text.
-        text: the decoded tokens.
         start: index of the first token in the document.
-        count: number of tokens.
-        positions: their position ids, formatted.
         label_only: whether this is the last token, which the label shift removes from the input.
     """
 
@@ -98,15 +93,11 @@ class RowView:
     Attributes:
         index: the sample index; -1 for a placeholder.
         turns: the turns of the file; empty if the row cannot be read.
-        media: all media items of the row.
         runs: the tokens the model sees; empty if the row cannot be encoded.
         length: tokens in a pack, after the label shift.
         padded_length: the length, padded to a multiple of the alignment.
-        supervised: number of supervised tokens.
         bidirectional: spans of tokens that attend to each other in both directions.
-        error: why the row cannot be read or encoded.
         drops: ledger entries of the encoder: truncated, nothing supervised.
-        tokens: the token table.
     """
 
     index: int

@@ -72,10 +72,6 @@ class PlanResult:
     """A plan and what it was made from.
 
     Attributes:
-        request: what was planned.
-        opened: rows, processor and model.
-        counts: exact counts of the rows.
-        planner: the loader's planner.
         packs: the packs of the requested epoch.
         reserve: tokens of each pack that stay free for a placeholder.
     """
