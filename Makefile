@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a fresh machine; a second run starts at once.
+# `make demo` and `make test` install everything first; later runs start immediately.
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -11,62 +11,63 @@ demo: $(READY)
 
 test: system lint types unit
 
-# Two processes; the tests of a file stay in one of them, so that what they share is made once.
-BESIDE := -n 2 --dist loadfile
+# Two processes; the tests of a file stay in one process and share its fixtures.
+XDIST := -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_words.py
 
 types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest $(BESIDE) -m "not slow" -q
+	$(BIN)/pytest $(XDIST) -m "not slow" -q
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -q
 
 .PHONY: fuzz coverage test-lowest test-newest
 
-# Longer than the tests do: SECONDS for each reader.
+# Fuzz each reader for SECONDS, longer than the tests do.
 SECONDS ?= 60
 fuzz: $(READY)
 	$(BIN)/python benchmarks/fuzz.py --seconds $(SECONDS)
 
-# Which lines no test runs, child processes included; pyproject.toml has the share that must be reached.
+# Lines that no test runs, including child processes; pyproject.toml has the required share.
 coverage: $(READY)
-	$(BIN)/pytest $(BESIDE) -m "not slow" --cov=packhorse --cov-report=term-missing:skip-covered
+	$(BIN)/pytest $(XDIST) -m "not slow" --cov=packhorse --cov-report=term-missing:skip-covered
 
-# The oldest versions that pyproject.toml allows, on the oldest Python; and the newest there are, whatever
-# constraints.txt says. Each in an environment of its own, some gigabytes with the CUDA build of torch; uv, which
-# can choose the oldest, has one too. The tests are those where other libraries do the work: all of them would
-# take half an hour. decord is there because qwen-omni-utils otherwise calls torchvision.io.read_video, which
-# newer torchvision lacks.
+# The oldest versions that pyproject.toml allows, on the oldest Python; and the newest versions, without
+# constraints.txt. Each has its own environment (some gigabytes with the CUDA build of torch), and so has uv,
+# which can resolve the oldest versions. They run the tests that depend on other libraries: all tests would take
+# half an hour. decord is installed because qwen-omni-utils otherwise calls torchvision.io.read_video, which newer
+# torchvision does not have.
 OLDEST_PYTHON ?= 3.10
 OLDEST_TRANSFORMERS := transformers==5.12.1
 JOBS ?= 2
 UV := $(VENV)-uv/bin/uv
 EXTRAS := video,audio,hub,lmdb,view,trainer
-IN_THE_TESTS := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'num2words>=0.5.13' 'psutil>=5.9' \
+TEST_PACKAGES := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'num2words>=0.5.13' 'psutil>=5.9' \
   'torchvision>=0.21' 'librosa>=0.11' 'qwen-omni-utils>=0.0.9' 'decord>=0.6' 'tensorboard>=2.16'
 RANGE_TESTS := tests/unit/datasets tests/unit/samplers tests/unit/neat_packing_vlm tests/unit/collate_fns \
   tests/unit/integrations/test_prepare.py tests/unit/integrations/test_trainer.py tests/unit/loader/test_loader.py \
   tests/unit/integrations/test_shift_labels.py tests/property/test_plan.py tests/property/test_schedule.py
-# Families that need a newer transformers than is installed are not among them (Family.min_transformers).
+# Families that need a newer transformers are skipped (Family.min_transformers).
 RANGE_CONTRACT := tests/contract/test_collate.py tests/contract/test_model_inputs.py \
   tests/contract/test_packed.py tests/contract/test_versions.py
 
 test-lowest: $(UV)
 	$(UV) venv --quiet --clear --python $(OLDEST_PYTHON) $(VENV)-lowest
 	$(UV) pip install --quiet --python $(VENV)-lowest/bin/python --resolution lowest-direct \
-	  -e '.[$(EXTRAS)]' $(IN_THE_TESTS) '$(OLDEST_TRANSFORMERS)'
+	  -e '.[$(EXTRAS)]' $(TEST_PACKAGES) '$(OLDEST_TRANSFORMERS)'
 	$(call range-tests,$(VENV)-lowest)
 
 test-newest: $(UV)
 	$(UV) venv --quiet --clear --python $(PYTHON) $(VENV)-newest
-	$(UV) pip install --quiet --python $(VENV)-newest/bin/python --upgrade -e '.[$(EXTRAS)]' $(IN_THE_TESTS)
+	$(UV) pip install --quiet --python $(VENV)-newest/bin/python --upgrade -e '.[$(EXTRAS)]' $(TEST_PACKAGES)
 	$(call range-tests,$(VENV)-newest)
 
 define range-tests
@@ -81,20 +82,20 @@ $(UV):
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 
-# What CI can afford: every script runs, and no ratio is below half of its target. Writes nothing.
+# For CI: every script with small sizes and half of each speed target. Writes nothing.
 bench-quick: $(READY)
 	$(BIN)/python benchmarks/run.py --quick
 
-# One script by itself, say `make bench-jsonl`.
+# One script, for example `make bench-jsonl`.
 bench-%: $(READY)
 	$(BIN)/python benchmarks/$*.py
 
-# Everything the demo and the tests import. Rebuilt when the declared dependencies change.
+# The environment of the demo and the tests. Rebuilt when the declared dependencies change.
 $(READY): pyproject.toml constraints.txt scripts/torchvision_help.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	# Without its dependencies: there is no torchvision for the CPU build of torch. Its transforms, which the
-	# processors use, work with that build once scripts/torchvision_help.py, run by the .pth file, lets it import.
+	# processors use, work with that build; scripts/torchvision_help.py, run by the .pth file, lets it import.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchvision
 	cp scripts/torchvision_help.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	echo 'import torchvision_help; torchvision_help.help_torchvision()' \

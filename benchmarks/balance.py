@@ -3,7 +3,7 @@
     python benchmarks/balance.py [--quick] [--samples 1000000] [--seed 0]
 
 Packs image chats (capacity 8,192), prices the packs with the cost model for a language model of 7 B
-parameters and a vision encoder of 0.6 B (sizes of Qwen2.5-VL 7B), deals them to simulated ranks and prints
+parameters and a vision encoder of 0.6 B (sizes of Qwen2.5-VL 7B), assigns them to simulated ranks and prints
 the predicted straggler ratio: the most expensive rank of a step over the mean of the step, mean over all
 steps. The visual token sort is what the component that Packhorse re-implements does. Exit code 1 if a promise
 is missed.
@@ -20,13 +20,13 @@ from packhorse.neat_packing_vlm import (
     CostWeights,
     order_packs,
     pack_costs,
-    pack_kinds,
+    pack_media_masks,
     patch_pairs_of,
     plan_packs,
     sample_costs,
     straggler_ratio,
 )
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 RANKS = (8, 64, 512)
 MODEL = {
@@ -41,7 +41,7 @@ MODEL = {
 }
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
     """Plan, order, judge."""
     parser = argparse.ArgumentParser(
@@ -59,9 +59,9 @@ def main() -> None:
     costs = pack_costs(
         plan, sample_costs(chats.lengths, weights, patches=4 * chats.visual, patch_pairs=pairs)
     )
-    kinds = pack_kinds(plan, image=chats.images)
+    masks = pack_media_masks(plan, image=chats.images)
     print(f"{weights}\n")
-    print(plan.with_costs(costs, kinds).describe(RANKS))
+    print(plan.with_costs(costs, masks).describe(RANKS))
     spread = np.percentile(costs / costs.mean(), (1, 50, 99))
     print(
         f"cost of a pack over the mean, 1st percentile, median, 99th: {', '.join(f'{s:.2f}' for s in spread)}"
@@ -74,12 +74,12 @@ def main() -> None:
         ratios = [straggler_ratio(costs, in_steps(order, ranks)) for ranks in RANKS]
         theirs[name] = ratios[RANKS.index(64)]
         print(f"{name:<22}" + "".join(f"{ratio:>12.4f}" for ratio in ratios))
-    ours = {ranks: order_packs(costs, ranks, kinds=kinds, seed=options.seed) for ranks in RANKS}
+    ours = {ranks: order_packs(costs, ranks, media_masks=masks, seed=options.seed) for ranks in RANKS}
     ratios = {ranks: straggler_ratio(costs, order.steps) for ranks, order in ours.items()}
     print(f"{'ours':<22}" + "".join(f"{ratio:>12.4f}" for ratio in ratios.values()))
     print(f"{'  steps, mixed media':<22}" + "".join(steps_and_mixed(order) for order in ours.values()))
     print()
-    other = order_packs(costs, 64, kinds=kinds, seed=options.seed, epoch=1)
+    other = order_packs(costs, 64, media_masks=masks, seed=options.seed, epoch=1)
     together = share_of_pairs_kept(ours[64].steps, other.steps, len(plan))
     for ranks in RANKS:
         fact(f"straggler ratio at {ranks} ranks, ours", ratios[ranks])

@@ -4,14 +4,14 @@
 
 The baseline is how token counts are commonly added to a JSONL file, written out below: worker processes parse
 each line, call ``tokenizer.encode`` on the text of the conversation, add the count as ``_text_tokens`` and
-write the line anew. It knows nothing of the chat template, of media or of what is supervised. Ours counts
+write the line again. It ignores the chat template, media and supervised tokens. ``packhorse count`` counts
 all of these exactly and writes a sidecar. Both run in fresh processes with the same number of workers, in
 the same run; start-up and loading the tokenizer are part of both. Exit code 1 if a promise is missed.
 
 ``--processor`` is a folder with a processor, or with a tokenizer (a Qwen2-VL processor is built around it).
-Without it, a tokenizer of 30,000 entries that cuts text as Qwen2 to Qwen3 do is trained first (``words.py``),
-which both ways then use. With a tokenizer that cuts in another way than these and Llama 3, counting takes a
-longer way, and the promise is not made for it.
+Without it, a tokenizer of 30,000 entries that splits text like Qwen2 to Qwen3 is trained first (``words.py``)
+and used by both. The promise does not cover tokenizers that split text differently from these and Llama 3:
+counting is slower with them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from count_samples import python_path
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 from words import Text, qwen2_vl
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Write the file, measure both ways, judge."""
+    """Write the file, measure both and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,7 +109,7 @@ def _rewrite(line: str) -> str:
 
 
 def run_baseline(data: str, processor: str, num_workers: int) -> None:
-    """Encode every sample and write every line anew."""
+    """Encode every sample and rewrite every line."""
     with (
         open(data, encoding="utf-8") as file,
         open(f"{data}.counted", "w", encoding="utf-8") as out,
@@ -127,7 +127,7 @@ def run_ours(data: str, processor: str, num_workers: int) -> None:
     from packhorse.count.counting import count_meta
     from packhorse.count.engines import make_engine
 
-    engine = make_engine("local", num_workers)  # as the command `packhorse count` has it
+    engine = make_engine("local", num_workers)  # like the command `packhorse count`
     result = count_meta({"rows": {"file_name": data}}, processor, engine=engine, fresh=True)
     print(result.counted_rows)
 
@@ -135,8 +135,8 @@ def run_ours(data: str, processor: str, num_workers: int) -> None:
 # --- measuring -------------------------------------------------------------------------------------------
 
 
-def measured(what: str, data: Path, processor: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Best seconds of ``--repeat``, and most megabytes that the largest of its processes held."""
+def measure(what: str, data: Path, processor: str, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the best seconds of ``--repeat``, and the peak megabytes of the largest process."""
     command = [sys.executable, __file__, "--run", what, "--data", str(data), "--processor", processor]
     seconds, peaks = [], []
     for _ in range(options.repeat):
@@ -163,7 +163,7 @@ def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace)
     ]
     results = []
     for label, what, file, rows in ways[:2] if options.quick else ways:
-        seconds, peak = measured(what, file, processor, options)
+        seconds, peak = measure(what, file, processor, options)
         results.append((seconds, peak))
         print(f"{label:34}{seconds:10.2f}{rows / seconds:10,.0f}{peak:8.0f}")
     plain, ours = results[:2]
@@ -172,8 +172,8 @@ def report(data: Path, tenth: Path, processor: str, options: argparse.Namespace)
     promise(
         "counting exactly with a tokenizer of the Qwen2 kind, speed", plain[0] / ours[0], 1.5, baseline=each
     )
-    if not options.quick:  # of few rows it would say nothing
-        over, fewer = ours[1] - results[2][1], "the same of a tenth of the rows"
+    if not options.quick:  # meaningless for few rows
+        over, fewer = ours[1] - results[2][1], "the same for a tenth of the rows"
         claim = "memory of counting, over a tenth of the rows"
         promise(claim, over, 60, baseline=fewer, unit="MB", at_least=False, kind="exact")
     fact("rows counted", options.rows)

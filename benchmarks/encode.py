@@ -1,4 +1,4 @@
-"""Where the time of an encoded sample goes, and how many samples workers make.
+"""The time to encode a sample by component, and samples per second of DataLoader workers.
 
     python benchmarks/encode.py [--quick] [--samples 60] [--repeat 3]
 
@@ -6,11 +6,11 @@ Writes photographs (JPEG, 640 x 480 to 1280 x 960) and chats about them, encodes
 processor at its released settings (with a tokenizer of 30,000 entries, see ``words.py``), and prints
 
 - which share of ``PreTokenizedDatasetWrapper.__getitem__`` is spent inside the processor, the tokenizer, the
-  chat template and the image decoder, and which share is our own. The baseline is in the same run: the time
-  inside those calls. To reach: at least 90 % theirs, at most 10 % ours;
-- samples per second with 0, 1 and 2 DataLoader workers, as ratios to none.
+  chat template and the image decoder, and which share is Packhorse's. The baseline, in the same run, is the
+  time inside those calls. Target: at most 10 % in Packhorse;
+- samples per second with 0, 1 and 2 DataLoader workers, and their ratio to 0.
 
-Exit code 1 if the share is missed.
+Exit code 1 if a promise is missed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ import torch
 from torch.utils.data import DataLoader
 
 import packhorse.families.encoder as families_encoder
-from packhorse.chat.repeated_tokens import RepeatedTokenTokenizer
+from packhorse.chat import RepeatedTokenTokenizer
 from packhorse.datasets import PreTokenizedDatasetWrapper, open_meta_dataset
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 from words import Text, qwen2_vl
 
 OURS = "our own"
 SIZES = ((640, 480), (800, 600), (1024, 768), (1280, 960))
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Write the data, measure, judge."""
+    """Write the data, measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--repeat", type=int, default=3)
     options = parse(parser, samples=8, repeat=1)
-    torch.set_num_threads(1)  # as DataLoader workers have it
+    torch.set_num_threads(1)  # as in DataLoader workers
     with tempfile.TemporaryDirectory() as folder:
         meta = write_chats(Path(folder), options.samples)
         processor = released_qwen2_vl()
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def write_chats(folder: Path, samples: int) -> Path:
-    """JPEG files and a JSONL of one chat each; returns the meta file."""
+    """Write JPEG files and a JSONL with one chat each; return the meta file."""
     rng, text = np.random.default_rng(0), Text()
     rows = []
     for number in range(samples):
@@ -90,14 +90,14 @@ def write_chats(folder: Path, samples: int) -> Path:
 
 
 def released_qwen2_vl() -> Any:
-    """A Qwen2-VL processor with the pixel budget that the released models have, and a tokenizer as large."""
+    """Return a Qwen2-VL processor with the pixel budget of the released models."""
     return qwen2_vl()
 
 
 class Clock:
-    """Adds up the CPU time (other work on the machine disturbs it little) spent inside given functions.
+    """Sum the CPU time (which other work on the machine hardly changes) spent inside given functions.
 
-    The time of a measured call inside another is its own alone.
+    The time of a measured call inside another counts only for the inner one.
     """
 
     def __init__(self) -> None:
@@ -106,15 +106,15 @@ class Clock:
         self.since = time.process_time()
 
     def charge(self) -> None:
-        """The time since the last look is that of the function that is at work."""
+        """Add the time since the last call to the current function."""
         now = time.process_time()
         self.seconds[self.inside[-1]] += now - self.since
         self.since = now
 
     def around(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, measured."""
+        """Return the function with its time measured."""
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
             self.charge()
             self.inside.append(label)
             try:
@@ -123,7 +123,7 @@ class Clock:
                 self.charge()
                 self.inside.pop()
 
-        return measured
+        return timed_call
 
 
 def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
@@ -133,8 +133,8 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
         (type(processor), "__call__", "processor"),
         (type(processor), "apply_chat_template", "chat template"),
         (type(processor.tokenizer), "__call__", "tokenizer"),
-        (RepeatedTokenTokenizer, "__call__", OURS),  # the processor calls it, but it is not the processor's
-        (families_encoder, "load_media", "image decoder"),
+        (RepeatedTokenTokenizer, "__call__", OURS),  # called by the processor, but part of Packhorse
+        (families_encoder, "load_image", "image decoder"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for (owner, name, original), (_, _, label) in zip(originals, patched, strict=True):

@@ -2,7 +2,7 @@
 
     python benchmarks/estimate.py [--quick] [--rows 1000000] [--repeat 3]
 
-Generates rows as a counted dataset has them (text tokens told; two in three with images of known size, one
+Generates rows as a counted dataset has them (text tokens known; two in three with images of known size, one
 in twenty with a video), as dicts in memory and as columns, as a sidecar holds them: neither reading nor
 building them is measured. Prints the best time of ``--repeat`` runs of each, checks that both give the same
 number for every row, and prints the ratio that is promised. Exit code 1 if it is missed.
@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from packhorse.formats.estimate import LengthColumns, columns_of, estimate_lengths, outline
-from packhorse.media.resize import resize_image, resize_video
+from packhorse.media.images import resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 T = TypeVar("T")
 
@@ -49,9 +49,9 @@ SAMPLING = VideoSampling(fps=2.0, min_frames=4, max_frames=768, temporal_patch_s
 TO_REACH = 50
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Generate, measure, judge."""
+    """Generate rows, measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,12 +60,12 @@ def main() -> None:
     options = parse(parser, rows=100_000, repeat=2)
     examples = rows(options.rows)
     columns = columns_of(examples)
-    gc.freeze()  # nobody's time is spent on looking through millions of dicts
+    gc.freeze()  # so that the collector does not scan millions of dicts
     report(examples, columns, options.repeat)
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Examples in the documented format."""
+    """Return examples in the documented format."""
     rng = random.Random(0)
     return [_row(rng) for _ in range(count)]
 
@@ -82,7 +82,7 @@ def _row(rng: random.Random) -> dict[str, Any]:
     return {
         "conversation": [
             {"role": "user", "content": [*media, {"type": "text", "text": "What is it?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "A bar chart."}]},
         ],
         "_text_tokens": rng.randint(20, 2000),
         "mm_inputs_meta": {"images_meta": sizes, "videos_meta": clips},
@@ -90,7 +90,7 @@ def _row(rng: random.Random) -> dict[str, Any]:
 
 
 def row_tokens(row: dict[str, Any]) -> int:
-    """The documented estimate of one row, in plain Python; 500 tokens for a media item without an entry."""
+    """Return the documented estimate of one row in plain Python; 500 tokens for unknown media."""
     seen, meta = outline(row), row.get("mm_inputs_meta") or {}
     images, videos = meta.get("images_meta") or (), meta.get("videos_meta") or ()
     text = row.get("_text_tokens")
@@ -109,7 +109,7 @@ def row_tokens(row: dict[str, Any]) -> int:
 
 
 def best(work: Callable[[], T], repeat: int) -> tuple[float, T]:
-    """The shortest time in seconds, and what came out."""
+    """Return the shortest time in seconds, and the result."""
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()

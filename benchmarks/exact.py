@@ -1,4 +1,4 @@
-"""Are the counts exact, and how far off would the usual estimate be?
+"""Exactness of token counts, and the error of the usual estimate.
 
     python benchmarks/exact.py [--quick] [--sizes 400] [--videos 60] [--conversations 1000] [--family NAME]
 
@@ -40,7 +40,7 @@ from packhorse.families import Encoder
 from packhorse.formats.estimate import estimate_sample_length, image_config, video_config
 from packhorse.media import media_size
 from packhorse.types import Conversation, MediaRef, Message, TextPart
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 RATES = (None, 0.5, 1.0, 7.3, 24.0, 29.97, 60.0)
 FILE_RATES = (10, 12, 25, Fraction(24000, 1001), Fraction(30000, 1001), 60)
@@ -48,9 +48,9 @@ SETTINGS: tuple[dict[str, Any], ...] = ({}, {"fps": 2}, {"fps": 0.8}, {"num_fram
 FRAMES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 47, 64, 100, 128, 199, 256, 300)
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Compare, family by family; print the table."""
+    """Compare each family and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,13 +76,13 @@ def main() -> None:
                 number = max(1, options.videos // 4) if name == "qwen3_omni" else options.videos
                 tallies.append(compare(name, "decoded video", videos(number)))
             if "audio" in FAMILIES[name].modalities:
-                tallies.append(compare(name, "audio", sounds()))
+                tallies.append(compare(name, "audio", audio_clips()))
             tallies.append(compare(name, "conversations", conversations(name, share, files)))
     print()
-    compared, differ, refused = (sum(getattr(one, name) for one in tallies) for name in Tally._fields[:3])
+    compared, differ, rejected = (sum(getattr(one, name) for one in tallies) for name in Tally._fields[:3])
     fact("samples compared", compared)
     fact("families", len(names))
-    fact("rejected by the processor", refused)
+    fact("rejected by the processor", rejected)
     errors = np.concatenate([one.errors for one in tallies if one.errors])
     fact("error of the usual estimate, mean", 100 * float(errors.mean()), "%")
     fact("error of the usual estimate, 95th percentile", 100 * float(np.percentile(errors, 95)), "%")
@@ -90,28 +90,28 @@ def main() -> None:
     promise("counts that differ", differ, 0, baseline=processors, unit="", at_least=False, kind="exact")
 
 
-def asked(*parts: Any) -> Conversation:
-    """A question about media, and an answer."""
+def make_conversation(*parts: Any) -> Conversation:
+    """Return a question about media, and an answer."""
     question = (*parts, TextPart("What is it?"))
     return Conversation((Message("user", question), Message("assistant", (TextPart("A cat."),))))
 
 
 def images(sizes: list[tuple[int, int]]) -> Iterator[Conversation]:
-    """One image of each size."""
+    """Yield one image of each size."""
     for height, width in sizes:
-        yield asked(MediaRef("image", Image.new("RGB", (width, height))))
+        yield make_conversation(MediaRef("image", Image.new("RGB", (width, height))))
 
 
 def videos(number: int) -> Iterator[Conversation]:
-    """Decoded videos of many lengths and rates."""
+    """Yield decoded videos of many lengths and rates."""
     cases = [(frames, fps) for frames in FRAMES for fps in RATES]
     for at, (frames, fps) in enumerate(cases[:: max(1, len(cases) // number)]):
         made = video(frames, fps, (1, 2, 13)[at % 3], 20 + at % 40, 30 + at % 7)
-        yield asked(MediaRef("video", made.frames, {"video_metadata": made.metadata.as_dict()}))
+        yield make_conversation(MediaRef("video", made.frames, {"video_metadata": made.metadata.as_dict()}))
 
 
 def video_files(folder: Path, number: int) -> list[Path]:
-    """Video files of many lengths and rates, in two containers."""
+    """Write video files of many lengths and rates, in two containers."""
     cases = [(frames, rate) for rate in FILE_RATES for frames in (41, 60, 75, 94, 130)]
     paths = []
     for at, (frames, rate) in enumerate(cases[:: max(1, len(cases) // number)]):
@@ -120,15 +120,15 @@ def video_files(folder: Path, number: int) -> list[Path]:
     return paths
 
 
-def sounds() -> Iterator[Conversation]:
-    """Audio clips of many lengths, at the models' rate and at others."""
+def audio_clips() -> Iterator[Conversation]:
+    """Yield audio clips of many lengths, at the models' rate and at others."""
     for samples in (100, 400, 1_000, 5_000, 15_999, 16_000, 16_001, 40_000, 100_003, 480_005):
         for rate in (16_000, 8_000, 44_100):
-            yield asked(MediaRef("audio", (tone(samples), rate)))
+            yield make_conversation(MediaRef("audio", (tone(samples), rate)))
 
 
 def compare_files(name: str, settings: dict[str, Any], in_row: bool, paths: list[Path]) -> Tally:
-    """Count video files and run the processor itself on their paths; print one line."""
+    """Count video files and run the processor on their paths; print one line."""
     configured = with_video_settings(name, settings)
     made = processor(name) if in_row else configured
     encoder = Encoder(made)
@@ -142,28 +142,28 @@ def compare_files(name: str, settings: dict[str, Any], in_row: bool, paths: list
         try:
             frames, ids = own_call(Encoder(configured), path)
         except (IndexError, ValueError, ZeroDivisionError):
-            rejected += 1  # the processor has no frames for this file, so there is nothing to compare
+            rejected += 1  # the processor has no frames for this file
             continue
         size: Any = encoder.size_of(ref)
         differ += isinstance(counted, BadSample) or counted.count.total != len(ids)
         differ += list(size.indices) != frames
     where = "default" if not settings else f"{settings} in the {'row' if in_row else 'processor'}"
-    return Tally.printed(name, "video file", where, len(paths), differ, rejected, [])
+    return Tally.from_values(name, "video file", where, len(paths), differ, rejected, [])
 
 
 class Tally(NamedTuple):
-    """Of some samples: how many, how many counts differ, how many were rejected; errors of the estimate."""
+    """Numbers of compared, different and rejected samples, and the errors of the estimate."""
 
     compared: int
     differ: int
-    refused: int
+    rejected: int
     errors: list[float]
 
     @classmethod
-    def printed(cls, name: str, modality: str, settings: str, *values: Any) -> Tally:
-        """A tally whose line is printed."""
+    def from_values(cls, name: str, modality: str, settings: str, *values: Any) -> Tally:
+        """Make a tally and print its line."""
         tally = cls(*values)
-        counts = f"{tally.compared:7,}{tally.differ:13,}{tally.refused:10,}"
+        counts = f"{tally.compared:7,}{tally.differ:13,}{tally.rejected:10,}"
         print(f"{name:17}{modality:16}{settings.translate(_PLAIN):34}{counts}", flush=True)
         return tally
 
@@ -171,30 +171,30 @@ class Tally(NamedTuple):
 _PLAIN = str.maketrans("", "", "{}'")
 
 
-def compare(name: str, what: str, asked_for: Iterator[Conversation]) -> Tally:
-    """Count and encode each; print one line."""
+def compare(name: str, what: str, conversations: Iterator[Conversation]) -> Tally:
+    """Count and encode each conversation; print one line."""
     made = processor(name)
     encoder = Encoder(made)
     counter = TokenCounter(encoder)
     configs = image_config(made), video_config(made)
-    compared = differ = refused = 0
+    compared = differ = rejected = 0
     errors = []
-    for conversation in asked_for:
+    for conversation in conversations:
         compared += 1
         (counted,) = counter.count_many([conversation])
         try:
             real = len(encoder.encode(conversation).tokens["input_ids"])
         except BadSample as error:
-            refused += 1
+            rejected += 1
             differ += not isinstance(counted, BadSample) or counted.reason != error.reason
             continue
         differ += isinstance(counted, BadSample) or counted.count.total != real
         errors.append(abs(estimate_sample_length(example(encoder, conversation), *configs) - real) / real)
-    return Tally.printed(name, what, "default", compared, differ, refused, errors)
+    return Tally.from_values(name, what, "default", compared, differ, rejected, errors)
 
 
 def example(encoder: Encoder, conversation: Conversation) -> dict[str, Any]:
-    """The conversation as a row whose media sizes are known, as the estimate takes it."""
+    """Return the conversation as a row with media sizes, as the estimate takes it."""
     sizes: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
     for ref in conversation.media:
         video = ref.kind == "video"

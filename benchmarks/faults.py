@@ -1,12 +1,12 @@
-"""Faults: processes killed at random moments, spoilt media, stores that fail, races, full disks.
+"""Fault injection: processes killed at random moments, damaged media, failing stores, races, full disks.
 
     python benchmarks/faults.py [--rounds 20] [--quick] [--folder DIR] [--seed 0]
 
-Plays ``--rounds`` rounds of each kind of work that is killed (``packhorse count``, ``plan`` and ``view``, the
-writing of ledgers, training with resume) with SIGKILL, at moments drawn from the time that an undisturbed run
-takes. Then faults of other kinds are put in and counted. Baseline, in the same run: the same work
-undisturbed, with which the bytes of all files, the weights of the model and the samples are compared. Exit
-code 1 if a sample was lost or doubled, a file was seen half, or a process was left after.
+Kills ``packhorse count``, ``plan`` and ``view``, processes that write ledgers, and training runs with SIGKILL
+at random moments, ``--rounds`` times each, and lets the next process continue. Then injects and counts
+other faults. The baseline, in the same run, is the same work undisturbed: the bytes of all files, the weights
+of the model and the samples must be equal. Exit code 1 if a sample is lost or duplicate, a file is
+incomplete, or a process is left running.
 
 The rounds are those of ``tests/faults``.
 """
@@ -21,9 +21,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
-# Instead of this folder: there `faults` is this script, and not the tests.
+# Instead of this folder, where `faults` is this script.
 sys.path[0] = str(Path(__file__).parents[1] / "tests")
 from contract.torchvision_ops import make_torchvision_importable
 
@@ -31,21 +31,29 @@ make_torchvision_importable()
 
 import torch
 
-from faults.fault_cases import RACES, SPOILT, Outcome, bad_store, prepared, race, spoilt_media
-from faults.kill_desk import Tally, open_desk
+from faults.fault_cases import (
+    DAMAGES,
+    RACES,
+    Outcome,
+    prepare_race,
+    race,
+    run_with_damaged_media,
+    run_with_failing_store,
+)
 from faults.kill_rounds import ROUNDS
+from faults.kill_runner import Tally, open_runner
 
 UNDISTURBED = "the same work undisturbed"
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Play the rounds, put in the faults, judge."""
+    """Run the rounds, inject the faults, print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20, help="of each kind of work that is killed")
-    parser.add_argument("--kinds", default=",".join(ROUNDS), help="which work is killed, with commas between")
+    parser.add_argument("--kinds", default=",".join(ROUNDS), help="which work is killed, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
     options = parse(parser, rounds=1)
@@ -53,72 +61,74 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         home = Path(folder)
         os.environ["PACKHORSE_CACHE"] = str(home / "cache")
-        killed(home, [kind for kind in options.kinds.split(",") if kind], options.rounds, options.seed)
-        others(home, 1 if options.quick else 5, 2 if options.quick else 20, options.seed)
+        run_kill_rounds(
+            home, [kind for kind in options.kinds.split(",") if kind], options.rounds, options.seed
+        )
+        run_other_faults(home, 1 if options.quick else 5, 2 if options.quick else 20, options.seed)
 
 
-def killed(home: Path, kinds: list[str], rounds: int, seed: int) -> None:
-    """Rounds of work that is killed."""
+def run_kill_rounds(home: Path, kinds: list[str], rounds: int, seed: int) -> None:
+    """Run the rounds with kills."""
     tallies: dict[str, Tally] = {}
-    with open_desk(home / "desk") as desk:
+    with open_runner(home / "desk") as runner:
         for kind in kinds:
             started = time.monotonic()
-            tally = tallies[kind] = ROUNDS[kind](desk, rounds, seed=seed)
-            told = f"{tally.rounds} rounds, {tally.kills} kills, {time.monotonic() - started:.0f} s"
-            fact(f"killed: {kind}", told)
+            tally = tallies[kind] = ROUNDS[kind](runner, rounds, seed=seed)
+            summary = f"{tally.rounds} rounds, {tally.kills} kills, {time.monotonic() - started:.0f} s"
+            fact(f"killed: {kind}", summary)
             for remark in tally.remarks:
                 fact(f"killed: {kind}", remark)
     everything = list(tallies.values())
     promise(
         "rounds in which a process at work was killed",
-        sum(one.rounds for one in everything),
+        sum(tally.rounds for tally in everything),
         rounds * len(kinds),
-        baseline="the rounds that were asked for",
+        baseline="the requested rounds",
         unit="rounds",
         kind="exact",
     )
-    fact("killed: processes at work hit by SIGKILL", sum(one.kills for one in everything))
-    none("killed: samples lost", sum(one.lost for one in everything))
-    none("killed: samples doubled", sum(one.doubled for one in everything))
-    none("killed: files seen half, or other than undisturbed", sum(one.half for one in everything))
-    none("killed: processes left after", sum(one.left for one in everything))
+    fact("killed: processes at work hit by SIGKILL", sum(tally.kills for tally in everything))
+    promise_zero("killed: samples lost", sum(tally.lost for tally in everything))
+    promise_zero("killed: duplicate samples", sum(tally.duplicates for tally in everything))
+    promise_zero("killed: incomplete or different files", sum(tally.half for tally in everything))
+    promise_zero("killed: processes left running", sum(tally.left for tally in everything))
 
 
-def others(home: Path, times: int, races_each: int, seed: int) -> None:
-    """Faults of other kinds."""
+def run_other_faults(home: Path, times: int, races_each: int, seed: int) -> None:
+    """Inject faults into media, stores and races."""
     total = Outcome()
     rows = 40 * times
     kinds = ("slow", "timeout", "reset", "denied", "short", "late_timeout")
     for number, num_workers in enumerate((0, 1)):
-        add(total, spoilt_media(home / f"spoilt{number}", 5 * rows, seed + number, num_workers))
+        add(total, run_with_damaged_media(home / f"spoilt{number}", 5 * rows, seed + number, num_workers))
         shares = dict.fromkeys(kinds, 0.08)
-        add(total, bad_store(home / f"store{number}", shares, rows, seed + number, num_workers))
-    for kind in (*SPOILT, *kinds):
-        fact(f"faults put in: {'media_item ' if kind in SPOILT else 'store '}{kind}", total.injected[kind])
+        add(total, run_with_failing_store(home / f"store{number}", shares, rows, seed + number, num_workers))
+    for kind in (*DAMAGES, *kinds):
+        fact(f"faults injected: {'media ' if kind in DAMAGES else 'store '}{kind}", total.injected[kind])
     races = Counter[str]()
     differ = 0
     for number in range(races_each):
         for what in RACES:
-            folder = prepared(home / f"race{number}{what}", what)
-            found = race(folder, what, one_machine=bool(number % 2))
-            differ += len(set(found)) - 1 + abs(len(list(folder.glob(RACES[what][1]))) - 1)
+            folder = prepare_race(home / f"race{number}{what}", what)
+            digests = race(folder, what, one_machine=bool(number % 2))
+            differ += len(set(digests)) - 1 + abs(len(list(folder.glob(RACES[what][1]))) - 1)
             races[what] += 1
     for what, number in races.items():
         fact(f"races of three processes for one file: {what}", number)
-    none("media and stores: samples neither delivered nor in the ledger", total.lost)
-    none("media and stores: samples doubled", total.doubled)
-    none("races: files that differ, or more than one", differ)
+    promise_zero("media and stores: samples neither delivered nor in the ledger", total.lost)
+    promise_zero("media and stores: duplicate samples", total.duplicates)
+    promise_zero("races: different or duplicate files", differ)
 
 
 def add(total: Outcome, more: Outcome) -> None:
-    """Add up outcomes."""
+    """Sum outcomes."""
     total.injected += more.injected
     total.lost += more.lost
-    total.doubled += more.doubled
+    total.duplicates += more.duplicates
 
 
-def none(what: str, number: int) -> None:
-    """A promise that there is none of something."""
+def promise_zero(what: str, number: int) -> None:
+    """Promise that a number is 0."""
     promise(what, number, 0, baseline=UNDISTURBED, unit="", at_least=False, kind="exact")
 
 

@@ -1,18 +1,17 @@
-"""Feeding: what the loader costs beside the processor, and how quickly a long epoch is taken up again.
+"""The overhead of the loader over the bare processor, and the time to resume a long epoch.
 
     python benchmarks/feed.py [--quick] [--samples 240] [--repeat 5] [--packs 1000000]
 
-An epoch of a million packs is taken up at 90 %: under the same shape, and with another number of ranks. To
-reach: under a second.
+First, resume an epoch of a million packs at 90 %, with the same and with another number of ranks. Target:
+less than a second.
 
-Then photographs and chats about them (as in ``encode.py``) are fed to a consumer that does nothing, with 0, 1
-and 2 workers, in bfloat16. The baseline is in the same run: a plain DataLoader with the same number of
+Then feed photographs and chats about them (as in ``encode.py``) to a consumer that does nothing, with 0, 1
+and 2 workers, in bfloat16. The baseline, in the same run, is a plain DataLoader with the same number of
 workers over a dataset that opens the image, renders the template and calls the processor, one sample at a
-time, without labels, packing or batches, and leaves the pixels in float32. Each round is an epoch of the same
-loader; both start their workers inside the measurement, and without workers both take turns of a fraction of
-a second. Both keep freed memory, as the loader's workers do: else it is luck whether the C library gives the
-heap back after each sample. The median of ``--repeat`` ratios counts. To reach: at least 0.9 of its tokens
-per second. Exit code 1 if a promise is missed.
+time, without labels, packing or batches, with pixels in float32. Each round is an epoch of the same loader;
+both start their workers inside the measurement, and without workers they alternate every fraction of a
+second. The median of ``--repeat`` ratios counts. Target: at least 0.9 of the baseline's tokens per second.
+Exit code 1 if a promise is missed.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ from packhorse import LoaderConfig, World
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.datasets import open_meta_dataset
 from packhorse.loader import Loader
-from packhorse.loader.worker_pool import keep_freed_memory
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 WORKERS = (0, 1, 2)
 PACK = 8192
 
 
 class BareProcessor(Dataset[int]):
-    """Each sample as somebody would write it in five lines; gives its number of tokens."""
+    """Encode each sample with a simple five-line dataset; return its number of tokens."""
 
     def __init__(self, meta: Path, processor: Any) -> None:
         self.rows, self.processor = open_meta_dataset(str(meta)), processor
@@ -63,13 +61,13 @@ class BareProcessor(Dataset[int]):
         return dict(self.processor(text=[text], images=images, return_tensors="pt"))
 
 
-def as_it_is(sample: Any) -> Any:
-    """No collating."""
+def no_collate(sample: Any) -> Any:
+    """Return the sample unchanged."""
     return sample
 
 
-class Timed:
-    """Iterates over batches and adds up the seconds in which they are made, and their tokens."""
+class TimedBatches:
+    """Iterate over batches and sum the seconds to build them, and their tokens."""
 
     def __init__(self, batches: Iterable[Any], tokens: Callable[[Any], int]) -> None:
         start = time.perf_counter()
@@ -77,7 +75,7 @@ class Timed:
         self.seconds, self.tokens = time.perf_counter() - start, 0
 
     def step(self) -> bool:
-        """Make a batch and let it go; whether there was one. Ending workers is not counted."""
+        """Build a batch and free it; return whether there was one. The end of workers is not measured."""
         start = time.perf_counter()
         batch = next(self._batches, None)
         if batch is None:
@@ -93,63 +91,55 @@ class Timed:
         return self.tokens / self.seconds
 
 
-def like_ours(worker: int) -> None:
-    """Give a worker what the loader's workers have."""
-    keep_freed_memory()
-
-
-def bare(meta: Path, processor: Any, num_workers: int) -> Timed:
-    """The processor alone."""
+def start_baseline(meta: Path, processor: Any, num_workers: int) -> TimedBatches:
+    """Start the baseline: the bare processor in a DataLoader."""
     batches = DataLoader(
         BareProcessor(meta, processor),
         batch_size=None,
         num_workers=num_workers,
-        collate_fn=as_it_is,
-        worker_init_fn=like_ours,
+        collate_fn=no_collate,
     )
-    return Timed(batches, lambda sample: sample["input_ids"].numel())
+    return TimedBatches(batches, lambda sample: sample["input_ids"].numel())
 
 
-def ours(loader: Loader) -> Timed:
-    """The next epoch of the loader."""
+def start_loader(loader: Loader) -> TimedBatches:
+    """Start the next epoch of the loader."""
 
     def tokens(batch: Any) -> int:
-        # As many as the bare processor makes: one of each sample is cut off by the shift of labels.
-        assert loader.last is not None
-        return loader.last.tokens + len(loader.last.samples)
+        # As many as the baseline's: the label shift removes one token per sample.
+        return batch.info.tokens + len(batch.info.samples)
 
-    return Timed(loader, tokens)
+    return TimedBatches(loader, tokens)
 
 
-def one_after_the_other(begin: Sequence[Callable[[], Timed]]) -> list[Timed]:
-    """Each way with the machine to itself: with workers they would build at the same time."""
-    ways = []
-    for start in begin:
-        ways.append(start())
-        while ways[-1].step():
+def run_in_sequence(starts: Sequence[Callable[[], TimedBatches]]) -> list[TimedBatches]:
+    """Run one after the other; with workers, both would otherwise build batches at the same time."""
+    runs = []
+    for start in starts:
+        runs.append(start())
+        while runs[-1].step():
             pass
-    return ways
+    return runs
 
 
-def by_turns(begin: Sequence[Callable[[], Timed]]) -> list[Timed]:
-    """All ways; whichever has made the fewest tokens makes the next ones.
+def run_alternating(starts: Sequence[Callable[[], TimedBatches]]) -> list[TimedBatches]:
+    """Run all at once; the one with the fewest tokens builds the next batch.
 
-    Turns of a fraction of a second, because a machine that others use changes its pace within seconds.
+    They alternate every fraction of a second, because the speed of a shared machine changes within seconds.
     """
-    ways = [start() for start in begin]
-    while min(ways, key=lambda way: way.tokens).step():
+    runs = [start() for start in starts]
+    while min(runs, key=lambda run: run.tokens).step():
         pass
-    for way in ways:  # the rest of those that are not through
-        while way.step():
+    for run in runs:  # those that are not finished
+        while run.step():
             pass
-    return ways
+    return runs
 
 
 def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
-    """Print tokens per second both ways."""
-    # Both ways as the loader's workers have it.
+    """Print tokens per second of both."""
+    # Both with the settings of the loader's workers.
     torch.set_num_threads(1)
-    keep_freed_memory()
     settings = {"pack_size": PACK, "attn_implementation": "varlen", "pixel_dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
         meta, processor = write_chats(Path(folder), samples), released_qwen2_vl()
@@ -158,27 +148,28 @@ def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
             loader = packhorse.load(
                 str(meta), processor, model="unchecked", world=World(), num_workers=num_workers, **settings
             )
-            begin = partial(bare, meta, processor, num_workers), partial(ours, loader)
-            measure = one_after_the_other if num_workers else by_turns
-            measure(begin)  # imports and caches
+            starts = partial(start_baseline, meta, processor, num_workers), partial(start_loader, loader)
+            measure = run_in_sequence if num_workers else run_alternating
+            measure(starts)  # imports and caches
             ratios = []
             for number in range(repeat):
-                loader.close()  # so that it starts its workers anew, as the other does
+                loader.close()  # so that it restarts its workers, like the other
                 order = 1 if number % 2 == 0 else -1
-                theirs, own = measure(begin[::order])[::order]
-                assert theirs.tokens == own.tokens, "both ways make the same tokens"
-                ratios.append(own.pace / theirs.pace)
+                baseline_run, loader_run = measure(starts[::order])[::order]
+                assert baseline_run.tokens == loader_run.tokens, "both produce the same tokens"
+                ratios.append(loader_run.pace / baseline_run.pace)
                 print(
-                    f"{num_workers:<10}{theirs.pace:>12,.0f}{own.pace:>12,.0f}{ratios[-1]:>8.3f}", flush=True
+                    f"{num_workers:<10}{baseline_run.pace:>12,.0f}{loader_run.pace:>12,.0f}{ratios[-1]:>8.3f}",
+                    flush=True,
                 )
             loader.close()
-            claim = f"tokens a second through the loader, {num_workers} workers"
-            baseline = "a plain DataLoader over the bare processor, memory kept as the loader's workers do"
+            claim = f"tokens per second of the loader, {num_workers} workers"
+            baseline = "a plain DataLoader with the bare processor"
             promise(claim, statistics.median(ratios), 0.9, baseline=baseline)
 
 
-class Same(Sequence[Any]):
-    """So many times the same example."""
+class RepeatedExample(Sequence[Any]):
+    """The same example, repeated."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -192,7 +183,7 @@ class Same(Sequence[Any]):
 
 
 def report_resume(packs: int) -> None:
-    """Print how long it takes to stand at 90 % of an epoch."""
+    """Print how long it takes to resume at 90 % of an epoch."""
     rng = np.random.default_rng(0)
     number = 8 * packs
     lengths = rng.integers(200, 1800, number)
@@ -201,7 +192,9 @@ def report_resume(packs: int) -> None:
     good = np.ones(number, bool)
     status = np.full(number, OK, object)
     counts = CountColumns(**columns, status=status, ok=good, exact=good, off_by=zeros)
-    config = LoaderConfig(data=Same(number), pack_size=PACK, attn_implementation="varlen", num_workers=0)
+    config = LoaderConfig(
+        data=RepeatedExample(number), pack_size=PACK, attn_implementation="varlen", num_workers=0
+    )
     processor = released_qwen2_vl()
     with tempfile.TemporaryDirectory() as folder:
         config = config.with_changes(cache_dir=folder)
@@ -210,7 +203,7 @@ def report_resume(packs: int) -> None:
     state = before.state_dict() | {"segments": [[64, 1, 1, len(before) * 9 // 10]]}
     print(f"{len(before.plan):,} packs of {number:,} samples, {len(before):,} steps of 64 ranks")
     for what, loader in (("the same 64 ranks", before), ("48 ranks instead of 64", other)):
-        seconds = min(timed(lambda loader=loader: loader.load_state_dict(state)) for _ in range(3))
+        seconds = min(measure_seconds(lambda loader=loader: loader.load_state_dict(state)) for _ in range(3))
         claim = f"resuming at 90 % of {len(before.plan):,} packs, {what}"
         promise(claim, seconds, 1.0, baseline="a limit, not a ratio", unit="s", at_least=False)
         start = time.perf_counter()
@@ -218,16 +211,16 @@ def report_resume(packs: int) -> None:
         fact(f"first batch after resuming, {what}", time.perf_counter() - start, "s")
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds."""
+def measure_seconds(work: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Measure and judge."""
+    """Measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What ``gpu_train.py`` trains, and on what: a Qwen3-VL, its real processor, drawn photographs and chats.
+"""Model and data of ``gpu_train.py``: a Qwen3-VL, its real processor, synthetic photographs and chats.
 
 Everything is made from a seed, nothing is downloaded. Lengths are spread as in mixtures for fine-tuning: most
 rows are short, few are long, a third has no image, and a few have many. Writing a thousand rows and their
@@ -41,7 +41,7 @@ _SENTENCE = 12  # words
 
 @dataclass(frozen=True)
 class DataShape:
-    """How the rows are spread.
+    """Distribution of the rows.
 
     Attributes:
         rows: how many.
@@ -68,12 +68,12 @@ class DataShape:
 
 
 def tiny_shape(rows: int) -> DataShape:
-    """The same in small, for a CPU."""
+    """Return a small version for a CPU."""
     return DataShape(rows=rows, text=24.0, spread=0.9, longest=160, smallest=64, largest=160, heavy=0.08)
 
 
 def write_rows(folder: Path, shape: DataShape, seed: int = 0) -> Path:
-    """Write the images and a JSONL with a chat in each row; returns the meta file."""
+    """Write the images and a JSONL with a chat per row; return the meta file."""
     rng = np.random.default_rng(seed)
     words = _lexicon(rng)
     images: list[tuple[Path, int, int]] = []
@@ -82,9 +82,9 @@ def write_rows(folder: Path, shape: DataShape, seed: int = 0) -> Path:
         sizes = _image_sizes(rng, shape)
         names = [f"{len(images) + number}.jpg" for number in range(len(sizes))]
         images += [(folder / name, *size) for name, size in zip(names, sizes, strict=True)]
-        room = shape.longest - sum(width * height // _PIXELS_OF_TOKEN for width, height in sizes)
+        free = shape.longest - sum(width * height // _PIXELS_OF_TOKEN for width, height in sizes)
         drawn = shape.text * np.exp(rng.normal(-(shape.spread**2) / 2, shape.spread))
-        turns = _turns(rng, words, int(min(max(drawn, 8.0), max(8.0, 0.7 * room))), len(names))
+        turns = _turns(rng, words, int(min(max(drawn, 8.0), max(8.0, 0.7 * free))), len(names))
         lines.append(json.dumps({"messages": turns, "images": names}))
     with ThreadPoolExecutor() as pool:  # drawing and compressing run outside of Python's lock
         list(pool.map(_save_image, *zip(*images, strict=True)))
@@ -102,7 +102,7 @@ def _lexicon(rng: np.random.Generator) -> list[str]:
 
 
 def _image_sizes(rng: np.random.Generator, shape: DataShape) -> list[tuple[int, int]]:
-    """Most images are small, some are large; rows of several have small ones, as albums and pages do."""
+    """Return image sizes: most are small, some large; rows with several images have small ones."""
     kind = rng.random()
     low, span = shape.smallest, shape.largest - shape.smallest
     if kind < shape.text_only:
@@ -119,7 +119,7 @@ def _image_sizes(rng: np.random.Generator, shape: DataShape) -> list[tuple[int, 
 
 
 def _save_image(path: Path, width: int, height: int) -> None:
-    """Soft colours with some grain: compresses about as a photograph does."""
+    """Return soft colours with noise, which compress like a photograph."""
     rng = np.random.default_rng(int(path.stem))
     small = rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), dtype=np.uint8)
     soft = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
@@ -129,7 +129,7 @@ def _save_image(path: Path, width: int, height: int) -> None:
 
 
 def _turns(rng: np.random.Generator, words: Sequence[str], total: int, images: int) -> list[dict[str, str]]:
-    """A chat of so many words in one to four rounds; a third of them ask, the others answer."""
+    """Return a chat of ``words`` words in one to four rounds; a third of them in questions."""
     rounds = min(int(rng.integers(1, 5)), max(1, total // 24))
     turns: list[dict[str, str]] = []
     for _ in range(rounds):
@@ -149,10 +149,10 @@ def _sentences(rng: np.random.Generator, words: Sequence[str], number: int) -> s
 
 
 def make_processor(meta: Path, shape: DataShape) -> Any:
-    """Transformers' own Qwen3-VL processor; its tokenizer has supervised the words of the rows.
+    """Return transformers' Qwen3-VL processor, with a tokenizer trained on the words of the rows.
 
     Without torchvision, transformers takes its image processor that works with Pillow. Its video processor
-    needs torchvision; an object of its base class stands in for it, with its usual numbers.
+    needs torchvision; an object of its base class replaces it, with its usual numbers.
     """
     import transformers
 
@@ -197,7 +197,7 @@ def _tokenizer(meta: Path) -> Any:
 
 
 def make_model(processor: Any, quick: bool, device: str) -> Any:
-    """Qwen3-VL with random weights, drawn wide enough that what a token sees moves its logits."""
+    """Return Qwen3-VL with random weights, large enough that attention changes the logits."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     text: dict[str, Any] = {
@@ -249,7 +249,7 @@ def make_model(processor: Any, quick: bool, device: str) -> Any:
 
 
 class Fed(NamedTuple):
-    """A batch, its real tokens, and the seconds that a worker took to build it (0 if nobody knows)."""
+    """A batch, its real tokens, and the seconds that a worker took to build it (0 if unknown)."""
 
     batch: Batch
     tokens: int
@@ -258,7 +258,7 @@ class Fed(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What every way of training has in common."""
+    """Settings shared by all methods of training."""
 
     options: argparse.Namespace
     device: str
@@ -269,30 +269,28 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and pixels."""
+        """Dtype of weights and pixels."""
         found: torch.dtype = self.model.dtype
         return found
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all it was told."""
+        """Wait until the GPU has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def loaded(setup: Setup, **settings: Any) -> Iterator[Fed]:
-    """The batches of an epoch, from the loader."""
+def load_batches(setup: Setup, **settings: Any) -> Iterator[Fed]:
+    """Yield the batches of an epoch, from the loader."""
     loader = make_loader(setup, **settings)
     try:
         for batch in loader:
-            report = loader.last
-            assert report is not None  # a batch was delivered
-            yield Fed(batch, report.tokens, report.seconds)
+            yield Fed(batch, batch.info.tokens, batch.info.seconds)
     finally:
         loader.close()
 
 
 def make_loader(setup: Setup, **settings: Any) -> packhorse.Loader:
-    """The loader as all ways use it; packs have all the same size, so that nothing is compiled twice."""
+    """Return the loader; all packs have the same size, to avoid recompilation."""
     options = setup.options
     usual: dict[str, Any] = {
         "pack_size": options.pack,
@@ -313,15 +311,15 @@ def make_loader(setup: Setup, **settings: Any) -> packhorse.Loader:
 
 
 def padded_at_random(setup: Setup, size: int) -> Iterator[Fed]:
-    """As somebody would write it: a shuffled DataLoader whose batches are padded to their longest sample."""
+    """Yield batches of a shuffled DataLoader, padded to their longest sample."""
     options = setup.options
     batches = DataLoader(
-        encoded(setup),
+        encode_samples(setup),
         batch_size=size,
         shuffle=True,
         num_workers=options.num_workers,
         prefetch_factor=2 if options.num_workers else None,
-        collate_fn=partial(padded, setup.processor, setup.dtype),
+        collate_fn=partial(pad_samples, setup.processor, setup.dtype),
         pin_memory=setup.device == "cuda",
         generator=torch.Generator().manual_seed(1),
     )
@@ -329,24 +327,24 @@ def padded_at_random(setup: Setup, size: int) -> Iterator[Fed]:
         yield Fed(batch, int(batch["attention_mask"].sum()), 0.0)
 
 
-def encoded(setup: Setup) -> PreTokenizedDatasetWrapper:
-    """Single samples."""
+def encode_samples(setup: Setup) -> PreTokenizedDatasetWrapper:
+    """Return a dataset of single samples."""
     rows = open_meta_dataset(str(setup.meta))
     return PreTokenizedDatasetWrapper(rows, setup.processor, inject_fake_images=False, on_bad="raise")
 
 
-def padded(processor: Any, dtype: torch.dtype, samples: list[Batch]) -> Batch:
-    """Samples side by side."""
+def pad_samples(processor: Any, dtype: torch.dtype, samples: list[Batch]) -> Batch:
+    """Return a padded batch."""
     return pad_collate_fn(samples, processor, pixel_dtype=dtype)
 
 
 def patches(batch: Batch) -> int:
-    """Of all images of a batch."""
+    """Return the patches of all images of a batch."""
     return len(batch["pixel_values"]) if "pixel_values" in batch else 0
 
 
 def set_attention(setup: Setup, backend: str) -> None:
-    """As a user does it; on a CPU flex attention has no backward pass, and is only tried out."""
+    """Set the attention as a user does; on a CPU flex attention has no backward pass."""
     if setup.device == "cpu" and backend == "flex_attention":
         use_attention(setup.model, backend)
     else:

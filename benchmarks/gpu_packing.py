@@ -4,12 +4,12 @@
 
 A decoder of 1.5 billion parameters in the shape of Qwen3-VL's (random weights, bfloat16) runs forward and
 backward over the same samples (mean about 700 tokens) in each way; packs have 8,192 tokens. Prints real
-tokens a second, and how far losses of packed tokens are from those of the samples alone, beside two measures
+tokens a second, and how far losses of packed tokens are from those of the samples alone, with two measures
 for it: how far two right ways are apart (rounding), and a control in which documents see each other. Exit
 code 1 if a promise is missed. Under eight minutes on an H200, of which compiling flex attention is about one;
 ``--quick`` tries the script out on a CPU with a small model; nothing is said about speed then.
 
-Needs torch 2.10 or later and transformers 5; of what Packhorse imports beside them, numpy, pillow, orjson and
+Needs torch 2.10 or later and transformers 5; of Packhorse's other dependencies, numpy, pillow, orjson and
 filelock. No network, no flash-attn build.
 """
 
@@ -28,7 +28,7 @@ from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.neat_packing_vlm import _build_packed_vlm_sample, _shift_sample, greedy_knapsack
 from packhorse.types import to_device
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 Batch = dict[str, Any]
 VARLEN_OVER_PADDED, VARLEN_OVER_SDPA = 2.5, 1.5
@@ -38,9 +38,9 @@ FIRST_TOKENS = 64  # of each document: what others leak into it shows there most
 PACKED = ("sdpa", "flex_attention", "varlen")
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Build the model and the samples, measure, judge."""
+    """Build the model and the samples, measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,12 +60,12 @@ def main() -> None:
     apart = parity(model, samples, options, device)
     print()
     if not options.quick:
-        judge_speed(speeds)
-    judge_parity(apart)
+        promise_speed(speeds)
+    promise_parity(apart)
 
 
 def decoder(tiny: bool, device: str) -> Any:
-    """Qwen3's decoder with random weights, drawn wide enough that what a token sees moves its logits."""
+    """Return Qwen3's decoder with random weights, large enough that attention changes the logits."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 32_768}
     if tiny:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
@@ -86,7 +86,7 @@ def decoder(tiny: bool, device: str) -> Any:
 
 
 def make_samples(options: argparse.Namespace) -> list[Batch]:
-    """Shifted samples of random tokens; lengths as chats and documents have them, many short and few long."""
+    """Return shifted samples of random tokens, many short and few long."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(options.samples, generator=generator).mul(0.85).exp()
     lengths = (drawn / drawn.mean() * options.mean).clamp(24, options.longest).long().tolist()
@@ -102,8 +102,8 @@ def make_samples(options: argparse.Namespace) -> list[Batch]:
 # --- batches ------------------------------------------------------------------------------------------------
 
 
-def padded(samples: list[Batch]) -> Batch:
-    """Samples side by side, filled up to the longest."""
+def pad_samples(samples: list[Batch]) -> Batch:
+    """Return a batch of samples padded to the longest."""
     width = max(len(sample["input_ids"]) for sample in samples)
     fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
     return {
@@ -115,20 +115,22 @@ def padded(samples: list[Batch]) -> Batch:
 
 
 def padded_batches(samples: list[Batch], size: int, *, by_length: bool) -> list[Batch]:
-    """All samples in batches of so many, in random order or grouped by length."""
+    """Return all samples in batches of ``size``, in random order or grouped by length."""
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
     if by_length:
         order.sort(key=lambda index: len(samples[index]["input_ids"]))
-    return [padded([samples[i] for i in order[first : first + size]]) for first in range(0, len(order), size)]
+    return [
+        pad_samples([samples[i] for i in order[first : first + size]]) for first in range(0, len(order), size)
+    ]
 
 
 def bins_of(samples: list[Batch], pack: int) -> list[list[int]]:
-    """Which samples share a pack."""
+    """Return the samples of each pack."""
     return greedy_knapsack([len(sample["input_ids"]) for sample in samples], pack)
 
 
 def packed_batches(samples: list[Batch], bins: list[list[int]], pack: int, attention: str) -> list[Batch]:
-    """One pack a batch, all of the same length, so that nothing is compiled twice."""
+    """Return batches of one pack, all of the same length, to avoid recompilation."""
     packs = [_build_packed_vlm_sample([samples[i] for i in one], pack, 0) for one in bins]
     return [neat_packed_vlm_collater([one], 0, pack, attention) for one in packs]
 
@@ -137,14 +139,14 @@ def packed_batches(samples: list[Batch], bins: list[list[int]], pack: int, atten
 
 
 def token_losses(model: Any, batch: Batch) -> torch.Tensor:
-    """The loss of each token [B, S]; labels are shifted already."""
+    """Return the loss of each token [B, S]; labels are already shifted."""
     logits = model(**model_inputs(batch), use_cache=False).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none")
     return losses.view(batch["labels"].shape)
 
 
 def step(model: Any, batch: Batch) -> None:
-    """Forward and backward (flex attention has no backward pass on a CPU)."""
+    """Run forward and backward (flex attention has no backward pass on a CPU)."""
     if model.device.type == "cpu" and attention_of(model) == "flex_attention":
         with torch.no_grad():
             token_losses(model, batch)
@@ -154,7 +156,7 @@ def step(model: Any, batch: Batch) -> None:
 
 
 def seconds_of(model: Any, batches: list[Batch], device: str) -> float:
-    """The time of one pass over all batches; the first ones are run before, to warm up."""
+    """Return the time of one pass over all batches, after a warm-up."""
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     largest = max(batches, key=lambda batch: batch["input_ids"].numel())
     for batch in [largest, *batches[:3]]:
@@ -168,7 +170,7 @@ def seconds_of(model: Any, batches: list[Batch], device: str) -> float:
 
 
 def measure(model: Any, samples: list[Batch], options: argparse.Namespace, device: str) -> dict[str, float]:
-    """Real tokens a second of every way."""
+    """Return tokens of samples per second of every method."""
     real = sum(len(sample["input_ids"]) for sample in samples)
     bins = bins_of(samples, options.pack)
     ways: dict[str, tuple[str, Callable[[], list[Batch]]]] = {
@@ -206,8 +208,8 @@ def measure(model: Any, samples: list[Batch], options: argparse.Namespace, devic
         if device == "cuda":
             torch.cuda.empty_cache()
     print()
-    for way, told in rows.items():
-        fact(way, told)
+    for way, summary in rows.items():
+        fact(way, summary)
     return speeds
 
 
@@ -215,9 +217,9 @@ def measure(model: Any, samples: list[Batch], options: argparse.Namespace, devic
 
 
 def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device: str) -> dict[str, float]:
-    """Mean difference of a token's loss, packed and alone.
+    """Return the mean difference of a token's loss packed and alone.
 
-    Beside it ``rounding`` (alone with one kernel, and with another) and ``control`` (documents see each
+    In addition ``rounding`` (alone with one kernel, and with another) and ``control`` (documents see each
     other).
     """
     model.eval()
@@ -226,7 +228,7 @@ def parity(model: Any, samples: list[Batch], options: argparse.Namespace, device
 
     def alone_with(attention: str) -> dict[int, torch.Tensor]:
         use_attention(model, attention)
-        batches = ((index, to_device(padded([samples[index]]), device)) for index in chosen)
+        batches = ((index, to_device(pad_samples([samples[index]]), device)) for index in chosen)
         return {index: token_losses(model, batch)[0, :FIRST_TOKENS] for index, batch in batches}
 
     with torch.no_grad():
@@ -261,14 +263,14 @@ def _difference(
     return off / tokens
 
 
-def judge_speed(speeds: dict[str, float]) -> None:
+def promise_speed(speeds: dict[str, float]) -> None:
     """Promise how fast packed training is."""
     for way, target in (("padded at random", VARLEN_OVER_PADDED), ("packed, sdpa", VARLEN_OVER_SDPA)):
         ratio = speeds["packed, varlen"] / speeds[way]
         promise("real tokens a second, packed with varlen", ratio, target, baseline=way)
 
 
-def judge_parity(apart: dict[str, float]) -> None:
+def promise_parity(apart: dict[str, float]) -> None:
     """Promise that packed tokens have the losses they have alone."""
     rounding = max(apart["rounding"], 1e-12)
     usual = "two right kernels on the sample alone (rounding)"

@@ -1,6 +1,6 @@
-"""Losses of packed tokens against those of the same samples alone; ``gpu_train.py`` runs it.
+"""Compare losses of packed tokens with those of the samples alone; used by ``gpu_train.py``.
 
-Alone means unpacked: a padded batch of one sample, for which the model itself works out positions and mask.
+Alone means a padded batch of one sample, for which the model computes positions and mask.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 import packhorse
-from gpu_data import Batch, Setup, encoded, make_loader, padded, set_attention
+from gpu_data import Batch, Setup, encode_samples, make_loader, pad_samples, set_attention
 from gpu_packing import FIRST_TOKENS, token_losses
 from packhorse.chat import IGNORE_INDEX
 from packhorse.integrations.attention import use_attention
@@ -20,7 +20,7 @@ PACKS = 4
 
 
 def first_packs(setup: Setup, attention: str) -> Iterator[tuple[packhorse.Batch, tuple[int, ...]]]:
-    """Some packs, the same ones for every backend, with the samples in them."""
+    """Yield the first packs, the same for every backend, with their sample indices."""
     loader = make_loader(setup, attn_implementation=attention, num_workers=0, pin_memory=False)
     for _, batch in zip(range(PACKS), loader, strict=False):
         yield batch, batch.info.samples
@@ -28,32 +28,32 @@ def first_packs(setup: Setup, attention: str) -> Iterator[tuple[packhorse.Batch,
 
 @torch.no_grad()
 def losses_alone(setup: Setup) -> tuple[dict[int, torch.Tensor], float]:
-    """Losses of each sample by itself, not packed, and how far two right kernels are apart on them."""
-    samples = encoded(setup)
+    """Return the losses of each sample alone, and the mean difference between two kernels."""
+    samples = encode_samples(setup)
     chosen = [index for _, inside in first_packs(setup, "varlen") for index in inside]
-    found: dict[str, dict[int, torch.Tensor]] = {}
+    losses: dict[str, dict[int, torch.Tensor]] = {}
     for attention in ("sdpa", "eager"):
         use_attention(setup.model, attention)
-        found[attention] = {}
+        losses[attention] = {}
         for index in chosen:
-            batch = to_device(padded(setup.processor, setup.dtype, [samples[index]]), setup.device)
-            found[attention][index] = first_losses(setup, batch, torch.ones_like(batch["labels"][0]), 1)
-    off = torch.cat([found["sdpa"][index] - found["eager"][index] for index in chosen])
-    return found["sdpa"], float(off.abs().mean())
+            batch = to_device(pad_samples(setup.processor, setup.dtype, [samples[index]]), setup.device)
+            losses[attention][index] = first_losses(setup, batch, torch.ones_like(batch["labels"][0]), 1)
+    off = torch.cat([losses["sdpa"][index] - losses["eager"][index] for index in chosen])
+    return losses["sdpa"], float(off.abs().mean())
 
 
 def first_losses(
     setup: Setup, batch: Batch, documents: torch.Tensor, number: int, losses: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The losses of the first supervised tokens of a document of the batch."""
+    """Return the losses of the first supervised tokens of a document of the batch."""
     losses = token_losses(setup.model, batch)[0] if losses is None else losses
-    mine = (documents == number) & (batch["labels"][0] != IGNORE_INDEX)
-    return losses[mine][:FIRST_TOKENS]
+    selected = (documents == number) & (batch["labels"][0] != IGNORE_INDEX)
+    return losses[selected][:FIRST_TOKENS]
 
 
 @torch.no_grad()
 def difference(setup: Setup, name: str, alone: dict[int, torch.Tensor]) -> float:
-    """How far a token's loss in a pack is from its loss alone; as a control with a mask that leaks."""
+    """Return the mean difference of a token's loss packed and alone; ``control`` uses a leaking mask."""
     attention = "sdpa" if name == "control" else name
     set_attention(setup, attention)
     off = []
@@ -71,20 +71,20 @@ def difference(setup: Setup, name: str, alone: dict[int, torch.Tensor]) -> float
 
 
 @torch.no_grad()
-def own_loss(setup: Setup, attention: str) -> tuple[float, float]:
-    """How far ``model(**batch).loss`` is from the mean over the supervised tokens; and labels shifted twice.
+def model_loss_error(setup: Setup, attention: str) -> tuple[float, float]:
+    """Compare ``model(**batch).loss`` with the mean over supervised tokens, and with labels shifted twice.
 
     Returns:
-        Both as the largest share of the right loss over some packs.
+        The largest relative difference of each over some packs.
     """
     set_attention(setup, attention)
     own, twice = 0.0, 0.0
     for batch, _ in first_packs(setup, attention):
         moved = to_device(batch, setup.device)
-        found = setup.model(**moved)
-        flat, labels = found.logits.flatten(0, 1).float(), moved["labels"].flatten()
+        output = setup.model(**moved)
+        flat, labels = output.logits.flatten(0, 1).float(), moved["labels"].flatten()
         right = torch.nn.functional.cross_entropy(flat, labels)
         again = torch.nn.functional.cross_entropy(flat[:-1], labels[1:])
-        own = max(own, float((found.loss - right).abs() / right))
+        own = max(own, float((output.loss - right).abs() / right))
         twice = max(twice, float((again - right).abs() / right))
     return own, twice

@@ -1,4 +1,4 @@
-"""Runs the parts of ``gpu_train.py`` one after the other, each with the memory of the GPU to itself."""
+"""Run the stages of ``gpu_train.py`` one after the other, each with all memory of the GPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _started = time.perf_counter()
 
 
 def log(what: str) -> None:
-    """A line of progress, with the seconds since the start."""
+    """Print a line with the seconds since the start."""
     print(f"[{time.perf_counter() - _started:6.1f} s] {what}", flush=True)
 
 
 class Stages:
-    """Runs the parts of this benchmark: what fails is printed, and the rest goes on."""
+    """Run the stages of this benchmark; print errors and continue with the next."""
 
     def __init__(self, budget: float) -> None:
         self.budget, self.failed = budget, list[str]()
 
     def run(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result; None where it failed, or where the time is up."""
+        """Return the result; None if it failed or the time is over."""
         if time.perf_counter() - _started > self.budget:
             log(f"{name}: not measured, {self.budget:.0f} s are over (--budget)")
             self.failed.append(name)
@@ -34,7 +34,7 @@ class Stages:
         log(name)
         try:
             return work()
-        except Exception:  # noqa: BLE001 — told, and the exit code is 1
+        except Exception:  # noqa: BLE001 — printed, and the exit code is 1
             traceback.print_exc(file=sys.stdout)
             self.failed.append(name)
             return None
@@ -43,7 +43,7 @@ class Stages:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more, and begin a new peak."""
+    """Free unused memory and reset the peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

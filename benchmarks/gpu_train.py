@@ -5,7 +5,7 @@
 A model of 1.9 billion parameters in the shape of Qwen3-VL (random weights, bfloat16) is trained (forward,
 backward, AdamW) on chats about drawn JPEG files. Workers open the files and call transformers' own processor;
 tokens were counted before. The same samples are run in five ways: padded in random batches, padded by length,
-and packed with three attention backends. Told are
+and packed with three attention backends. Reported are
 
 - real and supervised tokens a second, and the share of the time in which the GPU waits for data: from the
   end of a step (synchronized) until the next batch is there;
@@ -59,7 +59,7 @@ from gpu_data import (
     DataShape,
     Fed,
     Setup,
-    loaded,
+    load_batches,
     make_model,
     make_processor,
     padded_at_random,
@@ -68,8 +68,8 @@ from gpu_data import (
     tiny_shape,
     write_rows,
 )
-from gpu_packing import judge_parity
-from gpu_parity import difference, losses_alone, own_loss
+from gpu_packing import promise_parity
+from gpu_parity import difference, losses_alone, model_loss_error
 from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
@@ -77,7 +77,7 @@ from packhorse.integrations.attention import attention_of
 from packhorse.integrations.loss import supervised, token_loss
 from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 VARLEN_OVER_PADDED = 2.5
 VARLEN_OVER_BY_LENGTH = 1.5
@@ -91,7 +91,7 @@ SHARED_MEMORY_OF_A_BATCH = 0.15 * GIB  # pixels of some 20,000 patches, and for 
 
 @dataclass
 class Figures:
-    """What was measured, warm-up dropped."""
+    """The measured figures, without warm-up."""
 
     batches: int = 0
     tokens: int = 0
@@ -103,8 +103,8 @@ class Figures:
     peak: int = 0
     note: str = ""
 
-    def told(self) -> str:
-        """For a fact."""
+    def describe(self) -> str:
+        """Return the figures as text."""
         return (
             f"{self.tokens / self.seconds:,.0f} real tokens/s, {self.supervised / self.seconds:,.0f} "
             f"supervised tokens/s, {self.batches} batches, {self.tokens / self.slots:.1%} filled, waits for "
@@ -112,9 +112,9 @@ class Figures:
         )
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Make model and data, measure each part, judge it at once."""
+    """Build model and data, measure each stage and print its promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=10_000, help="steps that are, at most")
     parser.add_argument("--seconds", type=float, default=90.0, help="of measuring a way, at most")
-    parser.add_argument("--budget", type=float, default=480.0, help="after so many seconds nothing is begun")
+    parser.add_argument("--budget", type=float, default=480.0, help="start nothing after this many seconds")
     options = parse(parser, samples=24, pack=256, batch=4, num_workers=1, warmup=1, seconds=20.0)
     if not options.quick and not torch.cuda.is_available():
         sys.exit("there is no GPU; --quick tries this out on a CPU")
@@ -150,10 +150,10 @@ def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
         torch.compiler.set_stance("force_eager")  # compiling flex attention for a CPU takes half a minute
     device = "cpu" if options.quick else "cuda"
     log(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}")
-    room = shutil.disk_usage("/dev/shm").free
-    log(f"{os.cpu_count()} cores, shared memory for batches: {room / GIB:.1f} GiB")
-    if options.num_workers * 2 * SHARED_MEMORY_OF_A_BATCH > room and not options.quick:
-        options.num_workers = max(1, int(room / 2 / SHARED_MEMORY_OF_A_BATCH))
+    free = shutil.disk_usage("/dev/shm").free
+    log(f"{os.cpu_count()} cores, shared memory for batches: {free / GIB:.1f} GiB")
+    if options.num_workers * 2 * SHARED_MEMORY_OF_A_BATCH > free and not options.quick:
+        options.num_workers = max(1, int(free / 2 / SHARED_MEMORY_OF_A_BATCH))
         log(f"little shared memory: {options.num_workers} workers instead")
     shape = tiny_shape(options.samples) if options.quick else DataShape(rows=options.samples)
     meta = write_rows(folder, shape)
@@ -184,7 +184,7 @@ def make_setup(options: argparse.Namespace, folder: Path) -> Setup:
 
 
 def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Forward, backward and a step of the optimizer; the loss."""
+    """Run forward, backward and an optimizer step; return the loss."""
     model, moved = setup.model, to_device(batch, setup.device)
     forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
     with torch.set_grad_enabled(not forward_only):
@@ -198,12 +198,12 @@ def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.
 
 
 def make_optimizer(setup: Setup) -> torch.optim.Optimizer:
-    """AdamW with steps so small that all ways see the same model."""
+    """Return AdamW with a tiny learning rate, so that all methods train the same model."""
     return torch.optim.AdamW(setup.model.parameters(), lr=1e-7, fused=setup.device == "cuda")
 
 
 def train(setup: Setup, fed: Iterator[Fed]) -> Figures:
-    """Train on all batches, and measure after the first ones."""
+    """Train on all batches, and measure after the warm-up."""
     options, found = setup.options, Figures()
     optimizer = make_optimizer(setup)
     total = torch.zeros((), device=setup.device)
@@ -239,7 +239,7 @@ def train(setup: Setup, fed: Iterator[Fed]) -> Figures:
 
 
 def run_way(setup: Setup, attention: str, fed: Iterator[Fed]) -> Figures:
-    """Train in one way; its workers end with it."""
+    """Train with one method; its workers end with it."""
     set_attention(setup, attention)
     free_memory()
     try:
@@ -249,7 +249,7 @@ def run_way(setup: Setup, attention: str, fed: Iterator[Fed]) -> Figures:
 
 
 def run_padded(setup: Setup, make: Callable[[int], Iterator[Fed]]) -> Figures:
-    """Train on padded batches, on smaller ones where memory is not enough (which fills them better)."""
+    """Train on padded batches; on smaller ones if memory is insufficient (they have less padding)."""
     size = setup.options.batch
     while True:
         try:
@@ -265,16 +265,16 @@ def run_padded(setup: Setup, make: Callable[[int], Iterator[Fed]]) -> Figures:
 
 
 def measure_speed(setup: Setup, stages: Stages) -> None:
-    """All ways, the two that are promised about first."""
+    """Measure all methods, those with promises first."""
     ways: dict[str, Callable[[], Figures]] = {
         "padded at random": lambda: run_padded(setup, partial(padded_at_random, setup)),
-        "packed, varlen": lambda: run_way(setup, "varlen", loaded(setup, attn_implementation="varlen")),
+        "packed, varlen": lambda: run_way(setup, "varlen", load_batches(setup, attn_implementation="varlen")),
         "padded by length": lambda: run_padded(
-            setup, lambda size: loaded(setup, mode="pad", batch_size=size)
+            setup, lambda size: load_batches(setup, mode="pad", batch_size=size)
         ),
-        "packed, sdpa": lambda: run_way(setup, "sdpa", loaded(setup, attn_implementation="sdpa")),
+        "packed, sdpa": lambda: run_way(setup, "sdpa", load_batches(setup, attn_implementation="sdpa")),
         "packed, flex_attention": lambda: run_way(
-            setup, "flex_attention", loaded(setup, attn_implementation="flex_attention")
+            setup, "flex_attention", load_batches(setup, attn_implementation="flex_attention")
         ),
     }
     found: dict[str, Figures] = {}
@@ -287,29 +287,29 @@ def measure_speed(setup: Setup, stages: Stages) -> None:
         if "padded at random" in found:
             base = found["padded at random"]
             ratio = f", {one.tokens / one.seconds / (base.tokens / base.seconds):.2f}x random padding"
-        fact(name, one.told() + ratio)
+        fact(name, one.describe() + ratio)
         if not setup.options.quick:  # at once: the time may not do for the rest
-            judge_speed(name, found, setup)
+            promise_speed(name, found, setup)
 
 
-def judge_speed(name: str, found: dict[str, Figures], setup: Setup) -> None:
+def promise_speed(name: str, found: dict[str, Figures], setup: Setup) -> None:
     """Promise how fast packed training is, and that it does not wait; ``name`` was just measured."""
     varlen, num_workers = found.get("packed, varlen"), setup.options.num_workers
     if name == "packed, varlen" and varlen is not None:
-        judge_against("padded at random", VARLEN_OVER_PADDED, found)
+        promise_against("padded at random", VARLEN_OVER_PADDED, found)
         waiting, baseline = 100 * varlen.waited / varlen.seconds, "the time of the training steps"
         claim = f"the GPU waits for data, packed with varlen, {num_workers} workers"
         promise(claim, waiting, MOST_WAITING, baseline=baseline, unit="%", at_least=False)
         supply = num_workers * varlen.seconds / varlen.build
         fact("packs that the workers can build while one is trained", supply)
     elif name == "padded by length" and varlen is not None:
-        judge_against(name, VARLEN_OVER_BY_LENGTH, found)
+        promise_against(name, VARLEN_OVER_BY_LENGTH, found)
     if name.startswith("padded"):
-        tell_room(name, found[name], setup)
+        report_memory(name, found[name], setup)
 
 
-def judge_against(padded: str, target: float, found: dict[str, Figures]) -> None:
-    """Promise real tokens a second against one way to pad; supervised ones stand beside it."""
+def promise_against(padded: str, target: float, found: dict[str, Figures]) -> None:
+    """Promise tokens of samples per second against one kind of padding; also report supervised tokens."""
     varlen, base = found["packed, varlen"], found.get(padded)
     if base is None:
         return
@@ -320,21 +320,21 @@ def judge_against(padded: str, target: float, found: dict[str, Figures]) -> None
     fact(f"supervised tokens a second, packed with varlen, over {padded}", ratio, "x")
 
 
-def tell_room(name: str, padded: Figures, setup: Setup) -> None:
-    """Why a padded batch has no more samples: what twice as many would need, beside what the GPU has."""
+def report_memory(name: str, padded: Figures, setup: Setup) -> None:
+    """Report why a padded batch has no more samples: the memory of twice as many, and of the GPU."""
     # Weights, their gradients and two averages of AdamW stay as they are; the rest grows with the samples.
     kept = 4 * sum(one.numel() * one.element_size() for one in setup.model.parameters())
     twice, there = 2 * padded.peak - kept, torch.cuda.get_device_properties(0).total_memory
-    told = f"{padded.tokens / padded.batches:,.0f} real tokens, peak {padded.peak / GIB:.1f} GiB"
+    step = f"{padded.tokens / padded.batches:,.0f} real tokens, peak {padded.peak / GIB:.1f} GiB"
     more = f"twice the samples would need about {twice / GIB:.0f} of {there / GIB:.0f} GiB"
-    fact(f"a step, {name}", f"{told}; {more}")
+    fact(f"a step, {name}", f"{step}; {more}")
 
 
 # --- memory -------------------------------------------------------------------------------------------------
 
 
 def measure_memory(setup: Setup, stages: Stages) -> None:
-    """Peak memory of the heaviest packs, with and without a limit of patches."""
+    """Measure the peak memory of the heaviest packs, with and without a limit of patches."""
     limit = patch_limit(setup)
     free = stages.run("memory without a limit of patches", lambda: heaviest(setup, None))
     held = stages.run(f"memory with at most {limit:,} patches a pack", lambda: heaviest(setup, limit))
@@ -350,16 +350,16 @@ def measure_memory(setup: Setup, stages: Stages) -> None:
 
 
 def patch_limit(setup: Setup) -> int:
-    """A tenth over what packs have on average, but room for every sample: none is dropped."""
+    """Return a limit a tenth over the average of packs, but enough for every sample."""
     per_pack = setup.counts.patches.sum() * setup.options.pack / setup.counts.total.sum()
     return max(int(1.1 * per_pack), int(setup.counts.patches.max()))
 
 
 def heaviest(setup: Setup, limit: int | None) -> tuple[int, int]:
-    """Train on the two packs of an epoch that have the most patches: how many, and the peak in bytes."""
+    """Train on the two packs with the most patches; return their number and the peak in bytes."""
     set_attention(setup, "varlen")
     chosen: list[Batch] = []
-    for one in loaded(setup, attn_implementation="varlen", max_patches=limit, pin_memory=False):
+    for one in load_batches(setup, attn_implementation="varlen", max_patches=limit, pin_memory=False):
         chosen = sorted([*chosen, one.batch], key=patches)[-2:]
     free_memory()
     optimizer = make_optimizer(setup)
@@ -374,7 +374,7 @@ def heaviest(setup: Setup, limit: int | None) -> tuple[int, int]:
 
 
 def measure_parity(setup: Setup, stages: Stages) -> None:
-    """Mean difference of a supervised token's loss, packed and alone; see ``gpu_packing.py``."""
+    """Measure the mean difference of a supervised token's loss packed and alone; see ``gpu_packing.py``."""
     setup.model.eval()
     alone = stages.run("parity: samples alone", lambda: losses_alone(setup))
     if alone is None:
@@ -385,17 +385,17 @@ def measure_parity(setup: Setup, stages: Stages) -> None:
         if apart is not None:
             found[name] = apart
     if all(name in found for name in (*BACKENDS, "control")):
-        judge_parity(found)
+        promise_parity(found)
     else:
         fact("parity, as far as it was measured", str(found))
     measure_own_loss(setup, stages)
 
 
 def measure_own_loss(setup: Setup, stages: Stages) -> None:
-    """``model(**batch).loss`` against the mean over the batch's supervised tokens, for each backend."""
+    """Compare ``model(**batch).loss`` with the mean over supervised tokens, for each backend."""
     baseline = "cross entropy of the same logits (share of the loss)"
     for name in (*BACKENDS, "eager"):
-        apart = stages.run(f"model(**batch).loss: {name}", partial(own_loss, setup, name))
+        apart = stages.run(f"model(**batch).loss: {name}", partial(model_loss_error, setup, name))
         if apart is None:
             continue
         claim = f"model(**batch).loss with {name}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from PIL import Image
 
 from packhorse.media import image_size
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 # Name: (PIL format, mode, save options, share of the mixture in percent).
 KINDS: dict[str, tuple[str, str, dict[str, object], int]] = {
@@ -42,9 +42,9 @@ TARGET = 5
 SLICE = 20
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Write the images, measure, judge."""
+    """Write the images, measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,20 +58,20 @@ def main() -> None:
 
 
 def write_images(folder: Path, name: str, count: int) -> list[str]:
-    """``count`` images of a kind, each of its own size; returns their paths."""
+    """Write ``count`` images of a kind with different sizes; return their paths."""
     form, mode, options, _ = KINDS[name]
     rng = random.Random(name)
     paths = []
     for number in range(count):
         size = rng.randint(64, 320), rng.randint(64, 320)
         saved = dict(options)
-        image = picture(size, mode, rng)
+        image = make_image(size, mode, rng)
         if saved.get("exif") == "camera":
             saved["exif"] = camera_exif()
         if frames := saved.pop("frames", 0):
             saved |= {
                 "save_all": True,
-                "append_images": [picture(size, mode, rng) for _ in range(int(frames))],
+                "append_images": [make_image(size, mode, rng) for _ in range(int(frames))],
             }
         path = folder / f"{name.replace(' ', '-')}-{number:05}.{form.lower()}"
         image.save(path, form, **saved)
@@ -79,21 +79,21 @@ def write_images(folder: Path, name: str, count: int) -> list[str]:
     return paths
 
 
-def picture(size: tuple[int, int], mode: str, rng: random.Random) -> Image.Image:
-    """A smooth random image: small files that are still real ones."""
+def make_image(size: tuple[int, int], mode: str, rng: random.Random) -> Image.Image:
+    """Return a smooth random image, which gives small files."""
     seed = Image.frombytes("RGB", (4, 4), rng.randbytes(48))
     return seed.resize(size, Image.Resampling.BICUBIC).convert(mode)
 
 
 def camera_exif() -> bytes:
-    """EXIF data of a turned photograph with a thumbnail's weight."""
+    """Return EXIF data of a rotated photograph, as large as with a thumbnail."""
     exif = Image.Exif()
-    exif[0x0112], exif[0x010F], exif[0x010E] = 6, "Mule", "x" * 6000
+    exif[0x0112], exif[0x010F], exif[0x010E] = 6, "Camera", "x" * 6000
     return exif.tobytes()
 
 
 def pil_size(path: str) -> tuple[int, int]:
-    """The plain way: (height, width) by PIL's lazy open, upright where EXIF data were read on the way."""
+    """Return (height, width) by PIL's lazy open, rotated by the EXIF orientation."""
     with Image.open(path) as image:
         sideways = "exif" in image.info and image.getexif().get(0x0112) in (5, 6, 7, 8)
         return (image.width, image.height) if sideways else (image.height, image.width)
@@ -106,7 +106,7 @@ def report(files: dict[str, list[str]], repeat: int) -> None:
     for name, paths in files.items():
         different += sum(pil_size(path) != image_size(path) for path in paths)
         table_line(name, *both(paths, repeat))
-    mixture = mixed(files)
+    mixture = interleave(files)
     theirs, ours = both(mixture, repeat)
     table_line("mixture", theirs, ours)
     total = sum(map(len, files.values()))
@@ -118,8 +118,8 @@ def report(files: dict[str, list[str]], repeat: int) -> None:
     promise("image sizes that differ", different, 0, baseline=lazy, unit="", at_least=False, kind="exact")
 
 
-def mixed(files: dict[str, list[str]]) -> list[str]:
-    """As many of each kind as its share says, shuffled, so that no branch is foreseen."""
+def interleave(files: dict[str, list[str]]) -> list[str]:
+    """Return files of all kinds by their share, shuffled, so that branches are not predictable."""
     rng = random.Random(0)
     weight = min(len(paths) for paths in files.values()) / max(share for *_, share in KINDS.values())
     chosen = [path for name, paths in files.items() for path in paths[: round(KINDS[name][3] * weight)]]
@@ -128,7 +128,7 @@ def mixed(files: dict[str, list[str]]) -> list[str]:
 
 
 def both(paths: list[str], repeat: int) -> tuple[float, float]:
-    """Best microseconds a file of PIL and of ours, measured in turns.
+    """Return the best microseconds per file of PIL and of Packhorse, measured alternately.
 
     The best of each slice of the files is taken: on a busy machine a whole round is hardly ever undisturbed.
     """
@@ -142,7 +142,7 @@ def both(paths: list[str], repeat: int) -> tuple[float, float]:
 
 
 def seconds(size: Callable[[str], tuple[int, int]], paths: list[str]) -> float:
-    """How long ``size`` takes for all paths."""
+    """Return how long ``size`` takes for all paths."""
     start = time.perf_counter()
     for path in paths:
         size(path)

@@ -1,4 +1,4 @@
-"""Reading a large ShareGPT JSONL file: the plain way, ours eager, ours lazy.
+"""Reading a large ShareGPT JSONL file: plain ``json.loads``, eager and lazy.
 
     python benchmarks/jsonl.py [--quick] [--gigabytes 2] [--folder DIR] [--repeat 5]
 
@@ -22,12 +22,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 WORLDS = (1, 8, 64)
-PROMISED = 8  # the world size whose speed is promised: the two ways are measured in turns
+PROMISED = 8  # the world size with a promise; both are measured alternately
 
-# What each process runs; {path}, {world} are filled in. The measured part is between the two clock readings.
+# The code of each process. The measured part is between the two clock readings.
 READINGS = {
     "interpreter": "start = time.perf_counter(); rows = 0",
     "plain": """
@@ -61,7 +61,7 @@ file = open_rows({path!r})
 rows = sum(bool(file[i]) for i in random.Random(0).choices(range(len(file)), k=100_000))
 """,
 }
-# Peak memory from /proc: getrusage would also count what the parent process held when it forked.
+# Peak memory from /proc: getrusage would include the memory of the parent at the fork.
 MEASURE = """
 import re, time
 {body}
@@ -71,9 +71,9 @@ print(seconds, peak / 1024, rows)
 """
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Write the files, measure, judge."""
+    """Write the files, measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,9 +95,9 @@ def main() -> None:
 
 
 def write_sharegpt(path: Path, size: float) -> int:
-    """A file of image chats of about ``size`` bytes; returns the number of rows."""
+    """Write a file of image chats of about ``size`` bytes; return the number of rows."""
     rng = random.Random(0)
-    words = ["the", "mule", "carries", "a", "heavy", "bale", "over", "pass", "while", "rain", "falls"]
+    words = ["the", "chart", "compares", "a", "large", "share", "over", "time", "while", "sales", "fall"]
     block = []
     for number in range(2000):
         turns = []
@@ -115,7 +115,7 @@ def write_sharegpt(path: Path, size: float) -> int:
 
 
 def write_short(path: Path, size: float) -> None:
-    """A file of rows of ten bytes, about ``size`` bytes and at least one block of them."""
+    """Write a file of rows of ten bytes, about ``size`` bytes and at least one block."""
     block = b'{"id": 0}\n' * 100_000
     with open(path, "wb") as file:
         for _ in range(max(1, round(size / len(block)))):
@@ -126,7 +126,7 @@ Result = tuple[float, float, int]  # best seconds, peak MB, rows
 
 
 def run(reading: str, path: Path, world: int, repeat: int, *, cold: bool = False) -> Result:
-    """A reading, each time in a new process."""
+    """Run a reading in new processes."""
     script = MEASURE.format(body=READINGS[reading].format(path=str(path), world=world))
     results = []
     for _ in range(repeat):
@@ -141,18 +141,18 @@ def run(reading: str, path: Path, world: int, repeat: int, *, cold: bool = False
 
 
 def best(results: Sequence[Result]) -> Result:
-    """The quickest, and the most memory that any of them took."""
+    """Return the fastest time and the largest memory."""
     return min(r[0] for r in results), max(r[1] for r in results), results[0][2]
 
 
 def in_turns(path: Path, world: int, times: int) -> tuple[Result, Result]:
-    """The plain way and ours, in turns: a busy moment of the machine hits not one of them alone."""
+    """Measure plain and eager reading alternately, so that a busy moment affects both."""
     rounds = [(run("plain", path, world, 1), run("eager", path, world, 1, cold=True)) for _ in range(times)]
     return best([one for one, _ in rounds]), best([other for _, other in rounds])
 
 
 def count_lines(path: Path, repeat: int) -> float:
-    """Best seconds of ``wc -l``."""
+    """Return the best seconds of ``wc -l``."""
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -163,32 +163,32 @@ def count_lines(path: Path, repeat: int) -> float:
 
 def report(path: Path, tenth: Path, short: Path, repeat: int) -> None:
     """Print the table and the promises."""
-    count_lines(path, 1)  # the file is in the page cache for everybody
+    count_lines(path, 1)  # loads the file into the page cache
     base = run("interpreter", path, 1, repeat)[1]
     wc = count_lines(path, repeat)
     line("reading", "world", "seconds", "MB over bare", "rows")
     line("wc -l", "", f"{wc:.2f}", "", "")
 
-    def told(label: str, world: int, result: Result) -> None:
+    def print_row(label: str, world: int, result: Result) -> None:
         seconds, peak, rows = result
         line(label, str(world), f"{seconds:.3f}", f"{peak - base:,.0f}", f"{rows:,}")
 
-    def measured(label: str, reading: str, file: Path, *, cold: bool) -> tuple[float, float]:
+    def measure(label: str, reading: str, file: Path, *, cold: bool) -> tuple[float, float]:
         result = run(reading, file, 1, repeat, cold=cold)
-        told(label, 1, result)
+        print_row(label, 1, result)
         return result[0], result[1] - base
 
     plain, eager = {}, {}
     for world in WORLDS:
         plain[world], eager[world] = in_turns(path, world, repeat if world == PROMISED else 1)
-        told("plain json.loads", world, plain[world])
-        told("ours eager, cold index", world, eager[world])
-        told("ours eager, warm index", world, run("eager", path, world, 1))
-    cold = measured("ours lazy, cold index", "lazy", path, cold=True)
-    warm = measured("ours lazy, warm index", "lazy", path, cold=False)
-    touched = measured("ours lazy, 100,000 rows", "lazy, 100,000 random rows", path, cold=False)
-    small = measured("… of a tenth of the file", "lazy, 100,000 random rows", tenth, cold=True)
-    many = measured("… of rows of 10 bytes", "lazy, 100,000 random rows", short, cold=True)
+        print_row("plain json.loads", world, plain[world])
+        print_row("ours eager, cold index", world, eager[world])
+        print_row("ours eager, warm index", world, run("eager", path, world, 1))
+    cold = measure("ours lazy, cold index", "lazy", path, cold=True)
+    warm = measure("ours lazy, warm index", "lazy", path, cold=False)
+    touched = measure("ours lazy, 100,000 rows", "lazy, 100,000 random rows", path, cold=False)
+    small = measure("… of a tenth of the file", "lazy, 100,000 random rows", tenth, cold=True)
+    many = measure("… of rows of 10 bytes", "lazy, 100,000 random rows", short, cold=True)
     per_row = 1e6 * (plain[1][1] - base) / plain[1][2]
     print(f"\n{os.cpu_count()} cores; dicts of the plain way take {per_row:,.0f} bytes a row\n")
     loads = "json.loads on each line of the shard"

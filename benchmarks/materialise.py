@@ -1,4 +1,4 @@
-"""Building and collating one full pack: the plain way and ours.
+"""Building and collating one full pack, compared with plain Python.
 
     python benchmarks/materialise.py [--quick] [--tokens 8192] [--images 16] [--repeat 15] [--threads 1]
 
@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from packhorse.collate_fns import neat_packed_vlm_collater
+from packhorse.collate.packed import collate_packs
+from packhorse.collate.packer import Packer, to_sample
 from packhorse.families.qwen_vl import Qwen2VL
-from packhorse.neat_packing_vlm import _build_packed_vlm_sample
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 Sample = dict[str, Any]
 WITH_MASK, WITHOUT_MASK = 6, 4
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Make samples, measure, judge."""
+    """Make samples, measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def sample(length: int, seed: int) -> Sample:
-    """A shifted sample whose image takes up seven eighths of its tokens."""
+    """Return a shifted sample; seven eighths of its tokens are an image."""
     torch.manual_seed(seed)
     ids = torch.randint(0, 150_000, (length,))
     rows = length * 7 // 8 // 16
@@ -71,7 +71,7 @@ def sample(length: int, seed: int) -> Sample:
 
 
 def plain_pack(samples: list[Sample]) -> Sample:
-    """Join by extending lists."""
+    """Join samples by extending lists."""
     ids: list[int] = []
     labels: list[int] = []
     types: list[int] = []
@@ -93,18 +93,18 @@ def plain_pack(samples: list[Sample]) -> Sample:
 
 
 def plain_batch(packs: list[Sample], length: int, dense: bool) -> Sample:
-    """Pad, stack, join pixels and convert them; compare every token with every other."""
+    """Pad and stack rows, join and convert pixels; build the mask by comparing all tokens."""
 
-    def stacked(key: str, fill: int) -> torch.Tensor:
+    def stack(key: str, fill: int) -> torch.Tensor:
         rows = [torch.nn.functional.pad(p[key], (0, length - p[key].shape[-1]), value=fill) for p in packs]
         return torch.stack(rows, dim=-2)
 
-    numbers = stacked("attention_mask", 0)
+    numbers = stack("attention_mask", 0)
     batch = {
-        "input_ids": stacked("input_ids", 0),
-        "labels": stacked("labels", -100),
-        "mm_token_type_ids": stacked("mm_token_type_ids", 0),
-        "position_ids": stacked("position_ids", 0),
+        "input_ids": stack("input_ids", 0),
+        "labels": stack("labels", -100),
+        "mm_token_type_ids": stack("mm_token_type_ids", 0),
+        "position_ids": stack("position_ids", 0),
         "pixel_values": torch.cat([pack["pixel_values"] for pack in packs]).to(torch.bfloat16),
         "image_grid_thw": torch.cat([pack["image_grid_thw"] for pack in packs]),
         "attention_mask": numbers,
@@ -127,12 +127,13 @@ def plain(samples: list[Sample], length: int, dense: bool) -> Sample:
 
 def ours(samples: list[Sample], length: int, attention: str) -> Sample:
     """Build and collate one pack."""
-    pack = _build_packed_vlm_sample(samples, length, 0, True, family=Qwen2VL(), keep_parts=True)
-    return neat_packed_vlm_collater([pack], 0, length, attention, pixel_dtype=torch.bfloat16)
+    family = Qwen2VL()
+    pack = Packer(length, family=family).join([to_sample(sample, family) for sample in samples])
+    return collate_packs([pack], family, 0, length, attention, pixel_dtype=torch.bfloat16)
 
 
 def same_batch(samples: list[Sample], length: int) -> None:
-    """Refuse to compare times of different things."""
+    """Raise if the compared results are different."""
     left, right = plain(samples, length, dense=True), ours(samples, length, "sdpa")
     different = [key for key, value in left.items() if not torch.equal(value, right[key])]
     if different:
@@ -143,7 +144,7 @@ def report(samples: list[Sample], length: int, repeat: int) -> None:
     """Print the table and the promises."""
     floor = torch.empty(sum(len(one["pixel_values"]) for one in samples), 1176, dtype=torch.bfloat16)
 
-    def copied() -> None:
+    def copy_pixels() -> None:
         first = 0
         for one in samples:
             floor[first : first + len(one["pixel_values"])].copy_(one["pixel_values"])
@@ -156,7 +157,7 @@ def report(samples: list[Sample], length: int, repeat: int) -> None:
         "ours, flash_attention_2": lambda: ours(samples, length, "flash_attention_2"),
         "ours, varlen": lambda: ours(samples, length, "varlen"),
         "ours, flex_attention": lambda: ours(samples, length, "flex_attention"),
-        "floor: the copy into bfloat16": copied,
+        "floor: the copy into bfloat16": copy_pixels,
     }
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeat):  # in turn, so that a busy moment hits all alike

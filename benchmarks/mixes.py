@@ -1,4 +1,4 @@
-"""Seven mixes of lengths to judge a packer by, at a capacity of 8,192 tokens.
+"""Seven mixtures of lengths to compare packers with, at a capacity of 8,192 tokens.
 
 Each takes the number of samples and a random generator and returns the length of each sample. ``chat_parts``
 also says what the chats are made of, for the cost of a pack.
@@ -23,7 +23,7 @@ IMAGE_SHARES = (0.15, 0.62, 0.10, 0.05, 0.04, 0.02, 0.015, 0.005)
 
 
 class Chats(NamedTuple):
-    """Image chats: tokens in all, tokens of images, images of each, and the tokens of all images, flat."""
+    """Image chats: total tokens, image tokens, images per chat, and the tokens of all images, flat."""
 
     lengths: np.ndarray
     visual: np.ndarray
@@ -32,7 +32,7 @@ class Chats(NamedTuple):
 
 
 def image_tokens(height: np.ndarray, width: np.ndarray) -> np.ndarray:
-    """Tokens of images: sides rounded to the factor, within 4 to 1,280 tokens."""
+    """Return the tokens of images: sides rounded to the factor, within 4 to 1,280 tokens."""
     least, most = 56 * 56, 1280 * FACTOR**2
     area = height * width
     rows, columns = np.rint(height / FACTOR), np.rint(width / FACTOR)
@@ -46,7 +46,7 @@ def image_tokens(height: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def chat_parts(n: int, rng: np.random.Generator) -> Chats:
-    """Log-normal text and 0 to 16 images of common sizes, half of them jittered."""
+    """Return chats with log-normal text and 0 to 16 images of common sizes, half of them jittered."""
     text = rng.lognormal(5.3, 0.9, n).astype(np.int64) + 8
     images = rng.choice(IMAGES, size=n, p=IMAGE_SHARES)
     total = int(images.sum())
@@ -73,17 +73,17 @@ def short(n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def uniform(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Anything up to the capacity."""
+    """Uniform lengths up to the capacity."""
     return rng.integers(1, CAPACITY + 1, n)
 
 
 def quarter_half(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Everything between a quarter and a half of the capacity: nothing small fills the gaps."""
+    """Lengths between a quarter and a half of the capacity, without short samples."""
     return rng.integers(CAPACITY // 4 + 1, CAPACITY // 2, n)
 
 
 def triplets(n: int, rng: np.random.Generator) -> np.ndarray:
-    """Threes that fill a pack exactly, shuffled: a perfect plan exists."""
+    """Triples that fill a pack exactly, shuffled: a perfect plan exists."""
     low, high = CAPACITY // 4 + 1, CAPACITY // 2 - 1
     first = rng.integers(low, high + 1, n // 3)
     least, most = np.maximum(low, CAPACITY - first - high), np.minimum(high, CAPACITY - first - low)

@@ -1,4 +1,4 @@
-"""Does the test suite notice when an important line is wrong?
+"""Mutation tests: do tests fail if an important line is wrong?
 
     python benchmarks/mutants.py [--quick] [--only NAME]
 
@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 _TOO_LONG = 600
@@ -27,13 +27,13 @@ _TOO_LONG = 600
 
 @dataclass(frozen=True)
 class Mutant:
-    """One line made wrong.
+    """A wrong line.
 
     Attributes:
         name: what it breaks.
         file: of ``src/packhorse``.
         right: the text as it is; it occurs once in the file.
-        wrong: what stands there instead.
+        wrong: the text that replaces it.
         tests: what has to notice.
         quick: whether these take seconds.
     """
@@ -49,7 +49,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "labels are not shifted",
-        "chat/labels.py",
+        "chat.py",
         'batch[key][..., 1:] if key == "labels" else',
         'batch[key][..., :-1] if key == "labels" else',
         ("tests/unit/test_chat.py",),
@@ -57,16 +57,16 @@ MUTANTS = (
     ),
     Mutant(
         "the token before an answer is supervised too",
-        "chat/labels.py",
+        "chat.py",
         "bisect.bisect_right(tokens.ends, span[0])",
         "bisect.bisect_left(tokens.ends, span[0])",
         ("tests/unit/test_chat.py", "tests/contract/test_tokenized.py"),
     ),
     Mutant(
         "an image has one token more",
-        "chat/repeated_tokens.py",
-        "times[place] = number",
-        "times[place] = number + 1",
+        "chat.py",
+        "repeats[position] = length",
+        "repeats[position] = length + 1",
         ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
     ),
     Mutant(
@@ -100,13 +100,13 @@ MUTANTS = (
     Mutant(
         "packs are a unit too large",
         "plan/planning.py",
-        "room = capacity // alignment",
-        "room = -(-capacity // alignment)",
+        "units_per_pack = capacity // alignment",
+        "units_per_pack = -(-capacity // alignment)",
         ("tests/property/test_plan.py",),
     ),
     Mutant(
         "image sizes are cut, not rounded",
-        "media/resize.py",
+        "media/images.py",
         "rows, columns = round(height / factor), round(width / factor)\n    area = rows",
         "rows, columns = int(height / factor), int(width / factor)\n    area = rows",
         ("tests/property/test_resize.py",),
@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "lost samples do not count",
         "loader/epoch_stats.py",
-        "        lost += len(report.lost)\n",
+        "        lost += len(info.lost)\n",
         "        lost += 0\n",
         ("tests/unit/loader/test_loader.py",),
     ),
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "a path may leave the media folder",
-        "media/confine.py",
+        "media/source.py",
         "        if not inside:",
         "        if not inside and isinstance(root, Address):",
         ("tests/unit/media/test_media_confine.py",),
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "entries recorded after a state are not rolled back",
         "loader/loader.py",
-        "roll_back(self.ledger, self.world, progress.epoch, self._unused)",
-        "roll_back(self.ledger, self.world, progress.epoch, set)",
+        "roll_back(self.ledger, self.world, state.epoch, self._remaining_keys)",
+        "roll_back(self.ledger, self.world, state.epoch, set)",
         ("tests/unit/loader/test_resumed_ledger.py",),
     ),
     Mutant(
@@ -306,7 +306,7 @@ def apply(mutant: Mutant, source: Path) -> None:
 
 
 def passes(tests: tuple[str, ...], source: Path) -> bool:
-    """Whether tests pass with the package at ``source``.
+    """Return whether tests pass with the package at ``source``.
 
     Raises:
         RuntimeError: they neither passed nor failed, but could not run (an import error, no such file).
@@ -322,8 +322,8 @@ def passes(tests: tuple[str, ...], source: Path) -> bool:
     return done.returncode == 0
 
 
-def noticed(mutant: Mutant, folder: Path) -> bool:
-    """Whether the tests of a mutant fail with it, having passed without."""
+def is_noticed(mutant: Mutant, folder: Path) -> bool:
+    """Return whether the tests of a mutant fail with it, and pass without."""
     source = folder / "src"
     ignored = shutil.ignore_patterns("__pycache__")
     for changed in (False, True):
@@ -337,7 +337,7 @@ def noticed(mutant: Mutant, folder: Path) -> bool:
     raise AssertionError
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
     """Try every mutant."""
     parser = argparse.ArgumentParser(
@@ -350,7 +350,7 @@ def main() -> None:
     found = 0
     with tempfile.TemporaryDirectory() as folder:
         for mutant in chosen:
-            seen = noticed(mutant, Path(folder))
+            seen = is_noticed(mutant, Path(folder))
             found += seen
             fact(f"{mutant.file}, {mutant.name}", "noticed" if seen else "NOT NOTICED")
     share = found / max(len(chosen), 1)

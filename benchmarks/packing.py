@@ -1,4 +1,4 @@
-"""Planning packs: a least-filled-first heap, best fit with a segment tree, and ours.
+"""Planning packs, compared with a least-filled-first heap and best fit with a segment tree.
 
     python benchmarks/packing.py [--quick] [--largest 10000000] [--repeat 3]
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from mixes import CAPACITY, MIXES
 from packhorse.neat_packing_vlm import plan_packs
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 
 SIZES = (10_000, 100_000, 1_000_000)
 FILLS = {"documents": 99.0, "triplets": 99.0, "tiles": 99.9, "quarter_half": 94.5}
@@ -32,7 +32,7 @@ FASTER = {10_000: 1.0, 100_000: 5.0, 1_000_000: 25.0}
 
 
 def heap_packer(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The longest first, each into the least filled bin, or a new one if it does not fit there."""
+    """Put the longest first into the least filled bin, or into a new one if it does not fit."""
     bins: list[list[int]] = []
     loads: list[tuple[int, int]] = []
     for sample in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -48,14 +48,14 @@ def heap_packer(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def tree_packer(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The longest first, each where it leaves the least room; a segment tree over rooms finds that bin."""
+    """Best fit decreasing, with a segment tree over free capacities to find the bin."""
     leaves = 1 << capacity.bit_length()
-    tree = [0] * (2 * leaves)  # the largest room below each node for which there is a bin
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    tree = [0] * (2 * leaves)  # the largest free capacity below each node that has a bin
+    by_free: list[list[int]] = [[] for _ in range(capacity + 1)]
     bins: list[list[int]] = []
 
-    def write(room: int, value: int) -> None:
-        node = leaves + room
+    def write(free: int, value: int) -> None:
+        node = leaves + free
         tree[node] = value
         node >>= 1
         while node:
@@ -71,24 +71,24 @@ def tree_packer(lengths: list[int], capacity: int) -> list[list[int]]:
                 node *= 2
                 if tree[node] < length:
                     node += 1
-            room = node - leaves
-            number = by_room[room].pop()
-            if not by_room[room]:
-                write(room, 0)
+            free = node - leaves
+            number = by_free[free].pop()
+            if not by_free[free]:
+                write(free, 0)
             bins[number].append(sample)
         else:
-            room, number = capacity, len(bins)
+            free, number = capacity, len(bins)
             bins.append([sample])
-        room -= length
-        if room:
-            by_room[room].append(number)
-            if len(by_room[room]) == 1:
-                write(room, room)
+        free -= length
+        if free:
+            by_free[free].append(number)
+            if len(by_free[free]) == 1:
+                write(free, free)
     return bins
 
 
-def timed(work: Callable[[], Any], repeat: int) -> tuple[float, Any]:
-    """Best CPU seconds, and the result."""
+def measure_seconds(work: Callable[[], Any], repeat: int) -> tuple[float, Any]:
+    """Return the best CPU seconds, and the result."""
     best, result = float("inf"), None
     for _ in range(repeat):
         result = None  # the memory of the last one is free again
@@ -99,7 +99,7 @@ def timed(work: Callable[[], Any], repeat: int) -> tuple[float, Any]:
 
 
 def compare(name: str, n: int, repeat: int) -> dict[str, float]:
-    """One mix at one size, all ways; prints a row."""
+    """Measure all packers on one mixture at one size; print a row."""
     lengths = MIXES[name](n, np.random.default_rng(0))
     as_list = lengths.tolist()
     few = 1 if n >= 1_000_000 else repeat
@@ -107,16 +107,18 @@ def compare(name: str, n: int, repeat: int) -> dict[str, float]:
     row = dict.fromkeys(("heap", "flat", "lists"), float("inf"))
     # A few milliseconds are hard to measure: many times, and in turns, so that a busy moment hits all alike.
     for _ in range(few if n > 10_000 else 10 * repeat):
-        heap, bins = timed(lambda: heap_packer(as_list, CAPACITY), 1)
-        flat, plan = timed(lambda: plan_packs(lengths, CAPACITY, effort=0), repeat if n > 10_000 else 1)
-        lists, _ = timed(lambda: plan_packs(lengths, CAPACITY, effort=0).bins(), 1)
+        heap, bins = measure_seconds(lambda: heap_packer(as_list, CAPACITY), 1)
+        flat, plan = measure_seconds(
+            lambda: plan_packs(lengths, CAPACITY, effort=0), repeat if n > 10_000 else 1
+        )
+        lists, _ = measure_seconds(lambda: plan_packs(lengths, CAPACITY, effort=0).bins(), 1)
         found = {"heap": heap, "flat": flat, "lists": lists}
         row = {way: min(row[way], seconds) for way, seconds in found.items()}
     row["heap fill"] = 100 * area / len(bins)
-    row["tree"], bins = timed(lambda: tree_packer(as_list, CAPACITY), few)
+    row["tree"], bins = measure_seconds(lambda: tree_packer(as_list, CAPACITY), few)
     row["tree bins"] = len(bins)
     row["tree fill"] = 100 * area / len(bins)
-    row["default"], best = timed(lambda: plan_packs(lengths, CAPACITY), few)
+    row["default"], best = measure_seconds(lambda: plan_packs(lengths, CAPACITY), few)
     row["bins"], row["fill"] = len(best), 100 * best.fill
     if len(plan) != len(bins):
         sys.exit(f"{name}, {n:,}: best fit makes {len(bins):,} bins item by item, {len(plan):,} here")
@@ -130,15 +132,15 @@ def compare(name: str, n: int, repeat: int) -> dict[str, float]:
 
 
 def compare_with_sort(name: str, n: int) -> tuple[float, float]:
-    """Ours over numpy's sort and over its argsort of the same array; prints a row."""
+    """Compare with numpy's sort and argsort of the same array; print a row."""
     lengths = MIXES[name](n, np.random.default_rng(0))
     sort = flat = float("inf")
-    for _ in range(5):  # in turns, so that a busy moment or memory that is delivered anew hits both alike
-        sort = min(sort, timed(lambda: np.sort(lengths), 1)[0])
-        seconds, plan = timed(lambda: plan_packs(lengths, CAPACITY, effort=0), 1)
+    for _ in range(5):  # in turns, so that a busy moment affects both
+        sort = min(sort, measure_seconds(lambda: np.sort(lengths), 1)[0])
+        seconds, plan = measure_seconds(lambda: plan_packs(lengths, CAPACITY, effort=0), 1)
         flat = min(flat, seconds)
-    argsort, _ = timed(lambda: np.argsort(lengths), 1)
-    shuffled, _ = timed(lambda: plan_packs(lengths, CAPACITY, effort=0, seed=1), 1)
+    argsort, _ = measure_seconds(lambda: np.argsort(lengths), 1)
+    shuffled, _ = measure_seconds(lambda: plan_packs(lengths, CAPACITY, effort=0, seed=1), 1)
     cells = (sort, argsort, flat, shuffled, flat / sort, flat / argsort)
     print(
         f"{name:<13}{n:>11,}" + "".join(f"{c:>11.3f}" for c in cells) + f"{100 * plan.fill:>11.3f}",
@@ -147,9 +149,9 @@ def compare_with_sort(name: str, n: int) -> tuple[float, float]:
     return flat / sort, flat / argsort
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Run everything and judge."""
+    """Measure and print the promises."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -171,10 +173,12 @@ def main() -> None:
         print(f"\n{'mix':<13}{'samples':>11}" + "".join(f"{h:>11}" for h in heads))
         sorts = {name: compare_with_sort(name, 10_000_000) for name in MIXES}
     print()
-    judge(rows, sorts)
+    print_promises(rows, sorts)
 
 
-def judge(rows: dict[tuple[str, int], dict[str, float]], sorts: dict[str, tuple[float, float]]) -> None:
+def print_promises(
+    rows: dict[tuple[str, int], dict[str, float]], sorts: dict[str, tuple[float, float]]
+) -> None:
     """Print every promise."""
     heap, best_fit = "a least-filled-first heap", "best fit, item by item"
     for n in sorted({n for _, n in rows}):

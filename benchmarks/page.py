@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.errors import ConfigError
-from promises import shown, write_atomically
+from promises import format_value, write_atomically
 
 _INTRO = """\
 <!-- Generated from benchmarks/results/. Do not edit: run `python benchmarks/run.py --render`. -->
@@ -86,7 +86,7 @@ def write_page(home: Path) -> Path:
 
 
 def render(home: Path) -> str:
-    """Return the page: tables of promises, of runs and of machines, and the facts of each script."""
+    """Return the page: tables of promises, of runs and of machines, and the figures of each script."""
     records = load_records(home)
     setups = sorted({_setup(record) for record in records})
     number = {setup: index for index, setup in enumerate(setups, 1)}
@@ -123,8 +123,8 @@ def _promises(records: Iterable[dict[str, Any]]) -> str:
         run = (_link(record), record["date"])
         for promise in record["promises"]:
             unit = promise["unit"]
-            value = shown(promise["value"], unit, promise["target"])
-            target = f"{'≥' if promise['sign'] == '>=' else '≤'} {shown(promise['target'], unit)}"
+            value = format_value(promise["value"], unit, promise["target"])
+            target = f"{'≥' if promise['sign'] == '>=' else '≤'} {format_value(promise['target'], unit)}"
             kept = "yes" if promise["kept"] else "**missed**"
             rows.append((promise["claim"], promise["baseline"], value, target, kept, *run))
         if failure := _failure(record):
@@ -135,7 +135,7 @@ def _promises(records: Iterable[dict[str, Any]]) -> str:
 def _section(record: dict[str, Any]) -> list[str]:
     """Return what a script recorded in addition to its promises."""
     parts = [f"**{failure}**"] if (failure := _failure(record)) else []
-    facts = [(fact["fact"], shown(fact["value"], fact["unit"])) for fact in record["facts"]]
+    facts = [(fact["fact"], format_value(fact["value"], fact["unit"])) for fact in record["facts"]]
     parts.append(_table(("fact", "value"), facts) if facts else "Only its promises.")
     machine, versions = _setup(record)
     parts.append(f"`{record['command']}`, {record['date']}. {machine}. {versions}.")

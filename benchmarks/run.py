@@ -32,7 +32,7 @@ from rich.markup import escape
 from packhorse.cli.terminal import CANNOT, STOPPED, Output, new_table
 from packhorse.errors import ConfigError
 from page import find_scripts, load_records, write_page
-from promises import RECORD, blank_record, shown, to_reach, write_record
+from promises import RECORD, describe_target, format_value, new_record, write_record
 
 HERE = Path(__file__).resolve().parent
 _WIDTH = 120  # columns of a table that goes to a file
@@ -166,8 +166,8 @@ def _print_table(results: list[Result], console: Console) -> None:
     for result in results:
         for promise in result.promises:
             verdict = "ok" if promise["kept"] else "MISS"
-            value = shown(promise["value"], promise["unit"], promise["target"])
-            table.add_row(result.name, escape(promise["claim"]), value, to_reach(promise), verdict)
+            value = format_value(promise["value"], promise["unit"], promise["target"])
+            table.add_row(result.name, escape(promise["claim"]), value, describe_target(promise), verdict)
         if result.problem:
             table.add_row(
                 result.name, escape(result.problem), "", "", "FAILED" if result.record else "not run"
@@ -194,7 +194,7 @@ def run_script(script: Path, arguments: list[str], show: Callable[[str], object]
         file = Path(folder) / "record.json"
         started = time.monotonic()
         code, last = _run_process(script, arguments, {RECORD: str(file), "TMPDIR": folder}, show)
-        record = json.loads(file.read_bytes()) if file.exists() else blank_record(str(script), arguments)
+        record = json.loads(file.read_bytes()) if file.exists() else new_record(str(script), arguments)
     missed = not all(promise["kept"] for promise in record["promises"])
     problem = str(record["problem"])
     if not problem and code != int(missed):  # killed, or ended for a reason other than a promise

@@ -4,26 +4,24 @@
 
 Writes images (JPEG and PNG, small files of many sizes, each used by many rows) and for each size a JSONL file
 of conversations (one to four turns; some without an image, some with several), both streamed. Then each stage
-runs as users run it, in a process of its own, on the files that the stage before it has left:
+runs like a user runs it, in its own process, on the files of the stage before:
 
-- open: ``open_meta_dataset``, which indexes the file, and a look at the first and the last row;
+- open: ``open_meta_dataset``, which indexes the file, and reads the first and the last row;
 - count: ``packhorse count``, all rows, each with the tokenizer (of ``words.py``) and its images' headers;
 - plan: ``packhorse plan`` from these counts, its comparisons included (they read at most 200,000 rows);
-- first batch: ``packhorse.load`` with two workers until the first batch is there, images decoded and encoded.
+- first batch: ``packhorse.load`` with two workers until the first batch, with images decoded and encoded.
 
-Time is wall time from the start of the process to its end, imports included. Memory is what the processes of
-the stage hold together and only they can free: the sum of their anonymous and shared memory (``Pss`` less
-``Pss_File``, so a page that two of them share counts once), looked at ten times a second, so that what lasts
-less than that may be missed. Pages of files that are memory-mapped are not in it, as the system drops them
-when it needs the room; what it is with them stands beside it.
+Time is wall time from the start of the process to its end, imports included. Memory is the sum of the
+anonymous and shared memory of the processes of the stage (``Pss`` less ``Pss_File``, so a shared page counts
+once), sampled ten times a second, so that short peaks may be missed. Memory-mapped files are not included, as
+the system drops their pages when it needs memory; the value with them is printed too.
 
-Promises: each stage deals with every row. CPU time (which others at work on the machine hardly change) grows
-with the rows to the power of at most 1.1 from the last size but one to the last, each stage and all together:
-what the smallest size took is taken off both, and its rows off both numbers of rows, so that starting up has
-no part in it; a stage that has too little to do beside starting up (see ``NOISE``) is told and not judged.
-Memory grows by no more than what has to be kept of a row (see ``KEPT``): nothing, or some numbers. The
-baseline is a plain list of the rows. Exit code 1 if one is missed. ``--quick`` runs one small size, of which
-growth cannot be told, with a small tokenizer and without ``plan``. Needs Linux (/proc).
+Promises: each stage processes every row. CPU time (which other work on the machine hardly changes) grows with
+the rows to the power of at most 1.1 from the last size but one to the last, for each stage and in total: the
+time and rows of the smallest size are subtracted from both, to exclude start-up; a stage with little work
+except start-up (see ``NOISE``) is reported without a target. Memory grows at most by ``KEPT`` bytes per row.
+The baseline is a plain list of the rows. Exit code 1 if one is missed. ``--quick`` runs one small size,
+without growth, with a small tokenizer and without ``plan``. Needs Linux (/proc).
 """
 
 from __future__ import annotations
@@ -48,36 +46,35 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from promises import fact, parse, promise, recorded
+from promises import fact, parse, promise, record_outcome
 from words import Text
 
 MEGABYTE = 1e6
 STAGES = ("open", "count", "plan", "first batch")
-MOST_GROWTH = 1.1
+MAX_GROWTH = 1.1
 NOISE = 1.0
-"""Seconds of CPU by which two runs of a stage may differ. A stage is judged where its work at the last size
-is what linear growth makes of more than that."""
+"""Seconds of CPU by which two runs of a stage may differ. A stage with less work has no target."""
 KEPT = {"open": 0, "count": 0, "plan": 200, "first batch": 200}
-"""Bytes of memory that a stage may need for each row: planning has the counts of all rows as columns of
-numbers (100 bytes a row), and what it computes from them."""
+"""Bytes of memory that a stage may need per row: planning has the counts of all rows as columns of numbers
+(100 bytes per row), and values computed from them."""
 SLACK = 75.0
-"""Megabytes that a stage may need beyond, whatever the number of rows: two runs differ, and counting
-remembers words and sizes of images that it has seen, up to a limit."""
+"""Megabytes that a stage may need in addition, for any number of rows: runs differ, and counting caches words
+and image sizes up to a limit."""
 
-_LOOK_EVERY = 0.1
+_SAMPLE_SECONDS = 0.1
 _DIFFERENT_IMAGES = 240
 _SEED = 9
 
 
 class Cost(NamedTuple):
-    """What a stage took.
+    """Time and memory of a stage.
 
     Attributes:
-        seconds: on the clock.
-        cpu: seconds of processors.
-        left: rows that it has not dealt with.
-        memory: megabytes of its own.
-        with_files: megabytes with those of mapped files.
+        seconds: wall time.
+        cpu: CPU seconds.
+        left: rows that it has not processed.
+        memory: megabytes without mapped files.
+        with_files: megabytes with mapped files.
     """
 
     seconds: float
@@ -91,7 +88,7 @@ class Cost(NamedTuple):
 
 
 def write_images(folder: Path, number: int) -> None:
-    """Write ``number`` image files; they are copies of fewer, so that it takes seconds."""
+    """Write ``number`` image files, copies of fewer images, so that it takes seconds."""
     rng = np.random.default_rng(_SEED)
     made = []
     for place in range(min(number, _DIFFERENT_IMAGES)):
@@ -108,25 +105,25 @@ def write_images(folder: Path, number: int) -> None:
 
 
 def image_name(number: int) -> str:
-    """The file of an image; the kinds come as ``write_images`` makes them."""
+    """Return the file name of an image, with the extension that ``write_images`` uses."""
     return f"{number:06}.{'jpg' if number % _DIFFERENT_IMAGES % 4 else 'png'}"
 
 
 class Cuts:
-    """One long text, to be cut into questions and answers: much quicker than making each of them."""
+    """One long text, split into questions and answers, which is faster than generating each."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.starts = [0, *(found.end() for found in re.finditer(r"\s+", text))]
+        self.starts = [0, *(match.end() for match in re.finditer(r"\s+", text))]
 
     def cut(self, rng: random.Random, words: int) -> str:
-        """So many words from anywhere."""
-        at = int(rng.random() * (len(self.starts) - words))
-        return self.text[self.starts[at] : self.starts[at + words]].rstrip()
+        """Return random consecutive words."""
+        start = int(rng.random() * (len(self.starts) - words))
+        return self.text[self.starts[start] : self.starts[start + words]].rstrip()
 
 
 def conversations(rows: int, images: int) -> Iterator[bytes]:
-    """The lines of a data file: those of a smaller one are the first of a larger one."""
+    """Yield the lines of a data file; a smaller file is the beginning of a larger one."""
     words, rng = Cuts(Text(seed=_SEED).words(400_000)), random.Random(_SEED)
     for number in range(rows):
         # A fifth is text alone; of the others most have one image, some up to four.
@@ -176,9 +173,8 @@ def stage_first_batch(meta: str, processor: str) -> dict[str, Any]:
     loader = packhorse.load(meta, processor, model="unchecked", world=packhorse.World(), **settings)
     batch = next(iter(loader))
     assert "pixel_values" in batch, "the first batch has no image"
-    assert loader.last is not None
-    assert not loader.last.lost, "a sample of the first batch was lost"
-    found = {"rows": len(loader.counts), "samples": len(loader.last.samples), "tokens": loader.last.tokens}
+    assert not batch.info.lost, "a sample of the first batch was lost"
+    found = {"rows": len(loader.counts), "samples": len(batch.info.samples), "tokens": batch.info.tokens}
     loader.close()
     return found
 
@@ -197,18 +193,18 @@ def command_of(stage: str, meta: Path, processor: Path) -> list[str]:
     return [sys.executable, __file__, "--stage", stage, "--meta", str(meta), "--processor", str(processor)]
 
 
-def rows_of(stage: str, told: dict[str, Any]) -> int:
-    """How many rows a stage has dealt with, to see that none is dropped."""
+def rows_of(stage: str, report: dict[str, Any]) -> int:
+    """Return how many rows a stage has processed, to check that none is missing."""
     if stage == "count":
-        assert not told["all"]["bad"], told["all"]["bad"]
-        return int(told["counted_rows"])
-    return int(told["packed"] + told["dropped"]) if stage == "plan" else int(told["rows"])
+        assert not report["all"]["bad"], report["all"]["bad"]
+        return int(report["counted_rows"])
+    return int(report["packed"] + report["dropped"]) if stage == "plan" else int(report["rows"])
 
 
 # --- measuring -------------------------------------------------------------------------------------------
 
 
-def measured(stage: str, rows: int, meta: Path, processor: Path, env: dict[str, str]) -> Cost:
+def measure(stage: str, rows: int, meta: Path, processor: Path, env: dict[str, str]) -> Cost:
     """Run a stage and watch it.
 
     Raises:
@@ -223,7 +219,7 @@ def measured(stage: str, rows: int, meta: Path, processor: Path, env: dict[str, 
         try:
             while not ended:
                 memory = np.maximum(memory, held_by_session(child.pid))
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_SAMPLE_SECONDS)
                 ended, status, usage = os.wait4(child.pid, os.WNOHANG)
         finally:
             if not ended:  # interrupted: a session of its own does not hear of it
@@ -231,22 +227,22 @@ def measured(stage: str, rows: int, meta: Path, processor: Path, env: dict[str, 
         seconds = time.perf_counter() - started
         child.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
-        told = out.read()
+        output = out.read()
     if child.returncode:
-        sys.exit(f"{stage} of {rows:,} rows failed with {child.returncode}: {told[-2000:].decode()}")
-    left = abs(rows - rows_of(stage, json.loads(told)))
+        sys.exit(f"{stage} of {rows:,} rows failed with {child.returncode}: {output[-2000:].decode()}")
+    left = abs(rows - rows_of(stage, json.loads(output)))
     return Cost(seconds, usage.ru_utime + usage.ru_stime, left, *memory.tolist())
 
 
 def held_by_session(session: int) -> tuple[float, float]:
-    """Megabytes that the processes of a session hold, without and with the pages of mapped files."""
+    """Return the megabytes of the processes of a session, without and with mapped files."""
     kilobytes = {b"Pss": 0, b"Pss_File": 0}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # After the name, which may hold anything: state, parent, group, session.
+                # Fields after the name, which may contain anything: state, parent, group, session.
                 if int(file.read().rpartition(b")")[2].split()[3]) != session:
                     continue
             with open(f"/proc/{entry}/smaps_rollup", "rb") as file:
@@ -254,23 +250,23 @@ def held_by_session(session: int) -> tuple[float, float]:
                     if name in kilobytes:
                         kilobytes[name] += int(value.split()[0])
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
+            continue  # the process has ended
     whole, files = (kilobytes[name] * 1024 / MEGABYTE for name in (b"Pss", b"Pss_File"))
     return whole - files, whole
 
 
 def exponent(sizes: list[int], seconds: list[float]) -> float | None:
-    """How work grows with the rows from the last size but one to the last, start-up taken off.
+    """Return how work grows with the rows from the last size but one to the last, without start-up.
 
     Args:
         sizes: rows, three or more, ascending.
         seconds: CPU time of each.
 
     Returns:
-        The slope of the logarithm of time over that of rows; None where the work is too little to tell.
+        The slope of the logarithm of time over that of rows; None if there is too little work to measure.
     """
     grown = (sizes[-1] - sizes[0]) / (sizes[-2] - sizes[0])
-    before, last = (max(one - seconds[0], NOISE) for one in seconds[-2:])
+    before, last = (max(value - seconds[0], NOISE) for value in seconds[-2:])
     return math.log(last / before) / math.log(grown) if last >= NOISE * grown else None
 
 
@@ -280,8 +276,8 @@ def exponent(sizes: list[int], seconds: list[float]) -> float | None:
 def measure_all(
     folder: Path, sizes: list[int], images: int, quick: bool
 ) -> tuple[dict[str, list[Cost]], list[Cost]]:
-    """Every stage at every size, and at the first two the baseline: all rows in a list."""
-    # Here, as the processes of the stages start with this file too, and need nothing of it.
+    """Measure every stage at every size, and the baseline (all rows in a list) at the first two."""
+    # Imported here, because the processes of the stages run this file without it.
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from count_samples import python_path, save_processor
 
@@ -297,7 +293,7 @@ def measure_all(
     started = time.perf_counter()
     write_images(media, images)
     fact(f"{images:,} images written", time.perf_counter() - started, "s")
-    # A plan takes no other way at a small size than the first batch, which plans too.
+    # At a small size the first batch covers planning.
     costs: dict[str, list[Cost]] = {stage: [] for stage in STAGES if stage != "plan" or not quick}
     lists: list[Cost] = []
     for number, rows in enumerate(sizes):
@@ -310,29 +306,29 @@ def measure_all(
             f"{took:.1f} s, {size / MEGABYTE:,.0f} MB, {size / rows:.0f} bytes a row",
         )
         for stage in costs:
-            cost = measured(stage, rows, meta, processor, env)
+            cost = measure(stage, rows, meta, processor, env)
             costs[stage].append(cost)
-            tell(f"{rows:,} rows, {stage}", cost)
+            print_cost(f"{rows:,} rows, {stage}", cost)
         if number < 2 and not quick:  # a list of the largest size would need gigabytes
-            lists.append(measured("list", rows, meta, processor, env))
-            tell(f"{rows:,} rows, baseline: all in a list", lists[-1])
+            lists.append(measure("list", rows, meta, processor, env))
+            print_cost(f"{rows:,} rows, baseline: all in a list", lists[-1])
     return costs, lists
 
 
-def tell(what: str, cost: Cost) -> None:
-    """One stage at one size."""
+def print_cost(what: str, cost: Cost) -> None:
+    """Print one stage at one size."""
     times = f"{cost.seconds:.1f} s ({cost.cpu:.1f} s of CPU)"
     fact(what, f"{times}, {cost.memory:,.0f} MB ({cost.with_files:,.0f} MB with mapped files)")
 
 
-def judge_rows(costs: dict[str, list[Cost]]) -> None:
-    """Promise that no stage leaves a row out."""
-    left = sum(cost.left for told in costs.values() for cost in told)
-    claim = f"rows that a stage has not dealt with ({', '.join(costs)})"
+def promise_rows(costs: dict[str, list[Cost]]) -> None:
+    """Promise that every stage processes all rows."""
+    left = sum(cost.left for stage_costs in costs.values() for cost in stage_costs)
+    claim = f"rows that a stage has not processed ({', '.join(costs)})"
     promise(claim, left, 0, baseline="the rows written", unit="", at_least=False, kind="exact")
 
 
-def judge_growth(sizes: list[int], costs: dict[str, list[Cost]], lists: list[Cost]) -> None:
+def promise_growth(sizes: list[int], costs: dict[str, list[Cost]], lists: list[Cost]) -> None:
     """Promise how time and memory grow with the rows."""
     first, last = sizes[0], sizes[-1]
     fact(f"all stages, {last:,} rows", sum(costs[stage][-1].seconds for stage in STAGES), "s")
@@ -341,16 +337,14 @@ def judge_growth(sizes: list[int], costs: dict[str, list[Cost]], lists: list[Cos
     cpu["all stages"] = [sum(times) for times in zip(*cpu.values(), strict=True)]
     linear = f"1 is linear; less the CPU time of {first:,} rows"
     for stage, times in cpu.items():
-        work = [f"{one - times[0]:.1f} s" for one in times[-2:]]
+        work = [f"{value - times[0]:.1f} s" for value in times[-2:]]
         claim = f"{stage}: growth exponent of CPU time, {sizes[-2]:,} to {last:,} rows"
-        found = exponent(sizes, times)
-        if found is None:
-            fact(
-                f"{claim}, not judged", f"CPU above that of {first:,} rows: {' and '.join(work)}, too little"
-            )
+        growth = exponent(sizes, times)
+        if growth is None:
+            fact(f"{claim}, no target", f"CPU above that of {first:,} rows: {' and '.join(work)}, too little")
             continue
         baseline = f"{linear}: {' and '.join(work)}"
-        promise(claim, found, MOST_GROWTH, baseline=baseline, unit="", at_least=False, kind="exact")
+        promise(claim, growth, MAX_GROWTH, baseline=baseline, unit="", at_least=False, kind="exact")
     added = last - first
     list_bytes = (lists[1].memory - lists[0].memory) * MEGABYTE / (sizes[1] - first)
     baseline = f"all rows in a list: {list_bytes * added / MEGABYTE:,.0f} MB ({list_bytes:,.0f} bytes a row)"
@@ -361,9 +355,9 @@ def judge_growth(sizes: list[int], costs: dict[str, list[Cost]], lists: list[Cos
         promise(claim, grown, most, baseline=baseline, unit="MB", at_least=False, kind="exact")
 
 
-@recorded()
+@record_outcome()
 def main() -> None:
-    """Write the data, measure, judge; or be one of the stages."""
+    """Write the data, measure and print the promises; or run one stage."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -380,12 +374,12 @@ def main() -> None:
         return
     sizes = sorted(set(map(int, options.rows.split(","))))
     if len(sizes) < 3 and not options.quick:
-        parser.error("growth needs three sizes or more: that of the smallest is taken off the others")
+        parser.error("growth needs three sizes or more: the smallest is subtracted from the others")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         costs, lists = measure_all(Path(folder), sizes, options.images, options.quick)
-    judge_rows(costs)
+    promise_rows(costs)
     if not options.quick:
-        judge_growth(sizes, costs, lists)
+        promise_growth(sizes, costs, lists)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Generated text and a tokenizer trained on it, as large as real ones, without a download.
 
-Words come as often as words do (a few all the time, most seldom). A byte-level BPE of 30,000 entries, trained
-on such text in seconds, needs about 1.3 tokens for a word, as released tokenizers do for English. It cuts
-text into words by the pattern of Qwen2 to Qwen3, which matters: counting is quick with patterns of that kind
-(Llama 3's too) and encodes every text in full with others.
+Word frequencies follow those of natural text (few frequent words, many rare ones). A byte-level BPE of 30,000
+entries, trained on such text in seconds, needs about 1.3 tokens per word, as released tokenizers do for
+English. It splits text into words by the pattern of Qwen2 to Qwen3: counting is fast with patterns of that
+kind (also Llama 3's) and encodes every text with others.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Text:
         self.rng = random.Random(seed)
         self.pool = self.rng.choices(*_dictionary(), k=500_000)
 
-    def words(self, number: int) -> str:
-        """A text of so many words, with signs between them."""
-        at = self.rng.randrange(len(self.pool) - number)
-        said = self.pool[at : at + number]
-        for place in range(7, number, 9):
-            said[place] += self.rng.choice(_ENDS)
-        return " ".join(said).replace("\n ", "\n").capitalize() + "."
+    def words(self, count: int) -> str:
+        """Return a text of ``count`` words with punctuation."""
+        start = self.rng.randrange(len(self.pool) - count)
+        words = self.pool[start : start + count]
+        for index in range(7, count, 9):
+            words[index] += self.rng.choice(_ENDS)
+        return " ".join(words).replace("\n ", "\n").capitalize() + "."
 
 
 @cache
 def _dictionary() -> tuple[list[str], list[float]]:
-    """Words and how often they come."""
+    """Return words and their frequencies."""
     rng = random.Random(0)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(2, 10))) for _ in range(40_000)]
@@ -55,7 +55,7 @@ def _dictionary() -> tuple[list[str], list[float]]:
 
 @cache
 def trained_tokenizer() -> Any:
-    """A tokenizer of 30,000 entries, trained here in some seconds; the same object at every call."""
+    """Train a tokenizer of 30,000 entries (some seconds); the same object at every call."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -72,7 +72,7 @@ def trained_tokenizer() -> Any:
     model.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=ENTRIES, initial_alphabet=alphabet, show_progress=False)
-    text = Text(seed=1)  # not what is counted later
+    text = Text(seed=1)  # not the text that is counted later
     model.train_from_iterator((text.words(120) for _ in range(8_000)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=model,
@@ -83,7 +83,7 @@ def trained_tokenizer() -> Any:
 
 
 def qwen2_vl(tokenizer: Any | None = None) -> Any:
-    """Transformers' own Qwen2-VL processor with the pixel budget that the released models have."""
+    """Return transformers' Qwen2-VL processor with the pixel budget of the released models."""
     from contract.chat_templates import TEMPLATES
     from contract.torchvision_ops import make_torchvision_importable
 

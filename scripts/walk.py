@@ -1,4 +1,4 @@
-"""Print what a reader of the source has to walk through, and numbers that describe the source tree.
+"""Print the files that real runs pass through, and numbers of the source tree.
 
     python scripts/walk.py [--list] [--json]
 
@@ -59,7 +59,7 @@ _FAMILY = "qwen2_5_vl"
 _BATCH = 2  # samples of a batch
 _PACK_SIZE = 128  # tokens: one row of `write_dataset` fits, two do not
 _UNNAMED = ("<lambda>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-# Documented in spite of the underscore: of named tuples, os and sys.
+# Documented names with an underscore: of named tuples, os and sys.
 _PUBLIC = {"_asdict", "_fields", "_field_defaults", "_make", "_replace", "_exit", "_getframe"}
 _FOR_TOOLS = re.compile(r"#\s*(type:\s*ignore(\[[^]]*\])?|noqa(:[\w\s,]*)?|pragma:[^#]*)")
 
@@ -91,7 +91,7 @@ class Trace:
     opened: list[tuple[int, ...]] = field(default_factory=list)
 
     def of_samples(self) -> list[list[Call]]:
-        """The calls that are made for each sample of a batch, see the docstring of the script."""
+        """Return the calls for each sample of a batch, see the docstring of the script."""
         common = 0
         while len({around[common : common + 1] for around in self.opened}) == 1 and self.opened[0][common:]:
             common += 1
@@ -161,7 +161,7 @@ def summarize(calls: list[Call]) -> dict[str, Any]:
 
 
 def write_dataset(folder: Path, *, broken: bool = False) -> Path:
-    """Write image conversations and their meta file; ``broken`` images are cut off in the middle."""
+    """Write image conversations and their meta file; ``broken`` images are truncated."""
     import numpy as np
     from PIL import Image
 
@@ -247,7 +247,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """What its relative imports start from."""
+        """The package that relative imports start from."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
 
 
@@ -264,7 +264,7 @@ def read_modules() -> dict[str, Module]:
 
 
 def imported_names(module: Module, node: ast.Import | ast.ImportFrom) -> list[str]:
-    """The dotted names that a statement imports: modules, or names in modules."""
+    """Return the dotted names that a statement imports: modules, or names in modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     base = node.module or ""
@@ -275,7 +275,7 @@ def imported_names(module: Module, node: ast.Import | ast.ImportFrom) -> list[st
 
 
 def find_importers(modules: dict[str, Module]) -> dict[str, set[str]]:
-    """Which modules import each module."""
+    """Return the modules that import each module."""
     importers: dict[str, set[str]] = {name: set() for name in modules}
     for module in modules.values():
         for node in ast.walk(module.tree):
@@ -313,12 +313,12 @@ def _is_any(node: ast.AST) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """Whether a name has a leading underscore and no documented meaning."""
+    """Return whether a name has a leading underscore and is not documented."""
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in _PUBLIC
 
 
 def member_names(modules: dict[str, Module]) -> set[str]:
-    """The names that classes of the package define: methods, class variables, attributes and slots."""
+    """Return the names that classes of the package define: methods, class variables, attributes, slots."""
     names: set[str] = set()
     for module in modules.values():
         for node in ast.walk(module.tree):
@@ -346,8 +346,8 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def _imported(module: Module) -> dict[str, bool]:
-    """The names in a module that imports bind, and whether they come from another library."""
+def _list_imports(module: Module) -> dict[str, bool]:
+    """Return the imported names of a module, and whether they come from another library."""
     names = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -377,8 +377,8 @@ def private_uses(modules: dict[str, Module]) -> list[dict[str, Any]]:
 
 
 def _find_private(module: Module, members: set[str]) -> Iterator[tuple[ast.stmt, int, str]]:
-    """Statement, line and name of each private name of another library in a module."""
-    imported = _imported(module)
+    """Yield statement, line and name of each private name of another library in a module."""
+    imported = _list_imports(module)
     inner: set[ast.AST] = set()  # `a._b` in `a._b._c`
     for statement, node in _with_statements(module.tree):
         for name in () if node in inner else _private_names(node, module, members, imported):
@@ -387,7 +387,7 @@ def _find_private(module: Module, members: set[str]) -> Iterator[tuple[ast.stmt,
 
 
 def _with_statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, Any]]:
-    """Every node with the innermost statement it is in."""
+    """Yield every node with its innermost statement."""
 
     def visit(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[ast.stmt, Any]]:
         for child in ast.iter_child_nodes(node):
@@ -402,7 +402,7 @@ def _with_statements(tree: ast.Module) -> Iterator[tuple[ast.stmt, Any]]:
 def _private_names(
     node: ast.AST, module: Module, members: set[str], imported: dict[str, bool]
 ) -> Iterator[str]:
-    """The private names of other libraries that a node itself uses."""
+    """Yield the private names of other libraries that a node uses."""
     if isinstance(node, ast.Attribute) and is_private(node.attr):
         root: ast.AST = node.value
         while isinstance(root, ast.Attribute):
@@ -423,7 +423,7 @@ def _private_names(
 
 
 def _comments(module: Module) -> dict[int, tuple[str, bool]]:
-    """The comments by line, and whether the line has nothing else; without notes to tools."""
+    """Return the comments by line, and whether the line has no code; without notes to tools."""
     comments = {}
     lines = iter(module.text.splitlines(keepends=True))
     for token in tokenize.generate_tokens(lambda: next(lines, "")):
@@ -433,7 +433,7 @@ def _comments(module: Module) -> dict[int, tuple[str, bool]]:
 
 
 def _comment_at(comments: dict[int, tuple[str, bool]], statement: ast.stmt, line: int) -> str | None:
-    """The comment in a statement up to a line, or directly above it; of a block only that of the line."""
+    """Return the comment in a statement up to a line, or directly above it; in a block only of the line."""
     first = line if hasattr(statement, "body") else statement.lineno
     while first - 1 in comments and comments[first - 1][1]:
         first -= 1
@@ -444,7 +444,7 @@ def _comment_at(comments: dict[int, tuple[str, bool]], statement: ast.stmt, line
 
 
 def measure_source() -> dict[str, Any]:
-    """The numbers of the source tree."""
+    """Return the numbers of the source tree."""
     modules = read_modules()
     importers = find_importers(modules)
     single = {name: next(iter(by)) for name, by in importers.items() if len(by) == 1}
@@ -458,7 +458,7 @@ def measure_source() -> dict[str, Any]:
 
 
 def print_report(walks: dict[str, dict[str, Any]], source: dict[str, Any], *, list_files: bool) -> None:
-    """Print everything for reading."""
+    """Print the report."""
     print(f"{'walk':<16}{'files':>7}{'switches':>10}")
     for name, walk in walks.items():
         print(f"{name:<16}{walk['files']:>7,}{walk['switches']:>10,}")
@@ -489,7 +489,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--list", action="store_true", help="print the files in order of first entry")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # the broken images are meant
+    logging.disable(logging.WARNING)  # the broken images are intended
     with tempfile.TemporaryDirectory() as folder:
         run_walks(Path(folder) / "first")  # imports and fills the caches of the process
         walks = run_walks(Path(folder) / "second")

@@ -1,4 +1,4 @@
-"""How far two correct computations of the same numbers are apart on this machine.
+"""The difference of two correct computations of the same numbers on this machine.
 
 Sums of float32 depend on their order, which depends on the CPU, the kernel and the shape of the batch. So no
 test has a tolerance of its own: it computes its numbers in several correct ways (documents in another order,
@@ -21,14 +21,14 @@ _LEAST_EPS = 4  # floor, in units of rounding, where two computations agree to t
 Numbers = torch.Tensor | float | Sequence[Any] | Mapping[Any, Any]
 
 
-def largest_difference(found: Numbers, expected: Numbers) -> float:
-    """Largest absolute difference of two values; NaN if one of them holds a NaN."""
-    return float(torch.stack([(a - b).abs().max() for a, b in _pairs(found, expected)]).max())
+def largest_difference(actual: Numbers, expected: Numbers) -> float:
+    """Return the largest absolute difference of two values; NaN if one of them has a NaN."""
+    return float(torch.stack([(a - b).abs().max() for a, b in _pairs(actual, expected)]).max())
 
 
-def relative_difference(found: Numbers, expected: Numbers) -> float:
-    """Norm of the difference over the norm of what is expected, all tensors together."""
-    pairs = _pairs(found, expected)
+def relative_difference(actual: Numbers, expected: Numbers) -> float:
+    """Return the norm of the difference / norm of the expected values, over all tensors."""
+    pairs = _pairs(actual, expected)
     size = torch.stack([b.norm() for _, b in pairs]).norm()
     return float(torch.stack([(a - b).norm() for a, b in pairs]).norm() / size)
 
@@ -37,7 +37,7 @@ Measure = Callable[[Numbers, Numbers], float]
 
 
 def noise_floor(expected: Numbers, *others: Numbers, measure: Measure = largest_difference) -> float:
-    """Largest difference between correct computations of the same values.
+    """Return the largest difference between correct computations of the same values.
 
     Never below a few units of rounding of the values themselves: computations may agree to the bit.
 
@@ -55,7 +55,7 @@ def noise_floor(expected: Numbers, *others: Numbers, measure: Measure = largest_
 
 
 class ParityRecorder:
-    """Compares differences with the noise floor, and records every comparison for the table at the end.
+    """Compare differences with the noise floor, and record every comparison for the table at the end.
 
     Args:
         record: pytest's ``record_property``.
@@ -88,16 +88,16 @@ class ParityRecorder:
             )
 
 
-def _pairs(found: Numbers, expected: Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(actual: Numbers, expected: Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if isinstance(expected, Mapping):
-        assert isinstance(found, Mapping)
-        assert found.keys() >= expected.keys(), expected.keys() - found.keys()
-        found, expected = [found[key] for key in expected], list(expected.values())
+        assert isinstance(actual, Mapping)
+        assert actual.keys() >= expected.keys(), expected.keys() - actual.keys()
+        actual, expected = [actual[key] for key in expected], list(expected.values())
     if isinstance(expected, Sequence):
-        assert isinstance(found, Sequence)
-        assert len(found) == len(expected)
-        return [pair for a, b in zip(found, expected, strict=True) for pair in _pairs(a, b)]
-    a, b = (_as_tensor(value) for value in (found, expected))
+        assert isinstance(actual, Sequence)
+        assert len(actual) == len(expected)
+        return [pair for a, b in zip(actual, expected, strict=True) for pair in _pairs(a, b)]
+    a, b = (_as_tensor(value) for value in (actual, expected))
     assert a.shape == b.shape
     return [(a, b)]
 

@@ -1,4 +1,4 @@
-"""A small mixed dataset with known media and known faults, for the tests of plans and of the viewer."""
+"""A small mixed dataset with known media and known errors, for the tests of plans and of the viewer."""
 
 import asyncio
 import json
@@ -13,22 +13,22 @@ from contract.media_files import write_video
 from count_samples import write_meta, write_rows
 from packhorse.count.columns import COUNTS, CountColumns
 from packhorse.loader import LoaderConfig
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
 SIZES = [(96, 64), (128, 96), (160, 80), (84, 112), (200, 120), (64, 64), (144, 108), (112, 168)]
 """Width and height of the images, by row of ``charts`` (two more rows are broken)."""
 
 SCRIPT = "<script>document.title = 'owned'</script>"
-"""What one row of ``chats`` says."""
+"""The text of one row of ``chats``."""
 
 MISSING, CUT, MALFORMED, SHAPELESS, SPOKEN = 8, 9, 3, 2, 5
-"""Rows: ``charts`` with an image that is not there and one that is cut off after its header, ``chats`` that
-is not JSON and that is no conversation, ``chats`` with the script in it."""
+"""Rows of ``charts`` with a missing image and with a truncated one; rows of ``chats`` that are not JSON, no
+conversation, and with the script in the text."""
 
 BROKEN = {f"charts/{MISSING}": "missing_media", f"chats/{MALFORMED}": "malformed_row"}
 BROKEN[f"chats/{SHAPELESS}"] = "wrong_format"
-"""Rows that cannot be counted, and why."""
+"""Rows that cannot be counted, with the reason."""
 
 
 def chat(question: str, answer: str, **media: list[str]) -> dict[str, Any]:
@@ -37,29 +37,27 @@ def chat(question: str, answer: str, **media: list[str]) -> dict[str, Any]:
 
 
 def write_samples(folder: Path) -> Path:
-    """Ten rows with images, two with a video, twelve texts; returns the meta file."""
+    """Write ten rows with images, two with a video and twelve with text; return the meta file."""
     media = folder / "media"
     media.mkdir(parents=True)
     charts = []
     for number, size in enumerate(SIZES):
-        _drawn(size, number).save(media / f"chart{number}.png")
+        _draw_chart(size, number).save(media / f"chart{number}.png")
         charts.append(
             chat("<image>Which bar is the highest?", f"Bar {number}.", images=[f"chart{number}.png"])
         )
-    charts.append(chat("<image>What is it?", "Nobody knows.", images=["gone.png"]))
-    _drawn((320, 240), 3).save(media / "cut.png")
+    charts.append(chat("<image>What is it?", "It is unknown.", images=["gone.png"]))
+    _draw_chart((320, 240), 3).save(media / "cut.png")
     whole = (media / "cut.png").read_bytes()
     (media / "cut.png").write_bytes(whole[: len(whole) // 3])
     charts.append(chat("<image>What is half of it?", "The upper half.", images=["cut.png"]))
     write_video(media / "video.mp4", frames=12, fps=6, width=96, height=64)
     video = chat("<video>What happens in the video?", "It gets lighter.", videos=["video.mp4"])
     chats: list[Any] = [
-        chat(
-            f"Tell me about mule number {n}. " * (1 + n % 4), f"It carries {n} bales of wool. " * (1 + n % 3)
-        )
+        chat(f"Describe report number {n}. " * (1 + n % 4), f"It lists {n} items in stock. " * (1 + n % 3))
         for n in range(12)
     ]
-    chats[0]["messages"].insert(0, {"role": "system", "content": "You are a patient carrier."})
+    chats[0]["messages"].insert(0, {"role": "system", "content": "You are a patient assistant."})
     chats[SPOKEN] = chat(f"What does {SCRIPT} do?", f"Nothing here: {SCRIPT}")
     chats[MALFORMED] = json.dumps(chats[MALFORMED])[:80]
     chats[SHAPELESS] = {"text": "no messages at all"}
@@ -71,11 +69,11 @@ def write_samples(folder: Path) -> Path:
 
 
 def write_many(folder: Path, packs: int, saved: str) -> Path:
-    """A plan of so many packs of two rows each, whose counts are made up (counting them takes minutes).
+    """Write a plan with ``packs`` packs of two rows each, with invented counts (counting takes minutes).
 
     Args:
-        folder: where to write; exists.
-        packs: how many.
+        folder: an existing folder to write to.
+        packs: number of packs.
         saved: folder of the processor.
     """
     rows = 2 * packs
@@ -88,14 +86,14 @@ def write_many(folder: Path, packs: int, saved: str) -> Path:
     counts = CountColumns(
         **columns | {"text": lengths}, status=np.full(rows, "ok", object), ok=ones, exact=ones
     )
-    planned = make_plan(Request(config, saved), counts=counts)
+    planned = make_plan(PlanRequest(config, saved), counts=counts)
     plan = planned.packs.plan
-    assert len(plan) == packs, f"{len(plan):,} packs were planned, {packs:,} were meant"
-    save_book(planned, plan_report(planned, estimates=False), folder / "many.phplan")
+    assert len(plan) == packs, f"planned {len(plan):,} packs instead of {packs:,}"
+    save_plan(planned, plan_report(planned, estimates=False), folder / "many.phplan")
     return folder / "many.phplan"
 
 
-def _drawn(size: tuple[int, int], number: int) -> Image.Image:
+def _draw_chart(size: tuple[int, int], number: int) -> Image.Image:
     image = Image.new("RGB", size, (250, 247, 240))
     draw, width = ImageDraw.Draw(image), size[0] // 9
     for bar, colour in enumerate([(91, 143, 127), (217, 165, 74), (181, 107, 83), (90, 134, 176)]):
@@ -107,7 +105,7 @@ def _drawn(size: tuple[int, int], number: int) -> Image.Image:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answers."""
+    """A response of the server."""
 
     status: int
     headers: dict[str, str]
@@ -119,7 +117,7 @@ class Answer:
 
 
 def ask(app: Any, target: str, *, host: str | None = "127.0.0.1:8123", method: str = "GET") -> Answer:
-    """Send one request to an ASGI application, its path as it is written."""
+    """Send one request to an ASGI application, without normalizing its path."""
     path, _, query = target.partition("?")
     scope = {
         "type": "http",

@@ -1,4 +1,24 @@
-"""What can go wrong. An error says what was found, what was expected and what to do."""
+"""Exceptions, and :func:`data_errors`, which decides what an error of the data does.
+
+::
+
+    Exception
+    └── PackhorseError                 everything that Packhorse raises on purpose
+        ├── ConfigError (ValueError)   a setting or argument is wrong; no sample is at fault
+        ├── MissingDependency (ImportError)  an optional package is not installed
+        ├── SystemFault                the machine failed: no memory, disk, file handles; a dead rank
+        ├── BadSample (ValueError)     one sample cannot be used: key, reason, stage, detail
+        │   └── EmptyPack              no sample of a pack can be used: failures
+        ├── TooManyBad                 the bad-sample budget of a loader is exceeded
+        ├── CannotAlign                answers cannot be found in the rendered text
+        └── EngineError                a process pool failed
+            ├── WorkerDied             a worker process was killed: task
+            └── ResultTimeout          a worker process does not answer
+    BaseException
+    └── SampleTimeout                  stops one sample; becomes a BadSample
+
+Messages hold no secrets of addresses.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +26,8 @@ import contextlib
 import errno
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -14,18 +35,18 @@ from packhorse.types import Action, Drop, Reason, Stage, mask_secrets
 
 
 class PackhorseError(Exception):
-    """Every error that Packhorse raises on purpose. Its message holds no secrets of addresses."""
+    """Base class of every error that Packhorse raises on purpose."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(mask_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(PackhorseError, ValueError):
-    """The caller asked for something that cannot be done; no sample is at fault."""
+    """A setting or an argument is wrong; no sample is at fault."""
 
 
 class MissingDependency(PackhorseError, ImportError):
-    """An optional package is not installed; the message holds the line that installs it."""
+    """An optional package is not installed; the message has the command that installs it."""
 
 
 class SystemFault(PackhorseError):
@@ -33,13 +54,16 @@ class SystemFault(PackhorseError):
 
 
 class BadSample(PackhorseError, ValueError):
-    """One sample cannot be used. A policy above decides whether it is dropped, replaced, or fatal.
+    """One sample cannot be used. The caller's policy drops it, replaces it or raises.
 
     Args:
         detail: what was found and what was expected.
         reason: the word under which the ledger counts it.
-        key: the row's key (``coco/812``), empty where the raiser does not know it.
+        key: the row's key (``coco/812``); empty if unknown.
         stage: the stage that noticed.
+
+    Attributes:
+        original: the error of a dataset or processor that this one was made from, or itself.
     """
 
     def __init__(
@@ -48,13 +72,35 @@ class BadSample(PackhorseError, ValueError):
         detail = mask_secrets(detail)
         super().__init__(f"{key}: {detail}" if key else detail)
         self.detail, self.reason, self.key, self.stage = detail, reason, key, stage
+        self._original: BaseException | None = None
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, reason: Reason = "sample_failed", key: str = "", stage: Stage = "read"
+    ) -> BadSample:
+        """Return ``error`` as a bad sample: itself if it is one, else with these fields."""
+        if isinstance(error, BadSample):
+            return error
+        bad = cls(f"{type(error).__name__}: {error}", reason=reason, key=key, stage=stage)
+        bad._original = bad.__cause__ = error
+        return bad
+
+    @property
+    def original(self) -> BaseException:
+        """The error that :meth:`of` was given, or itself."""
+        return self if self._original is None else self._original
+
+    def with_key(self, key: str) -> BadSample:
+        """Return the same error about the sample with this key."""
+        bad = BadSample(self.detail, reason=self.reason, key=key, stage=self.stage)
+        bad.__cause__ = self
+        return bad
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword arguments need telling. (A DataLoader passes on no more than the text of an error.)
         return _rebuild_bad_sample, (self.detail, self.reason, self.key, self.stage)
 
     def as_drop(self, *, key: str = "", dataset: str = "", action: Action = "dropped") -> Drop:
-        """The ledger entry for this error."""
+        """Return the ledger entry for this error."""
         return Drop(self.key or key, self.stage, self.reason, self.detail, action, dataset)
 
 
@@ -65,13 +111,13 @@ def _rebuild_bad_sample(detail: str, reason: Reason, key: str, stage: Stage) -> 
 FULL_DISK = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
-    errno.EFBIG: "a file may not grow so large",
+    errno.EFBIG: "the file size limit is reached",
 }
-"""What the system's numbers for want of room mean."""
+"""Messages for the error numbers of a full disk."""
 
 
 def plain_error(error: Exception) -> str:
-    """An error for people: one of the system without its number, as ``data.jsonl: no such file``."""
+    """Return the message of an error, for system errors without the number: ``data.jsonl: no such file``."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
@@ -84,16 +130,67 @@ _NOT_DATA_ERRORS = (NotImplementedError, RecursionError, ConfigError)
 
 
 def is_data_error(error: BaseException) -> bool:
-    """Whether ``error`` can be the fault of one sample, so that another sample may be tried instead."""
+    """Return whether ``error`` can be the fault of one sample, so that another sample may be tried."""
     return isinstance(error, DATA_ERRORS) and not isinstance(error, _NOT_DATA_ERRORS)
+
+
+@dataclass(slots=True, kw_only=True)
+class DataErrors:
+    """The context manager of :func:`data_errors`.
+
+    Attributes:
+        error: why the block failed; None if it did not.
+    """
+
+    policy: str
+    record: Callable[[BadSample], object] | None
+    reason: Reason
+    key: str
+    stage: Stage
+    error: BadSample | None = None
+
+    def __enter__(self) -> DataErrors:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or self.policy == "raise" or not is_data_error(error):
+            return False
+        self.error = BadSample.of(error, reason=self.reason, key=self.key, stage=self.stage)
+        if self.record is not None:
+            self.record(self.error)
+        return True
+
+
+def data_errors(
+    policy: str = "drop",
+    record: Callable[[BadSample], object] | None = None,
+    *,
+    reason: Reason = "sample_failed",
+    key: str = "",
+    stage: Stage = "read",
+) -> DataErrors:
+    """End a ``with`` block at an error of the data; every other error is raised.
+
+    >>> with data_errors("drop", lambda bad: print(bad.reason)) as outcome:
+    ...     raise OSError("no such file")
+    sample_failed
+    >>> outcome.error
+    BadSample('OSError: no such file')
+
+    Args:
+        policy: ``"raise"`` raises errors of the data too; after any other value (``"drop"``, ``"replace"``)
+            the caller looks at ``outcome.error``.
+        record: called with the error, for example to write a ledger entry.
+        reason: of an error that is no :class:`BadSample`, like ``key`` and ``stage``.
+        key: see ``reason``.
+        stage: see ``reason``.
+    """
+    return DataErrors(policy=policy, record=record, reason=reason, key=key, stage=stage)
 
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put the name of a row or dataset in front of errors that are not its fault but show with it.
-
-    A driver that is missing, or its credentials, stop the run: the name says what needs them.
-    """
+    """Prefix configuration errors with the name of the row or dataset that they came up with."""
     try:
         yield
     except (ConfigError, MissingDependency) as error:
@@ -103,21 +200,25 @@ def naming(what: str) -> Iterator[None]:
 
 
 def limit_of(name: str, usual: int) -> int:
-    """A limit that the environment variable ``name`` may change.
+    """Return the environment variable ``name`` as a positive integer, or ``usual`` if it is not set.
 
     Raises:
-        ConfigError: the variable holds no whole number above 0.
+        ConfigError: the variable holds no integer above 0.
     """
     text = os.environ.get(name)
     if text is None:
         return usual
     if not text.isdecimal() or len(text) > 18 or int(text) < 1:
-        raise ConfigError(f"{name}={text!r}: expected a whole number above 0")
+        raise ConfigError(f"{name}={text!r}: expected an integer above 0")
     return int(text)
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional package, or say which line installs it."""
+    """Import an optional package.
+
+    Raises:
+        MissingDependency: it is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -9,14 +9,14 @@ from packhorse.collate.packed_dataset import (
     pack_lengths,
 )
 from packhorse.collate.packer import MEDIA_KEYS, _build_packed_vlm_sample, _shift_sample
-from packhorse.families.positions import mrope_position_ids as _compute_mrope_position_ids
+from packhorse.families.qwen_vl import mrope_position_ids as _compute_mrope_position_ids
 from packhorse.formats.estimate import estimate_image_tokens as _estimate_image_tokens
 from packhorse.formats.estimate import estimate_sample_length as _estimate_sample_length
 from packhorse.formats.estimate import estimate_video_tokens as _estimate_video_tokens
 from packhorse.plan.cost_model import (
     CostWeights,
     pack_costs,
-    pack_kinds,
+    pack_media_masks,
     patch_pairs_of,
     sample_costs,
     straggler_ratio,
@@ -46,8 +46,8 @@ __all__ = [
     "neat_pack_dataset_vlm",
     "order_packs",
     "pack_costs",
-    "pack_kinds",
     "pack_lengths",
+    "pack_media_masks",
     "patch_pairs_of",
     "plan_key",
     "plan_packs",

@@ -1,4 +1,4 @@
-"""The real server in a process of its own, and a browser that notes what goes wrong."""
+"""The real server in its own process, and a browser that records errors and requests."""
 
 import json
 import os
@@ -26,13 +26,13 @@ _ARGUMENTS = [
 _COUNT_CLICKS = """
 addEventListener("click", () => sessionStorage.clicks = 1 + Number(sessionStorage.clicks || 0), true);
 """
-_PATIENCE = 120_000  # milliseconds: the first row waits for the import of transformers
+_TIMEOUT = 120_000  # milliseconds: the first row waits for the import of transformers
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A viewer that is running: its address, what ``packhorse plan --json`` printed, where the data are."""
+    """A running viewer: its address, the output of ``packhorse plan --json``, and the folder of the data."""
 
     address: str
     report: dict[str, Any]
@@ -41,7 +41,7 @@ class Server:
 
 @dataclass
 class Watch:
-    """What a page did after one's back."""
+    """Errors and requests of a page."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -49,11 +49,11 @@ class Watch:
 
 @contextmanager
 def serving(home: Path, meta: Path, processor: str, pack_size: int, *options: str) -> Iterator[Server]:
-    """Plan a meta file and show it, both as a user does; at the end Ctrl-C."""
+    """Run ``packhorse plan`` and ``packhorse view`` on a meta file; send Ctrl-C at the end."""
     environment = {**os.environ, "PYTHONPATH": python_path(home / "path")}
-    packhorse, plan = [sys.executable, "-m", "packhorse"], str(home / "made.phplan")
+    packhorse, plan = [sys.executable, "-m", "packhorse"], str(home / "plan.phplan")
     planning = ["--processor", processor, "--pack-size", str(pack_size), "--num-workers", "1", "--out", plan]
-    made = subprocess.run(
+    planned = subprocess.run(
         [*packhorse, "plan", str(meta), *planning, "--json"],
         env=environment,
         capture_output=True,
@@ -68,10 +68,10 @@ def serving(home: Path, meta: Path, processor: str, pack_size: int, *options: st
     ) as running:
         assert running.stdout is not None
         line = running.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.\d:\d+/", line)
-        assert found is not None, line
+        address = re.search(r"http://127\.0\.0\.\d:\d+/", line)
+        assert address is not None, line
         try:
-            yield Server(found.group().rstrip("/"), json.loads(made.stdout), meta.parent)
+            yield Server(address.group().rstrip("/"), json.loads(planned.stdout), meta.parent)
         finally:
             running.send_signal(signal.SIGINT)
             assert running.wait(timeout=60) == 0, "Ctrl-C ends the server without an error"
@@ -85,20 +85,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")  # not longer: while it is open no other event loop can run here
+@pytest.fixture(scope="module")  # not session: no other event loop can run while it is open
 def browser() -> Iterator[Browser]:
     assert os.path.exists(CHROMIUM), "install Debian's chromium (make system)"
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
-        expect.set_options(timeout=_PATIENCE)
+        expect.set_options(timeout=_TIMEOUT)
         yield opened
         opened.close()
 
 
 def new_context(browser: Browser, server: Server, **options: Any) -> BrowserContext:
-    """A window of its own at the server's address."""
+    """Return a new browser context at the server's address."""
     context = browser.new_context(base_url=server.address, **options)
-    context.set_default_timeout(_PATIENCE)
+    context.set_default_timeout(_TIMEOUT)
     return context
 
 
@@ -109,16 +109,16 @@ def watch() -> Watch:
 
 @pytest.fixture
 def page(browser: Browser, server: Server, watch: Watch) -> Iterator[Page]:
-    """A page at the overview; at the end nothing was complained about, and nobody else was asked."""
+    """A page at the overview; fails at the end if there were errors or requests to other origins."""
     context = new_context(browser, server, viewport={"width": 1280, "height": 860})
     context.add_init_script(_COUNT_CLICKS)
     opened = context.new_page()
 
-    def note(message: ConsoleMessage) -> None:
+    def record(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             watch.errors.append(message.text)
 
-    opened.on("console", note)
+    opened.on("console", record)
     opened.on("pageerror", lambda error: watch.errors.append(str(error)))
     context.on("request", lambda request: watch.requests.append(request.url))
     opened.goto("/")
@@ -131,10 +131,10 @@ def page(browser: Browser, server: Server, watch: Watch) -> Iterator[Page]:
 
 @pytest.fixture(scope="module")
 def keep() -> Any:
-    """Keeps a screenshot under a name, as an artefact of the test run."""
+    """Save a screenshot as an artefact of the test run."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
 
-    def shoot(page: Page, name: str, **options: Any) -> None:
+    def save_screenshot(page: Page, name: str, **options: Any) -> None:
         page.screenshot(path=SCREENSHOTS / f"{name}.png", **options)
 
-    return shoot
+    return save_screenshot

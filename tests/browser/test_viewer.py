@@ -1,4 +1,4 @@
-"""The viewer in a real browser, against the real server, on a small mixed set with three broken rows."""
+"""The viewer in a real browser, with the real server, on a small mixed dataset with three broken rows."""
 
 import re
 from typing import Any
@@ -19,11 +19,11 @@ def test_the_overview_has_the_numbers_of_plan_json(page: Page, server: Server, k
         assert number(page, name) == f"{server.report[name]:,}"
     assert number(page, "fill") == f"{100 * server.report['fill']:.2f} %"
     assert number(page, "documents") == f"{server.report['documents_per_pack']['mean']:.2f}"
-    slots = page.locator("section", has_text="What the same rows cost").locator("tbody td:nth-child(2)")
+    slots = page.locator("section", has_text="Cost of the same rows").locator("tbody td:nth-child(2)")
     costs = server.report["padding"]
-    ways = [costs[way]["slots"] for way in ("packed_unpadded", "packed", "by_length", "random")]
-    assert slots.all_inner_texts() == [f"{value:,}" for value in ways]
-    bars = page.get_by_role("img", name="Histogram of how full").locator("rect.bar")
+    slots_by_method = [costs[name]["slots"] for name in ("packed_unpadded", "packed", "by_length", "random")]
+    assert slots.all_inner_texts() == [f"{value:,}" for value in slots_by_method]
+    bars = page.get_by_role("img", name="Histogram of the fill").locator("rect.bar")
     assert bars.count() == len(server.report["histograms"]["fill"]["counts"])
     keep(page, "overview", full_page=True)
 
@@ -40,13 +40,13 @@ def test_a_broken_row_is_found_in_two_clicks(page: Page, key: str, keep: Any) ->
     keep(page, f"broken-{key.replace('/', '-')}", full_page=True)
 
 
-def test_filters_show_what_they_say(page: Page, keep: Any) -> None:
+def test_filters_and_sorting_apply(page: Page, keep: Any) -> None:
     page.get_by_role("navigation", name="Pages").get_by_role("link", name="Packs").click()
     rows = page.locator("table.list tbody tr")
-    every = rows.count()
+    total = rows.count()
     page.get_by_label("Dataset").select_option("clips")
     page.wait_for_url(re.compile("dataset=clips"))
-    assert 0 < rows.count() < every
+    assert 0 < rows.count() < total
     assert all("clips" in text for text in rows.locator("td:nth-child(7)").all_inner_texts())
     page.get_by_role("link", name="Clear").click()
     page.get_by_label("Fill from").fill("95")
@@ -68,7 +68,7 @@ def test_filters_show_what_they_say(page: Page, keep: Any) -> None:
     keep(page, "packs")
 
 
-def test_a_pack_shows_the_right_images_in_their_own_size(page: Page, keep: Any) -> None:
+def test_a_pack_shows_the_right_images_in_their_original_size(page: Page, keep: Any) -> None:
     seen: dict[str, tuple[int, int]] = {}
     page.goto("/packs?dataset=charts")
     for address in [link.get_attribute("href") for link in page.locator("a[data-item]").all()]:
@@ -86,7 +86,7 @@ def test_a_pack_shows_the_right_images_in_their_own_size(page: Page, keep: Any) 
     assert seen == {f"chart{n}.png": size for n, size in enumerate(SIZES)}
     page.goto("/search?q=charts/9")
     page.get_by_role("link", name="charts/9", exact=True).first.click()
-    expect(page.locator("figure .bad")).to_contain_text("cut.png")  # what is wrong with it, and no image
+    expect(page.locator("figure .bad")).to_contain_text("cut.png")  # the error instead of the image
 
 
 def test_a_video_shows_frames(page: Page) -> None:
@@ -101,31 +101,31 @@ def test_a_video_shows_frames(page: Page) -> None:
         )
 
 
-def test_tokens_have_the_colour_of_their_speaker_and_answers_are_underlined(page: Page) -> None:
+def test_tokens_have_the_colour_of_their_role_and_answers_are_underlined(page: Page) -> None:
     page.goto("/search?q=chats/0")
     page.get_by_role("link", name="chats/0", exact=True).first.click()
     tokens = page.locator(".tokens")
-    said = {
-        "system": "You are a patient carrier.",
-        "user": "Tell me about mule number 0. ",
-        "assistant": "It carries 0 bales of wool. ",
+    texts = {
+        "system": "You are a patient assistant.",
+        "user": "Describe report number 0. ",
+        "assistant": "It lists 0 items in stock. ",
     }
     colours = {}
-    for role, text in said.items():
+    for role, text in texts.items():
         run = tokens.locator(f".run.{role}", has_text=text.strip()).first
         expect(run).to_be_visible()
         colours[role] = run.evaluate("run => getComputedStyle(run).backgroundColor")
     assert len(set(colours.values())) == 3
     lines = {
         role: tokens.locator(f".run.{role}").first.evaluate("run => getComputedStyle(run).borderBottomStyle")
-        for role in said
+        for role in texts
     }
     assert [role for role, line in lines.items() if line == "solid"] == ["assistant"]
     title = tokens.locator(".run.assistant").first.get_attribute("title")
     assert re.match(r"assistant, supervised; tokens \d+-\d+; positions \d+-\d+", str(title))
 
 
-def test_a_script_in_a_row_is_text(page: Page) -> None:
+def test_a_script_in_a_row_is_not_executed(page: Page) -> None:
     page.goto(f"/search?q=chats/{SPOKEN}")
     page.get_by_role("link", name=f"chats/{SPOKEN}", exact=True).first.click()
     assert SCRIPT in page.locator(".said").first.inner_text()
@@ -134,7 +134,7 @@ def test_a_script_in_a_row_is_text(page: Page) -> None:
     assert page.locator("main script").count() == 0
 
 
-def test_every_page_can_be_walked_with_the_keyboard(page: Page) -> None:
+def test_every_page_can_be_used_with_the_keyboard(page: Page) -> None:
     page.keyboard.press("p")
     page.wait_for_url("**/packs")
     page.keyboard.press("j")
@@ -152,9 +152,9 @@ def test_every_page_can_be_walked_with_the_keyboard(page: Page) -> None:
     page.keyboard.press("ArrowLeft")
     page.wait_for_url("**/pack/0")
     page.keyboard.press("/")
-    page.keyboard.type("mule number 7")
+    page.keyboard.type("report number 7")
     page.keyboard.press("Enter")
-    page.wait_for_url("**/search?q=mule*")
+    page.wait_for_url("**/search?q=report*")
     expect(page.locator("a[data-item]")).to_have_text(["chats/7"])
     page.keyboard.press("o")
     page.wait_for_url(re.compile(r"/$"))
@@ -175,12 +175,12 @@ def test_pages_work_without_javascript(browser: Browser, server: Server) -> None
 
 
 def test_every_image_has_an_alternative_text_and_every_field_a_label(page: Page) -> None:
-    for target in ("/", "/packs", "/pack/0", "/problems", "/search?q=mule"):
+    for target in ("/", "/packs", "/pack/0", "/problems", "/search?q=report"):
         page.goto(target)
         assert page.locator("img:not([alt])").count() == 0
         assert page.locator("svg[role=img]:not([aria-label])").count() == 0
         fields = page.locator("input:not([type=hidden]), select")
-        for place in range(fields.count()):
-            assert fields.nth(place).evaluate("field => field.labels.length") == 1
+        for index in range(fields.count()):
+            assert fields.nth(index).evaluate("field => field.labels.length") == 1
         assert page.locator("h1").count() == 1
         assert page.locator("html").get_attribute("lang") == "en"

@@ -1,4 +1,4 @@
-"""The viewer in a real browser on the data of ``packhorse demo``, beside the files and ``plan --json``."""
+"""The viewer in a real browser on the data of ``packhorse demo``, compared with files and ``plan --json``."""
 
 import io
 import json
@@ -20,12 +20,12 @@ from packhorse.ledger import Ledger
 from packhorse.types import Drop
 
 BROKEN = {"charts/7": "malformed row", "drawings/31": "missing media", "clips/5": "broken media"}
-CUT = "charts/13"  # its image is found broken when it is decoded; the ledger of a run tells
+CUT = "charts/13"  # its image fails to decode; only the ledger of a run names it
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo's data, processor and model; in packs of 256 tokens, so that their list has two pages."""
+    """The demo's data, processor and model, in packs of 256 tokens, so that the list has two pages."""
     make_torchvision_importable()
     home = tmp_path_factory.mktemp("demo")
     meta = write_demo_mix(home / "data")
@@ -41,31 +41,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def figures(texts: list[str]) -> list[float]:
+def parse_numbers(texts: list[str]) -> list[float]:
     return [float(text.replace(",", "").rstrip("\N{NO-BREAK SPACE}%")) for text in texts]
 
 
-def told(plot: Locator, shapes: str) -> list[float]:
-    """The numbers that the shapes of a plot tell: what stands after their last colon or name."""
+def plotted_values(plot: Locator, shapes: str) -> list[float]:
+    """Return the numbers in the titles of a plot's shapes: those after the last colon."""
     titles = plot.locator(f"{shapes} title").all_text_contents()
     return [float(re.findall(r": ([\d.,]+)", title)[-1].replace(",", "")) for title in titles]
 
 
-def row_of(server: Server, key: str) -> Any:
-    """A row as its file has it."""
+def read_row(server: Server, key: str) -> Any:
+    """Return a row of a data file."""
     name, number = key.split("/")
     return json.loads((server.data / f"{name}.jsonl").read_text().splitlines()[int(number)])
 
 
-def pack_with(page: Page, dataset: str) -> None:
+def open_pack_with(page: Page, dataset: str) -> None:
     """Go to the first pack with rows of a dataset."""
     page.goto(f"/packs?dataset={dataset}")
     page.locator("a[data-item]").first.click()
     page.wait_for_url(re.compile(r"/pack/\d+"))
 
 
-def fetched(page: Page, image: Locator) -> np.ndarray:
-    """The pixels of an image as the browser gets them; it has loaded and shows it in its own size."""
+def fetch_pixels(page: Page, image: Locator) -> np.ndarray:
+    """Return the pixels of an image that the browser has loaded in its original size."""
     image.scroll_into_view_if_needed()
     page.wait_for_function("image => image.complete && image.naturalWidth", arg=image.element_handle())
     answer = page.request.get(str(image.get_attribute("src")))
@@ -81,31 +81,34 @@ def test_numbers_plots_and_tables_of_the_overview_are_those_of_plan_json(
     report = server.report
     for name in ("rows", "packed", "dropped", "packs", "tokens"):
         expect(page.locator(f"[data-number={name}]")).to_have_text(f"{report[name]:,}")
-    fill = page.get_by_role("img", name="Histogram of how full")
-    assert told(fill, "rect.bar") == report["histograms"]["fill"]["counts"]
+    fill = page.get_by_role("img", name="Histogram of the fill")
+    assert plotted_values(fill, "rect.bar") == report["histograms"]["fill"]["counts"]
     lengths = report["histograms"]["length"]["counts"]
-    shown = told(page.get_by_role("img", name="Histogram of the tokens of a row"), "rect.bar")
-    assert shown == lengths[-len(shown) :]
-    assert sum(shown) == sum(lengths) > 0
+    counts = plotted_values(page.get_by_role("img", name="Histogram of the tokens of a row"), "rect.bar")
+    assert counts == lengths[-len(counts) :]
+    assert sum(counts) == sum(lengths) > 0
     mix = page.get_by_role("img", name="Tokens of each dataset by kind")
-    wide = sorted(report["datasets"], key=lambda one: -one["tokens"])
+    largest = sorted(report["datasets"], key=lambda dataset: -dataset["tokens"])
     kinds = ("text", "image", "video", "audio")
-    assert told(mix, "rect.kind") == [one[kind] for one in wide for kind in kinds if one[kind]]
-    ranks = [one for one in report["straggler"] if one["ranks"] <= report["packs"]]
+    assert plotted_values(mix, "rect.kind") == [
+        dataset[kind] for dataset in largest for kind in kinds if dataset[kind]
+    ]
+    points = [point for point in report["straggler"] if point["ranks"] <= report["packs"]]
     stragglers = page.get_by_role("img", name="Straggler ratio")
-    assert told(stragglers, "circle.ratio") == [round(one["ratio"], 4) for one in ranks]
-    assert told(stragglers, "circle.random") == [round(one["random"], 4) for one in ranks]
-    reasons = page.locator("section", has_text="Left out, cut").locator("tbody tr")
+    assert plotted_values(stragglers, "circle.ratio") == [round(point["ratio"], 4) for point in points]
+    assert plotted_values(stragglers, "circle.random") == [round(point["random"], 4) for point in points]
+    reasons = page.locator("section", has_text="Dropped, truncated").locator("tbody tr")
     table = {row.locator("td").nth(0).inner_text(): row.locator("td") for row in reasons.all()}
-    gone = {name: int(cells.nth(1).inner_text()) for name, cells in table.items()}
-    expected = {one["reason"].replace("_", " "): one["rows"] for one in report["reasons"]}
-    assert {name: rows for name, rows in gone.items() if rows} == expected
+    dropped = {name: int(cells.nth(1).inner_text()) for name, cells in table.items()}
+    expected = {entry["reason"].replace("_", " "): entry["rows"] for entry in report["reasons"]}
+    assert {name: rows for name, rows in dropped.items() if rows} == expected
     marked = {name for name, cells in table.items() if int(cells.nth(2).inner_text())}
     assert marked == {"broken media", "surplus placeholder"}
     lines = page.locator("section", has_text="Datasets").locator("tbody tr").all()
-    for one, line in zip(report["datasets"], lines, strict=True):
+    for dataset, line in zip(report["datasets"], lines, strict=True):
         cells = line.locator("td").all_inner_texts()
-        assert (cells[0], figures(cells[1:4])) == (one["name"], [one["rows"], one["packed"], one["tokens"]])
+        values = [dataset[name] for name in ("rows", "packed", "tokens")]
+        assert (cells[0], parse_numbers(cells[1:4])) == (dataset["name"], values)
     keep(page, "demo-overview", full_page=True)
 
 
@@ -127,14 +130,14 @@ def test_the_list_has_every_pack_once_over_its_pages(page: Page, server: Server)
     expect(page.get_by_text("page 1 of 2")).to_be_visible()
     page.keyboard.press("ArrowRight")
     page.wait_for_url("**page=2")
-    every = first + page.locator("a[data-item]").all_inner_texts()
-    assert list(map(int, every)) == list(range(server.report["packs"]))
+    packs = first + page.locator("a[data-item]").all_inner_texts()
+    assert list(map(int, packs)) == list(range(server.report["packs"]))
     page.get_by_role("link", name="← Previous").click()
     expect(page.locator("a[data-item]").first).to_have_text("0")
 
 
 @pytest.mark.parametrize(("name", "column"), [("Fill", 2), ("Documents", 4), ("Cost", 5)])
-def test_the_list_is_sorted_both_ways(page: Page, name: str, column: int) -> None:
+def test_the_list_is_sorted_in_both_directions(page: Page, name: str, column: int) -> None:
     page.goto("/packs")
     cells = page.locator(f"tbody td:nth-child({column})")
     head = page.get_by_role("columnheader", name=name)
@@ -142,30 +145,30 @@ def test_the_list_is_sorted_both_ways(page: Page, name: str, column: int) -> Non
     for direction in ("ascending", "descending"):
         head.get_by_role("link").click()
         expect(head).to_have_attribute("aria-sort", direction)
-        values = figures(cells.all_inner_texts())
+        values = parse_numbers(cells.all_inner_texts())
         assert values == sorted(values, reverse=direction == "descending")
         ends.append(values[0])
     assert ends[0] < ends[1]
 
 
 def test_the_list_is_filtered_by_dataset_fill_and_error(page: Page, server: Server) -> None:
-    def found() -> int:
+    def count_packs() -> int:
         return int(page.locator("[data-number=found]").inner_text())
 
     page.goto("/packs")
     page.get_by_label("Dataset").select_option("clips")
     page.wait_for_url(re.compile("dataset=clips"))
-    assert 0 < found() < server.report["packs"]
+    assert 0 < count_packs() < server.report["packs"]
     assert all("clips" in text for text in page.locator("tbody td:nth-child(7)").all_inner_texts())
     page.goto("/packs")
     page.locator("[name=most]").fill("94.9")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("most=94.9"))
-    assert found() == sum(server.report["histograms"]["fill"]["counts"][:19])
+    assert count_packs() == sum(server.report["histograms"]["fill"]["counts"][:19])
     page.goto("/packs")
     page.get_by_label("Errors").select_option("broken_media")
     page.wait_for_url(re.compile("error=broken_media"))
-    assert found() == 1
+    assert count_packs() == 1
     page.locator("a[data-item]").click()
     document = page.locator("article", has=page.get_by_role("link", name=CUT, exact=True))
     expect(document.locator(".mark").first).to_have_text("broken media")
@@ -174,80 +177,82 @@ def test_the_list_is_filtered_by_dataset_fill_and_error(page: Page, server: Serv
 
 @pytest.mark.parametrize("dataset", ["charts", "drawings"])
 def test_images_of_a_pack_are_those_of_its_rows_files(page: Page, server: Server, dataset: str) -> None:
-    pack_with(page, dataset)
+    open_pack_with(page, dataset)
     compared = 0
     for document in page.locator("article:not(.fake)").all():
         key = document.locator("h2 a").inner_text()
-        files = row_of(server, key).get("images", []) if key != CUT else []
+        files = read_row(server, key).get("images", []) if key != CUT else []
         images = document.locator("figure a > img")
         assert images.count() == len(files), key
         for image, name in zip(images.all(), files, strict=True):
-            own = np.asarray(Image.open(server.data / "media" / name).convert("RGB"))
-            assert np.array_equal(fetched(page, image), own), f"{key}: {name}"
+            pixels = np.asarray(Image.open(server.data / "media" / name).convert("RGB"))
+            assert np.array_equal(fetch_pixels(page, image), pixels), f"{key}: {name}"
             compared += 1
     assert compared
 
 
 def test_frames_of_a_video_are_those_of_its_file(page: Page, server: Server, keep: Any) -> None:
-    pack_with(page, "clips")
+    open_pack_with(page, "clips")
     document = page.locator("article", has=page.locator(".frames")).first
-    (name,) = row_of(server, document.locator("h2 a").inner_text())["videos"]
-    with av.open(str(server.data / "media" / name)) as film:
-        frames = [frame.to_ndarray(format="rgb24").astype(int) for frame in film.decode(video=0)]
+    (name,) = read_row(server, document.locator("h2 a").inner_text())["videos"]
+    with av.open(str(server.data / "media" / name)) as video:
+        frames = [frame.to_ndarray(format="rgb24").astype(int) for frame in video.decode(video=0)]
     images = document.locator(".frames img")
     assert images.count() >= 4
     for image in images.all():
         number = int(re.findall(r"frame (\d+) of", str(image.get_attribute("alt")))[0])
-        apart = [np.abs(fetched(page, image) - frame).mean() for frame in frames]
-        assert apart[number] < 4
-        assert apart[number] == min(apart)
+        errors = [np.abs(fetch_pixels(page, image) - frame).mean() for frame in frames]
+        assert errors[number] < 4
+        assert errors[number] == min(errors)
     keep(page, "demo-pack", full_page=True)
 
 
-def test_what_is_underlined_is_what_the_assistant_says(page: Page, server: Server) -> None:
-    pack_with(page, "charts")
+def test_underlined_text_is_the_answer_of_the_assistant(page: Page, server: Server) -> None:
+    open_pack_with(page, "charts")
     for document in page.locator("article:not(.fake)").all():
         key = document.locator("h2 a").inner_text()
         if key == CUT:
             continue
-        said = [turn["content"] for turn in row_of(server, key)["messages"] if turn["role"] == "assistant"]
+        answers = [
+            turn["content"] for turn in read_row(server, key)["messages"] if turn["role"] == "assistant"
+        ]
         supervised = document.locator(".tokens .run.supervised").evaluate_all(
             "runs => runs.map(run => run.lastChild.data)"  # without the number in front
         )
-        assert "".join(supervised) == "".join(f"{text}<|im_end|>" for text in said), key
+        assert "".join(supervised) == "".join(f"{text}<|im_end|>" for text in answers), key
 
 
 def test_documents_follow_each_other_and_the_mask_has_a_triangle_for_each(page: Page) -> None:
-    pack_with(page, "drawings")
+    open_pack_with(page, "drawings")
     headings = page.locator("article:not(.fake) h2 small").all_inner_texts()
-    places = [tuple(map(int, re.findall(r"places (\d+) to (\d+)", text)[0])) for text in headings]
-    assert [first for first, _ in places] == [0, *(last + 1 for _, last in places[:-1])]
+    offsets = [tuple(map(int, re.findall(r"offsets (\d+) to (\d+)", text)[0])) for text in headings]
+    assert [first for first, _ in offsets] == [0, *(last + 1 for _, last in offsets[:-1])]
     paths = [path.get_attribute("d") for path in page.locator("svg.mask path.seen").all()]
     corners = [[float(number) for number in re.findall(r"[\d.]+", str(path))] for path in paths]
     scale = 160 / 256
-    assert [(round(one[0] / scale), round(one[-1] / scale)) for one in corners] == [
-        (first, last + 1) for first, last in places
+    assert [(round(corner[0] / scale), round(corner[-1] / scale)) for corner in corners] == [
+        (first, last + 1) for first, last in offsets
     ]
 
 
 def test_positions_can_be_read_without_a_mouse(page: Page) -> None:
-    pack_with(page, "clips")
+    open_pack_with(page, "clips")
     document = page.locator("article", has=page.locator(".frames")).first
-    lines = document.locator("details.places tbody tr")
+    lines = document.locator("details.offsets tbody tr")
     expect(lines.first).not_to_be_visible()
-    document.locator("details.places summary").focus()
+    document.locator("details.offsets summary").focus()
     page.keyboard.press("Enter")
-    film = lines.filter(has_text="<|video_pad|>")
-    assert re.search(r"t \d+-\d+, h \d+-\d+, w \d+-\d+", film.inner_text())
+    video = lines.filter(has_text="<|video_pad|>")
+    assert re.search(r"t \d+-\d+, h \d+-\d+, w \d+-\d+", video.inner_text())
 
 
-def test_a_pack_without_media_shows_the_blank_ones_it_may_get(page: Page) -> None:
+def test_a_pack_without_media_shows_the_placeholders_it_may_get(page: Page) -> None:
     page.goto("/packs?media=none")
     page.locator("a[data-item]").first.click()
     fake = page.locator("article.fake")
     expect(fake.locator(".mark")).to_have_text(["fake image", "fake video"])
     assert fake.locator(".run.supervised").count() == 0
-    expect(fake.first.locator(".run.media item")).to_contain_text("<|image_pad|>")
+    expect(fake.first.locator(".run.media-item")).to_contain_text("<|image_pad|>")
     page.goto("/packs?media=video")
     page.locator("a[data-item]").first.click()
     assert "fake video" not in page.locator("main").inner_text()
@@ -257,8 +262,8 @@ def test_search_finds_rows_by_key_and_by_text_and_shows_both_sides(page: Page, s
     page.get_by_label("Search by row key or text").fill("drawings/12")
     page.keyboard.press("Enter")
     page.get_by_role("link", name="drawings/12", exact=True).first.click()
-    question, answer = (turn["content"] for turn in row_of(server, "drawings/12")["messages"])
-    file = page.get_by_label("What the file says")
+    question, answer = (turn["content"] for turn in read_row(server, "drawings/12")["messages"])
+    file = page.get_by_label("In the file")
     expect(file).to_contain_text(question.replace("<image>", "").strip())
     model = page.get_by_label("What the model sees")
     expect(model.locator(".supervised").first).to_contain_text(answer)
@@ -273,18 +278,18 @@ PAGES = {
     "packs": "/packs?sort=fill",
     "pack": "/pack/0",
     "images": "/packs?media=image",
-    "left-out": "/problems",
+    "dropped": "/problems",
     "row": "/row/13",
     "broken": "/row/7",
     "search": "/search?q=bar",
-    "nothing": "/search",
+    "empty-search": "/search",
 }
 
 
 @pytest.mark.parametrize(
     ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark"), (320, "light")]
 )
-def test_nothing_is_cut_off_at_any_width_in_light_and_dark(
+def test_every_page_fits_at_any_width_in_light_and_dark(
     browser: Browser, server: Server, width: int, scheme: Any, keep: Any
 ) -> None:
     context = new_context(browser, server, viewport={"width": width, "height": 844}, color_scheme=scheme)
@@ -293,12 +298,12 @@ def test_nothing_is_cut_off_at_any_width_in_light_and_dark(
         page.goto(target)
         if name == "images":
             page.goto(str(page.locator("a[data-item]").first.get_attribute("href")))
-        page.evaluate("document.querySelectorAll('details.places').forEach(one => one.open = true)")
+        page.evaluate("document.querySelectorAll('details.offsets').forEach(element => element.open = true)")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, target
         hidden = page.evaluate(
             "[...document.querySelectorAll('.scroll')].filter(a => a.scrollWidth > a.clientWidth).length"
         )
-        assert hidden == 0, f"{target}: a part can only be seen by scrolling sideways"
+        assert hidden == 0, f"{target}: the page scrolls sideways"
         paper = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         red = int(str(re.findall(r"\d+", paper)[0]))
         assert red < 60 if scheme == "dark" else red > 200
@@ -311,24 +316,24 @@ _CONTRASTS = """() => {
     .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
     .reduce((sum, v, n) => sum + v * [.2126, .7152, .0722][n], 0);
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const paper = (one) => {
-    for (let at = one; at; at = at.parentElement) {
+  const paper = (element) => {
+    for (let at = element; at; at = at.parentElement) {
       const colour = parse(getComputedStyle(at).backgroundColor);
       if (colour.length < 4 || colour[3] === 1) return colour;
     }
   };
-  return [...document.querySelectorAll("main *")].filter(one => one.checkVisibility()
-      && !one.closest("svg") && [...one.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
-    .map(one => {
-      const [a, b] = [light(parse(getComputedStyle(one).color)), light(paper(one))];
-      const name = one.className + " " + one.textContent.slice(0, 40);
+  return [...document.querySelectorAll("main *")].filter(element => element.checkVisibility()
+      && !element.closest("svg") && [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
+    .map(element => {
+      const [a, b] = [light(parse(getComputedStyle(element).color)), light(paper(element))];
+      const name = element.className + " " + element.textContent.slice(0, 40);
       return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), name];
     }).filter(([ratio]) => ratio < 4.5);
 }"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_has_contrast(browser: Browser, server: Server, scheme: Any) -> None:
+def test_every_text_has_enough_contrast(browser: Browser, server: Server, scheme: Any) -> None:
     context = new_context(browser, server, color_scheme=scheme)
     page = context.new_page()
     for target in PAGES.values():

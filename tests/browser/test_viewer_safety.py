@@ -1,4 +1,4 @@
-"""What the real server refuses, asked without a browser: no client tidies a path up."""
+"""What the real server rejects, without a browser, which would normalize paths."""
 
 import http.client
 import socket
@@ -51,7 +51,7 @@ def test_a_path_is_rejected(server: Server, path: str) -> None:
     assert b"PNG" not in body
 
 
-def test_a_media_item_is_served_by_its_row_and_number_alone(server: Server) -> None:
+def test_a_media_item_is_served_by_row_and_number_only(server: Server) -> None:
     status, body = get(server, "/media/0/0")
     assert status == 200
     assert body.startswith(b"\x89PNG")
@@ -59,13 +59,13 @@ def test_a_media_item_is_served_by_its_row_and_number_alone(server: Server) -> N
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1"])
 @pytest.mark.parametrize("path", ["/", "/report.json", "/media/0/0"])
-def test_a_request_under_another_name_is_rejected(server: Server, host: str, path: str) -> None:
+def test_a_request_for_another_host_is_rejected(server: Server, host: str, path: str) -> None:
     status, body = get(server, path, host)
     assert status == 421
     assert b"charts" not in body
 
 
-def test_nobody_can_connect_but_over_the_one_address(server: Server) -> None:
+def test_the_server_listens_on_one_address_only(server: Server) -> None:
     port = int(server.address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10):
         pass
@@ -74,14 +74,14 @@ def test_nobody_can_connect_but_over_the_one_address(server: Server) -> None:
 
 
 @pytest.fixture
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    home = tmp_path_factory.mktemp("elsewhere")
+def other_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("other")
     meta, saved = write_samples(home / "data"), save_processor(home / "processor")
     with serving(home, meta, saved, 512, "--host", "127.0.0.2") as running:
         yield running
 
 
-def test_an_address_that_was_asked_for_is_answered_under_its_own_name(elsewhere: Server) -> None:
-    assert elsewhere.address.startswith("http://127.0.0.2:")
-    assert get(elsewhere, "/report.json")[0] == 200
-    assert get(elsewhere, "/report.json", "evil.example")[0] == 421
+def test_a_requested_address_is_served_under_its_name(other_address: Server) -> None:
+    assert other_address.address.startswith("http://127.0.0.2:")
+    assert get(other_address, "/report.json")[0] == 200
+    assert get(other_address, "/report.json", "evil.example")[0] == 421

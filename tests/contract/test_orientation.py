@@ -2,7 +2,6 @@
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from packhorse import LoaderConfig, World
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.tools.check import check_meta
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
 
@@ -54,7 +53,9 @@ def test_a_batch_has_the_pixels_and_the_grid_of_the_upright_photo(tmp_path: Path
     )
     seen = 0
     for batch in loader:
-        expected = [made.image_processor([upright(paths[n])], return_tensors="pt") for n in samples(loader)]
+        expected = [
+            made.image_processor([upright(paths[n])], return_tensors="pt") for n in batch.info.samples
+        ]
         grids = torch.cat([one["image_grid_thw"] for one in expected])
         assert torch.equal(batch["image_grid_thw"], grids)
         assert torch.equal(batch["pixel_values"], torch.cat([one["pixel_values"] for one in expected]))
@@ -65,11 +66,6 @@ def test_a_batch_has_the_pixels_and_the_grid_of_the_upright_photo(tmp_path: Path
 
 def upright(path: Path) -> Image.Image:
     return transformers_load_image(str(path))
-
-
-def samples(loader: packhorse.Loader) -> Any:
-    assert loader.last is not None
-    return loader.last.samples
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "image" in FAMILIES[name].modalities])
@@ -88,9 +84,11 @@ def test_the_check_and_the_viewer_show_the_upright_photo(tmp_path: Path) -> None
     paths = write_photos(tmp_path)
     meta = write_data(tmp_path, paths)
     assert check_meta(meta).passed()
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p")))
-    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
-    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+    planned = make_plan(
+        PlanRequest(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p"))
+    )
+    save_plan(planned, plan_report(planned), tmp_path / "made.phplan")
+    app = make_app(PlanViewer.open(str(tmp_path / "made.phplan")))
     for row, path in enumerate(paths):
         shown = Image.open(io.BytesIO(ask(app, f"/media/{row}/0").body))
         assert np.array_equal(np.asarray(shown), np.asarray(upright(path)))

@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_after_the_timeout_of_the_process_group(
     told = failing["killed"][0]
     assert told["class"] == "SystemFault"
     assert "rank 1 has died or hangs during 'count the tokens'" in told["message"]
-    assert f"no sign of life for {TIMEOUT:g} s, the timeout of the process group" in told["message"]
+    assert f"no heartbeat for {TIMEOUT:g} s, the timeout of the process group" in told["message"]
 
 
 def counting_run(home: Path, **settings: Any) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_counts_are_those_of_their_rows_if_world_and_process_group_order_the_ran
     for rank in in_another_order:
         assert rank["counts"] == counts
         assert rank["gathered"] == [0, 1, 2, 3]
-        assert rank["from_first"] == 0
+        assert rank["broadcast"] == 0
         assert rank["delivered"] == 40
     assert sorted(index for rank in in_another_order for index in rank["samples"]) == list(range(40))
 

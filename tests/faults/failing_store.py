@@ -1,7 +1,7 @@
-"""A store that is slow and fails: the local disk after a bad line, ``failing:///path`` (an fsspec driver).
+"""An fsspec driver for a slow and failing store: ``failing:///path`` reads the local disk with faults.
 
-What happens to a call is drawn from the seed, the name of the file and how often it was asked for, so that
-every run meets the same faults. What has happened is appended to a file, for processes to add up.
+The fault of a call depends on the seed, the file name and how often the file was requested, so that every
+run has the same faults. Faults are appended to a file, so that those of all processes can be counted.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import fsspec
 
 PROTOCOL = "failing"
 FAULTS = ("slow", "timeout", "reset", "denied", "short", "late_timeout", "disk")
-"""An answer that takes its time; no answer; a connection that breaks; a refusal; fewer bytes than there are;
-an error in the middle of reading; an error of the machine."""
+"""A slow answer; no answer; a broken connection; access denied; too few bytes; an error in the middle of
+reading; an error of the machine."""
 
 RETRIED = ("timeout", "reset")
-"""Those after which opening a file is tried again."""
+"""Faults after which opening a file is retried."""
 
 
 class FailingStore(fsspec.AbstractFileSystem):
-    """See above; :func:`bad_line` says what fails."""
+    """The failing store; :func:`set_faults` configures it."""
 
     protocol = PROTOCOL
     cachable = False
@@ -37,7 +37,7 @@ class FailingStore(fsspec.AbstractFileSystem):
     shares: ClassVar[Mapping[str, float]] = {}
     delay = 0.0
     log: ClassVar[Path | None] = None
-    asked: ClassVar[Counter[str]] = Counter()
+    requests: ClassVar[Counter[str]] = Counter()
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -52,7 +52,7 @@ class FailingStore(fsspec.AbstractFileSystem):
         return [self.info(name) for name in names] if detail else names
 
     def _open(self, path: str, mode: str = "rb", **more: Any) -> io.BytesIO:
-        data, fault = Path(path).read_bytes(), self._drawn(path)
+        data, fault = Path(path).read_bytes(), self._draw_fault(path)
         if fault == "slow":
             time.sleep(self.delay)
         elif fault == "timeout":
@@ -61,7 +61,7 @@ class FailingStore(fsspec.AbstractFileSystem):
         elif fault == "reset":
             raise ConnectionResetError(errno.ECONNRESET, "connection reset by peer")
         elif fault == "denied":
-            raise PermissionError(errno.EACCES, "the store says no", path)
+            raise PermissionError(errno.EACCES, "access denied", path)
         elif fault == "disk":
             raise OSError(errno.EIO, "input/output error")
         elif fault == "short":
@@ -70,9 +70,9 @@ class FailingStore(fsspec.AbstractFileSystem):
             return _Breaking(data)
         return io.BytesIO(data)
 
-    def _drawn(self, path: str) -> str | None:
-        self.asked[path] += 1
-        draw = random.Random(f"{self.seed} {os.path.basename(path)} {self.asked[path]}")
+    def _draw_fault(self, path: str) -> str | None:
+        self.requests[path] += 1
+        draw = random.Random(f"{self.seed} {os.path.basename(path)} {self.requests[path]}")
         chance = draw.random()
         for fault, share in self.shares.items():
             if chance < share:
@@ -85,24 +85,24 @@ class FailingStore(fsspec.AbstractFileSystem):
 
 
 class _Breaking(io.BytesIO):
-    """Half of it can be read."""
+    """A file of which only the first half can be read."""
 
     def read(self, size: int | None = -1) -> bytes:
         half = len(self.getbuffer()) // 2
         if self.tell() >= half or size is None or size < 0 or self.tell() + size > half:
-            raise TimeoutError("the line went dead")
+            raise TimeoutError("the connection was lost")
         return super().read(size)
 
 
-def bad_line(log: Path, shares: Mapping[str, float], *, seed: int = 0, delay: float = 0.0) -> None:
-    """From now on so large a share of all openings of files fails in these ways."""
+def set_faults(log: Path, shares: Mapping[str, float], *, seed: int = 0, delay: float = 0.0) -> None:
+    """Let this share of calls fail with each fault from now on."""
     fsspec.register_implementation(PROTOCOL, FailingStore, clobber=True)
     FailingStore.seed, FailingStore.shares, FailingStore.delay, FailingStore.log = seed, shares, delay, log
-    FailingStore.asked = Counter()
+    FailingStore.requests = Counter()
 
 
-def happened(log: Path) -> Counter[str]:
-    """How often which fault has happened since ``log`` began, in all processes."""
+def count_faults(log: Path) -> Counter[str]:
+    """Return how often each fault has occurred, in all processes."""
     if not log.exists():
         return Counter()
     return Counter(json.loads(line)[0] for line in log.read_text().splitlines())

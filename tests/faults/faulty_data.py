@@ -1,4 +1,4 @@
-"""Datasets on which something goes wrong while a run is fed, as it does on real machines."""
+"""Datasets with faults that occur while a loader reads them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Fault = Callable[[], None]
 
 
 class Faulty(Sequence[Any]):
-    """Examples; getting some of them does something bad, once ``armed`` (not while they are counted).
+    """Examples with faults on access, once ``armed`` (not while they are counted).
 
     Args:
         rows: the examples.
-        faults: what happens, by the number of the example.
-        only_workers: nothing happens in the process that built the loader.
+        faults: the fault of an example, by its index.
+        only_workers: no fault in the process that built the loader.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Faulty(Sequence[Any]):
 
 
 class Once:
-    """A fault that happens the first few times only, in whichever process that is."""
+    """A fault that occurs only the first few times, in any process."""
 
     def __init__(self, folder: Path, fault: Fault, times: int = 1) -> None:
         self.folder, self.fault, self.times = folder, fault, times
@@ -85,23 +85,23 @@ def raising(error: BaseException) -> Fault:
 
 
 def children() -> set[int]:
-    """The processes that this one has started and that run."""
-    own = os.getpid()
-    found = set()
+    """Return the running child processes."""
+    parent_pid = os.getpid()
+    pids = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(parent) == own and state != "Z":
-                found.add(int(entry.name))
-    return found
+            if int(parent) == parent_pid and state != "Z":
+                pids.add(int(entry.name))
+    return pids
 
 
 @contextmanager
 def small_disk(folder: Path, size: str, *options: str) -> Iterator[bool]:
-    """A real file system of a few KiB at ``folder``; False where mounting is not allowed."""
+    """Mount a file system of a few KiB at ``folder``; yield False if mounting is not allowed."""
     folder.mkdir(exist_ok=True)
     mount = shutil.which("mount")
     command = [str(mount), "-t", "tmpfs", "-o", ",".join((f"size={size}", *options)), "tmpfs", str(folder)]
@@ -114,6 +114,6 @@ def small_disk(folder: Path, size: str, *options: str) -> Iterator[bool]:
 
 
 def may_mount() -> bool:
-    """Whether :func:`small_disk` gives one here."""
+    """Return whether :func:`small_disk` can mount a disk here."""
     with TemporaryDirectory() as folder, small_disk(Path(folder), "64k") as mounted:
         return mounted

@@ -1,8 +1,8 @@
-"""The processes that are killed: ``python kill_work.py PROCESSOR``, driven by ``kill_rounds.py``.
+"""The launcher of the processes that are killed: ``python kill_work.py PROCESSOR``, see ``kill_runner.py``.
 
-One process imports everything and forks a child for each request (a line of JSON on its standard input), so
-that a kill hits the work and not the imports. It tells the child's number, kills it where that is asked for,
-and tells how it ended.
+It imports everything and forks a child for each request (a line of JSON on its standard input), so that a
+kill hits the work and not the imports. It replies with the child's process id, kills the child if requested,
+and replies with its exit code.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import packhorse
 from packhorse.ledger import Ledger
 from packhorse.types import Drop
 
-LONGEST = 120.0
-"""Seconds after which a process that nobody kills is taken for hanging."""
+TIMEOUT = 120.0
+"""Seconds after which a process counts as hanging."""
 SAVE_EVERY = 3
-TAKEN_BACK = 5
+ROLLED_BACK = 5
 
 
 def command_line(request: dict[str, Any]) -> None:
-    """The command line, as a user types it."""
+    """Run the command line."""
     from packhorse.cli.app import main
 
     sys.argv = ["packhorse", *request["arguments"]]
@@ -41,7 +41,7 @@ def command_line(request: dict[str, Any]) -> None:
 
 
 def operation(number: int, dataset: str = "data") -> list[Drop]:
-    """What the operation of this number records: one entry, or three at once."""
+    """Return the entries of an operation: one, or three at once."""
     return [
         Drop(
             f"{dataset}/{3 * number + more}", "media", "broken_media", "torn " * 40, dataset=dataset, epoch=0
@@ -50,22 +50,22 @@ def operation(number: int, dataset: str = "data") -> list[Drop]:
     ]
 
 
-def taken_back(number: int) -> list[Drop]:
-    """What the operation of this number takes back, and records once more (as a resumed run does)."""
+def rolled_back(number: int) -> list[Drop]:
+    """Return the entries that an operation rolls back and records again, like a resumed run."""
     if number % 25 != 24:
         return []
-    return [drop for earlier in range(number - TAKEN_BACK, number) for drop in operation(earlier)]
+    return [drop for earlier in range(number - ROLLED_BACK, number) for drop in operation(earlier)]
 
 
 def write_ledger(request: dict[str, Any], dataset: str = "data") -> None:
-    """Record what the operations say; each that is done is confirmed in a file of its own."""
+    """Record the entries of all operations; confirm each finished operation in a file."""
     ledger = Ledger(request["ledger"])
     confirmed = os.open(f"{request['confirmed']}-{dataset}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for number in range(request["first"].get(dataset, 0), request["last"]):
-        again = taken_back(number) if request["writers"] == 1 else []
-        if again:
-            ledger.roll_back(0, {drop.key for drop in again})
-            ledger.record_all(again)
+        repeated = rolled_back(number) if request["writers"] == 1 else []
+        if repeated:
+            ledger.roll_back(0, {drop.key for drop in repeated})
+            ledger.record_all(repeated)
         drops = operation(number, dataset)
         if len(drops) == 1:
             ledger.record(drops[0])
@@ -75,11 +75,11 @@ def write_ledger(request: dict[str, Any], dataset: str = "data") -> None:
 
 
 def write_ledgers(request: dict[str, Any]) -> None:
-    """One process, or several that write into the same file at the same time."""
+    """Write a ledger with one process, or with several at the same time."""
     if request["writers"] == 1:
         write_ledger(request)
         return
-    children = [forked(write_ledger, request, f"writer{number}") for number in range(request["writers"])]
+    children = [fork(write_ledger, request, f"writer{number}") for number in range(request["writers"])]
     for child in children:
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             raise RuntimeError("a writer failed")
@@ -89,19 +89,19 @@ def write_ledgers(request: dict[str, Any]) -> None:
 
 
 class Model(torch.nn.Module):
-    """Small enough for a step of a millisecond; pixels matter, so that a wrong image is noticed."""
+    """A model with a step of a millisecond; it uses pixels, so that a wrong image is noticed."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.embedded = torch.nn.Embedding(512, 8)
-        self.seen = torch.nn.Linear(1, 8)
+        self.embedding = torch.nn.Embedding(512, 8)
+        self.pixels = torch.nn.Linear(1, 8)
         self.out = torch.nn.Linear(8, 512)
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        hidden = self.embedded(batch["input_ids"])
+        hidden = self.embedding(batch["input_ids"])
         if "pixel_values" in batch:
-            hidden = hidden + self.seen(batch["pixel_values"].float().mean().reshape(1))
+            hidden = hidden + self.pixels(batch["pixel_values"].float().mean().reshape(1))
         loss = torch.nn.functional.cross_entropy(
             self.out(hidden).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
         )
@@ -117,7 +117,7 @@ class Model(torch.nn.Module):
 
 
 def train(request: dict[str, Any]) -> None:
-    """Train an epoch with checkpoints; goes on at the last one if there is one."""
+    """Train an epoch with checkpoints; resume from the last one if there is one."""
     torch.set_num_threads(1)
     checkpoint, model, trained = Path(request["checkpoint"]), Model(), []
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -128,26 +128,25 @@ def train(request: dict[str, Any]) -> None:
         model.set_weights(saved["weights"])
         trained = saved["trained"]
     for step, batch in enumerate(loader, 1):
-        assert loader.last is not None
-        trained += [loader.key(index) for index in loader.last.samples]
+        trained += [loader.key(index) for index in batch.info.samples]
         optimiser.zero_grad()
         model(batch).backward()
         optimiser.step()
         if step % SAVE_EVERY == 0 and loader.remaining:
-            told = {"state": loader.state_dict(), "weights": model.weights(), "trained": trained}
-            save(checkpoint, told)
-    assert loader.account is not None
-    account = loader.account
-    numbers = [account.rows, account.planned, account.delivered, account.lost]
-    final = {"trained": trained, "weights": model.weights(), "account": numbers, "reasons": account.reasons}
+            content = {"state": loader.state_dict(), "weights": model.weights(), "trained": trained}
+            save(checkpoint, content)
+    assert loader.epoch_stats is not None
+    stats = loader.epoch_stats
+    totals = [stats.rows, stats.planned, stats.delivered, stats.lost]
+    final = {"trained": trained, "weights": model.weights(), "totals": totals, "reasons": stats.reasons}
     save(Path(request["final"]), final)
     loader.close()
 
 
 def save(path: Path, content: Any) -> None:
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps(content))
-    half.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
 
 
 # --- processes -------------------------------------------------------------------------------------------
@@ -159,8 +158,8 @@ JOBS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-def forked(work: Callable[..., None], *arguments: Any) -> int:
-    """Do some work in a child; its process id."""
+def fork(work: Callable[..., None], *arguments: Any) -> int:
+    """Run some work in a child process; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -179,7 +178,7 @@ def forked(work: Callable[..., None], *arguments: Any) -> int:
 
 
 def child(request: dict[str, Any]) -> None:
-    """The whole life of a child."""
+    """Run the job of a request in a child."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -190,17 +189,17 @@ def child(request: dict[str, Any]) -> None:
     JOBS[request["job"]](request)
 
 
-def ended(pid: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Wait for a child, kill it at its moment; how it ended, and after how long."""
+def wait_or_kill(pid: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Wait for a child, kill it at its deadline; return exit code and seconds."""
     started, delay = time.monotonic(), request["delay"]
-    deadline = started + (LONGEST if delay is None else delay)
+    deadline = started + (TIMEOUT if delay is None else delay)
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
+        finished, status = os.waitpid(pid, os.WNOHANG)
         now = time.monotonic()
-        if found:
+        if finished:
             break
         if now >= deadline:
-            # One that has just begun has no group of its own yet, and nobody in it.
+            # A child that has just started has no group yet.
             group = request["group"] and os.getpgid(pid) == pid
             (os.killpg if group else os.kill)(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
@@ -210,20 +209,20 @@ def ended(pid: int, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def preload(processor: str) -> None:
-    """All that the jobs import, so that children begin with their work."""
+    """Import everything the jobs need, so that children start with their work."""
     import jinja2  # noqa: F401
-    import pandas  # noqa: F401 (by pyarrow, if it is there)
+    import pandas  # noqa: F401 (imported by pyarrow)
     import rich.progress
     import rich.table  # noqa: F401
     import scipy.optimize  # noqa: F401
     import starlette.applications  # noqa: F401
     import uvicorn  # noqa: F401
 
-    from packhorse.families.processors import as_processor
+    from packhorse.families.models import as_processor
     from packhorse.loader import planner as plans
 
     as_processor(processor)
-    plans._CACHED_FROM = 1  # small plans are kept too: a kill may hit their writing
+    plans._CACHED_FROM = 1  # cache small plans too: a kill may hit their writing
 
 
 def requests() -> Iterator[dict[str, Any]]:
@@ -233,15 +232,15 @@ def requests() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     preload(sys.argv[1])
-    tell({"ready": True})
+    reply({"ready": True})
     for request in requests():
-        pid = forked(child, request)
-        tell({"pid": pid})
-        tell(ended(pid, request))
+        pid = fork(child, request)
+        reply({"pid": pid})
+        reply(wait_or_kill(pid, request))
 
 
-def tell(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
+def reply(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

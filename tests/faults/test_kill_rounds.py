@@ -1,4 +1,4 @@
-"""Processes that are killed at any moment: whole files only, and in the end all samples, each once."""
+"""Processes killed at random moments leave only complete files, and in the end every sample once."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from contract.processors import processor
-from count_samples import leavings, write_chats
+from count_samples import stale_files, write_chats
 from faults.faulty_data import Faulty, Once
-from faults.kill_desk import Desk, open_desk
 from faults.kill_rounds import ROUNDS, kept_rows
+from faults.kill_runner import ProcessRunner, open_runner
 from loader_samples import delivered_rows, load, texts
 from packhorse.count.counting import count_meta
 from packhorse.errors import BadSample
@@ -25,30 +25,32 @@ FEW = {"count": 3, "plan": 3, "view": 2, "ledger": 4, "train": 2}
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    with open_desk(tmp_path_factory.mktemp("desk")) as made:
-        yield made
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessRunner]:
+    with open_runner(tmp_path_factory.mktemp("desk")) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("kind", ROUNDS)
-def test_killed_at_any_moment_it_goes_on_and_nothing_is_lost_doubled_or_half(kind: str, desk: Desk) -> None:
-    tally = ROUNDS[kind](desk, FEW[kind], seed=1)
+def test_work_that_is_killed_continues_without_loss_duplicates_or_partial_files(
+    kind: str, runner: ProcessRunner
+) -> None:
+    tally = ROUNDS[kind](runner, FEW[kind], seed=1)
     assert tally.rounds == FEW[kind], tally
-    assert tally.kills >= tally.rounds, "no process was hit while it was at work"
+    assert tally.kills >= tally.rounds, "no process was killed at work"
     assert tally.clean, tally
 
 
-def slow_and_torn() -> None:
+def fail_slowly() -> None:
     time.sleep(1.0)
-    raise BadSample("the line was dead", reason="missing_media")
+    raise BadSample("the connection was lost", reason="missing_media")
 
 
 def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_path: Path) -> None:
-    """A slow read that fails after the kill would name a sample as lost that the next run delivers."""
+    """A slow read that fails after the kill must not record a sample that the next run delivers."""
     rows = Faulty(texts(40), {})
     options = {"ledger_dir": tmp_path / "ledger", "max_bad_share": 0.5}
     late = delivered_rows(load(rows.rows))[12]
-    rows.faults = {late: Once(tmp_path, slow_and_torn)}
+    rows.faults = {late: Once(tmp_path, fail_slowly)}
     pid = os.fork()
     if not pid:
         killed = load(rows, **options, num_workers=1, prefetch_factor=8)
@@ -60,15 +62,15 @@ def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_p
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    again = load(rows, **options, num_workers=0)
-    again.load_state_dict(json.loads((tmp_path / "state.json").read_text()))
-    delivered = delivered_rows(again)
+    resumed = load(rows, **options, num_workers=0)
+    resumed.load_state_dict(json.loads((tmp_path / "state.json").read_text()))
+    delivered = delivered_rows(resumed)
     assert late in delivered
     time.sleep(1.5)  # the worker of the killed run has read its sample by now
     file = tmp_path / "ledger" / "rank-00000.jsonl"
     assert not file.exists() or list(Ledger.load(file)) == []
-    assert again.account is not None
-    assert again.account.lost == 0
+    assert resumed.epoch_stats is not None
+    assert resumed.epoch_stats.lost == 0
 
 
 def is_running(pid: int) -> bool:
@@ -100,10 +102,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("start", ["fork", "forkserver"])
-def test_a_worker_ends_with_its_run_though_another_process_of_that_run_lives_on(
+def test_a_worker_ends_with_its_run_while_another_child_of_that_run_continues(
     start: str, tmp_path: Path
 ) -> None:
-    """What was forked later has all that the run had open, and with it the pipe that tells of its death."""
+    """A child that is forked later inherits the pipe that reports the end of the run."""
     script = tmp_path / "run.py"
     script.write_text(RUN)
     command = [sys.executable, str(script), start]
@@ -123,7 +125,7 @@ def test_a_worker_ends_with_its_run_though_another_process_of_that_run_lives_on(
                     os.kill(left, signal.SIGKILL)
 
 
-def test_a_count_killed_when_its_file_was_done_leaves_no_parts_after_the_next_one(
+def test_parts_of_a_count_that_was_killed_at_its_end_are_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meta = write_chats(tmp_path, 20)
@@ -133,7 +135,7 @@ def test_a_count_killed_when_its_file_was_done_leaves_no_parts_after_the_next_on
         count_meta(str(meta), processor("qwen2_vl"), part_rows=5)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    assert leavings(tmp_path), "nothing was left to remove"
-    assert kept_rows(tmp_path, part=5) == 20, "each row once, though it is in a part and in the file"
+    assert stale_files(tmp_path), "there are no stale files"
+    assert kept_rows(tmp_path, part=5) == 20, "each row once, although it is in a part and in the file"
     assert count_meta(str(meta), processor("qwen2_vl"), part_rows=5).counted_rows == 0
-    assert leavings(tmp_path) == []
+    assert stale_files(tmp_path) == []

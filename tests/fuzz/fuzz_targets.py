@@ -42,7 +42,7 @@ class Target:
 _DATASETS = (
     "packhorse.datasets",
     "packhorse.formats.conversation",
-    "packhorse.media.confine",
+    "packhorse.media.source",
     "packhorse.media.source",
 )
 

@@ -21,7 +21,7 @@ from contract.processors import processor
 from property.faulty_mixture import open_mixture
 
 TIMEOUT = timedelta(seconds=120)
-"""Of the process group: who is told of another rank's error only by this has waited too long."""
+"""Timeout of the process group: a rank that learns of an error only by this has waited too long."""
 
 
 class Rank:
@@ -56,9 +56,8 @@ class Rank:
         """The samples of some batches, delivered and lost."""
         assert self.loader is not None
         found: list[list[list[int]]] = []
-        for _ in self.loader:
-            assert self.loader.last is not None
-            found.append([list(self.loader.last.samples), list(self.loader.last.lost)])
+        for batch in self.loader:
+            found.append([list(batch.info.samples), list(batch.info.lost)])
             if len(found) == steps:
                 break
         return found
@@ -74,12 +73,12 @@ class Rank:
         self.loader.load_state_dict(state)
         return self.loader.remaining
 
-    def account(self) -> list[Any]:
+    def epoch_stats(self) -> list[Any]:
         """Where the samples of the epoch went, over all ranks."""
         assert self.loader is not None
-        assert self.loader.account is not None
-        account = self.loader.account
-        return [account.epoch, account.delivered, account.lost, account.dropped, account.reasons]
+        assert self.loader.epoch_stats is not None
+        stats = self.loader.epoch_stats
+        return [stats.epoch, stats.delivered, stats.lost, stats.dropped, stats.reasons]
 
     def close(self) -> None:
         """End the workers."""

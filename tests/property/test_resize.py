@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.media.resize import resize_image, resize_video
+from packhorse.media.images import resize_image, resize_video
 
 SIDE = st.integers(1, 5000)
 

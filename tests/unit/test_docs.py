@@ -1,6 +1,6 @@
-"""Every Python block of the README and of the user pages runs as it stands, in an empty folder.
+"""Every Python block of the README and of the user pages runs unchanged in an empty folder.
 
-Only ``from_pretrained`` does not download here: it gives the small Qwen2.5-VL of the contract tests.
+Only ``from_pretrained`` is replaced: it returns the small Qwen2.5-VL of the contract tests.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from packhorse.types import Reason
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FIGURES = ("benchmarks.md",)  # commands and what they printed
+FIGURES = ("benchmarks.md",)  # no code
 PUBLIC = (
     *("", ".datasets", ".collate_fns", ".samplers", ".neat_packing_vlm", ".pp_media", ".media", ".loader"),
     *(".integrations.pipelining", ".integrations.transformers"),
@@ -43,7 +43,7 @@ transformers.AutoModelForImageTextToText.from_pretrained = lambda name: tiny_mod
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in FIGURES], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     blocks = python_blocks(page)
-    assert blocks, f"{page.name} shows no code"
+    assert blocks, f"{page.name} has no code"
     code = "\n".join(blocks)
     if "from_pretrained(" in code:
         code = SMALL_MODELS + code
@@ -54,15 +54,15 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_other_pages_lead_somewhere(page: Path) -> None:
+def test_links_to_other_pages_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_page_on_the_ledger_explains_every_reason_and_no_other() -> None:
+def test_the_ledger_page_documents_every_reason_and_no_other() -> None:
     table = (ROOT / "docs" / "ledger.md").read_text().partition("| reason |")[2].partition("\n\n")[0]
-    explained = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
-    assert sorted(explained) == sorted(get_args(Reason))
+    documented = [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(documented) == sorted(get_args(Reason))
 
 
 @pytest.mark.parametrize("module", [f"packhorse{name}" for name in PUBLIC])

@@ -1,4 +1,4 @@
-"""Which failures may be a sample's fault, and what a missing package says."""
+"""Errors: which ones a sample can cause, what becomes of them, and what messages say."""
 
 import json
 import pickle
@@ -9,15 +9,38 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.errors import BadSample, ConfigError, MissingDependency, SystemFault, is_data_error, require
+from packhorse.errors import (
+    BadSample,
+    ConfigError,
+    MissingDependency,
+    SystemFault,
+    data_errors,
+    is_data_error,
+    require,
+)
 from packhorse.types import Drop, mask_secrets
 
 
 @pytest.mark.parametrize(
     "error", [BadSample("x"), OSError(), ValueError(), KeyError("a"), EOFError(), RuntimeError()]
 )
-def test_these_may_be_the_fault_of_one_sample(error: Exception) -> None:
+def test_an_error_of_the_data_ends_the_block_and_is_recorded(error: Exception) -> None:
     assert is_data_error(error)
+    recorded: list[BadSample] = []
+    with data_errors("drop", recorded.append, key="coco/3", stage="encode") as outcome:
+        raise error
+    assert outcome.error is not None
+    assert recorded == [outcome.error]
+    assert outcome.error.original is error
+    if outcome.error is not error:
+        assert (outcome.error.key, outcome.error.reason) == ("coco/3", "sample_failed")
+        assert outcome.error.detail == f"{type(error).__name__}: {error}"
+        assert outcome.error.stage == "encode"
+        assert outcome.error.__cause__ is error
+    with pytest.raises(type(error)) as raised, data_errors("raise", recorded.append):
+        raise error
+    assert raised.value is error
+    assert len(recorded) == 1
 
 
 @pytest.mark.parametrize(
@@ -34,10 +57,38 @@ def test_these_may_be_the_fault_of_one_sample(error: Exception) -> None:
         KeyboardInterrupt(),
         ConfigError("x"),
         MissingDependency("x"),
+        SystemFault("x"),
     ],
 )
-def test_these_stop_the_run(error: BaseException) -> None:
+@pytest.mark.parametrize("policy", ["raise", "drop", "replace"])
+def test_any_other_error_stops_the_run(policy: str, error: BaseException) -> None:
     assert not is_data_error(error)
+    recorded: list[BadSample] = []
+    with pytest.raises(type(error)) as raised, data_errors(policy, recorded.append):
+        raise error
+    assert raised.value is error
+    assert not recorded
+
+
+def test_a_block_without_an_error_records_nothing() -> None:
+    recorded: list[BadSample] = []
+    with data_errors("drop", recorded.append) as outcome:
+        pass
+    assert outcome.error is None
+    assert not recorded
+
+
+def test_a_bad_sample_keeps_its_fields_under_another_key() -> None:
+    bad = BadSample("no file", reason="missing_media", stage="media")
+    named = bad.with_key("coco/3")
+    assert (named.key, named.reason, named.stage, named.detail) == (
+        "coco/3",
+        "missing_media",
+        "media",
+        "no file",
+    )
+    assert str(named) == "coco/3: no file"
+    assert named.__cause__ is bad
 
 
 def test_a_missing_package_says_the_line_that_installs_it() -> None:

@@ -1,4 +1,4 @@
-"""Importing costs little, and every documented name is where the documentation has it."""
+"""Imports are fast, and every documented name is in its documented module."""
 
 import importlib
 import inspect
@@ -21,7 +21,7 @@ def imported_with(statement: str) -> set[str]:
     "module",
     ["packhorse", "packhorse.datasets", "packhorse.media", "packhorse.formats.estimate", "packhorse.ledger"],
 )
-def test_an_import_brings_in_nothing_heavy(module: str) -> None:
+def test_an_import_loads_no_heavy_library(module: str) -> None:
     assert not imported_with(f"import {module}") & set(HEAVY)
 
 
@@ -106,7 +106,7 @@ def test_documented_calls_have_the_documented_arguments(name: str, parameters: d
     assert list(found.items()) == list(parameters.items())
 
 
-def test_every_public_name_of_packhorse_can_be_had() -> None:
+def test_every_public_name_of_packhorse_can_be_imported() -> None:
     import packhorse
 
     for name in packhorse.__all__:

@@ -1,6 +1,6 @@
-"""What Packhorse keeps in files is data: reading one never runs what is in it, and a mangled one is rejected.
+"""Files of Packhorse are data: reading one executes nothing, and a damaged one is rejected.
 
-Objects are pickled between processes of one run (counting, loading) and never written to a file.
+Objects are pickled only between processes of one run (counting, loading), never into a file.
 """
 
 import ast
@@ -33,7 +33,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
             yield ast.unparse(node.func), node
 
 
-def imported(tree: ast.AST) -> set[str]:
+def imported_modules(tree: ast.AST) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -43,39 +43,39 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
-def says(call: ast.Call, name: str, value: bool) -> bool:
-    """Whether a call has this keyword with this very value."""
-    found = {keyword.arg: keyword.value for keyword in call.keywords}.get(name)
-    return isinstance(found, ast.Constant) and found.value is value
+def has_keyword(call: ast.Call, name: str, value: bool) -> bool:
+    """Return whether a call has this keyword with this value."""
+    argument = {keyword.arg: keyword.value for keyword in call.keywords}.get(name)
+    return isinstance(argument, ast.Constant) and argument.value is value
 
 
-def unsafe(path: Path) -> list[str]:
-    """What in a source file could run what a data file says."""
+def find_unsafe(path: Path) -> list[str]:
+    """Return the imports and calls of a source file that could execute data."""
     tree = ast.parse(path.read_text())
-    found = [f"import {name}" for name in sorted(imported(tree) & MODULES)]
-    return found + [name for name, call in calls(tree) if is_unsafe(name, call)]
+    imports = [f"import {name}" for name in sorted(imported_modules(tree) & MODULES)]
+    return imports + [name for name, call in calls(tree) if is_unsafe(name, call)]
 
 
 def is_unsafe(name: str, call: ast.Call) -> bool:
     package, _, last = name.rpartition(".")
     if package == "torch" and last == "load":
-        return not says(call, "weights_only", True)
+        return not has_keyword(call, "weights_only", True)
     if package in ("np", "numpy") and last == "load":
-        return says(call, "allow_pickle", True)
+        return has_keyword(call, "allow_pickle", True)
     if package == "yaml":
         return last in ("load", "load_all", "full_load", "unsafe_load")
     return name in ("eval", "exec", "compile", "__import__") or last in ("read_pickle", "to_pickle")
 
 
-def test_no_source_file_can_run_what_a_data_file_says() -> None:
+def test_no_source_file_can_execute_data() -> None:
     assert len(SOURCES) > 100
-    found = {path.as_posix(): unsafe(path) for path in SOURCES}
-    meant = {path for path, names in found.items() if names == ["import pickle"]}
-    assert {path for path, names in found.items() if names} == meant
-    assert all(path.endswith(BETWEEN_PROCESSES) for path in meant)
+    found = {path.as_posix(): find_unsafe(path) for path in SOURCES}
+    allowed = {path for path, names in found.items() if names == ["import pickle"]}
+    assert {path for path, names in found.items() if names} == allowed
+    assert all(path.endswith(BETWEEN_PROCESSES) for path in allowed)
 
 
-def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
+def test_the_search_finds_unsafe_calls(tmp_path: Path) -> None:
     lines = [
         "import pickle, marshal",
         "from shelve import open",
@@ -98,25 +98,25 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
         "eval",
         "exec",
     ]
-    assert unsafe(tmp_path / "a.py") == found
+    assert find_unsafe(tmp_path / "a.py") == found
 
 
-def test_pickles_travel_through_pipes_and_never_lie_in_files() -> None:
+def test_pickles_are_sent_through_pipes_and_never_written_to_files() -> None:
     for path in (path for path in SOURCES if path.as_posix().endswith(BETWEEN_PROCESSES)):
         used = {name for name, _ in calls(ast.parse(path.read_text()))}
         assert not used & {"open", "pickle.load", "pickle.dump", "pickle.Unpickler"}, path
 
 
-# --- mangled files ---------------------------------------------------------------------------------------
+# --- damaged files ---------------------------------------------------------------------------------------
 
 
-def mangled(data: bytes, pieces: int) -> Iterator[bytes]:
-    """A byte changed in each of so many stretches of a file, each stretch blanked, and the file cut there."""
+def damage(data: bytes, pieces: int) -> Iterator[bytes]:
+    """Yield copies of a file: in each of ``pieces`` pieces a changed byte, the piece erased, the file cut."""
     rng = np.random.default_rng(0)
     edges = np.linspace(0, len(data), pieces + 1, dtype=int).tolist()
     for begin, end in pairwise(edges):
-        at = int(rng.integers(begin, end))
-        yield data[:at] + bytes([data[at] ^ 1 << int(rng.integers(8))]) + data[at + 1 :]
+        offset = int(rng.integers(begin, end))
+        yield data[:offset] + bytes([data[offset] ^ 1 << int(rng.integers(8))]) + data[offset + 1 :]
         yield data[:begin] + bytes(end - begin) + data[end:]
         yield data[:begin] + b"\xff" * (end - begin) + data[end:]
         yield data[:begin]
@@ -127,19 +127,19 @@ def write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def test_a_plan_mangled_anywhere_is_rejected_or_the_same(tmp_path: Path) -> None:
+def test_a_damaged_plan_is_rejected_or_unchanged(tmp_path: Path) -> None:
     path, lengths = tmp_path / "a.phplan", [5, 3, 4, 20, 0, 7, 2] * 20
     plan_packs(lengths, 8, seed=1).save(path, plan_key(lengths, 8, seed=1))
     good, data = PackPlan.load(path), path.read_bytes()
     rejected = 0
-    for other in mangled(data, 150):
+    for other in damage(data, 150):
         write(path, other)
         try:
             found = PackPlan.load(path)
         except ConfigError:
             rejected += 1
             continue
-        # What Arrow does not look at (padding) may be anything.
+        # Arrow ignores padding bytes.
         assert found.indices.tolist() == good.indices.tolist()
         assert found.offsets.tolist() == good.offsets.tolist()
         assert (found.capacity, found.bound) == (good.capacity, good.bound)
@@ -151,7 +151,7 @@ def qwen() -> Any:
     return processor("qwen2_vl")
 
 
-def test_a_count_file_mangled_anywhere_is_rejected_or_the_same(tmp_path: Path, qwen: Any) -> None:
+def test_a_damaged_count_file_is_rejected_or_unchanged(tmp_path: Path, qwen: Any) -> None:
     write_rows(tmp_path / "a.jsonl", [*(chat(n) for n in range(30)), "no row"])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     count_meta(meta, qwen, part_rows=8)
@@ -159,7 +159,7 @@ def test_a_count_file_mangled_anywhere_is_rejected_or_the_same(tmp_path: Path, q
     good, data = Sidecar(path), path.read_bytes()
     totals, status = good.columns().total.tolist(), good.columns().status.tolist()
     rejected = 0
-    for other in mangled(data, 200):
+    for other in damage(data, 200):
         write(path, other)
         try:
             found = Sidecar(path)
@@ -171,7 +171,7 @@ def test_a_count_file_mangled_anywhere_is_rejected_or_the_same(tmp_path: Path, q
     assert rejected > 400
 
 
-def test_a_changed_count_is_counted_anew(tmp_path: Path, qwen: Any) -> None:
+def test_a_changed_count_is_recounted(tmp_path: Path, qwen: Any) -> None:
     meta = write_chats(tmp_path, 6)
     count_meta(meta, qwen)
     (path,) = sidecars(tmp_path)
@@ -184,23 +184,23 @@ def test_a_changed_count_is_counted_anew(tmp_path: Path, qwen: Any) -> None:
     assert Sidecar(path).columns().text.tolist() == texts.tolist()
 
 
-def test_a_mangled_part_of_an_interrupted_count_is_counted_anew(tmp_path: Path, qwen: Any) -> None:
+def test_a_damaged_part_of_an_interrupted_count_is_recounted(tmp_path: Path, qwen: Any) -> None:
     meta = write_chats(tmp_path, 12)
-    kept: list[Path] = []
+    parts: list[Path] = []
 
-    class Stops:
+    class InterruptedEngine:
         def run(self, work: Any, tasks: Any) -> Iterator[tuple[int, Any]]:
             for number in range(2):
                 yield number, work(tasks[number])
-            kept.extend(tmp_path.glob("*.parts/*.arrow"))
+            parts.extend(tmp_path.glob("*.parts/*.arrow"))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        count_meta(meta, qwen, part_rows=3, engine=Stops())
-    data = bytearray(kept[0].read_bytes())
+        count_meta(meta, qwen, part_rows=3, engine=InterruptedEngine())
+    data = bytearray(parts[0].read_bytes())
     data[len(data) // 3] ^= 0xFF
-    write(kept[0], bytes(data))
-    assert len(kept) == 2
+    write(parts[0], bytes(data))
+    assert len(parts) == 2
     assert count_meta(meta, qwen, part_rows=3).counted_rows == 9
 
 
@@ -217,7 +217,7 @@ def test_an_arrow_file_that_is_no_plan_is_rejected(about: Any, tmp_path: Path) -
         Sidecar(tmp_path / "x")
 
 
-def test_json_nested_without_end_is_rejected(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_rejected(tmp_path: Path) -> None:
     import pyarrow as pa
 
     for about in ("[" * 100_000, '{"format":' * 50_000):

@@ -1,4 +1,4 @@
-"""What the comparison of floats in the tests itself promises."""
+"""The comparison of floating-point results in the tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_floor_is_never_zero_and_grows_with_the_numbers(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_a_value_that_is_no_number_is_never_close(where: int) -> None:
+def test_nan_is_never_close(where: int) -> None:
     found = torch.ones(2)
     found[where] = math.nan
     for measure in (largest_difference, relative_difference):
@@ -48,14 +48,14 @@ def test_more_than_the_allowed_multiple_of_the_floor_fails() -> None:
         recorder().check("loss", 0.41, 0.1, 100)
 
 
-def test_a_control_that_is_not_far_from_noise_fails_unless_the_type_is_short() -> None:
+def test_a_control_close_to_the_noise_fails_unless_the_dtype_is_short() -> None:
     near = CONTROL * FACTOR * 0.1 - 0.1
     with pytest.raises(AssertionError, match="the control is"):
         recorder().check("loss", 0.0, 0.1, near)
     recorder().check("loss", 0.0, 0.1, near, exact=False)
 
 
-def test_a_missing_gradient_is_no_small_difference() -> None:
+def test_a_missing_gradient_is_a_large_difference() -> None:
     with pytest.raises(AssertionError):
         relative_difference({}, {"weight": torch.ones(2)})
 

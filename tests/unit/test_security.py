@@ -1,4 +1,4 @@
-"""What a dataset or a processor from somebody else cannot make Packhorse do."""
+"""Untrusted datasets and processors cannot run code, open other files or exhaust memory."""
 
 import ast
 import io
@@ -21,13 +21,13 @@ from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families.processors import open_processor
+from packhorse.families.models import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
 from packhorse.tools.check import check_meta
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
 
@@ -47,7 +47,7 @@ def with_image(source: Any) -> dict[str, Any]:
 # --- media paths -----------------------------------------------------------------------------------------
 
 
-def test_a_confined_dataset_opens_nothing_outside_of_its_folder(tmp_path: Path, qwen: Any) -> None:
+def test_a_confined_dataset_opens_nothing_outside_its_folder(tmp_path: Path, qwen: Any) -> None:
     media, secret = tmp_path / "media", tmp_path / "secret.png"
     (media / "frames").mkdir(parents=True)
     Image.new("RGB", (60, 40)).save(media / "good.png")
@@ -96,7 +96,7 @@ def test_a_confined_dataset_opens_nothing_outside_of_its_folder(tmp_path: Path, 
     assert dataset[len(rows) - 1]["conversation"][0]["content"][0]["image"] == str(media / "good.png")
 
 
-# --- code of others --------------------------------------------------------------------------------------
+# --- untrusted code --------------------------------------------------------------------------------------
 
 CODE = """
 from pathlib import Path
@@ -119,10 +119,10 @@ def processor_with_code(folder: Path, marker: Path) -> str:
     return str(folder)
 
 
-def test_code_that_comes_with_a_processor_runs_only_if_the_user_says_so(
+def test_code_of_a_processor_runs_only_with_trust_remote_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", None)  # nobody is there to be asked
+    monkeypatch.setattr("sys.stdin", None)  # no interactive prompt
     marker = tmp_path / "ran"
     folder = processor_with_code(tmp_path / "theirs", marker)
     write_rows(tmp_path / "a.jsonl", [chat(1)])
@@ -138,15 +138,15 @@ def test_code_that_comes_with_a_processor_runs_only_if_the_user_says_so(
     assert marker.exists()
 
 
-def test_no_source_file_trusts_code_by_itself() -> None:
+def test_no_source_file_sets_trust_remote_code() -> None:
     opened = 0
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 given = {keyword.arg: keyword.value for keyword in node.keywords}
-                told = given.get("trust_remote_code")
-                assert not (isinstance(told, ast.Constant) and told.value), f"{path}:{node.lineno}"
-                opened += told is not None
+                trust = given.get("trust_remote_code")
+                assert not (isinstance(trust, ast.Constant) and trust.value), f"{path}:{node.lineno}"
+                opened += trust is not None
             if isinstance(node, ast.FunctionDef):
                 names = [*node.args.posonlyargs, *node.args.args]
                 pairs = list(zip(names[::-1], node.args.defaults[::-1], strict=False))
@@ -158,14 +158,14 @@ def test_no_source_file_trusts_code_by_itself() -> None:
     assert opened > 5
 
 
-def test_settings_from_yaml_make_no_objects(tmp_path: Path) -> None:
+def test_settings_from_yaml_construct_no_objects(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"data: !!python/object/apply:os.mkdir [{tmp_path / 'ran'}]\n")
     with pytest.raises(ConfigError, match="not YAML"):
         LoaderConfig.from_yaml(tmp_path / "a.yaml")
     assert not (tmp_path / "ran").exists()
 
 
-# --- programs of others ----------------------------------------------------------------------------------
+# --- external programs ----------------------------------------------------------------------------------
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
 %%BoundingBox: 0 0 60 40
@@ -178,13 +178,13 @@ showpage
 
 @pytest.fixture
 def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ``gs`` that is found first and leaves a mark when it is started; returns the mark's path."""
+    """Put a ``gs`` first in the path that writes a file when it is started; return the file."""
     mark, folder = tmp_path / "started", tmp_path / "bin"
     folder.mkdir()
     (folder / "gs").write_text(f'#!/bin/sh\necho "$@" >> {mark}\nexit 1\n')
     (folder / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # where PIL keeps what it has found
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # PIL's cache
     return mark
 
 
@@ -215,14 +215,16 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
     broken = [("a/0", "broken_media"), ("a/1", "broken_media"), ("a/5", "broken_media")]
     assert sorted((drop.key, drop.reason) for drop in loader.ledger) == broken
     assert "PostScript" in next(iter(loader.ledger)).detail
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [2, 3, 4]
     for decode in (False, True):
-        found = check_meta(meta, decode=decode).files[0].counts
-        assert sum(found[key] for key in found if key[0] == "broken_media") == 3
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p")))
-    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
-    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+        counts = check_meta(meta, decode=decode).files[0].counts
+        assert sum(counts[key] for key in counts if key[0] == "broken_media") == 3
+    planned = make_plan(
+        PlanRequest(LoaderConfig(data=str(meta), pack_size=512), save_processor(tmp_path / "p"))
+    )
+    save_plan(planned, plan_report(planned), tmp_path / "plan.phplan")
+    app = make_app(PlanViewer.open(str(tmp_path / "plan.phplan")))
     for row in (0, 1, 5):
         assert ask(app, f"/media/{row}/0").status == 404
         assert ask(app, f"/row/{row}").status == 200
@@ -251,7 +253,7 @@ def test_every_image_is_opened_with_the_list_of_formats() -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few hundred bytes whose header promises so many pixels."""
+    """Return a PNG of a few hundred bytes whose header has this size."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -261,9 +263,7 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-def test_an_image_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory(
-    tmp_path: Path, qwen: Any
-) -> None:
+def test_an_image_that_would_exhaust_memory_is_in_the_ledger(tmp_path: Path, qwen: Any) -> None:
     (tmp_path / "bomb.png").write_bytes(bomb(100_000, 100_000))
     Image.new("RGB", (60, 40)).save(tmp_path / "good.png")
     for read in (load_image, image_size):
@@ -274,11 +274,11 @@ def test_an_image_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory(
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     loader = load(str(meta), qwen, model="unchecked", world=World(), pack_size=512, max_bad_share=None)
     assert [(drop.key, drop.reason) for drop in loader.ledger] == [("a/0", "media_too_large")]
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [1, 2, 3]
 
 
-def test_an_image_made_of_xml_is_no_image() -> None:
+def test_xml_is_no_image() -> None:
     svg = b'<?xml version="1.0"?><!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]><svg>&x;</svg>'
     with pytest.raises(BadSample) as caught:
         load_image(svg)
@@ -289,11 +289,11 @@ def test_an_image_made_of_xml_is_no_image() -> None:
 
 WATCHED = """
 import json, sys
-asked = []
+requests = []
 def watch(event, arguments):
     if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
         if not str(arguments[-1]).startswith(("/", "b'/")):
-            asked.append([event, str(arguments)])
+            requests.append([event, str(arguments)])
 sys.addaudithook(watch)
 import packhorse
 from contract.processors import processor
@@ -301,7 +301,7 @@ from packhorse import World
 settings = {"model": "unchecked", "world": World(), "pack_size": 512, "max_bad_share": None}
 loader = packhorse.load(sys.argv[1], processor("qwen2_vl"), **settings)
 steps = sum(1 for _ in loader)
-print(json.dumps({"steps": steps, "asked": asked, "bad": loader.ledger.counts()}))
+print(json.dumps({"steps": steps, "requests": requests, "bad": loader.ledger.counts()}))
 """
 
 
@@ -320,7 +320,7 @@ def test_nothing_is_fetched_that_no_row_names(address: bool, tmp_path: Path) -> 
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout.splitlines()[-1])
-    assert told["steps"] > 0
-    assert bool(told["asked"]) is address  # what a row names is asked for, so the watch works
-    assert told["bad"] == ({"unreachable_media": 1} if address else {})
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert report["steps"] > 0
+    assert bool(report["requests"]) is address  # addresses of rows are requested, so the hook works
+    assert report["bad"] == ({"unreachable_media": 1} if address else {})

@@ -1,4 +1,4 @@
-"""scripts/walk.py: what it prints about a real run and about the source."""
+"""``scripts/walk.py`` prints files, switches and numbers of the source tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "packhorse"
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    """One run of the script, as a process."""
+    """The output of one run of the script."""
     run = subprocess.run(
         [sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -32,7 +32,7 @@ def result() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def walk() -> ModuleType:
-    """The script as a module, for its parts that need no run."""
+    """The script as a module."""
     path = list(sys.path)
     spec = importlib.util.spec_from_file_location("walk", SCRIPT)
     assert spec is not None
@@ -46,7 +46,7 @@ def walk() -> ModuleType:
     return module
 
 
-def test_every_walk_has_its_files_in_order_and_its_switches(result: dict[str, Any]) -> None:
+def test_every_walk_lists_files_in_order_and_counts_switches(result: dict[str, Any]) -> None:
     walks = result["walks"]
     assert list(walks) == ["open_uncounted", "open_counted", "sample", "bad_sample", "resume"]
     for one in walks.values():
@@ -55,7 +55,7 @@ def test_every_walk_has_its_files_in_order_and_its_switches(result: dict[str, An
         assert all((SOURCE / file).is_file() for file in one["entered"])
 
 
-def test_the_walks_pass_the_files_that_do_the_work(result: dict[str, Any]) -> None:
+def test_the_walks_contain_the_main_files(result: dict[str, Any]) -> None:
     entered = {name: set(one["entered"]) for name, one in result["walks"].items()}
     assert {"media", "families"} <= {file.split("/")[0] for file in entered["sample"]}
     assert "ledger.py" in entered["bad_sample"]
@@ -141,7 +141,7 @@ class A:
     ]
 
 
-def test_the_report_lists_files_only_if_asked(walk: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_option_lists_files(walk: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     walks = {"sample": {"files": 2, "switches": 1, "entered": ["a.py", "b.py"]}}
     source = walk.measure_source()
     walk.print_report(walks, source, list_files=False)

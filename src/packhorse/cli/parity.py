@@ -72,7 +72,7 @@ def parity(
     """
     with one_line_errors("parity", "nothing was written"):
         from packhorse.errors import ConfigError
-        from packhorse.families.processors import open_processor
+        from packhorse.families.models import open_processor
         from packhorse.integrations.attention import check_attention
 
         for backend in attention or ():
@@ -170,7 +170,7 @@ def choose_samples(
         ConfigError: fewer than two rows can be encoded.
     """
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-    from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+    from packhorse.errors import ConfigError, data_errors
     from packhorse.formats.meta import open_meta_dataset
     from packhorse.ledger import Ledger
 
@@ -182,19 +182,16 @@ def choose_samples(
     for place in chain(range(0, len(dataset), step), between):
         if len(chosen.samples) == number or consecutive_bad == _MOST_BAD:
             break
-        try:
+        with data_errors() as outcome:
             chosen.samples.append(encoded.load(place))
             chosen.keys.append(encoded.key(place))
-            consecutive_bad = 0
-            if progress is not None:
-                progress(len(chosen.samples), number)
-        except DATA_ERRORS as error:
-            if not is_data_error(error):
-                raise
-            bad = error if isinstance(error, BadSample) else None
-            why = f"{bad.reason}, {bad.detail}" if bad else f"{type(error).__name__}: {error}"
-            chosen.dropped.append(f"{encoded.key(place)}: {why}")
+        if outcome.error is not None:
+            chosen.dropped.append(f"{encoded.key(place)}: {outcome.error.reason}, {outcome.error.detail}")
             consecutive_bad += 1
+            continue
+        consecutive_bad = 0
+        if progress is not None:
+            progress(len(chosen.samples), number)
     if len(chosen.samples) < 2:
         bad_rows = f". {chosen.describe_dropped()}" if chosen.dropped else ""
         raise ConfigError(

@@ -159,8 +159,8 @@ def plan(
     with one_line_errors("plan", "no plan was written (what was counted is kept)"):
         from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
-        from packhorse.tools.view.plan_book import Request, make_plan, save_book
         from packhorse.tools.view.plan_report import plan_report, sizes_report
+        from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
         sizes = numbers_in("--pack-size", [pack_size])
         one_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}
@@ -186,14 +186,14 @@ def plan(
             seed=seed,
             count_workers=num_workers,
         )
-        request = Request(config, processor, model, epoch, trust_remote_code)
+        request = PlanRequest(config, processor, model, epoch, trust_remote_code)
         if target is None:
             report = sizes_report(request, sizes)
         else:
             planned = make_plan(request)
             with Progress("estimating") as progress:
                 report = plan_report(planned, ranks=asked, estimates=not no_estimates, progress=progress)
-            save_book(planned, report, target)
+            save_plan(planned, report, target)
             report["plan"] = str(target)
     if as_json:
         typer.echo(to_json(report))
@@ -345,7 +345,7 @@ def print_costs(report: Mapping[str, Any], out: Output) -> None:
 
 def print_dropped(report: Mapping[str, Any], out: Output) -> None:
     """Print which rows are in no pack and why, and other remarks on rows."""
-    from packhorse.tools.view.plan_report import too_many_bad
+    from packhorse.tools.view.plan_report import bad_rows_warning
 
     out.line()
     out.lines(f"before planning: {number:,} {reason}" for reason, number in report["not_drawn"].items())
@@ -360,7 +360,7 @@ def print_dropped(report: Mapping[str, Any], out: Output) -> None:
         out.line(f"packed all the same: {rows} nothing to learn ({_some_keys(empty)})")
     if any(one[kind] for one in report["datasets"] for kind in MEDIA_KINDS):
         out.line(NOT_DECODED)
-    if warning := too_many_bad(report):
+    if warning := bad_rows_warning(report):
         out.line(f"WARNING: {warning}", style="bold red")
 
 

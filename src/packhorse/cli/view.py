@@ -55,16 +55,16 @@ def view(
     Only this machine can reach them, unless --host says otherwise; nothing is loaded from elsewhere.
     """
     with one_line_errors("view", "nothing was shown"):
-        from packhorse.tools.view.book import Book
+        from packhorse.tools.view.plan_viewer import PlanViewer
         from packhorse.tools.view.server import listen, serve
 
         socket = listen(host, port)  # before the long work
-        book = Book.open(
+        viewer = PlanViewer.open(
             source, processor, ledger=ledger, pack_size=pack_size, trust_remote_code=trust_remote_code
         )
         if processor is not None:
-            _ = book.encoder  # one that was named is opened at once: a mistyped path is told here
-        if warning := book.wrong_ledger():
+            _ = viewer.encoder  # one that was named is opened at once: a mistyped path is told here
+        if warning := viewer.unmatched_warning():
             typer.echo(f"packhorse view: warning: {warning}", err=True)
         number = socket.getsockname()[1]
         name = f"[{host}]" if ":" in host else host
@@ -74,4 +74,4 @@ def view(
         else:
             typer.echo(f"looking at {source}: {url} (Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
-            serve(book, socket, host)
+            serve(viewer, socket, host)

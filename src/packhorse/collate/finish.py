@@ -1,64 +1,61 @@
-"""What every collate function does last: count media, bring pixels to the model's type, shift by one."""
+"""Steps that all collate functions share: count media, cast pixels, shift labels, record losses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from packhorse.chat import shift_tokens, token_keys
-from packhorse.collate.packer import media_keys
-from packhorse.collate.pixel_buffer import are_pixels
+from packhorse.chat import IGNORE_INDEX, shift_tokens
+from packhorse.collate.packer import are_pixels, media_keys
 from packhorse.collate.processor_call import logger
 from packhorse.encode.robust import Batch
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family
 from packhorse.ledger import Ledger, default_ledger
-from packhorse.types import Action, Drop, Reason
+from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason
 
 
 def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> list[int]:
-    """In which order the samples become rows: as they are, or those with a fake image last.
+    """Return the order in which samples become rows: unchanged, or samples with a fake image last.
 
-    Models with mRoPE deliver the grids of images to attended image tokens, row by row, to find positions.
-    They pass over the hidden tokens of a fake image but not over its grid: the next row's image would get
-    that grid, and wrong positions (or the model stops). After the last real image it does no harm.
+    Models with mRoPE assign image grids to attended image tokens, row by row. They skip the hidden tokens of
+    a fake image but not its grid, so the image of the next row would get that grid and wrong positions. After
+    the last real image the grid of a fake image does no harm.
 
     Args:
         fakes: whether each sample's image is the fake one.
         images: how many images each sample has.
-        family: decides whether that matters.
+        family: only families with mRoPE reorder.
     """
     order = list(range(len(fakes)))
-    first = next((place for place in order if fakes[place]), len(order))
-    in_the_way = any(images[place] and not fakes[place] for place in order[first:])
-    if not in_the_way or not family.mrope:
+    first = next((index for index in order if fakes[index]), len(order))
+    image_follows = any(images[index] and not fakes[index] for index in order[first:])
+    if not image_follows or not family.mrope:
         return order
-    return sorted(order, key=lambda place: fakes[place])
+    return sorted(order, key=lambda index: fakes[index])
 
 
-class Counts(NamedTuple):
-    """How many media each row of a batch has."""
+def add_counts(batch: Mapping[str, Any], items: Sequence[Mapping[MediaKind, int]]) -> dict[str, Any]:
+    """Add ``n_images_per_sample`` [B], ``n_videos_per_sample`` and ``n_audios_per_sample``, if not all 0.
 
-    images: Sequence[int] = ()
-    videos: Sequence[int] = ()
-    audios: Sequence[int] = ()
-
-
-def counted(batch: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
-    """The batch with ``n_images_per_sample`` [B] and its like, each where there is any such media item."""
+    Args:
+        batch: the batch.
+        items: the number of media items of each kind, for each row.
+    """
     result = dict(batch)
-    for kind, numbers in counts._asdict().items():
+    for kind in MEDIA_KINDS:
+        numbers = [row.get(kind, 0) for row in items]
         if any(numbers):
-            result[f"n_{kind}_per_sample"] = torch.tensor(numbers)
+            result[f"n_{kind}s_per_sample"] = torch.tensor(numbers)
     return result
 
 
 def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """The batch with its pixels as ``dtype``; masks, grids and sound stay as they are, all with None."""
+    """Cast the pixels of a batch to ``dtype``; masks, grids and audio stay, and everything with None."""
     result = dict(batch)
     for key, value in batch.items():
         if dtype is not None and isinstance(value, torch.Tensor) and are_pixels(key, value.dtype):
@@ -66,53 +63,54 @@ def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str
     return result
 
 
-def shifted(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The autoregressive shift of labels and of every tensor per token; what is shifted is contiguous.
+def shift_batch(batch: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Shift labels and every tensor per token by one.
 
-    Losses of transformers take ``shift_labels`` that can be viewed as one row.
+    The results are contiguous: losses of transformers view ``shift_labels`` as one row.
     """
     result = shift_tokens(batch, media_keys(family))
-    return with_shift_labels(
+    return add_shift_labels(
         {key: value if value is batch[key] else value.contiguous() for key, value in result.items()}
     )
 
 
-def with_shift_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with its labels, which are shifted already, also as ``shift_labels``.
+def add_shift_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the labels, which are shifted already, as ``shift_labels``.
 
-    A model of transformers computes a loss if ``labels`` are given, and does not shift them where it is given
-    ``shift_labels``. It is the same tensor, so a change in place is a change of both.
+    A model of transformers computes a loss if it gets ``labels`` and does not shift them if it gets
+    ``shift_labels``. Both are the same tensor, so changing one in place changes the other.
     """
     return {**batch, "shift_labels": batch["labels"]}
 
 
-def per_token(batch: Mapping[str, Any], family: Family) -> list[str]:
-    """Keys of tensors with an entry for each token, those that only this processor has included."""
-    return token_keys(batch, media_keys(family))
-
-
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Where the losses of a batch are written; without a ledger, into the process's own."""
+    """The ledger that a batch's losses are written to; None is the ledger of the process."""
 
     ledger: Ledger | None = None
     epoch: int | None = None
 
     def record(self, key: str, reason: Reason, detail: str, action: Action = "dropped") -> None:
-        """Log and record what became of a sample; an empty key counts it without naming it."""
+        """Log and record what happened to a sample; an empty key counts it without naming it."""
         logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
         ledger = default_ledger() if self.ledger is None else self.ledger
         dataset = key.rpartition("/")[0]
         ledger.record(Drop(key, "collate", reason, detail, action, dataset, self.epoch))
 
+    def record_unsupervised(self, labels: Sequence[torch.Tensor], keys: Sequence[str]) -> None:
+        """Record each sample without a supervised token."""
+        for row, key in zip(labels, keys, strict=True):
+            if bool((row == IGNORE_INDEX).all()):
+                self.record(key, "nothing_supervised", "no token of it is supervised", "kept")
+
 
 def check_present(examples: Sequence[Any]) -> None:
-    """Refuse a batch in which samples are missing.
+    """Raise if a sample of the batch is None.
 
     Raises:
         ConfigError: it says what to do.
     """
-    missing = [place for place, example in enumerate(examples) if example is None]
+    missing = [index for index, example in enumerate(examples) if example is None]
     if missing:
         raise ConfigError(
             f"sample {missing[0]} of the batch is None, as a dataset with on_bad='skip' gives it: wrap the "
@@ -121,21 +119,21 @@ def check_present(examples: Sequence[Any]) -> None:
 
 
 def records_of(examples: Sequence[Any]) -> Records:
-    """Where the losses of these examples belong."""
+    """Return where the losses of these examples are recorded."""
     return Records(examples.ledger, examples.epoch) if isinstance(examples, Batch) else Records()
 
 
 def keys_of(examples: Sequence[Any]) -> Sequence[str]:
-    """The names of the examples, empty where nobody knows."""
+    """Return the keys of the examples, empty if unknown."""
     return examples.keys if isinstance(examples, Batch) else [""] * len(examples)
 
 
 @contextmanager
-def named(key: str) -> Iterator[None]:
-    """Give the sample's key to a :class:`BadSample` that does not say which sample it is about."""
+def sample_key(key: str) -> Iterator[None]:
+    """Add the sample's key to a :class:`BadSample` that has none."""
     try:
         yield
     except BadSample as error:
         if error.key or not key:
             raise
-        raise BadSample(error.detail, reason=error.reason, key=key, stage=error.stage) from error
+        raise error.with_key(key) from error

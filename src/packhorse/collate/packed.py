@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.finish import Counts, check_present, counted, with_shift_labels
+from packhorse.collate.finish import add_counts, add_shift_labels, check_present
 from packhorse.collate.masks import Segments, additive, block_causal_mask, positions_tell, segments
-from packhorse.collate.packer import all_media_keys, join, layout_of, stack_tokens, to_pack
-from packhorse.collate.pixel_buffer import are_pixels
+from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of, stack_tokens, to_pack
 from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.families.models import check_packable, check_router_loss, unwrap
-from packhorse.families.processors import is_at_least
+from packhorse.families.models import check_packable, check_router_loss, is_at_least, unwrap
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
-from packhorse.types import MEDIA_KINDS, PackedSample, TensorLayout
+from packhorse.types import PackedSample, TensorLayout
 
 Pack = Mapping[str, Any]
 
@@ -143,7 +141,7 @@ def collate_packs(
     made |= rows.media(pixel_dtype)
     if media_layout:
         made |= rows.whose_media()
-    return counted(with_shift_labels(made), rows.counts())
+    return add_counts(add_shift_labels(made), [pack.num_items for pack in packs])
 
 
 def _with_attention(rows: PackedRows, backend: str, mask_dtype: torch.dtype, config: Any) -> dict[str, Any]:
@@ -344,10 +342,6 @@ class PackedRows:
         layout = layout_of(key, self.family)
         # Families differ in what they have under a name; where the family is not known, rows tell all.
         return layout if self.family is not None else TensorLayout(layout.kinds, "sample")
-
-    def counts(self) -> Counts:
-        """Images, videos and audio clips of each pack."""
-        return Counts(*([pack.num_items.get(kind, 0) for pack in self.packs] for kind in MEDIA_KINDS))
 
 
 def _varlen_arguments(found: Segments) -> dict[str, Any]:

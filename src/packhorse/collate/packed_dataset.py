@@ -17,17 +17,23 @@ from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import Family
-from packhorse.families.positions import RopeIndex
+from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.eligibility import Eligibility, check_eligibility
-from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
+from packhorse.plan.lengths import (
+    Eligibility,
+    LazyLengths,
+    Lengths,
+    after_shift,
+    check_eligibility,
+    sample_lengths,
+)
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
-from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample
+from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
 
 logger = getLogger("packhorse.neat_packing_vlm")
 
@@ -52,7 +58,7 @@ class EmptyPack(BadSample):
         failures: each of its samples, and why. They are recorded when it is known what comes instead.
     """
 
-    def __init__(self, key: str, failures: Sequence[tuple[int, BaseException]]) -> None:
+    def __init__(self, key: str, failures: Sequence[tuple[int, BadSample]]) -> None:
         super().__init__(f"none of its {len(failures)} samples can be used", key=key, stage="encode")
         self.failures = failures
 
@@ -73,7 +79,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         pack_size: the most tokens of a pack, after the shift.
         padding_idx: fills documents up to ``sequence_alignment``.
         get_rope_index: ``model.model.get_rope_index`` for models with mRoPE (better
-            :func:`packhorse.families.positions.rope_index` of the model, which leaves the weights at home).
+            :func:`packhorse.families.qwen_vl.rope_index` of the model, which leaves the weights at home).
         max_retries: with ``on_bad="replace"``: how many other packs are tried for one that is all bad.
         sequence_alignment: each document takes up a multiple of so many tokens (2 x the size of context
             parallelism).
@@ -83,7 +89,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_bad: what becomes of a pack with no usable sample: ``"replace"`` it by another pack, ``"skip"``
             it (``None``, which :meth:`robust_collate` takes out) or ``"raise"`` (which raises for a single
             bad sample too). Without it, as the inner dataset does.
-        max_in_a_row: as for :class:`packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and ``ledger``.
+        max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and
+            ``ledger``.
 
     Attributes:
         has_mrope: whether positions are three rows.
@@ -104,14 +111,19 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_overflow: OnOverflow | None = None,
         exact: bool = False,
         on_bad: OnBad | None = None,
-        max_in_a_row: int = 100,
+        max_consecutive_bad: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad is None:
             on_bad = inner_dataset.on_bad if isinstance(inner_dataset, ReplacingDataset) else "replace"
         super().__init__(
-            inner_dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
+            inner_dataset,
+            max_retries,
+            on_bad=on_bad,
+            max_consecutive_bad=max_consecutive_bad,
+            seed=seed,
+            ledger=ledger,
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
             raise ConfigError(
@@ -130,7 +142,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         self._carries = on_overflow != "drop" and not exact and self._lazy_lengths.available
         if len(bins) and self.family is not None and self.family.mrope and not self.has_mrope:
             logger.warning(
-                "%s models have positions in three rows: pass get_rope_index=packhorse.families.positions."
+                "%s models have positions in three rows: pass get_rope_index=packhorse.families.qwen_vl."
                 "rope_index(model), or packed training will differ from unpacked",
                 self.family.name,
             )
@@ -164,19 +176,19 @@ class PackedDatasetWrapper(ReplacingDataset):
             EmptyPack: none of its samples can be used.
         """
         chosen, dropped = self.dealt(idx)
-        failures: list[tuple[int, BaseException]] = []
+        failures: list[tuple[int, BadSample]] = []
         for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
             failures.append((index, self._no_room(idx, self.packer.padded_length(length - 1))))
+        # A wrapper below knows no more than that reading failed.
+        stage: Stage = "read" if isinstance(self.inner_dataset, ReplacingDataset) else "encode"
         samples: list[Sample] = []
         used = 0
         for index in chosen:
-            try:
+            with data_errors(self.on_bad, stage=stage) as outcome:
                 sample = self._prepared(index)
-            except DATA_ERRORS as error:
-                if self.on_bad == "raise" or not is_data_error(error):
-                    raise
-                failures.append((index, error))
+            if outcome.error is not None:
+                failures.append((index, outcome.error))
                 continue
             room = self.packer.padded_length(len(sample))
             if used + room > self.pack_size:
@@ -210,37 +222,31 @@ class PackedDatasetWrapper(ReplacingDataset):
         indices = [index for bin_ in bins for index in bin_]
         return dict(zip(indices, self._lazy_lengths.lengths(indices), strict=True))
 
-    def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
+    def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
         """Write into the ledger what became of the samples of a pack."""
         if isinstance(error, EmptyPack):
             for index, failure in error.failures:
                 self._record_sample(index, failure, more, replaced=replaced)
         elif idx is not None:
-            bad = error if isinstance(error, BadSample) else None
-            what = bad.detail if bad else f"{type(error).__name__}: {error}"
+            own = error.original is error
             failure = BadSample(
-                f"with pack {idx}: {what}{more}",
-                reason=bad.reason if bad else "collate_failed",
-                stage=bad.stage if bad else "collate",
+                f"with pack {idx}: {error.detail}{more}",
+                reason=error.reason if own else "collate_failed",
+                stage=error.stage if own else "collate",
             )
             for index in self.dealt(idx)[0]:
                 self._enter(index, failure, "replaced" if replaced else "dropped")
         logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "dropped", error, more)
 
-    def _record_sample(
-        self, index: int, error: BaseException, more: str = "", *, replaced: bool = False
-    ) -> None:
+    def _record_sample(self, index: int, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
         """Write into the ledger what became of one sample."""
-        bad = error if isinstance(error, BadSample) else None
-        if isinstance(self.inner_dataset, ReplacingDataset) and (bad is None or bad.stage != "plan"):
+        if isinstance(self.inner_dataset, ReplacingDataset) and error.stage != "plan":
             self.inner_dataset.record(index, error, more, replaced=replaced)
             return
-        what = (bad.detail if bad else f"{type(error).__name__}: {error}") + more
-        failure = BadSample(
-            what, reason=bad.reason if bad else "sample_failed", stage=bad.stage if bad else "encode"
-        )
-        self._enter(index, failure, "replaced" if replaced else "dropped")
-        logger.warning("%s %s: %s", self.sample_key(index), "replaced" if replaced else "dropped", what)
+        failure = BadSample(error.detail + more, reason=error.reason, stage=error.stage)
+        action: Action = "replaced" if replaced else "dropped"
+        self._enter(index, failure, action)
+        logger.warning("%s %s: %s", self.sample_key(index), action, failure.detail)
 
     def _enter(self, index: int, failure: BadSample, action: Action) -> None:
         key = self.sample_key(index)
@@ -347,7 +353,7 @@ def neat_pack_dataset_vlm(
             recorded in any case.
         max_packs: keep no more packs than this, taken evenly from all of them; what is in the others is
             recorded.
-        get_rope_index: for models with mRoPE: :func:`packhorse.families.positions.rope_index` of the model.
+        get_rope_index: for models with mRoPE: :func:`packhorse.families.qwen_vl.rope_index` of the model.
         ds_raw: the rows, to estimate lengths from; without it, what ``dataset`` wraps.
         packing_ratio: plan with this share of ``pack_size``, to leave room for wrong estimates.
         processor: tells the geometry of media and finds the counts of ``packhorse count``; without it, the
@@ -420,13 +426,10 @@ def _refuse_examples(dataset: Any) -> None:
     wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
     if isinstance(wrapped, MetaDataset | MetaExamples):
         raise not_encoded(wrapped)
-    try:
+    with data_errors() as outcome:
         first = load_sample(dataset, 0) if len(dataset) else None
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        return  # whoever builds its pack records it
-    if isinstance(first, Mapping) and "input_ids" not in first:
+    # A sample that fails is recorded when its pack is built.
+    if outcome.error is None and isinstance(first, Mapping) and "input_ids" not in first:
         raise not_encoded(dataset)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.finish import Counts, cast_pixels, check_present, counted, keys_of, row_order, shifted
+from packhorse.collate.finish import add_counts, cast_pixels, check_present, keys_of, row_order, shift_batch
 from packhorse.collate.packer import all_media_keys, check_tokens, join, layout_of, stack_tokens, to_sample
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Family, family_of
 from packhorse.pp_media import MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
-from packhorse.types import MEDIA_KINDS, Sample
+from packhorse.types import Sample
 
 
 def pad_collate_fn(
@@ -88,16 +88,17 @@ def collate_samples(
     pad: int,
     max_length: int | None = None,
     *,
+    side: str = "right",
     pixel_dtype: torch.dtype | None = torch.bfloat16,
     media_layout: bool = False,
 ) -> dict[str, Any]:
-    """:func:`pad_collate_fn` of typed samples; ``pad`` fills up their ids."""
+    """Collate typed samples as :func:`pad_collate_fn` does; ``pad`` pads their ids on this ``side``."""
     samples = ordered(samples, family)
-    batch = _pad(samples, family, pad, max_length)
+    batch = _pad(samples, family, pad, max_length, side)
     if media_layout:
         batch |= whose_media(samples, family)
-    counts = Counts(*([sample.num_items.get(kind, 0) for sample in samples] for kind in MEDIA_KINDS))
-    return shifted(counted(cast_pixels(batch, pixel_dtype), counts), family)
+    counts = [sample.num_items for sample in samples]
+    return shift_batch(add_counts(cast_pixels(batch, pixel_dtype), counts), family)
 
 
 def ordered(samples: Sequence[Sample], family: Family) -> list[Sample]:

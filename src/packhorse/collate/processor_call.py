@@ -1,8 +1,8 @@
-"""How any processor is called: what it can take is passed, what it needs is supplied, nothing is lost.
+"""Calls of any processor: options that it takes are passed, what it requires is supplied, no media is lost.
 
-Users pass transformers' processors, wrapped ones, those of a model's own repository, and small objects that
-have the documented methods only. A call here looks at the signature first (some 20 microseconds); an option
-that a processor does not take is dropped, but a media item that it does not take is an error.
+Users pass processors of transformers, wrapped ones, those of a model's own repository, and stubs that have
+the documented methods only. A call reads the signature first (about 20 microseconds); an option that a
+processor does not take is omitted, but media that it does not take is an error.
 """
 
 from __future__ import annotations
@@ -17,28 +17,11 @@ from packhorse.chat import CannotAlign, is_transformers, template_errors, tokeni
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic
 
-__all__ = [
-    "NOT_MADE_FOR_IT",
-    "Turns",
-    "call",
-    "is_transformers",
-    "logger",
-    "names",
-    "pad_token_id",
-    "padding_side",
-    "parameters",
-    "plain_turns",
-    "render",
-    "takes_grouped_options",
-    "text_ids",
-    "tolerated",
-]
-
 logger = getLogger("packhorse.collate_fns")
 
 Turns = Sequence[Mapping[str, Any]]
 
-# What a call without an opinion says, for parameters that have no default.
+# Values for required parameters that the caller does not set.
 _NEUTRAL: dict[str, Any] = {
     "add_generation_prompt": False,
     "add_special_tokens": False,
@@ -54,10 +37,9 @@ _NEUTRAL: dict[str, Any] = {
     "truncation": False,
     "videos": None,
 }
-_NEVER_LEFT_OUT = frozenset({"text", "images", "videos", "audio", "audios", "medias"})
+_NEVER_OMITTED = frozenset({"text", "images", "videos", "audio", "audios", "medias"})
 
-# What a small object raises where it is asked for something that it was not written for.
-NOT_MADE_FOR_IT = (
+STUB_ERRORS = (
     AssertionError,
     AttributeError,
     LookupError,
@@ -66,67 +48,72 @@ NOT_MADE_FOR_IT = (
     TypeError,
     ValueError,
 )
+"""What a stub raises for a call that it was not written for."""
+
+
+def can_encode(encoder: Encoder) -> bool:
+    """Return whether the processor is one of the family's, and not a stub with the same class name."""
+    classes = type(encoder.tokenizer).__mro__
+    return encoder.family.listed and any(kind.__name__ == "PreTrainedTokenizerBase" for kind in classes)
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call ``function`` with those of ``options`` that it takes, and neutral values for what it requires.
 
     Raises:
-        ConfigError: it does not take a media item, which would be lost.
+        ConfigError: it does not take a media argument, which would be lost.
     """
-    named = parameters(function)
-    if named is None:
+    parameters = _parameters(function)
+    if parameters is None:
         return function(*arguments, **options)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     usable = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    places = [p.name for p in named.values() if p.kind in usable]
-    filled = set(places[: len(arguments)])
-    given = {name: value for name, value in options.items() if takes_all or name in places}
-    lost = _NEVER_LEFT_OUT & (options.keys() - given.keys())
+    names = [p.name for p in parameters.values() if p.kind in usable]
+    given = {name: value for name, value in options.items() if takes_all or name in names}
+    lost = _NEVER_OMITTED & (options.keys() - given.keys())
     if lost:
-        raise ConfigError(f"{_name(function)} does not take {', '.join(sorted(lost))}: it has {places}")
-    for name in places:
-        required = named[name].default is inspect.Parameter.empty and name not in filled
-        if required and name not in given and name in _NEUTRAL:
-            given[name] = _NEUTRAL[name]
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        raise ConfigError(f"{name} does not take {', '.join(sorted(lost))}: it takes {', '.join(names)}")
+    for name in names[len(arguments) :]:
+        if parameters[name].default is inspect.Parameter.empty and name in _NEUTRAL:
+            given.setdefault(name, _NEUTRAL[name])
     return function(*arguments, **given)
 
 
-def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """The parameters of a function or of an object's call; None where they cannot be told."""
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters of a function or callable; None if they are unknown."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return None
 
 
-def names(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether a function has a parameter of this name."""
-    return parameter in (parameters(function) or {})
+def has_parameter(function: Callable[..., Any], parameter: str) -> bool:
+    """Return whether a function names this parameter."""
+    return parameter in (_parameters(function) or {})
 
 
 def takes_grouped_options(method: Callable[..., Any]) -> bool:
-    """Whether an ``apply_chat_template`` takes the options of the call in ``processor_kwargs``."""
-    if names(method, "processor_kwargs"):
+    """Return whether an ``apply_chat_template`` takes the options of the call in ``processor_kwargs``."""
+    if has_parameter(method, "processor_kwargs"):
         return True
     owner = type(getattr(method, "__self__", None))
     bases: list[Any] = [kind for kind in owner.__mro__ if kind.__name__ == "ProcessorMixin"]
-    return any(names(kind.apply_chat_template, "processor_kwargs") for kind in bases)
+    return any(has_parameter(kind.apply_chat_template, "processor_kwargs") for kind in bases)
 
 
 def tolerated(processor: Any, *others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What trying out a method may raise: for transformers' own classes, only what a template raises.
+    """Return what trying out a method may raise, for an ``except`` clause, together with ``others``.
 
-    For an ``except`` clause, together with ``others``.
+    For processors of transformers only errors of the chat template, for others :data:`STUB_ERRORS` too.
     """
-    small_objects = () if is_transformers(processor) else NOT_MADE_FOR_IT
-    return template_errors(*others, *small_objects)
+    return template_errors(*others, *(() if is_transformers(processor) else STUB_ERRORS))
 
 
 def plain_turns(conversation: Turns, family: Family) -> list[dict[str, Any]]:
-    """A conversation as its template is given it: media parts hold their type alone.
+    """Return a conversation for the chat template: media parts hold their type alone.
 
-    Templates of known families take lists of parts (most take nothing else), so a text becomes one.
+    Templates of listed families take lists of parts (most take nothing else), so a text becomes one.
     """
     turns = []
     for turn in conversation:
@@ -144,49 +131,48 @@ def _without_payload(part: Any) -> Any:
     return {"type": kind} if kind in ("image", "video", "audio") else part
 
 
-def render(processor: Any, family: Family, turns: Turns) -> str:
-    """The conversation as one text, with the processor's own template; placeholders are not expanded.
+def render(encoder: Encoder, turns: Turns) -> str:
+    """Render turns as one text with the processor's own template; placeholders are not expanded.
 
     Raises:
-        CannotAlign: what the processor gives back is no text.
+        CannotAlign: the processor does not return a text.
         ConfigError: it has no ``apply_chat_template``.
     """
-    if is_transformers(processor) and not isinstance(family, Generic):
-        return Encoder(processor, family).render(turns)
-    method = getattr(processor, "apply_chat_template", None)
+    if can_encode(encoder):
+        return encoder.render(turns)
+    name, method = type(encoder.processor).__name__, getattr(encoder.processor, "apply_chat_template", None)
     if method is None:
-        raise ConfigError(f"{type(processor).__name__} has no apply_chat_template")
+        raise ConfigError(f"{name} has no apply_chat_template")
     text = call(method, list(turns), tokenize=False, add_generation_prompt=False)
     if isinstance(text, list | tuple) and len(text) == 1:
         text = text[0]  # some take one conversation for a batch of one
     if not isinstance(text, str):
-        raise CannotAlign(f"{type(processor).__name__} gives {type(text).__name__} where text was asked for")
+        raise CannotAlign(f"{name}.apply_chat_template returns {type(text).__name__} with tokenize=False")
     return text
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text without special tokens around it, whatever form a tokenizer returns them in."""
-    encode = tokenizer if callable(tokenizer) else tokenizer.encode
-    made = call(encode, text, add_special_tokens=False)
-    if isinstance(made, Mapping) or hasattr(made, "keys"):
-        made = made["input_ids"]
-    ids = _as_list(made)
+    """Tokenize a text without special tokens around it, whatever form a tokenizer returns ids in."""
+    output = call(tokenizer if callable(tokenizer) else tokenizer.encode, text, add_special_tokens=False)
+    if isinstance(output, Mapping) or hasattr(output, "keys"):
+        output = output["input_ids"]
+    ids = _as_list(output)
     while ids and isinstance(_as_list(ids[0]), list):
         ids = _as_list(ids[0])
-    return [int(number) for number in ids]
+    return [int(token) for token in ids]
 
 
 def _as_list(value: Any) -> Any:
-    """Tensors and arrays as (nested) lists, tuples as lists; a number stays one."""
+    """Return tensors and arrays as (nested) lists and tuples as lists; a number stays one."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, list | tuple) else value
 
 
 def padding_side(processor: Any) -> str:
-    """The side on which the processor pads: a tokenizer that names one wins over the processor's default."""
+    """Return the side on which the processor pads: its tokenizer's, if set, before its own default."""
     tokenizer = tokenizer_of(processor)
-    own = getattr(tokenizer, "init_kwargs", None)
+    settings = getattr(tokenizer, "init_kwargs", None)
     kwargs = getattr(processor, "valid_processor_kwargs", None)
     if getattr(kwargs, "__name__", "ProcessingKwargs") == "ProcessingKwargs":
         # The common base class: the processor declares none. Older ones (InternVL before transformers 5.17)
@@ -195,29 +181,25 @@ def padding_side(processor: Any) -> str:
         kwargs = getattr(module, name, None)
     # Private, as transformers has no public way to read the defaults of a processor's call.
     defaults = getattr(kwargs, "_defaults", None)
-    told = (
-        own.get("padding_side") if isinstance(own, Mapping) else None,
+    sides = (
+        settings.get("padding_side") if isinstance(settings, Mapping) else None,
         defaults.get("text_kwargs", {}).get("padding_side") if isinstance(defaults, Mapping) else None,
         getattr(tokenizer, "padding_side", None),
     )
-    return next((side for side in told if side in ("left", "right")), "right")
+    return next((side for side in sides if side in ("left", "right")), "right")
 
 
 def pad_token_id(processor: Any) -> int:
-    """The id that fills up short rows.
+    """Return the id that pads short rows.
 
     Raises:
         ConfigError: the tokenizer has none.
     """
     tokenizer = tokenizer_of(processor)
-    found = getattr(tokenizer, "pad_token_id", None)
-    if found is None:
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
         raise ConfigError(
-            f"{type(tokenizer).__name__} has no pad token, so short rows cannot be filled up: set "
+            f"{type(tokenizer).__name__} has no pad token, so short rows cannot be padded: set "
             "tokenizer.pad_token (to tokenizer.eos_token, say)"
         )
-    return int(found)
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", None) or type(function).__name__
+    return int(pad)

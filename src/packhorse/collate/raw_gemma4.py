@@ -16,8 +16,8 @@ from packhorse.chat import IGNORE_INDEX, tokenizer_of
 from packhorse.collate.packer import pad_last
 from packhorse.collate.processor_call import text_ids
 from packhorse.collate.raw_default import default_collate_fn
+from packhorse.collate.raw_examples import Batch
 from packhorse.collate.raw_labels import token_id
-from packhorse.collate.raw_limit import Batch
 from packhorse.errors import ConfigError
 
 _GEMMA4_MODEL_TURN = "<|turn>model\n"

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, label_tokens
-from packhorse.collate.finish import Counts, cast_pixels, counted, shifted
-from packhorse.collate.processor_call import call, plain_turns, tolerated
+from packhorse.collate.processor_call import call, can_encode, plain_turns
+from packhorse.collate.raw_batched import collate_batched, decode
 from packhorse.collate.raw_default import default_collate_fn
-from packhorse.collate.raw_labels import report_unsupervised, search_answers
-from packhorse.collate.raw_limit import Batch
-from packhorse.collate.raw_prepare import make_ready
+from packhorse.collate.raw_examples import Batch, Example, collate_encoded, read_examples
 from packhorse.encode.robust import Batch as Samples
 from packhorse.families import Encoder
 from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
@@ -109,43 +106,27 @@ def nemotron_parse_collate_fn(
     """
     if not examples:
         return {}
-    family = NemotronParse(task_prompt)
-    ready = make_ready(examples, processor, family, check=False)
-    for place, one in enumerate(ready):
-        if not one.media.images:
-            raise family.bad(f"sample {place} of the batch has no image", one.conversation)
-    turns = [plain_turns(one.turns, family) for one in ready]
-    encoder = Encoder(processor, family)
-    texts = [encoder.render(each) for each in turns]
-    images = [one.media.images[0] for one in ready]
+    encoder = Encoder(processor, NemotronParse(task_prompt))
+    for index, example in enumerate(read_examples(examples, encoder)):
+        if not example.conversation.media:
+            raise encoder.family.bad(f"sample {index} of the batch has no image", example.conversation)
+    if can_encode(encoder):
+        batch = collate_encoded(examples, encoder, pixel_dtype=pixel_dtype)
+    else:
+        batch = collate_batched(examples, encoder, _call_parse, pixel_dtype=pixel_dtype)
+    del batch["shift_labels"]  # the model has a decoder of its own, and never shifts labels
+    # The task prompt begins with the decoder's start token, so none is added.
+    return {
+        **batch,
+        "decoder_input_ids": batch["input_ids"],
+        "decoder_attention_mask": batch["attention_mask"],
+    }
+
+
+def _call_parse(examples: Sequence[Example], encoder: Encoder) -> Mapping[str, Any]:
+    images = [image for example in examples for image in decode(example, encoder).media.images]
+    texts = [encoder.render(plain_turns(example.turns, encoder.family)) for example in examples]
     options = {"padding": True, "add_special_tokens": False, "return_tensors": "pt"}
-    batch = cast_pixels(dict(call(processor, images=images, text=texts, **options)), pixel_dtype)
-    ids = batch["input_ids"]
-    mask = batch.setdefault("attention_mask", torch.ones_like(ids))
-    labels = _labels(ids, mask, turns, texts, encoder)
-    report_unsupervised(labels, [one.conversation.key for one in ready], ready[0].records)
-    batch["labels"] = labels
-    made = shifted(counted(batch, Counts([1] * len(ready))), family)
-    del made["shift_labels"]  # the model has a decoder of its own, and never shifts labels
-    # The task prompt begins with the decoder's start token, so nothing is put in front.
-    return {**made, "decoder_input_ids": made["input_ids"], "decoder_attention_mask": made["attention_mask"]}
-
-
-def _labels(
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    turns: Sequence[list[dict[str, Any]]],
-    texts: Sequence[str],
-    encoder: Encoder,
-) -> torch.Tensor:
-    processor, family = encoder.processor, encoder.family
-    try:
-        rows = [
-            label_tokens(encoder, text, family.answer_spans(encoder, each, text), row, frozenset())
-            for row, text, each in zip(ids.tolist(), texts, turns, strict=True)
-        ]
-    except tolerated(processor, CannotAlign):
-        pairs = zip(ids.tolist(), turns, strict=True)
-        rows = [search_answers(row, each, processor, frozenset()) for row, each in pairs]
-    labels = torch.tensor(rows, dtype=ids.dtype)
-    return labels.masked_fill(mask == 0, IGNORE_INDEX)
+    batch = dict(call(encoder.processor, images=images, text=texts, **options))
+    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    return batch

@@ -1,43 +1,35 @@
-"""The collate function for Qwen3-Omni, whose media go through the model's own package ``qwen_omni_utils``."""
+"""The collate function for raw examples of Qwen3-Omni, whose media go through ``qwen_omni_utils``."""
 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from packhorse.chat.template import is_transformers
-from packhorse.collate.finish import named
-from packhorse.collate.padded import pad_samples
-from packhorse.collate.processor_call import call, pad_token_id, padding_side, plain_turns
-from packhorse.collate.raw_default import finish
-from packhorse.collate.raw_limit import Batch
-from packhorse.collate.raw_media import count_turns
-from packhorse.collate.raw_prepare import (
-    Opened,
-    Ready,
-    check_text,
-    hide_fakes,
-    in_order,
-    open_batch,
-    rendered,
-)
+from packhorse.collate.finish import records_of, sample_key
+from packhorse.collate.padded import collate_samples
+from packhorse.collate.processor_call import call, can_encode, pad_token_id, padding_side, plain_turns
+from packhorse.collate.raw_batched import collate_batched, fake_span, render_examples
+from packhorse.collate.raw_examples import Batch, Example, read_examples
 from packhorse.errors import MissingDependency
-from packhorse.families import Encoder, Family, LoadedMedia, family_of
+from packhorse.families import Encoded, Encoder
 from packhorse.media import load_image, local_path, probe_video
-from packhorse.types import MediaRef
+from packhorse.types import MediaRef, Sample
 
-_SAMPLING_RATE = 16_000  # of the sound that the package loads
+_SAMPLING_RATE = 16_000  # of the audio that the package loads
+
+ProcessMedia = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Media:
-    """What the package made of one conversation's media; ``rates`` are frames per second of its videos."""
+    """What the package returns for one conversation; ``rates`` are frames per second of its videos."""
 
     audio: list[Any]
     images: list[Any]
@@ -48,21 +40,21 @@ class _Media:
 def qwen3_omni_collate_fn(
     examples: Sequence[Mapping[str, Any]], processor: Any, use_audio_in_video: bool = False
 ) -> Batch:
-    """Sound, images and videos through ``qwen_omni_utils``, then through the processor.
+    """Collate raw examples for Qwen3-Omni: media go through ``qwen_omni_utils``, then through the processor.
 
     The package resizes images and frames itself before the processor does, and decodes videos that are files
-    (at 2 frames per second, unless a part says ``fps`` or ``num_frames``); all else is loaded by Packhorse.
-    :func:`~packhorse.collate_fns.default_collate_fn` takes the same processor without the package.
+    (at 2 frames per second, unless a part has ``fps`` or ``num_frames``); everything else is loaded by
+    Packhorse. :func:`~packhorse.collate_fns.default_collate_fn` takes the same processor without the package.
 
     Args:
         examples: in the documented format; they are not changed.
         processor: a Qwen3-Omni processor.
-        use_audio_in_video: take the sound of videos too, interleaved with their frames; the videos must then
-            be files with a sound track.
+        use_audio_in_video: use the audio of videos too, interleaved with their frames; the videos must then
+            be files with an audio track.
 
     Returns:
         The batch as :func:`~packhorse.collate_fns.default_collate_fn` describes it, padded to the longest
-        sample; pixels stay as the processor makes them.
+        sample; pixels stay as the processor returns them.
 
     Raises:
         MissingDependency: (an ``ImportError``) ``qwen_omni_utils`` is not installed.
@@ -70,109 +62,104 @@ def qwen3_omni_collate_fn(
     """
     if not examples:
         return {}
-    process = _process_mm_info()
-    family = family_of(processor)
-    found = [_ready(one, processor, family) for one in open_batch(examples, processor, family)]
-    ready = in_order(found, family)
-    media = [_processed(one, process, processor, use_audio_in_video) for one in ready]
-    texts = rendered(ready, processor, family)
-    if not is_transformers(processor):
-        batch = _plain_call(processor, texts, media, use_audio_in_video)
-    elif not any(one.videos for one in media):
-        batch = _call(processor, texts, media, use_audio_in_video)
-    else:
-        # The processor knows one rate for all videos of a call.
-        samples = [
-            _call(processor, [text], [one], use_audio_in_video)
-            for text, one in zip(texts, media, strict=True)
-        ]
-        pad, side = pad_token_id(processor), padding_side(processor)
-        batch = pad_samples(samples, family, pad, side=side)
-    # The sound of a video counts too.
-    sounds = [len(one.audio) for one in media]
-    counts = count_turns([one.turns for one in ready])._replace(audios=sounds)
-    return finish(hide_fakes(batch, ready, processor, family), ready, processor, family, counts)
+    process = _import_process_mm_info()
+    encoder = Encoder(processor)
+
+    def load(example: Example) -> _Media:
+        return _load_media(example, encoder, process, use_audio_in_video)
+
+    def call_processor(read: Sequence[Example], encoder: Encoder) -> Mapping[str, Any]:
+        media, texts = list(map(load, read)), render_examples(read, encoder)
+        return _call_stub(processor, texts, media, use_audio_in_video)
+
+    if not can_encode(encoder):
+        return collate_batched(examples, encoder, call_processor)
+    samples = [
+        _encode(example, load(example), encoder, use_audio_in_video)
+        for example in read_examples(examples, encoder)
+    ]
+    labels, keys = [sample.per_token["labels"] for sample in samples], [sample.key for sample in samples]
+    records_of(examples).record_unsupervised(labels, keys)
+    pad, side = pad_token_id(processor), padding_side(processor)
+    return collate_samples(samples, encoder.family, pad, side=side, pixel_dtype=None)
 
 
-def _process_mm_info() -> Callable[..., Any]:
+def _import_process_mm_info() -> ProcessMedia:
     try:
-        found: Callable[..., Any] = importlib.import_module("qwen_omni_utils").process_mm_info
+        function: ProcessMedia = importlib.import_module("qwen_omni_utils").process_mm_info
     except ImportError as error:
         raise MissingDependency(
             "Qwen3-Omni's media go through the package 'qwen_omni_utils': pip install qwen-omni-utils"
         ) from error
-    return found
+    return function
 
 
-def _ready(one: Opened, processor: Any, family: Family) -> Ready:
-    """The conversation with media as the package takes them."""
-    with named(one.conversation.key):
-        family.check(one.conversation)
-        check_text(one.conversation, processor, family)
-        turns = _turns(one, processor, family)
-    return Ready(one.conversation, turns, LoadedMedia([], [], []), one.fake, one.records)
+# --- media --------------------------------------------------------------------------------------------------
 
 
-def _turns(one: Opened, processor: Any, family: Family) -> list[dict[str, Any]]:
+def _load_media(
+    example: Example, encoder: Encoder, process: ProcessMedia, use_audio_in_video: bool
+) -> _Media:
+    with sample_key(example.key):
+        encoder.family.check(example.conversation)
+        turns = _turns_for_package(example, encoder)
+    output = call(
+        process,
+        turns,
+        use_audio_in_video=use_audio_in_video,
+        return_video_kwargs=True,
+        image_patch_size=getattr(getattr(encoder.processor, "image_processor", None), "patch_size", 14),
+    )
+    audio, images, videos = ([] if items is None else list(items) for items in output[:3])
+    rates = output[3].get("fps") if len(output) > 3 else None
+    return _Media(audio, images, videos, list(rates or []))
+
+
+def _turns_for_package(example: Example, encoder: Encoder) -> list[dict[str, Any]]:
     turns = []
-    for turn, message in zip(plain_turns(one.turns, family), one.conversation.messages, strict=True):
+    plain = plain_turns(example.turns, encoder.family)
+    for turn, message in zip(plain, example.conversation.messages, strict=True):
         content = turn["content"]
         if not isinstance(content, str):
             parts = zip(content, message.parts, strict=True)
             content = [
-                {**part, **_for_package(ref, processor, family)} if isinstance(ref, MediaRef) else part
+                {**part, **_part_for_package(ref, encoder)} if isinstance(ref, MediaRef) else part
                 for part, ref in parts
             ]
         turns.append({**turn, "content": content})
     return turns
 
 
-def _for_package(ref: MediaRef, processor: Any, family: Family) -> dict[str, Any]:
+def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
     options = dict(ref.options)
     if ref.kind == "image":
         return {**options, "image": load_image(ref.source)}
     if ref.kind == "audio":
-        ((array, _),) = Encoder(processor, family).load([ref]).audios
+        ((array, _),) = encoder.load([ref]).audios
         return {**options, "audio": array}
     path = local_path(ref.source)
     if path is not None and "frame_indices" not in options and "video_metadata" not in options:
-        probe_video(path)  # a file that is missing or broken is named here
+        probe_video(path)  # raises for a missing or broken file
         if "num_frames" in options:
             options["nframes"] = options.pop("num_frames")
         return {**options, "video": path}
-    (video,) = Encoder(processor, family).load([ref]).videos
-    told, taken = video.metadata, len(video.frames)
-    rates = (
-        {}
-        if told.fps is None
-        else {
-            "sample_fps": taken / told.total_num_frames * told.fps,
-            "raw_fps": told.fps,
-        }
-    )
+    (video,) = encoder.load([ref]).videos
+    metadata, rates = video.metadata, {}
+    if metadata.fps is not None:
+        sampled = len(video.frames) / metadata.total_num_frames * metadata.fps
+        rates = {"sample_fps": sampled, "raw_fps": metadata.fps}
     return {"video": [Image.fromarray(frame) for frame in video.frames], **rates}
 
 
-def _processed(one: Ready, process: Callable[..., Any], processor: Any, use_audio_in_video: bool) -> _Media:
-    patch = getattr(getattr(processor, "image_processor", None), "patch_size", 14)
-    found = call(
-        process,
-        one.turns,
-        use_audio_in_video=use_audio_in_video,
-        return_video_kwargs=True,
-        image_patch_size=patch,
-    )
-    audio, images, videos = ([] if items is None else list(items) for items in found[:3])
-    rates = found[3].get("fps") if len(found) > 3 else None
-    return _Media(audio, images, videos, list(rates or []))
+# --- calls --------------------------------------------------------------------------------------------------
 
 
-def _plain_call(processor: Any, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool) -> Batch:
-    """Any other processor: plain options, and only the media that there are."""
+def _call_stub(processor: Any, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool) -> Batch:
+    """Call a processor of no listed family: plain options, and only the media that there are."""
     given: dict[str, Any] = {
-        "audio": [item for one in media for item in one.audio],
-        "images": [item for one in media for item in one.images],
-        "videos": [item for one in media for item in one.videos],
+        "audio": [item for sample in media for item in sample.audio],
+        "images": [item for sample in media for item in sample.images],
+        "videos": [item for sample in media for item in sample.videos],
     }
     options = {name: items for name, items in given.items() if items}
     if given["videos"]:
@@ -180,28 +167,40 @@ def _plain_call(processor: Any, texts: list[str], media: Sequence[_Media], use_a
     return dict(call(processor, text=texts, return_tensors="pt", padding=True, **options))
 
 
-def _call(processor: Any, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool) -> Batch:
-    options: dict[str, Any] = {"text_kwargs": {"padding": True}}
-    images = [item for one in media for item in one.images]
-    videos = [item for one in media for item in one.videos]
-    rates = [rate for one in media for rate in one.rates]
-    # Whole hops: a remainder counts in a batch with a longer clip, and does not count otherwise.
-    hop = processor.feature_extractor.hop_length
-    audio = [np.asarray(item)[: len(item) // hop * hop] for one in media for item in one.audio]
-    if audio:
-        options |= {"audio": audio, "audio_kwargs": {"sampling_rate": _SAMPLING_RATE}}
-    if images:
-        options["images"] = images
-    if videos:
-        options["videos"] = videos
+def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_video: bool) -> Sample:
+    """Encode one example with the media of the package."""
+    conversation, family = example.conversation, encoder.family
+    text = encoder.render_conversation(conversation)
+    encoder.check_placeholders(text, conversation)
+    encoded = Encoded(text, family.turns(conversation), {}, {})
+    family.sort_output(encoded, _call(encoder.processor, text, media, use_audio_in_video))
+    if example.fake:
+        first, after = fake_span(encoded.tokens["input_ids"].tolist(), example, encoder)
+        encoded.tokens["attention_mask"][first:after] = 0
+    counts = Counter(ref.kind for ref in conversation.media)
+    counts["audio"] = len(media.audio)  # the audio of videos is counted too
+    return replace(encoder.label_sample(encoded, example.key), num_items=counts)
+
+
+def _call(processor: Any, text: str, media: _Media, use_audio_in_video: bool) -> Mapping[str, Any]:
+    options: dict[str, Any] = {}
+    if media.audio:
+        # Whole hops: a remainder counts in a batch with a longer clip, and does not count otherwise.
+        hop = processor.feature_extractor.hop_length
+        options["audio"] = [np.asarray(item)[: len(item) // hop * hop] for item in media.audio]
+        options["audio_kwargs"] = {"sampling_rate": _SAMPLING_RATE}
+    if media.images:
+        options["images"] = media.images
+    if media.videos:
+        options["videos"] = media.videos
         options["videos_kwargs"] = {
             "do_sample_frames": False,
             "use_audio_in_video": use_audio_in_video,
             "input_data_format": "channels_first",
-            "fps": rates[0] if rates else None,
+            "fps": media.rates[0] if media.rates else None,
         }
-    batch = dict(processor(text=texts, return_tensors="pt", **options))
-    if len(rates) == len(videos) > 1:
-        seconds = [processor.video_processor.temporal_patch_size / rate for rate in rates]
-        batch["video_second_per_grid"] = torch.tensor(seconds, dtype=torch.float32)
-    return batch
+    output = dict(processor(text=[text], return_tensors="pt", **options))
+    if len(media.rates) == len(media.videos) > 1:  # the processor takes one rate for all videos of a call
+        seconds = [processor.video_processor.temporal_patch_size / rate for rate in media.rates]
+        output["video_second_per_grid"] = torch.tensor(seconds, dtype=torch.float32)
+    return output

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from packhorse.collate.finish import counted, with_shift_labels
+from packhorse.collate.finish import add_counts, add_shift_labels
 from packhorse.collate.packed import Pack, PackedRows, neat_packed_vlm_collater, read_packs
 from packhorse.collate.packed_dataset import NeatPackConfig
 
@@ -56,7 +56,7 @@ def packed_sequence_thd_vlm_collater(
     made |= rows.media(pixel_dtype)
     if media_layout:
         made |= rows.whose_media()
-    return counted(with_shift_labels(made), rows.counts())
+    return add_counts(add_shift_labels(made), [pack.num_items for pack in rows.packs])
 
 
 def packed_collater(

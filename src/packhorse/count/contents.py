@@ -24,7 +24,7 @@ from PIL import Image
 from packhorse.count.counting import PART_ROWS
 from packhorse.count.parts import part_digest
 from packhorse.count.sidecar import places_of
-from packhorse.errors import DATA_ERRORS, ConfigError, is_data_error
+from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import digest
@@ -127,12 +127,9 @@ def _each(examples: Any) -> Iterator[Any]:
 
 
 def _example_at(examples: Any, index: int) -> Any:
-    try:
+    with data_errors():
         return examples[index]
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        return None  # counting records it
+    return None  # counting records it
 
 
 def _serialized(value: Any) -> bytes:
@@ -194,12 +191,9 @@ def _plain(value: Any) -> Any:
 
 
 def _pixels_digest(image: Image.Image) -> str:
-    try:
+    with data_errors():
         return _bytes_digest(image.tobytes())
-    except DATA_ERRORS as error:
-        if not is_data_error(error):
-            raise
-        return "unreadable"  # counting records it
+    return "unreadable"  # counting records it
 
 
 def _bytes_digest(data: Any) -> str:

@@ -18,8 +18,7 @@ from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, Literal
 
-from packhorse.chat import ChatProcessor, Span, template_errors
-from packhorse.chat.template import PRIVATE_USE
+from packhorse.chat import PRIVATE_USE, ChatProcessor, Span, template_errors
 
 Cut = Callable[[str, str], bool]
 

@@ -276,7 +276,7 @@ class TokenCounter:
         try:
             return self._assembled(conversation) or self._count_whole(conversation)
         except BadSample as error:
-            return error if error.key else _named(error, conversation.key)
+            return error if error.key else error.with_key(conversation.key)
 
     def settings(self) -> dict[str, Any]:
         """All that decides a count beside the conversation, for the key under which counts are kept."""
@@ -442,10 +442,6 @@ class TokenCounter:
                 count, exact=False, off_by=-1 if self.family.off_by is None else self.family.off_by
             )
         return Counted(count, media)
-
-
-def _named(error: BadSample, key: str) -> BadSample:
-    return BadSample(error.detail, reason=error.reason, key=key, stage=error.stage)
 
 
 def _with_stand_ins(conversation: Conversation) -> tuple[Conversation, int]:

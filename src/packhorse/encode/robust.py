@@ -1,8 +1,7 @@
-"""Datasets that do not stop at a broken sample, and never lose one without a word.
+"""Dataset wrappers and collate functions that replace, drop or raise a bad sample (``on_bad``).
 
-A sample that fails is replaced by another one (chosen from seed, epoch and index: the same on every run),
-dropped, or raised, as ``on_bad`` says; the first two are recorded in the ledger. Only failures that can be
-the sample's fault are handled so (see :func:`packhorse.errors.is_data_error`): a ``NameError`` stops the run.
+A replacement depends on seed, epoch and index alone. Replaced and dropped samples are recorded in the ledger.
+Only errors of the data are handled (:func:`packhorse.errors.data_errors`): a ``NameError`` stops the run.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, is_data_error
+from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, preload_media
 from packhorse.ledger import Ledger, default_ledger, reading_row
 from packhorse.media import VideoSampling
-from packhorse.types import Drop, Reason, Stage, mask_secrets
+from packhorse.types import Action, Drop, Rows, Stage
 
 logger = getLogger("packhorse.datasets")
 
@@ -29,13 +28,13 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Batch(list[Any]):
-    """The samples of one batch, which know where they come from, so that a collate function can name them.
+    """The samples of one batch with their origin, so that a collate function can name them in errors.
 
     Attributes:
-        indices: of the samples in their dataset, None where nobody knows.
-        keys: their names in the ledger, empty where nobody knows.
-        ledger: the dataset's.
-        epoch: the dataset's.
+        indices: of the samples in their dataset; None if unknown.
+        keys: of the samples in the ledger; empty if unknown.
+        ledger: of the dataset.
+        epoch: of the dataset.
     """
 
     def __init__(
@@ -51,122 +50,117 @@ class Batch(list[Any]):
 
 
 class ReplacingDataset(Dataset[Any]):
-    """A wrapped dataset in which a broken sample neither stops the run nor disappears.
-
-    Subclasses say in :meth:`load` what a sample is.
+    """Base class of datasets that replace, drop or raise a bad sample; subclasses define :meth:`load`.
 
     Args:
-        dataset: anything with ``len`` and ``[index]``. If it has ``key(index)``, that names the samples.
-        max_retries: how many replacements are tried before the run stops with a ``RuntimeError``.
-        on_bad: ``"replace"`` a failing sample by another one, ``"skip"`` it (``None`` comes back, which
-            :meth:`robust_collate` takes out of the batch), or ``"raise"``.
-        max_in_a_row: after so many samples (or batches) skipped in a row by one process, the run stops with a
-            ``RuntimeError``: then not a sample but the set-up is broken (a wrong folder, a faulty collate).
+        dataset: anything with ``len`` and ``[index]``; its ``key(index)``, if any, names the samples.
+        max_retries: replacements to try before raising ``RuntimeError``.
+        on_bad: ``"replace"`` a bad sample by another one, ``"skip"`` it (return ``None``, which
+            :meth:`robust_collate` removes from the batch), or ``"raise"``.
+        max_consecutive_bad: raise ``RuntimeError`` after this many consecutive skipped samples (or batches)
+            in one process: then the set-up is wrong (a wrong folder, a faulty collate function).
         seed: chooses the replacements, with the epoch and the index.
-        ledger: where failures are recorded; the dataset's own (``dataset.ledger``) or else the process's.
+        ledger: records bad samples; by default ``dataset.ledger``, else the ledger of the process.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Rows,
         max_retries: int = 10,
         *,
         on_bad: OnBad = "replace",
-        max_in_a_row: int = 100,
+        max_consecutive_bad: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad not in get_args(OnBad):
             raise ConfigError(f"on_bad={on_bad!r}: expected one of {', '.join(get_args(OnBad))}")
         self.dataset, self.max_retries, self.on_bad, self.seed = dataset, max_retries, on_bad, seed
-        self.max_in_a_row = max_in_a_row
+        self.max_consecutive_bad = max_consecutive_bad
         if ledger is None:
-            own = getattr(dataset, "ledger", None)
-            ledger = own if isinstance(own, Ledger) else default_ledger()
+            inner = getattr(dataset, "ledger", None)
+            ledger = inner if isinstance(inner, Ledger) else default_ledger()
         self.ledger = ledger
         self.epoch: int | None = None  # until set_epoch is called, entries belong to no epoch
-        self._skipped_in_a_row = 0
+        self._consecutive_skipped = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch chooses other replacements."""
+        """Set the epoch, which chooses other replacements."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> Any:
-        """The sample, its recorded replacement, or None if it is skipped."""
+        """Return the sample, its replacement, or None if it is skipped."""
         if not -len(self) <= idx < len(self):
             raise IndexError(f"sample {idx} of {len(self)}")
         idx %= len(self)
-        try:
+        with data_errors(self.on_bad) as outcome:
             sample = self.load(idx)
-        except DATA_ERRORS as error:
-            if self.on_bad == "raise" or not is_data_error(error):
-                raise
-            if self.on_bad == "skip":
-                self.record(idx, error, replaced=False)
-                self._skipped_in_a_row += 1
-                check_in_a_row(self._skipped_in_a_row, self.max_in_a_row, "samples", error)
-                return None
-            sample = self._replacement(idx, error)
-        self._skipped_in_a_row = 0
+        if outcome.error is not None and self.on_bad == "skip":
+            self.record(idx, outcome.error, replaced=False)
+            self._consecutive_skipped += 1
+            check_consecutive(self._consecutive_skipped, self.max_consecutive_bad, "samples", outcome.error)
+            return None
+        if outcome.error is not None:
+            sample = self._replacement(idx, outcome.error)
+        self._consecutive_skipped = 0
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """The samples of a batch. A DataLoader fetches through this, and hands the result to collate."""
+        """Return the samples of a batch; a DataLoader passes the result to its collate function."""
         return self.batch([self[index] for index in indices], [index % len(self) for index in indices])
 
     def batch(self, samples: Iterable[Any], indices: Sequence[int | None]) -> Batch:
-        """Samples with what names them."""
+        """Return samples with their indices and keys."""
         keys = ["" if index is None else self.key(index) for index in indices]
         return Batch(samples, indices, keys, self.ledger, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # Spelled out: without it, a sample that raises IndexError would look like the end of the data.
+        # Without this, a sample that raises IndexError would end the iteration.
         return (self[index] for index in range(len(self)))
 
     def key(self, idx: int) -> str:
-        """The name of a sample in the ledger: the dataset's own, else its number."""
-        own = getattr(self.dataset, "key", None)
-        return str(own(idx)) if callable(own) else str(idx)
+        """Return the key of a sample in the ledger: that of the dataset, else the index."""
+        key = getattr(self.dataset, "key", None)
+        return str(key(idx)) if callable(key) else str(idx)
 
-    def read(self, idx: int) -> Any:
-        """The dataset's own sample; what it remarks about the row is recorded under the sample's name."""
-        with reading_row(self.ledger, self.key(idx)):
-            return self.dataset[idx]
+    def read(self, idx: int) -> tuple[str, Any]:
+        """Return key and sample of the wrapped dataset; remarks on the row are recorded under its key."""
+        key = self.key(idx)
+        with reading_row(self.ledger, key):
+            return key, self.dataset[idx]
 
     def robust_collate(self, collate_fn: Collate) -> Collate:
-        """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew and recorded."""
+        """Wrap ``collate_fn``, see :func:`make_robust_collate`."""
         return make_robust_collate(self, collate_fn, self.max_retries)
 
-    def record(self, idx: int | None, error: BaseException, more: str = "", *, replaced: bool) -> None:
-        """Write into the ledger (and the log) that a sample was replaced or dropped, and why.
+    def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
+        """Write into the ledger and the log that a sample was replaced or dropped, and why.
 
-        ``idx`` is None where nobody knows which sample it was: the entry then names none, but counts.
+        Args:
+            idx: the sample; None if unknown: the entry then names none, but counts.
+            error: what is wrong with it.
+            more: text after the detail.
+            replaced: whether another sample is delivered instead.
         """
-        stage: Stage = error.stage if isinstance(error, BadSample) else "read"
-        reason: Reason = error.reason if isinstance(error, BadSample) else "sample_failed"
-        detail = error.detail if isinstance(error, BadSample) else _described(error)
-        detail += self._place(idx, stage) + more
+        detail = error.detail + self._location(idx, error.stage) + more
         key = "" if idx is None else self.key(idx)
+        action: Action = "replaced" if replaced else "dropped"
         dataset = key.rpartition("/")[0]
-        action: Literal["replaced", "dropped"] = "replaced" if replaced else "dropped"
-        self.ledger.record(Drop(key, stage, reason, detail, action, dataset, self.epoch))
-        logger.warning("%s %s: %s", key or "a sample", action.replace("_", " "), detail)
+        self.ledger.record(Drop(key, error.stage, error.reason, detail, action, dataset, self.epoch))
+        logger.warning("%s %s: %s", key or "a sample", action, detail)
 
-    def _place(self, idx: int | None, stage: Stage) -> str:
-        """File and line of the row, where the dataset tells; who reads or converts a row says it already.
-
-        Nothing is read for it: of a file with blank lines, row and byte are told.
-        """
+    def _location(self, idx: int | None, stage: Stage) -> str:
+        """File and line of the row, if the dataset has ``locations``; errors of reading name them already."""
         locations = getattr(self.dataset, "locations", None)
         if idx is None or not callable(locations) or stage not in ("media", "encode", "collate"):
             return ""
         return f"; {locations([idx])[0]}"
 
     def substitute(self, idx: int, attempt: int) -> int:
-        """The index that stands in for ``idx`` at an attempt; depends on seed, epoch and index alone."""
+        """Return the replacement of ``idx`` at an attempt; it depends on seed, epoch and index alone."""
         others = len(self) - 1
         if others < 1:
             return idx
@@ -174,90 +168,86 @@ class ReplacingDataset(Dataset[Any]):
         return (idx + step) % len(self)
 
     def load(self, idx: int) -> Any:
-        """Make the sample; what it raises is judged by :func:`packhorse.errors.is_data_error`."""
+        """Return the sample; :func:`packhorse.errors.data_errors` handles what it raises."""
         raise NotImplementedError
 
-    def _replacement(self, idx: int, error: BaseException) -> Any:
+    def _replacement(self, idx: int, error: BadSample) -> Any:
         last = error
         for attempt in range(self.max_retries):
             other = self.substitute(idx, attempt)
-            try:
+            with data_errors(self.on_bad) as outcome:
                 sample = self.load(other)
-            except DATA_ERRORS as failure:
-                if not is_data_error(failure):
-                    raise
-                last = failure
-                continue
-            self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
-            return sample
+            if outcome.error is None:
+                self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
+                return sample
+            last = outcome.error
         raise RuntimeError(
-            f"sample {self.key(idx)} failed ({_described(error)}), {self.max_retries} replacements too; "
-            f"the last: {_described(last)}"
-        ) from last
+            f"sample {self.key(idx)} failed ({error.detail}), {self.max_retries} replacements too; "
+            f"the last: {last.detail}"
+        ) from last.original
 
 
-def load_sample(dataset: Any, index: int) -> Any:
+def load_sample(dataset: Rows, index: int) -> Any:
     """Return one sample, without the replacement that a :class:`ReplacingDataset` would choose.
 
     Raises:
-        BadSample: the dataset gives None for it.
+        BadSample: the dataset returns None for it.
     """
-    own = getattr(dataset, "load", None)
-    sample = own(index) if callable(own) else dataset[index]
+    load = getattr(dataset, "load", None)
+    sample = load(index) if callable(load) else dataset[index]
     if sample is None:
-        raise BadSample("the dataset gives no sample", reason="sample_failed", stage="encode")
+        raise BadSample("the dataset returns None for this sample", stage="encode")
     return sample
 
 
 class RobustDatasetWrapper(ReplacingDataset):
-    """Wraps any dataset so that a broken sample is replaced, dropped or raised, and always named.
+    """Wraps any dataset so that a bad sample is replaced, dropped or raised.
 
     Arguments are those of :class:`ReplacingDataset`.
 
     Attributes:
-        preload_media: when True, media are loaded here (in the worker) and samples without an image or video
-            get the fake image and ``_injected_fake=True``. The dataset's own examples stay as they are.
-        processor: tells how video frames are sampled when media are preloaded.
+        preload_media: load media here (in the worker), and give samples without an image or video the fake
+            image and ``_injected_fake=True``. The dataset's own examples do not change.
+        processor: defines how video frames are sampled when media are preloaded.
     """
 
     preload_media: bool = False
     processor: Any = None
 
     def load(self, idx: int) -> Any:
-        """The dataset's sample, with its media loaded if that is asked for."""
-        sample = self.read(idx)
+        """Return the sample of the wrapped dataset, with its media loaded if ``preload_media`` is set."""
+        _, sample = self.read(idx)
         if not self.preload_media:
             return sample
         return inject_fake_image(preload_media(sample, sampling=self._sampling(sample)))
 
     def _sampling(self, sample: Any) -> VideoSampling | None:
-        """How the processor samples frames, asked only where there is a video (not every processor knows)."""
+        """Return how the processor samples frames; None without a video (not every processor defines it)."""
         if self.processor is None or all(r.kind != "video" for r in parse_conversation(sample).media):
             return None
         return VideoSampling.from_processor(self.processor)
 
 
-def check_in_a_row(failures: int, limit: int, what: str, last: BaseException) -> None:
-    """Stop the run where failures follow each other so closely that no single sample can be at fault."""
+def check_consecutive(failures: int, limit: int, what: str, last: BadSample) -> None:
+    """Raise after this many consecutive failures: then no single sample is at fault."""
     if failures >= limit:
         raise RuntimeError(
-            f"{failures} {what} in a row were dropped; the last: {_described(last)}. "
-            "If the data really are like this, raise max_in_a_row"
-        ) from last
+            f"{failures} consecutive {what} were dropped; the last: {last.detail}. "
+            "If the data really are like this, raise max_consecutive_bad"
+        ) from last.original
 
 
-def make_robust_collate(dataset: Any, collate_fn: Collate, max_retries: int = 10) -> Collate:
-    """Wrap ``collate_fn`` so that a batch it cannot build is drawn anew from ``dataset``.
+def make_robust_collate(dataset: Rows, collate_fn: Collate, max_retries: int = 10) -> Collate:
+    """Wrap ``collate_fn`` so that samples it cannot collate are replaced or dropped.
 
-    Samples that were skipped (None) are taken out first; a batch with none left is None. When ``collate_fn``
-    raises :class:`BadSample` with the key of a sample, that one is replaced or dropped. When it fails on the
-    data otherwise, nobody knows which sample is at fault: the whole batch is replaced (or dropped),
-    reproducibly, and its samples are recorded.
+    Skipped samples (None) are removed first; an empty batch becomes None. If ``collate_fn`` raises
+    :class:`BadSample` with the key of a sample, that sample is replaced or dropped. After any other error of
+    the data the whole batch is replaced (or dropped), reproducibly, and all its samples are recorded.
 
     Args:
         dataset: a :class:`ReplacingDataset`, or any dataset, which is then wrapped in one.
-        collate_fn: takes a list of samples (a :class:`Batch`, which names them).
-        max_retries: after so many further failures a ``RuntimeError`` names the last one.
+        collate_fn: takes a list of samples (a :class:`Batch`, which has their keys).
+        max_retries: replacements to try before raising ``RuntimeError``.
     """
     wrapper = dataset if isinstance(dataset, ReplacingDataset) else RobustDatasetWrapper(dataset)
     return _RobustCollate(wrapper, collate_fn, max_retries)
@@ -268,141 +258,130 @@ class _Entry:
     """One sample of a batch that is being collated.
 
     Attributes:
-        index: the sample that was asked for; None where nobody knows.
-        now: the sample that stands there.
+        index: the requested sample; None if unknown.
+        current: the sample that is used, perhaps a replacement.
         sample: its content.
-        error: why another one stands there.
-        attempts: how many replacements were chosen for it.
+        error: why the requested sample was replaced.
+        attempts: replacements tried.
     """
 
     index: int | None
-    now: int | None
+    current: int | None
     sample: Any
-    error: BaseException | None = None
+    error: BadSample | None = None
     attempts: int = 0
 
 
 class _RobustCollate:
-    """What :func:`make_robust_collate` returns; a class, so that it can be sent to spawned workers."""
+    """The result of :func:`make_robust_collate`; a class, so that it can be pickled for workers."""
 
     def __init__(self, dataset: ReplacingDataset, collate_fn: Collate, max_retries: int) -> None:
         self.dataset, self.collate_fn, self.max_retries = dataset, collate_fn, max_retries
-        self._skipped_in_a_row = 0
+        self._consecutive_skipped = 0
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         indices = getattr(samples, "indices", None) or [None] * len(samples)
-        found = zip(indices, samples, strict=True)
-        entries = [_Entry(index, index, sample) for index, sample in found if sample is not None]
-        last: BaseException | None = None
+        pairs = zip(indices, samples, strict=True)
+        entries = [_Entry(index, index, sample) for index, sample in pairs if sample is not None]
+        last: BadSample | None = None
         for _ in range(len(entries) + self.max_retries):
             if not entries:
                 break
-            try:
-                batch = self._collated(entries)
-            except DATA_ERRORS as error:
-                if self.dataset.on_bad == "raise" or not is_data_error(error):
-                    raise
-                culprit, last = self._culprit(entries, error), error
-                if culprit is None:
-                    return self._instead(entries, error)
-                self._exchange(entries, culprit, error)
-                continue
-            self._record_exchanged(entries)
-            self._skipped_in_a_row = 0
-            return batch
+            with data_errors(self.dataset.on_bad) as outcome:
+                batch = self._collate(entries)
+            if outcome.error is None:
+                self._record_exchanged(entries)
+                self._consecutive_skipped = 0
+                return batch
+            last = outcome.error
+            culprit = self._culprit(entries, last)
+            if culprit is None:
+                return self._instead(entries, last)
+            self._exchange(entries, culprit, last)
         if entries and last is not None:
-            raise self._gave_up(entries[0].error or last, last)
-        return self._nothing_left(last)
+            raise self._give_up(entries[0].error or last, last)
+        return self._count_skipped(last)
 
-    def _collated(self, entries: Sequence[_Entry]) -> Any:
+    def _collate(self, entries: Sequence[_Entry]) -> Any:
         samples = [entry.sample for entry in entries]
-        return self.collate_fn(self.dataset.batch(samples, [entry.now for entry in entries]))
+        return self.collate_fn(self.dataset.batch(samples, [entry.current for entry in entries]))
 
-    def _culprit(self, entries: Sequence[_Entry], error: BaseException) -> int | None:
-        """The place of the sample that an error names."""
-        key = error.key if isinstance(error, BadSample) else ""
-        keys = ["" if entry.now is None else self.dataset.key(entry.now) for entry in entries]
-        return keys.index(key) if key and key in keys else None
+    def _culprit(self, entries: Sequence[_Entry], error: BadSample) -> int | None:
+        """The position of the sample that an error names."""
+        keys = ["" if entry.current is None else self.dataset.key(entry.current) for entry in entries]
+        return keys.index(error.key) if error.key and error.key in keys else None
 
-    def _exchange(self, entries: list[_Entry], place: int, error: BaseException) -> None:
-        """Put another sample in the place of one that is at fault, or take it out."""
-        entry = entries[place]
-        if self.dataset.on_bad == "skip" or entry.index is None:  # a named one has an index
+    def _exchange(self, entries: list[_Entry], position: int, error: BadSample) -> None:
+        """Replace a bad sample of the batch, or remove it."""
+        entry = entries[position]
+        if self.dataset.on_bad == "skip" or entry.index is None:
             self.dataset.record(entry.index, error, replaced=False)
-            del entries[place]
+            del entries[position]
             return
         entry.error = entry.error or error
         while entry.attempts < self.max_retries:
             other = self.dataset.substitute(entry.index, entry.attempts)
             entry.attempts += 1
-            try:
-                entry.sample, entry.now = self.dataset.load(other), other
+            with data_errors(self.dataset.on_bad) as outcome:
+                entry.sample, entry.current = self.dataset.load(other), other
+            if outcome.error is None:
                 return
-            except DATA_ERRORS as failure:
-                if not is_data_error(failure):
-                    raise
-                error = failure
-        raise self._gave_up(entry.error, error)
+            error = outcome.error
+        raise self._give_up(entry.error, error)
 
     def _record_exchanged(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
-            if entry.error is not None and entry.now is not None:
-                more = f"; {self.dataset.key(entry.now)} instead"
+            if entry.error is not None and entry.current is not None:
+                more = f"; {self.dataset.key(entry.current)} instead"
                 self.dataset.record(entry.index, entry.error, more, replaced=True)
 
-    def _instead(self, entries: Sequence[_Entry], error: BaseException) -> Any:
-        """Another batch, or None; all samples of this one are recorded."""
+    def _instead(self, entries: Sequence[_Entry], error: BadSample) -> Any:
+        """Return another batch, or None; record all samples of this one."""
         indices = [entry.index for entry in entries]
-        # Stand-ins for samples that nobody knows are chosen by their place in the batch.
-        places = [place if index is None else index for place, index in enumerate(indices)]
+        # Replacements of unknown samples are chosen by the position in the batch.
+        seeds = [position if index is None else index for position, index in enumerate(indices)]
         if self.dataset.on_bad == "skip":
             batch, others = None, None
         else:
-            batch, others = self._retry(places, error)
-        failure = _of_the_batch(error, named=None not in indices)
-        for number, index in enumerate(indices):
-            more = "" if others is None else f"; {self.dataset.key(others[number])} instead"
+            batch, others = self._retry(seeds, error)
+        failure = _batch_failure(error, named=None not in indices)
+        for position, index in enumerate(indices):
+            more = "" if others is None else f"; {self.dataset.key(others[position])} instead"
             self.dataset.record(index, failure, more, replaced=others is not None)
-        return batch if others is not None else self._nothing_left(error)
+        return batch if others is not None else self._count_skipped(error)
 
-    def _nothing_left(self, last: BaseException | None) -> None:
+    def _count_skipped(self, last: BadSample | None) -> None:
         if last is not None:
-            self._skipped_in_a_row += 1
-            check_in_a_row(self._skipped_in_a_row, self.dataset.max_in_a_row, "batches", last)
+            self._consecutive_skipped += 1
+            check_consecutive(self._consecutive_skipped, self.dataset.max_consecutive_bad, "batches", last)
 
-    def _retry(self, places: list[int], error: BaseException) -> tuple[Any, list[int]]:
+    def _retry(self, seeds: list[int], error: BadSample) -> tuple[Any, list[int]]:
         last = error
         for attempt in range(self.max_retries):
-            others = [self.dataset.substitute(place, attempt) for place in places]
-            try:
+            others = [self.dataset.substitute(seed, attempt) for seed in seeds]
+            with data_errors(self.dataset.on_bad) as outcome:
                 samples = [self.dataset[other] for other in others]
                 entries = [_Entry(n, n, s) for n, s in zip(others, samples, strict=True) if s is not None]
-                return self._collated(entries), others
-            except DATA_ERRORS as failure:
-                if not is_data_error(failure):
-                    raise
-                last = failure
-        raise self._gave_up(error, last)
+                return self._collate(entries), others
+            assert outcome.error is not None
+            last = outcome.error
+        raise self._give_up(error, last)
 
-    def _gave_up(self, error: BaseException, last: BaseException) -> RuntimeError:
+    def _give_up(self, error: BadSample, last: BadSample) -> RuntimeError:
         failure = RuntimeError(
-            f"collating a batch failed ({_described(error)}), {self.max_retries} replacements too; "
-            f"the last: {_described(last)}"
+            f"collating a batch failed ({error.detail}), {self.max_retries} replacements too; "
+            f"the last: {last.detail}"
         )
-        failure.__cause__ = last
+        failure.__cause__ = last.original
         return failure
 
 
-def _of_the_batch(error: BaseException, *, named: bool) -> BadSample:
-    """What is recorded for each sample of a batch that could not be made.
+def _batch_failure(error: BadSample, *, named: bool) -> BadSample:
+    """What is recorded for each sample of a batch that could not be built.
 
-    Where samples are named, an error that names none is about all of them.
+    If the samples have keys, a :class:`BadSample` without a key is about all of them.
     """
-    if isinstance(error, BadSample) and not error.key and named:
+    if error.original is error and not error.key and named:
         return error
-    what = f"{_described(error)} (which sample of the batch is at fault is not known)"
-    return BadSample(what, reason="collate_failed", stage="collate")
-
-
-def _described(error: BaseException) -> str:
-    return mask_secrets(f"{type(error).__name__}: {error}")
+    detail = f"{error.detail} (which sample of the batch is at fault is not known)"
+    return BadSample(detail, reason="collate_failed", stage="collate")

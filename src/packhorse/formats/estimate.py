@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.media.resize import MOST_UNEVEN, resize_image, resize_video
+from packhorse.media.images import MOST_UNEVEN, resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 from packhorse.types import Flags, Floats, Integers
 
@@ -442,7 +442,7 @@ def _large_tokens(media: MediaSizes, place: int, config: Geometry, sampling: Vid
 def _cells(height: Floats, width: Floats, frames: Floats | float, config: Geometry) -> tuple[Floats, Flags]:
     """Return the tokens of a frame of each size, and where the numbers are too large for floats.
 
-    The steps, and their order, are those of `packhorse.media.resize`.
+    The steps, and their order, are those of `packhorse.media.images`.
     """
     factor, low, high = config["factor"], config["min_pixels"], config["max_pixels"]
     rows, columns = np.rint(height / factor), np.rint(width / factor)

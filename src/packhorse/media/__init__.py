@@ -7,12 +7,11 @@ Importing this imports none of torch, av, pyarrow, fsspec, lmdb or soundfile.
 """
 
 from packhorse.media.audio import audio_info, load_audio
-from packhorse.media.confine import confine, resolve
 from packhorse.media.failure import DEFAULT_MAX_BYTES
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.loading import load_media, media_size, sampling_of
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames, sample_frame_indices
-from packhorse.media.source import describe, local_path, open_source, read_bytes
+from packhorse.media.source import confine, describe, local_path, open_source, read_bytes, resolve
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
 
 __all__ = [

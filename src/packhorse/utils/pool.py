@@ -25,6 +25,7 @@ from logging import getLogger
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from packhorse.errors import ConfigError, PackhorseError
@@ -57,7 +58,7 @@ class WorkerDied(EngineError):
         position: of the task; None if workers died before their first one.
         deaths: number of attempts.
         exit_reason: how the last worker ended.
-        note: the last number that it passed to :func:`set_note` for this task; -1 if none.
+        note: the last value that it gave :data:`note` for this task; -1 if none.
     """
 
     def __init__(self, message: str, position: int | None, deaths: int, exit_reason: str, note: int) -> None:
@@ -176,18 +177,14 @@ def unsendable(what: str, error: object) -> EngineError:
 
 # In a worker process.
 
-_note: Any = None  # one integer in memory shared with the parent
+note: Any = SimpleNamespace(value=-1)
+"""``note.value = number`` says what a worker is doing, for :class:`WorkerDied`: in a worker, the number is in
+memory shared with the parent."""
 
 
 def in_worker() -> bool:
     """Whether this is a worker process of a pool."""
-    return _note is not None
-
-
-def set_note(value: int) -> None:
-    """Note what a worker is doing, for :class:`WorkerDied`; does nothing in other processes."""
-    if _note is not None:
-        _note.value = value
+    return not isinstance(note, SimpleNamespace)
 
 
 def use_one_thread() -> None:
@@ -220,10 +217,10 @@ class _Work:
             raise unsendable("the work", error) from error
 
 
-def _serve(pipe: Connection, work: _Work, note: Any) -> None:
+def _serve(pipe: Connection, work: _Work, shared_note: Any) -> None:
     """Run the tasks that arrive through ``pipe`` until it closes. The main function of a worker process."""
-    global _note
-    _note = note
+    global note
+    note = shared_note
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork copies the parent's handler
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     use_one_thread()
@@ -238,7 +235,7 @@ def _serve(pipe: Connection, work: _Work, note: Any) -> None:
     pipe.send_bytes(pickle.dumps((None, result_message(None))))
     while True:
         key, task = pickle.loads(tasks.get())  # noqa: S301
-        set_note(-1)
+        note.value = -1
         message = pickle.dumps((key, run_task(function, key[1], task, ForkingPickler.dumps)))
         with contextlib.suppress(BrokenPipeError):  # the parent closed the pipe: _receive_tasks exits
             pipe.send_bytes(message)
@@ -347,6 +344,15 @@ class ProcessPool(Generic[T, R]):
         self._retry.extend(position for worker in self._workers for position in self._positions_at(worker))
         _end_workers(self._workers, self._owner)
 
+    def start(self) -> None:
+        """Start the workers, unless they run; :meth:`run` does it if this was not called.
+
+        Raises:
+            EngineError: the work cannot be sent to another process.
+        """
+        while len(self._workers) < self.size:
+            self._workers.append(_Worker(self._work, self._start))
+
     def _positions_at(self, worker: _Worker) -> list[int]:
         """The positions of this run's tasks that a worker holds."""
         return [position for run, position in worker.held if run == self._run]
@@ -403,8 +409,7 @@ class ProcessPool(Generic[T, R]):
 
     def _send_tasks(self) -> None:
         """Send tasks to the workers that hold the fewest; start workers first if there are none."""
-        while len(self._workers) < self.size:
-            self._workers.append(_Worker(self._work, self._start))
+        self.start()
         sent = sum(len(self._positions_at(worker)) for worker in self._workers) + len(self._done)
         # The last tasks are not queued after another one: whichever worker is free first takes them.
         last = not self._ordered and self._left - sent <= self._prefetch * self.size

@@ -1,4 +1,4 @@
-"""benchmarks/promises.py tells numbers as people read them, and knows what a quick run is."""
+"""``benchmarks/promises.py`` formats numbers, prints promises and parses ``--quick``."""
 
 import argparse
 import importlib
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def promises(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A newly imported module for each test: it keeps the promises so far, and whether the run is quick."""
+    """A newly imported module for each test, because it stores promises and whether the run is quick."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     monkeypatch.delitem(sys.modules, "promises", raising=False)
     return importlib.import_module("promises")
@@ -26,16 +26,16 @@ def promises(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_numbers_have_four_digits(promises: Any, value: Any, unit: str, text: str) -> None:
-    assert promises.shown(value, unit) == text
+    assert promises.format_value(value, unit) == text
 
 
 def test_a_number_never_looks_like_a_target_that_it_is_not(promises: Any) -> None:
-    assert promises.shown(99.9861, "%", 99.99) == "99.986 %"
-    assert promises.shown(99.99, "%", 99.99) == "99.99 %"
-    assert promises.shown(1_000_001, "", 1_000_000) == "1,000,001"
+    assert promises.format_value(99.9861, "%", 99.99) == "99.986 %"
+    assert promises.format_value(99.99, "%", 99.99) == "99.99 %"
+    assert promises.format_value(1_000_001, "", 1_000_000) == "1,000,001"
 
 
-def test_a_promise_says_what_was_measured_against_what(
+def test_a_promise_is_printed_with_value_target_and_baseline(
     promises: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(promises.RECORD, raising=False)
@@ -47,10 +47,10 @@ def test_a_promise_says_what_was_measured_against_what(
     ]
 
 
-def test_quick_changes_defaults_and_never_what_was_asked_for(
+def test_quick_changes_defaults_but_no_explicit_options(
     promises: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def parsed(*arguments: str) -> tuple[int, int, bool]:
+    def parse(*arguments: str) -> tuple[int, int, bool]:
         monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
         parser = argparse.ArgumentParser()
         parser.add_argument("--rows", type=int, default=1000)
@@ -58,6 +58,6 @@ def test_quick_changes_defaults_and_never_what_was_asked_for(
         options = promises.parse(parser, rows=10, repeat=1)
         return options.rows, options.repeat, options.quick
 
-    assert parsed() == (1000, 3, False)
-    assert parsed("--quick") == (10, 1, True)
-    assert parsed("--rows", "7", "--quick") == (7, 1, True)
+    assert parse() == (1000, 3, False)
+    assert parse("--quick") == (10, 1, True)
+    assert parse("--rows", "7", "--quick") == (7, 1, True)

@@ -1,4 +1,4 @@
-"""``benchmarks/run.py`` runs scripts, judges their promises, keeps their records and writes the page."""
+"""``benchmarks/run.py`` runs scripts, checks their promises, keeps their records and writes the page."""
 
 import ast
 import contextlib
@@ -54,23 +54,23 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
-def script(home: Path, name: str, *lines: str) -> None:
-    """A benchmark whose main has these lines."""
+def write_script(home: Path, name: str, *lines: str) -> None:
+    """Write a benchmark whose main has these lines."""
     body = "".join(f"    {line}\n" for line in ("parse(argparse.ArgumentParser())", *lines))
     (home / f"{name}.py").write_text(
         "import argparse, os, signal, subprocess, sys, tempfile, time\n"
-        "from promises import fact, parse, promise, recorded\n"
-        f"@recorded()\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n"
+        "from promises import fact, parse, promise, record_outcome\n"
+        f"@record_outcome()\ndef main():\n{body}\nif __name__ == '__main__':\n    main()\n"
     )
 
 
-def record(home: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((home / "results" / f"{name}.json").read_text())
-    return found
+def read_record(home: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((home / "results" / f"{name}.json").read_text())
+    return content
 
 
-def ended(process: int) -> bool:
-    """Whether it is gone soon (one that nobody has asked about yet is a zombie, and gone too)."""
+def has_ended(process: int) -> bool:
+    """Return whether a process ends soon; a zombie has ended."""
     for _ in range(100):
         try:
             if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
@@ -82,7 +82,7 @@ def ended(process: int) -> bool:
 
 
 def calls(tree: ast.AST) -> list[tuple[str, list[Any]]]:
-    """Names of the functions that are called, and their constant arguments."""
+    """Return the names of called functions, and their constant arguments."""
     return [
         (
             getattr(node.func, "id", getattr(node.func, "attr", "")),
@@ -94,11 +94,10 @@ def calls(tree: ast.AST) -> list[tuple[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("path", find_scripts(BENCHMARKS), ids=lambda path: path.stem)
-def test_every_benchmark_promises_something_and_takes_quick(path: Path) -> None:
-    found = calls(ast.parse(path.read_text("utf-8")))
-    names = {name for name, _ in found}
+def test_every_benchmark_has_a_promise_and_a_quick_option(path: Path) -> None:
+    names = {name for name, _ in calls(ast.parse(path.read_text("utf-8")))}
     assert "promise" in names
-    assert {"recorded", "parse"} <= names
+    assert {"record_outcome", "parse"} <= names
 
 
 def test_the_benchmarks_of_the_checkout_are_found() -> None:
@@ -107,7 +106,7 @@ def test_the_benchmarks_of_the_checkout_are_found() -> None:
     assert not {"promises", "mixes", "words", "run", "page"} & set(names)
 
 
-def test_the_page_of_the_checkout_is_what_its_records_give() -> None:
+def test_the_page_of_the_checkout_matches_its_records() -> None:
     assert page_path(BENCHMARKS).read_text("utf-8") == render(BENCHMARKS), (
         "run `python benchmarks/run.py --render`"
     )
@@ -118,9 +117,9 @@ def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
     page = page_path(BENCHMARKS).read_bytes()
     done = run("estimate", "--quick", "--json")
     report = json.loads(done.stdout)
-    (one,) = report["benchmarks"]
-    assert (report["quick"], one["name"], one["ran"], one["problem"]) == (True, "estimate", True, "")
-    same, ratio = one["promises"]
+    (result,) = report["benchmarks"]
+    assert (report["quick"], result["name"], result["ran"], result["problem"]) == (True, "estimate", True, "")
+    same, ratio = result["promises"]
     assert same["claim"] == "rows with another estimate over columns"
     assert same["kept"]
     assert (ratio["sign"], ratio["target"], ratio["full_target"]) == (">=", 25, 50)
@@ -131,48 +130,48 @@ def test_a_real_benchmark_runs_quickly_and_writes_nothing() -> None:
     assert page_path(BENCHMARKS).read_bytes() == page
 
 
-def test_a_full_run_records_what_was_told_where_with_what_when_and_how(home: Path) -> None:
-    script(home, "good", "print('some table')", KEPT, "fact('rows', 1234567)")
+def test_a_full_run_records_promises_machine_versions_date_and_command(home: Path) -> None:
+    write_script(home, "good", "print('some table')", KEPT, "fact('rows', 1234567)")
     done = run("--folder", home)
     assert done.exit_code == 0, done.stdout
     assert "good (1 of 1)" in done.stdout
     assert "ok   speed: 6.2x (to reach: >= 6x; baseline: the plain way)" in done.stdout
     assert "some table" not in done.stdout
     assert "every promise is kept" in done.stdout
-    found = record(home, "good")
-    assert (found["script"], found["exit"], found["problem"]) == ("good", 0, "")
-    assert found["command"] == "python benchmarks/good.py"
-    assert found["date"].endswith(" UTC")
-    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert found["machine"]["memory_gib"] > 0
-    assert found["machine"]["cpu"]
-    assert found["machine"]["gpu"] is None
-    assert {"python", "packhorse", "torch", "transformers", "numpy", "pyarrow"} <= set(found["versions"])
-    (told,) = found["promises"]
-    assert told == {
+    content = read_record(home, "good")
+    assert (content["script"], content["exit"], content["problem"]) == ("good", 0, "")
+    assert content["command"] == "python benchmarks/good.py"
+    assert content["date"].endswith(" UTC")
+    assert content["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert content["machine"]["memory_gib"] > 0
+    assert content["machine"]["cpu"]
+    assert content["machine"]["gpu"] is None
+    assert {"python", "packhorse", "torch", "transformers", "numpy", "pyarrow"} <= set(content["versions"])
+    (promise,) = content["promises"]
+    assert promise == {
         **{"claim": "speed", "value": 6.2, "sign": ">=", "target": 6, "unit": "x"},
         **{"baseline": "the plain way", "kind": "speed", "kept": True},
     }
-    assert found["facts"] == [{"fact": "rows", "value": 1234567, "unit": ""}]
+    assert content["facts"] == [{"fact": "rows", "value": 1234567, "unit": ""}]
     page = page_path(home).read_text()
     assert page == render(home)
     assert page.startswith("<!-- Generated from benchmarks/results/.")
-    date = found["date"]
+    date = content["date"]
     assert f"| speed | the plain way | 6.2x | ≥ 6x | yes | [good](#good) | {date} |" in page
     assert f"| [good](#good) | `python benchmarks/good.py` | {date} |" in page
     assert "| rows | 1,234,567 |" in page
-    for name, version in found["versions"].items():
+    for name, version in content["versions"].items():
         assert f"{name} {version}" in page
-    assert f"{found['machine']['cpu']}, {found['machine']['cores']} cores" in page
+    assert f"{content['machine']['cpu']}, {content['machine']['cores']} cores" in page
 
 
-def test_a_script_alone_makes_the_same_record(home: Path, tmp_path: Path) -> None:
-    script(home, "good", KEPT)
+def test_a_script_alone_writes_the_same_record(home: Path, tmp_path: Path) -> None:
+    write_script(home, "good", KEPT)
     assert run("--folder", home).exit_code == 0
     alone = tmp_path / "alone.json"
     environment = {**os.environ, "PACKHORSE_RECORD": str(alone)}
     subprocess.run([sys.executable, "benchmarks/good.py"], cwd=tmp_path, env=environment, check=True)
-    ours, theirs = record(home, "good"), json.loads(alone.read_text())
+    ours, theirs = read_record(home, "good"), json.loads(alone.read_text())
     assert list(theirs) == list(ours)
     changing = {"date", "seconds"}
     assert {k: v for k, v in theirs.items() if k not in changing} == {
@@ -180,24 +179,24 @@ def test_a_script_alone_makes_the_same_record(home: Path, tmp_path: Path) -> Non
     }
 
 
-def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -> None:
-    script(home, "good", KEPT)
-    script(home, "slow", MISSED, "promise('a|b', 2, 1, baseline='none', unit='ms', at_least=False)")
+def test_a_missed_promise_gives_exit_code_1_and_is_in_the_table(home: Path) -> None:
+    write_script(home, "good", KEPT)
+    write_script(home, "slow", MISSED, "promise('a|b', 2, 1, baseline='none', unit='ms', at_least=False)")
     done = run("--folder", home)
     assert done.exit_code == 1
     assert "missed: slow" in done.stdout
     assert "\x1b" not in done.stdout
-    assert record(home, "slow")["exit"] == 1
+    assert read_record(home, "slow")["exit"] == 1
     page = page_path(home).read_text()
     assert "3 promises of 2 scripts: 1 kept, 2 missed." in page
     assert "| speed | the plain way | 5x | ≥ 6x | **missed** | [slow](#slow) |" in page
     assert "| a\\|b | none | 2 ms | ≤ 1 ms | **missed** |" in page
     assert run("good", "--folder", home).exit_code == 0
-    assert "**missed**" in page_path(home).read_text()  # the page is of all records, not of this run alone
+    assert "**missed**" in page_path(home).read_text()  # the page shows all records, not only this run
 
 
 @pytest.mark.parametrize(
-    ("target", "sign", "quick", "told"),
+    ("target", "sign", "quick", "text"),
     [
         (2.5, ">=", 1.25, ">= 1.25x, half of 2.5x"),
         (90, ">=", 45, ">= 45x, half of 90x"),
@@ -205,17 +204,17 @@ def test_a_missed_promise_is_exit_code_one_and_stands_in_the_table(home: Path) -
         (0, "<=", 0, "<= 0x"),
     ],
 )
-def test_a_quick_run_asks_for_half_of_a_speed_for_twice_a_limit_and_for_all_of_what_is_exact(
-    target: float, sign: str, quick: float, told: str
+def test_the_target_of_a_quick_run_is_half_of_a_speed_twice_a_limit_and_an_exact_value_unchanged(
+    target: float, sign: str, quick: float, text: str
 ) -> None:
-    assert promises.in_force(target, sign, "speed") == quick
-    assert promises.in_force(target, sign, "exact") == target
-    words = {"sign": sign, "target": quick, "full_target": target, "unit": "x"}
-    assert promises.to_reach(words) == told
+    assert promises.quick_target(target, sign, "speed") == quick
+    assert promises.quick_target(target, sign, "exact") == target
+    entry = {"sign": sign, "target": quick, "full_target": target, "unit": "x"}
+    assert promises.describe_target(entry) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "target", "at_least", "kept", "told"),
+    ("value", "target", "at_least", "kept", "text"),
     [
         (3.1, 6, True, True, ">= 3x, half of 6x"),
         (2.9, 6, True, False, ">= 3x, half of 6x"),
@@ -223,36 +222,36 @@ def test_a_quick_run_asks_for_half_of_a_speed_for_twice_a_limit_and_for_all_of_w
         (2.1, 1, False, False, "<= 2x, twice 1x"),
     ],
 )
-def test_line_table_json_and_exit_codes_of_a_quick_run_judge_alike_and_name_both_targets(
-    home: Path, value: float, target: float, at_least: bool, kept: bool, told: str
+def test_line_table_json_and_exit_code_of_a_quick_run_agree_and_name_both_targets(
+    home: Path, value: float, target: float, at_least: bool, kept: bool, text: str
 ) -> None:
-    script(home, "half", f"promise('x', {value}, {target}, baseline='b', at_least={at_least})")
+    write_script(home, "half", f"promise('x', {value}, {target}, baseline='b', at_least={at_least})")
     verdict, code = ("ok  ", 0) if kept else ("MISS", 1)
-    line = f"{verdict} x: {value}x (to reach: {told}; baseline: b)"
+    line = f"{verdict} x: {value}x (to reach: {text}; baseline: b)"
     alone = subprocess.run(
         [sys.executable, str(home / "half.py"), "--quick"], capture_output=True, text=True, check=False
     )
     assert (alone.returncode, alone.stdout) == (code, line + "\n")
-    seen = run("--quick", "--folder", home)
-    assert seen.exit_code == code
-    assert line in seen.stdout
-    assert [row.split() for row in seen.stdout.splitlines() if row.startswith("  half ")] == [
-        ["half", "x", f"{value}x", *told.split(), verdict.strip()]
+    quick = run("--quick", "--folder", home)
+    assert quick.exit_code == code
+    assert line in quick.stdout
+    assert [row.split() for row in quick.stdout.splitlines() if row.startswith("  half ")] == [
+        ["half", "x", f"{value}x", *text.split(), verdict.strip()]
     ]
     end = "every promise is kept" if kept else "missed: half"
-    assert re.search(rf"^1 benchmark in \d+ s; {end}$", seen.stdout, re.MULTILINE)
+    assert re.search(rf"^1 benchmark in \d+ s; {end}$", quick.stdout, re.MULTILINE)
     done = run("--quick", "--json", "--folder", home)
     assert done.exit_code == code
     report = json.loads(done.stdout)
-    (one,) = report["benchmarks"]
-    (promised,) = one["promises"]
-    assert (report["kept"], one["ok"], promised["kept"]) == (kept, kept, kept)
+    (result,) = report["benchmarks"]
+    (promised,) = result["promises"]
+    assert (report["kept"], result["ok"], promised["kept"]) == (kept, kept, kept)
     assert (promised["value"], promised["full_target"]) == (value, target)
     assert promised["target"] == (target / 2 if at_least else target * 2)
 
 
-def test_a_quick_run_passes_quick_on_and_writes_no_file_and_a_full_run_asks_for_all(home: Path) -> None:
-    script(
+def test_a_quick_run_writes_no_file_and_a_full_run_needs_the_full_target(home: Path) -> None:
+    write_script(
         home, "half", "value = 3.1 if '--quick' in sys.argv else 5", "promise('x', value, 6, baseline='b')"
     )
     assert run("--quick", "--folder", home).exit_code == 0
@@ -261,14 +260,14 @@ def test_a_quick_run_passes_quick_on_and_writes_no_file_and_a_full_run_asks_for_
     done = run("--no-docs", "--json", "--folder", home)
     assert done.exit_code == 1
     report = json.loads(done.stdout)
-    (told,) = report["benchmarks"][0]["promises"]
-    assert (report["kept"], told["target"], told["full_target"]) == (False, 6, 6)
-    assert "full_target" not in record(home, "half")["promises"][0]
+    (promise,) = report["benchmarks"][0]["promises"]
+    assert (report["kept"], promise["target"], promise["full_target"]) == (False, 6, 6)
+    assert "full_target" not in read_record(home, "half")["promises"][0]
     assert not page_path(home).exists()
 
 
-def test_a_record_of_a_quick_run_is_not_taken_for_a_promised_figure(home: Path) -> None:
-    script(home, "half", "promise('x', 3.1, 6, baseline='b')")
+def test_a_record_of_a_quick_run_is_rejected(home: Path) -> None:
+    write_script(home, "half", "promise('x', 3.1, 6, baseline='b')")
     (home / "results").mkdir()
     environment = {**os.environ, "PACKHORSE_RECORD": str(home / "results" / "half.json")}
     subprocess.run([sys.executable, str(home / "half.py"), "--quick"], env=environment, check=True)
@@ -277,13 +276,13 @@ def test_a_record_of_a_quick_run_is_not_taken_for_a_promised_figure(home: Path) 
     assert "half.json is a record of a run with --quick" in done.stderr
 
 
-def test_a_quick_run_does_not_halve_what_is_exact(home: Path) -> None:
-    script(home, "halved", "promise('noticed', 0.9, 1.0, baseline='b', kind='exact')")
+def test_a_quick_run_does_not_halve_an_exact_target(home: Path) -> None:
+    write_script(home, "halved", "promise('noticed', 0.9, 1.0, baseline='b', kind='exact')")
     done = run("--quick", "--json", "--folder", home)
     assert done.exit_code == 1
-    (told,) = json.loads(done.stdout)["benchmarks"][0]["promises"]
-    assert (told["kind"], told["kept"], told["target"]) == ("exact", False, 1.0)
-    script(home, "halved", "promise('noticed', 1.0, 1.0, baseline='b', kind='exact')")
+    (promise,) = json.loads(done.stdout)["benchmarks"][0]["promises"]
+    assert (promise["kind"], promise["kept"], promise["target"]) == ("exact", False, 1.0)
+    write_script(home, "halved", "promise('noticed', 1.0, 1.0, baseline='b', kind='exact')")
     assert run("--quick", "--folder", home).exit_code == 0
 
 
@@ -294,7 +293,7 @@ def test_the_help_names_the_benchmarks_of_the_checkout() -> None:
     assert done.exit_code == 0
 
 
-def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_results(home: Path) -> None:
+def test_a_record_has_the_commit_and_marks_changed_files(home: Path) -> None:
     def git(*arguments: str) -> str:
         person = ("-c", "user.name=A", "-c", "user.email=a@example.org")
         done = subprocess.run(
@@ -302,29 +301,29 @@ def test_a_record_names_the_commit_where_there_is_git_and_a_change_of_more_than_
         )
         return done.stdout.strip()
 
-    script(home, "good", KEPT)
+    write_script(home, "good", KEPT)
     assert run("--folder", home).exit_code == 0
-    assert record(home, "good")["commit"] is None
+    assert read_record(home, "good")["commit"] is None
     assert "commit " not in page_path(home).read_text().partition("## Machines")[2]
     git("init", "--quiet")
     (home.parent / ".gitignore").write_text("__pycache__\n")
     git("add", ".")
     git("commit", "--quiet", "-m", "all")
     commit = git("rev-parse", "--short", "HEAD")
-    for _ in range(2):  # the record and the page that the first run writes are no change
+    for _ in range(2):  # the record and page of the first run are ignored
         assert run("--folder", home).exit_code == 0
-        assert record(home, "good")["commit"] == commit
+        assert read_record(home, "good")["commit"] == commit
     assert f"commit {commit}, python " in page_path(home).read_text()
-    script(home, "other", KEPT)
+    write_script(home, "other", KEPT)
     assert run("good", "--folder", home).exit_code == 0
-    assert record(home, "good")["commit"] == f"{commit}+"
+    assert read_record(home, "good")["commit"] == f"{commit}+"
 
 
-def test_a_script_that_dies_and_leaves_a_child_with_its_output_is_not_waited_for(
+def test_a_child_that_outlives_its_script_does_not_delay_the_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark_run, "_SECONDS_TO_END", 1.0)
-    script(
+    write_script(
         home,
         "parent",
         KEPT,
@@ -333,25 +332,25 @@ def test_a_script_that_dies_and_leaves_a_child_with_its_output_is_not_waited_for
         "print('the last line')",
         "os.kill(os.getpid(), signal.SIGKILL)",
     )
-    begun = time.monotonic()
+    started = time.monotonic()
     assert run("--folder", home).exit_code == 1
-    assert time.monotonic() - begun < 120  # of the 600 that the child would take
-    assert record(home, "parent")["problem"] == "exit code -9: the last line"
-    assert record(home, "parent")["promises"][0]["kept"]
-    assert ended(int((tmp_path / "child").read_text()))
+    assert time.monotonic() - started < 120  # of the 600 that the child would take
+    assert read_record(home, "parent")["problem"] == "exit code -9: the last line"
+    assert read_record(home, "parent")["promises"][0]["kept"]
+    assert has_ended(int((tmp_path / "child").read_text()))
 
 
-def test_one_script_that_fails_stops_no_other_and_is_shown_as_failed(home: Path) -> None:
-    script(home, "a_crash", KEPT, "raise OSError('no disk')")
-    script(home, "b_said", MISSED, "sys.exit('the batches differ')")
-    script(home, "c_dead", MISSED, "os.kill(os.getpid(), signal.SIGKILL)")
+def test_a_failing_script_is_reported_and_the_others_run(home: Path) -> None:
+    write_script(home, "a_crash", KEPT, "raise OSError('no disk')")
+    write_script(home, "b_said", MISSED, "sys.exit('the batches differ')")
+    write_script(home, "c_dead", MISSED, "os.kill(os.getpid(), signal.SIGKILL)")
     (home / "d_import.py").write_text("import no_such_module\nif __name__ == '__main__': pass\n")
-    script(home, "e_silent")
-    script(home, "f_code", KEPT, "sys.exit(3)")
-    script(home, "g_good", KEPT)
+    write_script(home, "e_silent")
+    write_script(home, "f_code", KEPT, "sys.exit(3)")
+    write_script(home, "g_good", KEPT)
     done = run("--folder", home)
     assert done.exit_code == 1
-    problems = {path.stem: record(home, path.stem)["problem"] for path in find_scripts(home)}
+    problems = {path.stem: read_record(home, path.stem)["problem"] for path in find_scripts(home)}
     assert problems["a_crash"] == "exit code 1: OSError: no disk"
     assert problems["b_said"] == "exit code 1: the batches differ"
     assert problems["c_dead"].startswith("exit code -9: ")
@@ -362,28 +361,26 @@ def test_one_script_that_fails_stops_no_other_and_is_shown_as_failed(home: Path)
     page = page_path(home).read_text()
     assert "**Failed: a_crash, b_said, c_dead, d_import, e_silent, f_code.**" in page
     for name, problem in problems.items():
-        told = " ".join(problem.split())
-        assert (f"| **{told}** |  |  |  | **failed** | [{name}](#{name}) |" in page) == bool(problem)
+        text = " ".join(problem.split())
+        assert (f"| **{text}** |  |  |  | **failed** | [{name}](#{name}) |" in page) == bool(problem)
     assert "| speed | the plain way | 6.2x | ≥ 6x | yes | [g_good](#g_good) |" in page
-    assert run("a_crash", "--quick", "--folder", home).exit_code == 1  # a promise kept is no excuse
+    assert run("a_crash", "--quick", "--folder", home).exit_code == 1  # although its promise is kept
 
 
-def test_without_a_gpu_a_recorded_result_stays_with_its_machine(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_the_record_of_a_gpu_script_stays(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script(home, "gpu_fast", KEPT)
-    assert run("--quick", "--folder", home).exit_code == 0  # there it runs on a CPU
+    write_script(home, "gpu_fast", KEPT)
+    assert run("--quick", "--folder", home).exit_code == 0  # a quick run uses the CPU
     done = run("--folder", home)
     assert done.exit_code == 0
     assert "not run: there is no GPU; its record stays" in done.stdout
     assert not (home / "results").exists()
     assert "Not recorded yet: gpu_fast." in page_path(home).read_text()
-    script(home, "good", KEPT)
+    write_script(home, "good", KEPT)
     assert run("good", "--folder", home).exit_code == 0
-    elsewhere = record(home, "good") | {"script": "gpu_fast", "date": "2030-01-02 03:04 UTC"}
-    elsewhere["machine"] = elsewhere["machine"] | {"gpu": "Some GPU"}
-    (home / "results" / "gpu_fast.json").write_text(json.dumps(elsewhere))
+    gpu_record = read_record(home, "good") | {"script": "gpu_fast", "date": "2030-01-02 03:04 UTC"}
+    gpu_record["machine"] = gpu_record["machine"] | {"gpu": "Some GPU"}
+    (home / "results" / "gpu_fast.json").write_text(json.dumps(gpu_record))
     text = (home / "results" / "gpu_fast.json").read_text()
     assert run("--folder", home).exit_code == 0
     assert (home / "results" / "gpu_fast.json").read_text() == text
@@ -393,36 +390,34 @@ def test_without_a_gpu_a_recorded_result_stays_with_its_machine(
     assert "Not recorded yet" not in page
 
 
-def test_the_page_is_made_again_from_records_alone(home: Path) -> None:
-    script(home, "good", KEPT)
+def test_the_page_is_rendered_from_the_records(home: Path) -> None:
+    write_script(home, "good", KEPT)
     assert run("--folder", home).exit_code == 0
     page = page_path(home).read_text()
     page_path(home).unlink()
     (home / "good.py").unlink()  # nothing is run
     assert run("--render", "--folder", home).exit_code == 0
     assert page_path(home).read_text() == page
-    cut = record(home, "good")
-    cut["exit"] = None  # of a script that was killed on another machine
-    (home / "results" / "good.json").write_text(json.dumps(cut))
+    unfinished = read_record(home, "good")
+    unfinished["exit"] = None  # of a script that was killed on another machine
+    (home / "results" / "good.json").write_text(json.dumps(unfinished))
     assert "**it did not run to its end**" in render(home)
     (home / "results" / "good.json").write_text("{}")
     done = run("--render", "--folder", home)
     assert done.exit_code == 2
     assert "good.json has no script, command" in done.stderr
-    script(home, "other", KEPT)
+    write_script(home, "other", KEPT)
     assert run("--folder", home).exit_code == 2  # before anything is run
     assert not (home / "results" / "other.json").exists()
     assert page_path(home).read_text() == page
     assert len(load_records(BENCHMARKS)) == len(list((BENCHMARKS / "results").glob("*.json")))
 
 
-def test_a_script_stopped_by_ctrl_c_leaves_no_half_file_no_child_and_no_temporary_file(
-    home: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_no_partial_file_no_child_and_no_temporary_file(home: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    script(home, "a_good", KEPT)
-    script(
+    write_script(home, "a_good", KEPT)
+    write_script(
         home,
         "b_long",
         KEPT,
@@ -444,29 +439,29 @@ def test_a_script_stopped_by_ctrl_c_leaves_no_half_file_no_child_and_no_temporar
     assert sorted(path.name for path in (home / "results").iterdir()) == ["a_good.json"]
     assert page_path(home).read_text() == render(home)
     assert not list(scratch.iterdir())
-    assert ended(int(child.read_text()))
+    assert has_ended(int(child.read_text()))
 
 
 def test_children_of_a_script_do_not_write_its_record(home: Path) -> None:
-    again = "'--child' in sys.argv or subprocess.run([sys.executable, __file__, '--child'], check=True)"
-    script(home, "twice", again, "promise(str(len(sys.argv)), 1, 1, baseline='b')")
+    restart = "'--child' in sys.argv or subprocess.run([sys.executable, __file__, '--child'], check=True)"
+    write_script(home, "twice", restart, "promise(str(len(sys.argv)), 1, 1, baseline='b')")
     text = (home / "twice.py").read_text()
     (home / "twice.py").write_text(text.replace("parse(argparse.ArgumentParser())", "pass"))
     assert run("--folder", home).exit_code == 0
-    assert [one["claim"] for one in record(home, "twice")["promises"]] == ["1"]
+    assert [promise["claim"] for promise in read_record(home, "twice")["promises"]] == ["1"]
 
 
-def test_a_processor_is_passed_to_count_alone(home: Path) -> None:
+def test_a_processor_is_passed_to_count_only(home: Path) -> None:
     for name in ("count", "other"):
-        script(home, name, "promise('-'.join(sys.argv[1:]), 1, 1, baseline='b')")
+        write_script(home, name, "promise('-'.join(sys.argv[1:]), 1, 1, baseline='b')")
         text = (home / f"{name}.py").read_text()
         (home / f"{name}.py").write_text(text.replace("parse(argparse.ArgumentParser())", "pass"))
     assert run("--processor", "x", "--folder", home).exit_code == 0
-    assert record(home, "count")["command"] == "python benchmarks/count.py --processor x"
-    assert record(home, "other")["command"] == "python benchmarks/other.py"
+    assert read_record(home, "count")["command"] == "python benchmarks/count.py --processor x"
+    assert read_record(home, "other")["command"] == "python benchmarks/other.py"
 
 
-def test_without_the_folder_or_the_script_there_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_folder_or_script_gives_one_line(tmp_path: Path) -> None:
     done = run("--folder", tmp_path / "none")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What scripts of ``benchmarks/`` work out of what they have measured."""
+"""Computations of benchmark scripts."""
 
 import importlib
 from pathlib import Path
@@ -12,25 +12,23 @@ SIZES = [10_000, 100_000, 1_000_000]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script by its name."""
+    """Import a script by name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
 @pytest.mark.parametrize(("power", "kept"), [(1.0, True), (1.05, True), (1.2, False), (2.0, False)])
-def test_a_long_start_does_not_hide_that_work_grows_faster_than_the_rows(
-    load: Any, power: float, kept: bool
-) -> None:
+def test_a_long_start_up_does_not_hide_superlinear_growth(load: Any, power: float, kept: bool) -> None:
     size = load("size")
     seconds = [30 + 4 * (rows / SIZES[1]) ** power for rows in SIZES]
-    assert (size.exponent(SIZES, seconds) <= size.MOST_GROWTH) is kept
+    assert (size.exponent(SIZES, seconds) <= size.MAX_GROWTH) is kept
 
 
-def test_growth_of_next_to_no_work_is_not_judged_but_work_out_of_nothing_is(load: Any) -> None:
+def test_growth_of_little_work_has_no_target(load: Any) -> None:
     size = load("size")
     assert size.exponent(SIZES, [7.0, 7.3, 9.0]) is None
     assert size.exponent(SIZES, [7.0, 6.9, 8.0]) is None
-    assert size.exponent(SIZES, [7.0, 7.0, 60.0]) > size.MOST_GROWTH
+    assert size.exponent(SIZES, [7.0, 7.0, 60.0]) > size.MAX_GROWTH
 
 
 def test_a_mutant_is_noticed_by_failed_tests_and_not_by_tests_that_cannot_run(

@@ -22,11 +22,11 @@ from packhorse.neat_packing_vlm import plan_packs
     [
         ("nowhere.json", "nowhere.json"),
         ("nowhere.phplan", "nowhere.phplan: no such file"),
-        ("{meta}", "is a meta file: name the --processor"),
+        ("{meta}", "is a meta file: pass --processor"),
         ("{rows}", "looks like a data file; expected a meta file"),
         ("{plan} --processor /nowhere", "processor /nowhere: no such folder"),
-        ("{bare}", "make one with `packhorse plan`"),
-        ("{torn}", "is not a whole plan"),
+        ("{bare}", "write it with `packhorse plan`"),
+        ("{torn}", "is not a complete plan"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_exit_code_two(source: str, says: str, tmp_path: Path) -> None:

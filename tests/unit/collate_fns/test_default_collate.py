@@ -355,6 +355,17 @@ def test_a_hidden_image_at_the_front_counts_towards_the_length():
         default_collate_fn([fake], made, length - 1, drop_overlong=True)
 
 
+def test_an_unlisted_processor_whose_template_forgets_the_media_is_logged(caplog):
+    class Forgetful(StrictProcessor):
+        def apply_chat_template(self, conversations, **options):
+            batch = super().apply_chat_template(conversations, **options)
+            return {key: value for key, value in batch.items() if key != "pixel_values"}
+
+    with caplog.at_level(logging.WARNING):
+        default_collate_fn([SEEN], Forgetful())
+    assert "Forgetful.apply_chat_template returned no tensor for the 1 media" in caplog.text
+
+
 def test_a_sample_that_was_skipped_is_rejected_with_what_to_do():
     with pytest.raises(ConfigError, match=r"sample 1 of the batch is None.*dataset\.robust_collate"):
         default_collate_fn([HELLO, None], processor("qwen2_vl"))

@@ -14,10 +14,10 @@ import pytest
 from contract.processors import build, processor
 from count_samples import (
     chat,
-    leavings,
     python_path,
     save_processor,
     sidecars,
+    stale_files,
     write_chats,
     write_meta,
     write_rows,
@@ -79,7 +79,7 @@ def test_the_bytes_are_the_same_in_one_process_in_two_in_any_order_and_after_an_
             path.unlink()
         counted = count_meta(meta, with_processor, part_rows=5, engine=engine).counted_rows
         assert content(tmp_path) == expected
-        assert leavings(tmp_path) == []
+        assert stale_files(tmp_path) == []
         return counted
 
     assert again(Backwards()) == 40
@@ -120,7 +120,7 @@ def test_a_changed_file_is_counted_only_where_it_changed(tmp_path: Path, qwen: A
         found = sidecar.read_bytes()
         count_meta(meta, qwen, part_rows=4, fresh=True)
         assert sidecar.read_bytes() == found
-        assert leavings(tmp_path) == []
+        assert stale_files(tmp_path) == []
 
     changed([*rows, *(json.dumps(chat(n)) for n in range(100, 103))], 3)  # appended
     changed(
@@ -260,7 +260,7 @@ def test_a_file_that_changes_during_the_count_is_rejected(tmp_path: Path, qwen: 
 
 
 def untouched(folder: Path) -> bool:
-    return sidecars(folder) == [] and leavings(folder) == []
+    return sidecars(folder) == [] and stale_files(folder) == []
 
 
 def test_a_tokenizer_without_a_chat_template_is_one_error(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from packhorse.datasets import convert_sharegpt_to_conversation, open_rows
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_conversation
 from packhorse.tools.check import check_meta
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
 
@@ -88,12 +88,14 @@ def test_rows_of_a_hundred_megabytes_are_in_the_ledger_and_the_others_are_delive
     )
     found = {drop.key: drop.reason for drop in loader.ledger}
     assert found == dict.fromkeys(("a/1", "a/2", "a/3"), "row_too_large")
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [0, 4]
     assert check_meta(meta).files[0].counts == {("row_too_large", "error"): 3}
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p")))
-    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
-    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+    planned = make_plan(
+        PlanRequest(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p"))
+    )
+    save_plan(planned, plan_report(planned), tmp_path / "made.phplan")
+    app = make_app(PlanViewer.open(str(tmp_path / "made.phplan")))
     page = ask(app, "/row/1")
     assert page.status == 200
     assert len(page.body) < 1_000_000

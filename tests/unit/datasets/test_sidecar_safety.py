@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from contract.processors import processor
-from count_samples import chat, leavings, sidecars, write_chats, write_meta, write_rows
+from count_samples import chat, sidecars, stale_files, write_chats, write_meta, write_rows
 from packhorse.count import counting
 from packhorse.count.count_jsonl import write_counted_jsonl
 from packhorse.count.counting import count_meta
@@ -183,7 +183,7 @@ def test_the_slower_of_two_machines_takes_the_count_file_of_the_faster(
     report = count_meta(meta, qwen, part_rows=3, engine=Engine(other_machine))
     assert report.datasets[0].rows == 12
     assert len(sidecars(tmp_path / "data")) == 1
-    assert leavings(tmp_path / "data") == []
+    assert stale_files(tmp_path / "data") == []
 
 
 def removed(folder: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_fresh_count_that_was_interrupted_goes_on(
         count_meta(meta, qwen, part_rows=3, fresh=True, engine=StopsAfter(2))
     assert counts_of(open_meta_dataset(meta), qwen) is None
     assert count_meta(meta, qwen).counted_rows == 6  # the rest of it, and none of the old ones
-    assert leavings(tmp_path) == []
+    assert stale_files(tmp_path) == []
 
 
 def with_about(path: Path, about: Any) -> None:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from packhorse.utils.pool import set_note
+from packhorse.utils import pool
 
 
 def square(number: int) -> int:
@@ -31,7 +31,7 @@ def big(data: bytes) -> bytes:
 
 def always_die(number: int) -> int:
     if number == 2:
-        set_note(5)
+        pool.note.value = 5
         os.kill(os.getpid(), signal.SIGKILL)
     return number
 

@@ -11,7 +11,7 @@ from contract.tiny_tokenizers import tokenizer
 from count_samples import sidecars
 from packhorse.errors import ConfigError
 from packhorse.loader import LoaderConfig
-from packhorse.tools.view.plan_book import Request, make_plan
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan
 from view_samples import write_samples
 
 
@@ -25,7 +25,7 @@ def test_a_plan_and_a_loader_with_the_same_settings_have_the_same_packs(
 ) -> None:
     meta = write_samples(tmp_path / "data")
     config = LoaderConfig(data=str(meta), max_bad_share=None, **{"pack_size": 256, **settings})
-    planned = make_plan(Request(config, processor("qwen2_vl"), epoch=1))
+    planned = make_plan(PlanRequest(config, processor("qwen2_vl"), epoch=1))
     loader = config.build(processor("qwen2_vl"), model="unchecked")
     loader.set_epoch(1)
     assert loader.plan_key == planned.planner.name
@@ -43,8 +43,8 @@ def test_settings_that_batches_cannot_be_built_with_raise_before_rows_are_counte
     assert sidecars(meta.parent)
 
 
-def test_a_plan_refuses_a_tokenizer_for_a_model_with_images_as_the_loader_does(tmp_path: Path) -> None:
+def test_a_plan_rejects_a_tokenizer_for_a_model_with_images_as_the_loader_does(tmp_path: Path) -> None:
     tiny_model("qwen2_vl").config.save_pretrained(tmp_path / "model")
     config = LoaderConfig(data=str(write_samples(tmp_path / "data")), pack_size=256)
     with pytest.raises(ConfigError, match="processor is a tokenizer"):
-        make_plan(Request(config, tokenizer("qwen2_vl"), str(tmp_path / "model")))
+        make_plan(PlanRequest(config, tokenizer("qwen2_vl"), str(tmp_path / "model")))

@@ -33,9 +33,9 @@ from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.media import image_size, load_audio, load_image, load_video, read_bytes, remote
 from packhorse.tools.check import check_meta
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import ask
 
@@ -316,7 +316,7 @@ def test_odd_addresses_are_in_the_ledger_with_their_rows_and_the_others_are_deli
     hub, gone = "hf://datasets/someone/photos/a.png", f"{server.url}/404/a.png"
     images = ["reference://x", hub, f"{server.url}/403/a.png", gone, "good.png", f"{server.url}/good/a.png"]
     loader = load(write_data(tmp_path, images), qwen)
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [4, 5]
     found = {drop.key: (drop.reason, drop.detail) for drop in loader.ledger}
     assert {key: reason for key, (reason, _) in found.items()} == {
@@ -504,9 +504,11 @@ def test_secrets_of_addresses_reach_no_ledger_log_report_or_page(
     told += [finding.found for finding in report.findings()]
     told += [record.getMessage() for record in caplog.records]
     told.append(" ".join(str(path.read_bytes()) for path in tmp_path.glob("*.phcount")))
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p")))
-    save_book(planned, plan_report(planned), tmp_path / "made.phplan")
-    app = make_app(Book.open(str(tmp_path / "made.phplan")))
+    planned = make_plan(
+        PlanRequest(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p"))
+    )
+    save_plan(planned, plan_report(planned), tmp_path / "made.phplan")
+    app = make_app(PlanViewer.open(str(tmp_path / "made.phplan")))
     pages = ["/", "/problems", *(f"/row/{n}" for n in range(5)), *(f"/media/{n}/0" for n in range(5))]
     told += [str(ask(app, page).body) for page in pages]
     for secret in SECRETS:

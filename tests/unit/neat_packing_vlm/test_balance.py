@@ -10,7 +10,7 @@ from packhorse.neat_packing_vlm import (
     main_dataset,
     order_packs,
     pack_costs,
-    pack_kinds,
+    pack_media_masks,
     patch_pairs_of,
     plan_packs,
     sample_costs,
@@ -71,9 +71,9 @@ def test_the_cost_of_a_pack_is_the_sum_of_its_documents_and_media():
     assert costs.tolist() == [3 + 90 + 600 + 20_000, 5 + 250 + 600 + 36_000, 4 + 160]
     assert pack_costs(plan, costs).tolist() == [costs[0] + costs[1], costs[2]]
     assert sample_costs([3], weights, patches=[2]).tolist() == [3 + 90 + 200 + 4000]
-    assert pack_kinds(plan, image=[1, 0, 0], video=[0, 2, 0]).tolist() == [3, 0]
-    with pytest.raises(ConfigError, match="no such kind of media item: images"):
-        pack_kinds(plan, images=[1, 0, 0])
+    assert pack_media_masks(plan, image=[1, 0, 0], video=[0, 2, 0]).tolist() == [3, 0]
+    with pytest.raises(ConfigError, match="unknown kind of media images"):
+        pack_media_masks(plan, images=[1, 0, 0])
     with pytest.raises(ConfigError, match="expected weights of 0 or more"):
         CostWeights(token=0)
 
@@ -112,17 +112,17 @@ def test_steps_ranks_and_companions_are_drawn_anew_for_each_epoch_and_the_same_f
 
 def test_all_ranks_of_a_step_have_the_same_kinds_of_media_where_the_data_allow_it():
     costs = spread_costs(5000)
-    kinds = np.random.default_rng(1).choice([0, 1, 3], size=5000, p=[0.1, 0.8, 0.1])
-    order = order_packs(costs, 64, kinds=kinds)
+    masks = np.random.default_rng(1).choice([0, 1, 3], size=5000, p=[0.1, 0.8, 0.1])
+    order = order_packs(costs, 64, media_masks=masks)
     pure = np.delete(order.steps, order.mixed, axis=0)
-    assert (kinds[pure] == kinds[pure[:, :1]]).all()
+    assert (masks[pure] == masks[pure[:, :1]]).all()
     # Each kind leaves fewer packs than ranks, so two kinds more than one make two mixed steps at most.
     assert len(order.mixed) <= 2
     assert straggler_ratio(costs, order.steps) < 1.05  # five hundred packs of a kind are eight steps
 
 
 def test_fewer_packs_than_ranks_are_all_rest():
-    order = order_packs([1.0, 2.0], 8, kinds=[0, 1])
+    order = order_packs([1.0, 2.0], 8, media_masks=[0, 1])
     assert len(order.steps) == 0
     assert sorted(order.rest.tolist()) == [0, 1]
     assert len(order_packs([], 8).rest) == 0
@@ -147,7 +147,7 @@ def test_the_main_stratum_of_a_pack_is_where_most_of_its_tokens_are_from():
         ([1.0, 0.0], {}, "pack 1 costs 0.0"),
         ([1.0, float("nan")], {}, "expected more than 0"),
         ([1.0], {"world_size": 0}, "world_size=0"),
-        ([1.0], {"kinds": [1, 2]}, "2 kinds for 1 packs"),
+        ([1.0], {"media_masks": [1, 2]}, "2 media masks for 1 packs"),
     ],
 )
 def test_orders_that_make_no_sense_are_rejected(costs, options, message):

@@ -11,7 +11,7 @@ from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import RobustDatasetWrapper
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.families.positions import mrope_position_ids
+from packhorse.families.qwen_vl import mrope_position_ids
 from packhorse.integrations.attention import varlen_attention, varlen_mask
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, neat_pack_dataset_vlm, plan_key, plan_packs
@@ -134,7 +134,7 @@ def test_keys_are_compared_as_they_are_saved(tmp_path):
     key = {"source": ("a", "b")}
     plan_packs([3, 4], 8).save(tmp_path / "plan", key)
     assert len(PackPlan.load(tmp_path / "plan", key)) == 1
-    with pytest.raises(ConfigError, match="no seed; asked for seed=None"):
+    with pytest.raises(ConfigError, match="no seed; this run has seed=None"):
         PackPlan.load(tmp_path / "plan", {**key, "seed": None})
     with pytest.raises(ConfigError, match="JSON"):
         PackPlan.load(tmp_path / "plan", {"source": object()})

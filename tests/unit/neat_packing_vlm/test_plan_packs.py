@@ -6,8 +6,8 @@ import torch
 
 from packhorse.errors import ConfigError
 from packhorse.neat_packing_vlm import PackPlan, greedy_knapsack, greedy_knapsack_vt_balanced, plan_packs
-from packhorse.plan.assign import Shuffle, deal, gather, longest_first
 from packhorse.plan.best_fit import Fill, Histogram, best_fit, lower_bound
+from packhorse.plan.planning import Shuffle, assign_samples, gather, longest_first
 
 
 def mixed_lengths(n: int, seed: int = 0) -> np.ndarray:
@@ -70,7 +70,7 @@ def test_lists_arrays_and_tensors_give_the_same_plan(kind):
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([1.5], {}, "lengths: expected one row of integers"),
+        ([1.5], {}, "lengths: expected a 1-d array of integers"),
         ([[1]], {}, "found shape"),
         ([True], {}, "of bool"),
         ([3, -1], {}, "expected 0 or more, found -1 for sample 1"),
@@ -118,11 +118,11 @@ def test_a_shuffle_is_a_permutation_that_can_be_undone_and_treats_all_places_ali
     for bits in (16, 17, 24):
         shuffle = Shuffle(bits, seed=7, epoch=2)
         numbers = np.arange(1 << 16, dtype=np.int64)
-        scrambled = shuffle.scrambled(numbers.copy())
+        scrambled = shuffle.scramble(numbers.copy())
         assert len(np.unique(scrambled)) == len(numbers)
         assert scrambled.min() >= 0
         assert scrambled.max() < 1 << bits
-        assert np.array_equal(shuffle.restored(scrambled), numbers)
+        assert np.array_equal(shuffle.restore(scrambled), numbers)
     # Six samples of one length over 6,000 epochs: each of them is in each place a sixth of the time.
     places = np.array([longest_first(np.full(6, 5), 8, seed=1, epoch=epoch) for epoch in range(6000)])
     shares = np.stack([(places == sample).mean(axis=0) for sample in range(6)])
@@ -144,9 +144,9 @@ def test_dealing_in_runs_and_by_a_sort_give_the_same_packs(monkeypatch):
     histogram = Histogram.of(lengths, 8192)
     fill = best_fit(histogram, 8192)
     order = longest_first(lengths, 8192)
-    monkeypatch.setattr("packhorse.plan.assign._MANY", 0)
-    monkeypatch.setattr("packhorse.plan.assign._LONG_RUN", 0)
-    by_runs, by_sort = deal(fill, order), gather(fill.pack_of(), fill.packs, order)
+    monkeypatch.setattr("packhorse.plan.planning._MANY", 0)
+    monkeypatch.setattr("packhorse.plan.planning._LONG_RUN", 0)
+    by_runs, by_sort = assign_samples(fill, order), gather(fill.pack_of(), fill.packs, order)
     assert np.array_equal(by_runs[0], by_sort[0])
     assert sorted(by_runs[1].tolist()) == list(range(len(lengths)))
     for positions in (by_runs[1], by_sort[1]):
@@ -226,7 +226,7 @@ def test_packs_in_another_order_are_the_same_packs_and_the_others_are_named():
     plan = plan_packs(lengths, 8).with_costs(np.arange(4.0), np.arange(4))
     turned = plan.in_order(np.arange(len(plan))[::-1])
     assert turned.bins() == plan.bins()[::-1]
-    assert (turned.costs.tolist(), turned.kinds.tolist()) == ([3.0, 2.0, 1.0, 0.0], [3, 2, 1, 0])
+    assert (turned.costs.tolist(), turned.media_masks.tolist()) == ([3.0, 2.0, 1.0, 0.0], [3, 2, 1, 0])
     assert (turned.bound, turned.dropped.tolist()) == (plan.bound, [6])
     two = plan.in_order([2, 0])
     assert two.bins() == [plan.bins()[2], plan.bins()[0]]

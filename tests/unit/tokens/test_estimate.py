@@ -23,7 +23,7 @@ from packhorse.formats.estimate import (
     image_config,
     video_config,
 )
-from packhorse.media.resize import resize_image, resize_video
+from packhorse.media.images import resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 
 IMAGES = {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 56 * 56, "max_pixels": 1003520}

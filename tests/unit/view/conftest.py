@@ -1,4 +1,4 @@
-"""A plan of the small mixed set, and the application that shows it."""
+"""A plan of the small mixed dataset, and the application that shows it."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 from count_samples import save_processor
 from packhorse.loader import LoaderConfig
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.plan_book import Planned, Request, make_plan, save_book
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer
+from packhorse.tools.view.saved_plan import PlanRequest, PlanResult, make_plan, save_plan
 from packhorse.tools.view.server import make_app
 from view_samples import write_samples
 
@@ -20,23 +20,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="package")
-def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> Planned:
+def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> PlanResult:
     meta = write_samples(tmp_path_factory.mktemp("view") / "data")
-    return make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), saved))
+    return make_plan(PlanRequest(LoaderConfig(data=str(meta), pack_size=512, max_bad_share=0.0), saved))
 
 
 @pytest.fixture(scope="package")
-def plan_file(planned: Planned) -> Path:
-    path = Path(planned.request.config.data).parent / "made.phplan"
-    save_book(planned, plan_report(planned), path)
+def plan_file(planned: PlanResult) -> Path:
+    path = Path(planned.request.config.data).parent / "plan.phplan"
+    save_plan(planned, plan_report(planned), path)
     return path
 
 
 @pytest.fixture
-def book(plan_file: Path) -> Book:
-    return Book.open(str(plan_file))
+def viewer(plan_file: Path) -> PlanViewer:
+    return PlanViewer.open(str(plan_file))
 
 
 @pytest.fixture
-def app(book: Book) -> Any:
-    return make_app(book)
+def app(viewer: PlanViewer) -> Any:
+    return make_app(viewer)

@@ -1,4 +1,4 @@
-"""What padding and guessing would cost, on numbers that can be checked by hand."""
+"""The cost of padding and of estimated lengths, on numbers that can be checked by hand."""
 
 from dataclasses import replace
 
@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from packhorse.neat_packing_vlm import plan_packs
-from packhorse.tools.view.plan_book import Planned, make_plan
-from packhorse.tools.view.plan_report import estimated, overflowing, padded_slots, padding, plan_report
+from packhorse.tools.view.plan_report import (
+    estimate_losses,
+    find_overflow,
+    padded_slots,
+    padding_report,
+    plan_report,
+)
+from packhorse.tools.view.saved_plan import PlanResult, make_plan
 
 
 @pytest.mark.parametrize(
@@ -17,30 +23,30 @@ def test_a_batch_is_padded_to_its_longest_row(lengths: list[int], slots: int) ->
     assert padded_slots(np.array(lengths, np.int64), 2) == slots
 
 
-def test_a_full_pack_turns_away_what_does_not_fit_and_takes_what_does() -> None:
+def test_a_pack_drops_the_samples_that_do_not_fit() -> None:
     plan = plan_packs([4, 3, 3], 10)
     assert plan.bins() == [[0, 1, 2]]
-    assert overflowing(plan, np.array([8, 5, 2]), 10) == [1]
-    assert overflowing(plan, np.array([4, 3, 3]), 10) == []
+    assert find_overflow(plan, np.array([8, 5, 2]), 10) == [1]
+    assert find_overflow(plan, np.array([4, 3, 3]), 10) == []
 
 
-def test_wasted_slots_and_tokens_add_up(planned: Planned) -> None:
-    found = padding(planned)
-    for way in ("random", "by_length", "packed"):
-        assert found[way]["slots"] * (1 - found[way]["wasted"]) == pytest.approx(found["tokens"])
+def test_slots_times_the_used_share_are_the_tokens(planned: PlanResult) -> None:
+    report = padding_report(planned)
+    for method in ("random", "by_length", "packed"):
+        assert report[method]["slots"] * (1 - report[method]["wasted"]) == pytest.approx(report["tokens"])
 
 
-def test_of_many_rows_some_are_estimated(planned: Planned) -> None:
-    seen: list[tuple[int, int]] = []
-    found = estimated(planned, lambda done, total: seen.append((done, total)), most=5)
-    assert found["rows"] == 5
-    assert seen[-1] == (5, 5)
+def test_of_many_rows_only_some_are_estimated(planned: PlanResult) -> None:
+    calls: list[tuple[int, int]] = []
+    report = estimate_losses(planned, lambda done, total: calls.append((done, total)), limit=5)
+    assert report["rows"] == 5
+    assert calls[-1] == (5, 5)
 
 
-def test_a_seed_below_0_is_as_good_as_any_for_a_report(planned: Planned) -> None:
+def test_a_negative_seed_gives_a_report(planned: PlanResult) -> None:
     request = planned.request
     seeded = replace(request, config=request.config.with_changes(seed=-1))
-    found = plan_report(make_plan(seeded, planned.opened), estimates=False)
-    assert found["settings"]["seed"] == -1
-    assert found["padding"]["random"]["slots"] >= found["padding"]["by_length"]["slots"]
-    assert found["straggler"][0]["random"] == 1
+    report = plan_report(make_plan(seeded, planned.opened), estimates=False)
+    assert report["settings"]["seed"] == -1
+    assert report["padding"]["random"]["slots"] >= report["padding"]["by_length"]["slots"]
+    assert report["straggler"][0]["random"] == 1

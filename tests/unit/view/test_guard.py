@@ -1,47 +1,48 @@
-"""Who may ask the viewer, and what its pages may load."""
+"""Which requests the viewer accepts, and what its pages may load."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import packhorse.tools.view
 from packhorse.tools.view.server import HostGuard
 from view_samples import ask
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8123", "localhost:9", "LOCALHOST", "[::1]:8123"])
-def test_this_machine_may_ask_whatever_the_port(app: Any, host: str) -> None:
+def test_this_machine_is_accepted_on_any_port(app: Any, host: str) -> None:
     assert ask(app, "/report.json", host=host).status == 200
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example:8123", "localhost.evil", "10.0.0.1", "", None]
 )
-def test_a_request_under_another_name_is_rejected(app: Any, host: str | None) -> None:
+def test_a_request_for_another_host_is_rejected(app: Any, host: str | None) -> None:
     answer = ask(app, "/", host=host)
     assert answer.status == 421
     assert b"charts" not in answer.body
 
 
-def test_on_all_addresses_any_number_may_be_named_but_no_name() -> None:
-    async def nothing(*_: Any) -> None: ...
+def test_a_server_on_all_addresses_accepts_any_ip_but_no_foreign_name() -> None:
+    async def app(*_: Any) -> None: ...
 
-    guard = HostGuard(nothing, "0.0.0.0")
+    guard = HostGuard(app, "0.0.0.0")
     assert guard.allows("10.1.2.3:8123")
     assert guard.allows("[fe80::1]:8123")
     assert not guard.allows("evil.example")
-    assert not HostGuard(nothing, "127.0.0.1").allows("10.1.2.3:8123")
+    assert not HostGuard(app, "127.0.0.1").allows("10.1.2.3:8123")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
-def test_nothing_can_be_changed(app: Any, method: str) -> None:
+def test_the_server_is_read_only(app: Any, method: str) -> None:
     assert ask(app, "/", method=method).status == 405
 
 
 @pytest.mark.parametrize(
     "target", ["/", "/packs", "/media/0/0", "/static/style.css", "/nothing", "/report.json"]
 )
-def test_every_answer_forbids_other_origins(app: Any, target: str) -> None:
+def test_every_response_forbids_other_origins(app: Any, target: str) -> None:
     headers = ask(app, target).headers
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'"
@@ -65,7 +66,7 @@ def test_every_answer_forbids_other_origins(app: Any, target: str) -> None:
         "/static/%2e%2e%2fapp.py",
     ],
 )
-def test_only_media_of_rows_are_served_and_nothing_by_its_path(app: Any, target: str) -> None:
+def test_only_media_of_rows_are_served_and_no_file_by_its_path(app: Any, target: str) -> None:
     answer = ask(app, target)
     assert answer.status == 404
     assert b"root:" not in answer.body
@@ -73,8 +74,10 @@ def test_only_media_of_rows_are_served_and_nothing_by_its_path(app: Any, target:
 
 
 def test_no_page_names_another_origin(app: Any) -> None:
-    folder = Path(__file__).parents[3] / "src" / "packhorse" / "view"
-    for path in [*folder.glob("templates/*"), *folder.glob("static/*.css"), *folder.glob("static/*.js")]:
+    folder = Path(packhorse.tools.view.__path__[0])
+    paths = [*folder.glob("templates/*"), *folder.glob("static/*.css"), *folder.glob("static/*.js")]
+    assert len(paths) > 10
+    for path in paths:
         assert "http:" not in path.read_text(), path
         assert "//" not in path.read_text().replace("// ", ""), path
         assert "style=" not in path.read_text(), f"{path}: the policy forbids inline styles"

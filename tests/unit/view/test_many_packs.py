@@ -1,4 +1,4 @@
-"""A viewer over many packs; how long a million takes is measured by ``benchmarks/view.py``."""
+"""A viewer of many packs; ``benchmarks/view.py`` measures a million."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from packhorse.rows.row_files import JsonRows
-from packhorse.tools.view.book import Book
+from packhorse.tools.view.plan_viewer import PlanViewer
 from packhorse.tools.view.server import make_app
 from view_samples import ask, write_many
 
@@ -23,7 +23,7 @@ def many(tmp_path_factory: pytest.TempPathFactory, saved: str) -> Path:
 def test_the_first_pages_read_no_row_and_need_no_processor(
     many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = make_app(Book.open(str(many), processor="./gone"))
+    app = make_app(PlanViewer.open(str(many), processor="./gone"))
 
     def read(*_: Any) -> None:
         raise AssertionError("a row was read")
@@ -37,14 +37,14 @@ def test_the_first_pages_read_no_row_and_need_no_processor(
 
 
 def test_every_pack_is_on_one_page_of_the_list(many: Path) -> None:
-    book = Book.open(str(many))
-    app = make_app(book)
-    seen: list[int] = []
+    viewer = PlanViewer.open(str(many))
+    app = make_app(viewer)
+    packs: list[int] = []
     target: str | None = "/packs?sort=fill"
     while target is not None:
         page = ask(app, target).text
-        seen += map(int, re.findall(r'href="/pack/(\d+)" data-item', page))
-        found = re.search(r'rel="next" href="([^"]+)"', page)
-        target = found.group(1).replace("&amp;", "&") if found else None
-    assert sorted(seen) == list(range(PACKS))
-    assert np.all(np.diff(book.plan.tokens[seen]) >= 0)
+        packs += map(int, re.findall(r'href="/pack/(\d+)" data-item', page))
+        link = re.search(r'rel="next" href="([^"]+)"', page)
+        target = link.group(1).replace("&amp;", "&") if link else None
+    assert sorted(packs) == list(range(PACKS))
+    assert np.all(np.diff(viewer.plan.tokens[packs]) >= 0)

@@ -1,4 +1,4 @@
-"""Who says which token, for every family that has a chat template."""
+"""The role of each token, for every family that has a chat template."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from contract.processors import FAMILIES, processor
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.formats.conversation import parse_conversation
-from packhorse.tools.view.row_encoder import roles_of, runs_of
+from packhorse.tools.view.row_encoder import find_roles, make_runs
 
-CHATS = [name for name, one in FAMILIES.items() if one.chats]
+CHATS = [name for name, family in FAMILIES.items() if family.chats]
 ROW = {
     "conversation": [
         {"role": "user", "content": "Does the user say assistant?"},
@@ -23,40 +23,40 @@ ROW = {
 }
 
 
-def encoded(name: str, row: dict[str, Any]) -> tuple[Any, Any, list[str]]:
+def encode(name: str, row: dict[str, Any]) -> tuple[Any, Any, list[str]]:
     samples = PreTokenizedDatasetWrapper([row], processor(name), inject_fake_images=False, on_bad="raise")
     sample = samples[0]
     ids = sample["input_ids"].tolist()
-    return samples, sample, roles_of(samples.encoder, parse_conversation(row), ids)
+    return samples, sample, find_roles(samples.encoder, parse_conversation(row), ids)
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_each_text_is_its_speakers_and_the_rest_the_templates(name: str) -> None:
-    samples, sample, roles = encoded(name, ROW)
-    runs = runs_of(samples.encoder, sample, roles)
-    said = {role: "".join(run.text for run in runs if run.role == role) for role in ("user", "assistant")}
-    assert "Does the user say assistant?" in said["user"]
-    assert "And now?" in said["user"]
-    assert "Only the assistant does." not in said["user"]
-    assert said["assistant"].startswith("Only the assistant does.")
-    assert "No more." in said["assistant"]
-    assert "And now?" not in said["assistant"]
+def test_each_text_has_the_role_of_its_speaker(name: str) -> None:
+    samples, sample, roles = encode(name, ROW)
+    runs = make_runs(samples.encoder, sample, roles)
+    texts = {role: "".join(run.text for run in runs if run.role == role) for role in ("user", "assistant")}
+    assert "Does the user say assistant?" in texts["user"]
+    assert "And now?" in texts["user"]
+    assert "Only the assistant does." not in texts["user"]
+    assert texts["assistant"].startswith("Only the assistant does.")
+    assert "No more." in texts["assistant"]
+    assert "And now?" not in texts["assistant"]
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_runs_cover_every_token_once_and_know_what_is_supervised(name: str) -> None:
-    samples, sample, roles = encoded(name, ROW)
-    runs = runs_of(samples.encoder, sample, roles)
+def test_runs_cover_every_token_once_and_mark_supervised_tokens(name: str) -> None:
+    samples, sample, roles = encode(name, ROW)
+    runs = make_runs(samples.encoder, sample, roles)
     labels = sample["labels"].tolist()
     assert [run.start for run in runs] == [sum(r.count for r in runs[:n]) for n in range(len(runs))]
     assert sum(run.count for run in runs) == len(labels)
     for run in runs:
         inside = labels[run.start : run.start + run.count]
         assert {label != IGNORE_INDEX for label in inside} == {run.supervised}
-    assert [run.beyond for run in runs] == [False] * (len(runs) - 1) + [True]
+    assert [run.label_only for run in runs] == [False] * (len(runs) - 1) + [True]
 
 
-def test_media_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_a_media_item_is_one_run(tmp_path: Path) -> None:
     Image.new("RGB", (100, 60), "tan").save(tmp_path / "wide.png")
     image = {"type": "image", "image": str(tmp_path / "wide.png")}
     row = {
@@ -65,8 +65,8 @@ def test_media_are_runs_of_their_own(tmp_path: Path) -> None:
             {"role": "assistant", "content": "An image."},
         ]
     }
-    samples, sample, roles = encoded("qwen2_vl", row)
-    (media_item,) = [run for run in runs_of(samples.encoder, sample, roles) if run.media_item]
-    assert media_item.media_item == "<|image_pad|>"
-    assert media_item.count == int(sample["image_grid_thw"].prod()) // 4
-    assert not media_item.supervised
+    samples, sample, roles = encode("qwen2_vl", row)
+    (image_run,) = [run for run in make_runs(samples.encoder, sample, roles) if run.media_item]
+    assert image_run.media_item == "<|image_pad|>"
+    assert image_run.count == int(sample["image_grid_thw"].prod()) // 4
+    assert not image_run.supervised

@@ -1,4 +1,4 @@
-"""Rows by their names, cut rows, sounds, and plans without packs."""
+"""Rows by key, truncated rows, audio, and plans without packs."""
 
 import io
 import json
@@ -16,22 +16,22 @@ from packhorse.datasets import open_meta_dataset
 from packhorse.errors import ConfigError
 from packhorse.loader import LoaderConfig
 from packhorse.tools.view import plots
-from packhorse.tools.view.book import Book, RowFinder
-from packhorse.tools.view.media_shelf import picture, sound
-from packhorse.tools.view.plan_book import Request, book_of, make_plan, save_book
+from packhorse.tools.view.media_preview import encode_audio, encode_image
 from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.plan_viewer import PlanViewer, RowFinder
+from packhorse.tools.view.saved_plan import PlanRequest, make_plan, make_saved_plan, save_plan
 from packhorse.tools.view.server import make_app
 from packhorse.types import Drop
 from view_samples import ask, chat
 
 
-def book_for(meta: Path, saved: str, **settings: Any) -> Book:
-    planned = make_plan(Request(LoaderConfig(data=str(meta), **settings), saved))
-    return Book(book_of(planned, plan_report(planned)), planned.opened)
+def make_viewer(meta: Path, saved: str, **settings: Any) -> PlanViewer:
+    planned = make_plan(PlanRequest(LoaderConfig(data=str(meta), **settings), saved))
+    return PlanViewer(make_saved_plan(planned, plan_report(planned)), planned.opened)
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 2.5])
-def test_every_row_is_found_by_its_name_whatever_share_is_drawn(tmp_path: Path, ratio: float) -> None:
+def test_every_row_is_found_by_its_key_for_any_sample_ratio(tmp_path: Path, ratio: float) -> None:
     for name in ("a", "a/b"):
         write_rows(tmp_path / f"{name.replace('/', '-')}.jsonl", [chat(f"{n}?", "So.") for n in range(20)])
     entries = {
@@ -41,43 +41,43 @@ def test_every_row_is_found_by_its_name_whatever_share_is_drawn(tmp_path: Path, 
     finder = RowFinder(dataset)
     assert [finder.find(dataset.key(index)) for index in range(len(dataset))] == list(range(len(dataset)))
     for index in range(len(dataset)):
-        source, row = finder.place(index)
+        source, row = finder.locate(index)
         assert source.file[row] == dataset.row(index)
-    for nothing in ("a/99", "c/1", "a", "", "a/-1", "a/1#9", "a/x"):
-        assert finder.find(nothing) is None
+    for key in ("a/99", "c/1", "a", "", "a/-1", "a/1#9", "a/x"):
+        assert finder.find(key) is None
 
 
-def test_a_row_that_was_cut_says_so(tmp_path: Path, saved: str) -> None:
+def test_a_truncated_row_is_marked(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 3)
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), chat("Why?", "so " * 300)])
-    app = make_app(book_for(meta, saved, pack_size=256, on_overlong="truncate"))
+    app = make_app(make_viewer(meta, saved, pack_size=256, on_overlong="truncate"))
     page = ask(app, "/pack/0").text
     assert '<span class="mark">truncated</span>' in page
     assert "the first answer was cut" in page
     assert "256 tokens" in page
 
 
-def test_media_that_see_both_ways_are_squares_in_the_image_of_the_mask(tmp_path: Path) -> None:
-    Image.new("RGB", (90, 60), "tan").save(tmp_path / "mule.png")
+def test_bidirectional_media_are_squares_in_the_plot_of_the_mask(tmp_path: Path) -> None:
+    Image.new("RGB", (90, 60), "tan").save(tmp_path / "chart.png")
     write_rows(
-        tmp_path / "mules.jsonl",
-        [chat("<image>What is it?", "A mule.", images=["mule.png"]), chat("Why?", "So.")],
+        tmp_path / "charts.jsonl",
+        [chat("<image>What is it?", "A chart.", images=["chart.png"]), chat("Why?", "So.")],
     )
-    meta = write_meta(tmp_path, {"mules": {"file_name": "mules.jsonl", "media_dir": "."}})
-    book = book_for(meta, save_processor(tmp_path / "processor", "gemma3"), pack_size=256)
-    mask = re.findall(r'<svg class="mask".*?</svg>', ask(make_app(book), "/pack/0").text)[0]
+    meta = write_meta(tmp_path, {"charts": {"file_name": "charts.jsonl", "media_dir": "."}})
+    viewer = make_viewer(meta, save_processor(tmp_path / "processor", "gemma3"), pack_size=256)
+    mask = re.findall(r'<svg class="mask".*?</svg>', ask(make_app(viewer), "/pack/0").text)[0]
     assert mask.count('class="seen') == 2
     assert mask.count('class="both"') == 1
-    ((first, end),) = book.encoder.show(0).bidirectional
-    assert end - first == 16, "as many as the image has tokens"
+    ((first, end),) = viewer.encoder.view(0).bidirectional
+    assert end - first == 16, "the tokens of the image"
 
 
-def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> None:
+def test_a_dataset_without_a_valid_row_is_shown(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 1)
     write_rows(tmp_path / "chats.jsonl", ["{", "[]", '{"messages": 3}'])
-    book = book_for(meta, saved, pack_size=256)
-    assert (book.report["packs"], book.report["dropped"], book.report["straggler"]) == (0, 3, [])
-    app = make_app(book)
+    viewer = make_viewer(meta, saved, pack_size=256)
+    assert (viewer.report["packs"], viewer.report["dropped"], viewer.report["straggler"]) == (0, 3, [])
+    app = make_app(viewer)
     for target in (
         "/",
         "/packs",
@@ -93,11 +93,11 @@ def test_a_set_without_a_good_row_is_shown_too(tmp_path: Path, saved: str) -> No
     assert '<svg class="plot"' not in overview
 
 
-def test_the_name_of_a_dataset_is_text_on_every_page(tmp_path: Path, saved: str) -> None:
+def test_the_name_of_a_dataset_is_escaped_on_every_page(tmp_path: Path, saved: str) -> None:
     name = """<img src="x" onerror='alert(1)'>"""
     write_rows(tmp_path / "chats.jsonl", [chat("Why?", "So."), "{"])
     meta = write_meta(tmp_path, {name: {"file_name": "chats.jsonl"}})
-    app = make_app(book_for(meta, saved, pack_size=256))
+    app = make_app(make_viewer(meta, saved, pack_size=256))
     targets = ("/", "/packs", "/pack/0", "/row/1", "/problems", "/search?q=why", "/search?q=0")
     echoed = (
         f"/problems?reason={name}&dataset={name}",
@@ -110,88 +110,88 @@ def test_the_name_of_a_dataset_is_text_on_every_page(tmp_path: Path, saved: str)
         assert "onerror='" not in page, target
 
 
-def test_sound_is_sent_as_wav() -> None:
-    made = sound(np.array([0.0, 1.0, -1.0, 2.0], np.float32), 16_000)
-    assert made.kind == "audio/wav"
-    with wave.open(io.BytesIO(made.data)) as file:
+def test_audio_is_sent_as_wav() -> None:
+    encoded = encode_audio(np.array([0.0, 1.0, -1.0, 2.0], np.float32), 16_000)
+    assert encoded.media_type == "audio/wav"
+    with wave.open(io.BytesIO(encoded.data)) as file:
         assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (1, 16_000, 4)
         assert np.frombuffer(file.readframes(4), "<i2").tolist() == [0, 32767, -32767, 32767]
 
 
 @pytest.mark.parametrize(("size", "kind"), [((30, 20), "image/png"), ((1200, 900), "image/jpeg")])
 def test_images_keep_their_size(size: tuple[int, int], kind: str) -> None:
-    made = picture(Image.new("RGB", size, "tan"))
-    assert made.kind == kind
-    assert Image.open(io.BytesIO(made.data)).size == size
+    encoded = encode_image(Image.new("RGB", size, "tan"))
+    assert encoded.media_type == kind
+    assert Image.open(io.BytesIO(encoded.data)).size == size
 
 
-def test_documents_stand_where_their_filling_puts_them(tmp_path: Path, saved: str) -> None:
+def test_offsets_of_documents_include_padding(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 12)
-    book = book_for(meta, saved, pack_size=256, alignment=16)
-    page = ask(make_app(book), "/pack/0").text
-    lengths = [book.encoder.show(int(row)).length for row in book.plan[0]]
-    rooms = [length + -length % 16 for length in lengths]
-    assert rooms != lengths
-    starts = [0, *np.cumsum(rooms)[:-1].tolist()]
-    found = re.findall(r"places (\d+) to (\d+), (\d+) tokens", page)
-    assert [tuple(map(int, one)) for one in found] == [
+    viewer = make_viewer(meta, saved, pack_size=256, alignment=16)
+    page = ask(make_app(viewer), "/pack/0").text
+    lengths = [viewer.encoder.view(int(row)).length for row in viewer.plan[0]]
+    padded_lengths = [length + -length % 16 for length in lengths]
+    assert padded_lengths != lengths
+    starts = [0, *np.cumsum(padded_lengths)[:-1].tolist()]
+    offsets = re.findall(r"offsets (\d+) to (\d+), (\d+) tokens", page)
+    assert [tuple(map(int, values)) for values in offsets] == [
         (start, start + length - 1, length) for start, length in zip(starts, lengths, strict=True)
     ]
     assert "tokens were planned" not in page
-    assert page.count("of filling") == sum(room > length for room, length in zip(rooms, lengths, strict=True))
+    assert len(re.findall(r", \d+ padding", page)) == sum(map(int.__gt__, padded_lengths, lengths))
 
 
-def test_a_remark_of_a_run_and_of_the_viewer_is_one(tmp_path: Path, saved: str) -> None:
-    book = book_for(write_chats(tmp_path, 3), saved, pack_size=256)
-    book.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut; chats.jsonl:2")])
-    book.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut")])
-    book.mark(1, [Drop("chats/1", "encode", "truncated", "cut.png is cut")])
-    assert [drop.reason for drop in book.remarks(1)] == ["broken_media", "truncated"]
+def test_a_drop_found_by_a_run_and_by_the_viewer_is_one(tmp_path: Path, saved: str) -> None:
+    viewer = make_viewer(write_chats(tmp_path, 3), saved, pack_size=256)
+    viewer.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut; chats.jsonl:2")])
+    viewer.mark(1, [Drop("chats/1", "media", "broken_media", "cut.png is cut")])
+    viewer.mark(1, [Drop("chats/1", "encode", "truncated", "cut.png is cut")])
+    assert [drop.reason for drop in viewer.drops(1)] == ["broken_media", "truncated"]
 
 
-def test_a_file_that_is_no_media_item_is_not_served_though_a_row_names_it(tmp_path: Path, saved: str) -> None:
-    (tmp_path / "secret.txt").write_text("name: mule, password: hay")
+def test_a_file_that_is_no_media_item_is_not_served(tmp_path: Path, saved: str) -> None:
+    (tmp_path / "secret.txt").write_text("name: user, password: 1234")
     row = chat("<image>What is it?", "Nothing.", images=[str(tmp_path / "secret.txt")])
     write_rows(tmp_path / "rows.jsonl", [row, chat("Why?", "So.")])
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
-    app = make_app(book_for(meta, saved, pack_size=256))
+    app = make_app(make_viewer(meta, saved, pack_size=256))
     answer = ask(app, "/media/0/0")
     assert answer.status == 404
-    assert b"password" not in answer.body  # the first bytes tell what kind of file it is
+    assert b"password" not in answer.body
     assert "password" not in ask(app, "/row/0").text
 
 
-def test_images_are_not_kept_for_the_next_plan_on_the_same_port(app: Any) -> None:
+def test_images_are_not_cached_by_the_browser(app: Any) -> None:
     assert ask(app, "/media/0/0").headers["cache-control"] == "no-store"
 
 
-def test_of_text_alone_no_media_item_and_no_placeholder_is_shown(tmp_path: Path, saved: str) -> None:
-    app = make_app(book_for(write_chats(tmp_path, 12), saved, pack_size=256))
+def test_a_text_only_dataset_shows_no_media_and_no_placeholder(tmp_path: Path, saved: str) -> None:
+    app = make_app(make_viewer(write_chats(tmp_path, 12), saved, pack_size=256))
     overview, pack = ask(app, "/").text, ask(app, "/pack/0").text
     assert "kind text" in overview
     assert "kind image" not in overview
-    assert "text alone" in pack
+    assert "text only" in pack
     assert "fake" not in pack
-    assert "positions 0" in pack, "text counts through, whatever the model"
+    assert "positions 0" in pack, "positions of text are consecutive for every model"
 
 
-def test_positions_that_cannot_be_known_are_not_made_up(app: Any) -> None:
+def test_unknown_positions_are_not_shown(app: Any) -> None:
     page = ask(app, "/row/0").text  # an image, and no config of the model
     assert "packhorse plan --model" in page
     assert "; positions" not in page
 
 
-def test_the_numbers_beside_a_histogram_are_whole() -> None:
+def test_the_axis_labels_of_a_histogram_are_whole_numbers() -> None:
     for top in (1, 2, 3, 41, 999):
-        drawn = str(plots.bars([top, 1], ["a", "b", "c"], "some"))
-        assert not re.search(r">\d+\.5<", drawn), top
+        svg = str(plots.bars([top, 1], ["a", "b", "c"], "some"))
+        assert not re.search(r">\d+\.5<", svg), top
 
 
-def test_data_that_have_gone_are_named(tmp_path: Path, saved: str) -> None:
+def test_data_that_moved_is_named_in_the_error(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path / "data", 3)
-    planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), saved))
-    plan = tmp_path / "made.phplan"
-    save_book(planned, plan_report(planned, estimates=False), plan)
+    planned = make_plan(PlanRequest(LoaderConfig(data=str(meta), pack_size=256), saved))
+    plan = tmp_path / "plan.phplan"
+    save_plan(planned, plan_report(planned, estimates=False), plan)
     (tmp_path / "data").rename(tmp_path / "away")
     with pytest.raises((ConfigError, OSError), match=r"meta\.json"):
-        Book.open(str(plan))
+        PlanViewer.open(str(plan))

@@ -155,14 +155,14 @@ class Demo:
 
     def make_plan(self) -> None:
         """Plan the packs, and save the plan."""
-        from packhorse.tools.view.plan_book import Request, make_plan, save_book
         from packhorse.tools.view.plan_report import plan_report
+        from packhorse.tools.view.saved_plan import PlanRequest, make_plan, save_plan
 
         command = self._command("plan", "--processor", self.model, "--pack-size", PACK_SIZE)
         self._title(4, f"Which rows share a pack?  {command}")
-        planned = make_plan(Request(demo_config(self.folder), str(self.model), str(self.model)))
+        planned = make_plan(PlanRequest(demo_config(self.folder), str(self.model), str(self.model)))
         self.plan = plan_report(planned)
-        save_book(planned, self.plan, self.plan_file)
+        save_plan(planned, self.plan, self.plan_file)
         for name, text in summary_lines(self.plan):
             self._line(f"{name:<10} {text}")
         self.out.line()
@@ -244,7 +244,7 @@ class Demo:
     def check_parity(self) -> None:
         """Compare packed with unpacked training."""
         from packhorse.cli.parity import choose_samples, load_model
-        from packhorse.families.processors import open_processor
+        from packhorse.families.models import open_processor
         from packhorse.tools.parity import check_parity
 
         command = self._command("parity", "--model", self.model)
@@ -260,11 +260,11 @@ class Demo:
         """Write one page with its style and plots inside, made of the viewer's templates."""
         from packhorse.tools.view import plots
         from packhorse.tools.view.pages import plan_plots
-        from packhorse.tools.view.server import renderer
+        from packhorse.tools.view.server import make_renderer
 
         self.seconds = time.monotonic() - self.started
         losses = {name: [(step.step, step.loss) for step in steps] for name, steps in self.runs.items()}
-        page = renderer()(
+        page = make_renderer()(
             "demo.html",
             style=files("packhorse.tools.view").joinpath("static", "style.css").read_text(encoding="utf-8"),
             demo=self,

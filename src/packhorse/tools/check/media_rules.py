@@ -23,7 +23,7 @@ from packhorse.media import (
     read_bytes,
 )
 from packhorse.media.failure import unreadable
-from packhorse.media.resize import MOST_UNEVEN
+from packhorse.media.images import MOST_UNEVEN
 from packhorse.tools.check.rules import RULES, Found, Severity, found
 from packhorse.types import MediaRef
 

@@ -1,5 +1,5 @@
-"""Looking at a plan: its numbers for the terminal, its packs and rows in a browser.
+"""The plan viewer.
 
-``plan_book`` makes the plan that the loader trains and keeps it in a file, ``plan_report`` puts it into
-numbers; ``book`` opens that file again, and ``server`` shows it as pages.
+``saved_plan`` makes and saves the plan, ``plan_report`` computes its numbers, ``plan_viewer`` opens a saved
+plan with its rows, ``pages`` and ``server`` show it in a browser.
 """

@@ -1,12 +1,15 @@
-"""Plots as inline SVG: numbers go in, markup comes out. Colours are classes of the style sheet."""
+"""Plots as inline SVG markup. Colours are classes of the style sheet."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import require
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 _WIDTH, _HEIGHT = 380, 160
 _LEFT, _BOTTOM, _TOP = 40, 24, 10
@@ -14,75 +17,75 @@ _PLOT_WIDTH, _PLOT_HEIGHT = _WIDTH - _LEFT - 20, _HEIGHT - _BOTTOM - _TOP
 KINDS = ("text", "image", "video", "audio")
 
 
-def _markup(text: str) -> Any:
-    return require("markupsafe", "view").Markup(text)
-
-
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return str(require("markupsafe", "view").escape(text))
 
 
 def _svg(
-    parts: Sequence[str], label: str, width: float = _WIDTH, height: float = _HEIGHT, name: str = "plot"
-) -> Any:
-    body = "".join(parts)
-    told = _escaped(label)
-    return _markup(
-        f'<svg class="{name}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{told}">{body}</svg>'
+    parts: Iterable[str],
+    label: str,
+    width: float = _WIDTH,
+    height: float = _HEIGHT,
+    name: str = "plot",
+    attributes: str = 'role="img"',
+) -> Markup:
+    svg = (
+        f'<svg class="{name}" viewBox="0 0 {width:g} {height:g}" {attributes} '
+        f'aria-label="{_escape(label)}">{"".join(parts)}</svg>'
     )
+    markup: Markup = require("markupsafe", "view").Markup(svg)
+    return markup
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escaped(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}</text>'
 
 
 def short(value: float) -> str:
-    """A number in few characters: 950, 1.2k, 34M."""
+    """Return a number in few characters: 950, 1.2k, 34M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            shown = f"{value / size:.1f}".removesuffix(".0") if value < 10 * size else f"{value / size:.0f}"
-            return shown + unit
+            digits = 1 if value < 10 * size else 0
+            return f"{value / size:.{digits}f}".removesuffix(".0") + unit
     return f"{value:g}"
 
 
-def bars(counts: Sequence[int], edges: Sequence[str], label: str, every: int = 1) -> Any:
-    """A histogram: a bar for each count, the names of edges under it (one of ``every``)."""
+def bars(counts: Sequence[int], edges: Sequence[str], label: str, every: int = 1) -> Markup:
+    """Draw a histogram: one bar per count, with every n-th edge named below."""
     top = max([*counts, 1])
-    top += top % 2 if top > 1 else 0  # half of it is a whole number too
+    top += top % 2 if top > 1 else 0  # so that half of it is a whole number
     step = (_PLOT_WIDTH + 12) / max(1, len(counts))
     parts = _rules(["", short(round(top / 2, 2)) if top > 1 else "", short(top)])
-    for place, count in enumerate(counts):
+    for n, count in enumerate(counts):
         height = max(_PLOT_HEIGHT * count / top, 1.5) if count else 0.0
-        x, y = _LEFT + place * step, _TOP + _PLOT_HEIGHT - height
-        told = _escaped(f"{edges[place]} to {edges[place + 1]}: {count:,}")
+        x, y = _LEFT + n * step, _TOP + _PLOT_HEIGHT - height
+        title = _escape(f"{edges[n]} to {edges[n + 1]}: {count:,}")
         parts.append(
             f'<rect class="bar" x="{x + 1:.1f}" y="{y:.1f}" width="{max(step - 2, 1):.1f}" '
-            f'height="{height:.1f}"><title>{told}</title></rect>'
+            f'height="{height:.1f}"><title>{title}</title></rect>'
         )
-    for place in range(0, len(edges), every):
-        last = place == len(edges) - 1  # ends at the edge of the image
-        parts.append(
-            _text(_LEFT + place * step + 6 * last, _HEIGHT - 7, edges[place], "end" if last else "middle")
-        )
+    for n in range(0, len(edges), every):
+        last = n == len(edges) - 1  # aligned with the right border
+        parts.append(_text(_LEFT + n * step + 6 * last, _HEIGHT - 7, edges[n], "end" if last else "middle"))
     return _svg(parts, label)
 
 
 def _rules(numbers: Sequence[str]) -> list[str]:
     """Draw lines across the plot, evenly spaced from the bottom, with their numbers."""
     parts = []
-    for place, number in enumerate(numbers):
-        y = _TOP + _PLOT_HEIGHT * (1 - place / (len(numbers) - 1))
+    for n, number in enumerate(numbers):
+        y = _TOP + _PLOT_HEIGHT * (1 - n / (len(numbers) - 1))
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
         if number:
             parts.append(_text(_LEFT - 6, y + 4, number, "end"))
     return parts
 
 
-def _dot(name: str, place: tuple[float, float], radius: float, title: str) -> str:
-    x, y = place
+def _dot(name: str, point: tuple[float, float], radius: float, title: str) -> str:
+    x, y = point
     return (
         f'<circle class="dot {name}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">'
-        f"<title>{_escaped(title)}</title></circle>"
+        f"<title>{_escape(title)}</title></circle>"
     )
 
 
@@ -90,75 +93,74 @@ def _polyline(name: str, points: Iterable[tuple[float, float]]) -> str:
     return f'<polyline class="line {name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
 
 
-def line(points: Sequence[Mapping[str, Any]], label: str) -> Any:
-    """Straggler ratios over world sizes, as planned and at random."""
-    values = [one[name] for one in points for name in ("ratio", "random") if one[name] is not None]
+def line(points: Sequence[Mapping[str, Any]], label: str) -> Markup:
+    """Draw straggler ratios over world sizes, as planned and at random."""
+    values = [point[name] for point in points for name in ("ratio", "random") if point[name] is not None]
     top = max([*values, 1.0])
     top = 1.05 if top <= 1.05 else math.ceil(top * 10) / 10
     parts = _rules([f"{value:.3g}" for value in (1.0, (1 + top) / 2, top)])
     step = _PLOT_WIDTH / max(1, len(points) - 1)
     for name, how in (("random", "at random"), ("ratio", "planned")):
-        places = [
-            ((_LEFT + 6 + step * n, _TOP + _PLOT_HEIGHT * (1 - (one[name] - 1) / (top - 1))), one)
-            for n, one in enumerate(points)
-            if one[name] is not None
+        dots = [
+            (_LEFT + 6 + step * n, _TOP + _PLOT_HEIGHT * (1 - (point[name] - 1) / (top - 1)), point)
+            for n, point in enumerate(points)
+            if point[name] is not None
         ]
-        parts.append(_polyline(name, [place for place, _ in places]))
+        parts.append(_polyline(name, [(x, y) for x, y, _ in dots]))
         parts += [
-            _dot(name, place, 3.5, f"{one['ranks']:,} ranks, {how}: {one[name]:.4f}") for place, one in places
+            _dot(name, (x, y), 3.5, f"{point['ranks']:,} ranks, {how}: {point[name]:.4f}")
+            for x, y, point in dots
         ]
-    parts += [_text(_LEFT + 6 + step * n, _HEIGHT - 7, str(one["ranks"])) for n, one in enumerate(points)]
+    parts += [_text(_LEFT + 6 + step * n, _HEIGHT - 7, str(point["ranks"])) for n, point in enumerate(points)]
     return _svg(parts, label)
 
 
-def losses(runs: Mapping[str, Sequence[tuple[int, float]]], kill_at: int, label: str) -> Any:
-    """Losses by step: the run ``whole`` as a line, ``killed`` as circles and ``resumed`` as dots on it."""
+def losses(runs: Mapping[str, Sequence[tuple[int, float]]], kill_at: int, label: str) -> Markup:
+    """Draw losses by step: the run ``whole`` as a line, ``killed`` as circles, ``resumed`` as dots."""
     whole = runs["whole"]
     top = max(loss for _, loss in whole) * 1.05
 
-    def place(step: float, loss: float) -> tuple[float, float]:
+    def point(step: float, loss: float) -> tuple[float, float]:
         share = (step - 1) / max(1, len(whole) - 1)
         return _LEFT + 6 + _PLOT_WIDTH * share, _TOP + _PLOT_HEIGHT * (1 - loss / top)
 
     parts = _rules([f"{top * share:.1f}" for share in (0.0, 0.5, 1.0)])
-    parts += [_text(place(step, 0)[0], _HEIGHT - 7, str(step)) for step in range(8, len(whole) + 1, 8)]
-    x, bottom = place(kill_at, 0)
+    parts += [_text(point(step, 0)[0], _HEIGHT - 7, str(step)) for step in range(8, len(whole) + 1, 8)]
+    x, bottom = point(kill_at, 0)
     parts.append(f'<line class="rule kill" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
     parts.append(_text(x + 6, _TOP + 10, f"killed in step {kill_at}", "start"))
-    parts.append(_polyline("loss", [place(step, loss) for step, loss in whole]))
+    parts.append(_polyline("loss", [point(step, loss) for step, loss in whole]))
     for name, radius in (("killed", 3.5), ("resumed", 2)):
         parts += [
-            _dot(name, place(step, loss), radius, f"step {step}: {loss:.4f}") for step, loss in runs[name]
+            _dot(name, point(step, loss), radius, f"step {step}: {loss:.4f}") for step, loss in runs[name]
         ]
     return _svg(parts, label)
 
 
-def mix(datasets: Sequence[Mapping[str, Any]], label: str, most: int = 12) -> Any:
-    """For each dataset a bar of its tokens by kind; of many datasets the largest."""
-    largest = sorted(datasets, key=lambda one: -one["tokens"])[:most]
-    top = max([one["tokens"] for one in largest] + [1])
+def mix(datasets: Sequence[Mapping[str, Any]], label: str, most: int = 12) -> Markup:
+    """Draw a bar per dataset of its tokens by kind, for the largest datasets."""
+    largest = sorted(datasets, key=lambda dataset: -dataset["tokens"])[:most]
+    top = max([dataset["tokens"] for dataset in largest] + [1])
     line_height, left = 26, 104
     parts = []
-    for place, one in enumerate(largest):
-        y, x = 6 + place * line_height, float(left)
-        name = one["name"] if len(one["name"]) <= 15 else one["name"][:14] + "…"
-        parts.append(_text(left - 8, y + 13, name, "end"))
-        for kind in KINDS:
-            width = (_WIDTH - left - 46) * one[kind] / top
-            if one[kind]:
-                told = _escaped(f"{one['name']}: {one[kind]:,} {kind} tokens")
-                parts.append(
-                    f'<rect class="kind {kind}" x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" '
-                    'height="18">'
-                    f"<title>{told}</title></rect>"
-                )
-                x += width
-        parts.append(_text(x + 6, y + 13, short(one["tokens"]), "start"))
+    for number, dataset in enumerate(largest):
+        name, tokens = dataset["name"], dataset["tokens"]
+        y, x = 6 + number * line_height, float(left)
+        parts.append(_text(left - 8, y + 13, name if len(name) <= 15 else name[:14] + "…", "end"))
+        for kind in filter(dataset.get, KINDS):
+            width = (_WIDTH - left - 46) * dataset[kind] / top
+            title = _escape(f"{name}: {dataset[kind]:,} {kind} tokens")
+            parts.append(
+                f'<rect class="kind {kind}" x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="18">'
+                f"<title>{title}</title></rect>"
+            )
+            x += width
+        parts.append(_text(x + 6, y + 13, short(tokens), "start"))
     return _svg(parts, label, height=8 + line_height * max(1, len(largest)))
 
 
-def meter(share: float, label: str) -> Any:
-    """A small bar that is filled to a share."""
+def meter(share: float, label: str) -> Markup:
+    """Draw a small bar that is filled to a share."""
     width = 100 * min(max(share, 0.0), 1.0)
     parts = [
         '<rect class="empty" width="100" height="10" rx="2"/>',
@@ -167,22 +169,19 @@ def meter(share: float, label: str) -> Any:
     return _svg(parts, label, 100, 10, "meter")
 
 
-def strip(documents: Sequence[tuple[int, str, int]], capacity: int, label: str) -> Any:
-    """A pack as one bar: (length, name, dataset) of each document, and what is free."""
+def strip(documents: Sequence[tuple[int, str, int]], capacity: int, label: str) -> Markup:
+    """Draw a pack as one bar: (length, name, dataset id) of each document, and the free space."""
     parts = ['<rect class="empty" width="1000" height="22" rx="3"/>']
-    at = 0.0
+    x = 0.0
     for number, (length, name, dataset) in enumerate(documents, 1):
         width = 1000 * length / max(1, capacity)
-        told = _escaped(f"document {number}, {name}: {length:,} tokens")
+        title = _escape(f"document {number}, {name}: {length:,} tokens")
         parts.append(
-            f'<a href="#d{number}"><rect class="doc c{dataset % 6}" x="{at:.2f}" '
-            f'width="{max(width - 1.5, 0.5):.2f}" height="22" rx="2"><title>{told}</title></rect></a>'
+            f'<a href="#d{number}"><rect class="doc c{dataset % 6}" x="{x:.2f}" '
+            f'width="{max(width - 1.5, 0.5):.2f}" height="22" rx="2"><title>{title}</title></rect></a>'
         )
-        at += width
-    return _markup(
-        f'<svg class="strip" viewBox="0 0 1000 22" preserveAspectRatio="none" role="group" '
-        f'aria-label="{_escaped(label)}">{"".join(parts)}</svg>'
-    )
+        x += width
+    return _svg(parts, label, 1000, 22, "strip", 'preserveAspectRatio="none" role="group"')
 
 
 def mask(
@@ -191,17 +190,17 @@ def mask(
     capacity: int,
     label: str,
     size: int = 160,
-) -> Any:
-    """Who sees whom: a triangle for each document, squares where media see both ways."""
+) -> Markup:
+    """Draw the attention mask: a triangle per document, squares for bidirectional spans."""
     scale = size / max(1, capacity)
     parts = [f'<rect class="empty" width="{size}" height="{size}"/>']
-    at = 0
-    for place, length in enumerate(lengths):
-        a, b = at * scale, (at + length) * scale
+    start = 0
+    for number, length in enumerate(lengths):
+        a, b = start * scale, (start + length) * scale
         parts.append(
-            f'<path class="seen c{place % 2}" d="M{a:.2f} {a:.2f}L{a:.2f} {b:.2f}L{b:.2f} {b:.2f}Z"/>'
+            f'<path class="seen c{number % 2}" d="M{a:.2f} {a:.2f}L{a:.2f} {b:.2f}L{b:.2f} {b:.2f}Z"/>'
         )
-        at += length
+        start += length
     for first, end in bidirectional:
         x, side = first * scale, (end - first) * scale
         parts.append(f'<rect class="both" x="{x:.2f}" y="{x:.2f}" width="{side:.2f}" height="{side:.2f}"/>')

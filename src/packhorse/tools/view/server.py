@@ -1,29 +1,23 @@
-"""Starting the server."""
+"""The web server of the viewer: routes, templates and the check of the ``Host`` header."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import DATA_ERRORS, ConfigError, MissingDependency, is_data_error, require
-from packhorse.tools.view.book import Book
-from packhorse.tools.view.media_shelf import Encoded, why_not
-from packhorse.tools.view.pages import NotThere, Pages
+from packhorse.tools.view.media_preview import EncodedMedia, describe_error
+from packhorse.tools.view.pages import PageNotFound, Pages
+from packhorse.tools.view.plan_viewer import PlanViewer
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 POLICY = (
     "default-src 'none'; img-src 'self'; media-src 'self'; style-src 'self'; script-src 'self'; "
@@ -41,44 +35,44 @@ _METHODS = ("GET", "HEAD")
 
 
 class HostGuard:
-    """Answers what may be answered, and says on every page what it may load.
+    """ASGI middleware that checks host and method of a request and adds security headers to the response.
 
     Args:
-        app: what answers.
-        host: the address that is listened on.
+        app: the application.
+        host: the address the server listens on.
     """
 
-    def __init__(self, app: App, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str) -> None:
         self.app = app
         self.names = {"localhost", "127.0.0.1", "::1", host.lower()}
-        # On all addresses: any that is a number is this machine's; a name has to be its own.
-        self.any_number = host in ("0.0.0.0", "::")
-        if self.any_number:
+        # If it listens on all addresses, any IP address is this machine's; a name must be its own.
+        self.any_ip = host in ("0.0.0.0", "::")
+        if self.any_ip:
             self.names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not self.allows(hosts[0].decode("latin-1")):
-            await _refuse(send, 421, "This page is for this machine: ask for it as localhost or 127.0.0.1.")
+            await _reject(send, 421, "This server accepts requests for localhost or 127.0.0.1 only.")
             return
         if scope["method"] not in _METHODS:
-            await _refuse(send, 405, "There is nothing to change here: GET and HEAD only.")
+            await _reject(send, 405, "This server is read-only: use GET or HEAD.")
             return
 
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
             await send(message)
 
-        await self.app(scope, receive, send_guarded)
+        await self.app(scope, receive, send_with_headers)
 
     def allows(self, host: str) -> bool:
-        """Whether a ``Host`` header names this machine; the port does not matter (it may be forwarded)."""
+        """Return whether a ``Host`` header names this machine, on any port (it may be forwarded)."""
         name = host.strip().lower()
         if name.startswith("["):
             name, _, rest = name[1:].partition("]")
@@ -86,18 +80,18 @@ class HostGuard:
                 return False
         elif name.count(":") == 1:
             name = name.partition(":")[0]
-        if name in self.names:
-            return True
-        if not self.any_number:
-            return False
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        return name in self.names or (self.any_ip and _is_ip(name))
 
 
-async def _refuse(send: Send, status: int, text: str) -> None:
+def _is_ip(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _reject(send: Send, status: int, text: str) -> None:
     headers = [(b"content-type", b"text/plain; charset=utf-8"), *_HEADERS]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text.encode() + b"\n"})
@@ -106,8 +100,8 @@ async def _refuse(send: Send, status: int, text: str) -> None:
 _STATIC = {"style.css": "text/css", "keys.js": "text/javascript", "icon.svg": "image/svg+xml"}
 
 
-def make_app(book: Book, host: str = "127.0.0.1") -> App:
-    """The application for a book, to be served on ``host``."""
+def make_app(viewer: PlanViewer, host: str = "127.0.0.1") -> ASGIApp:
+    """Return the ASGI application of a viewer that is served on ``host``."""
     require("starlette", "view")
     from starlette.applications import Starlette
     from starlette.convertors import Convertor, register_url_convertor
@@ -115,7 +109,7 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
     from starlette.routing import Route
 
     class _Number(Convertor[int]):
-        # Starlette's own "int" takes any number of digits, and Python refuses to convert 5,000.
+        # Starlette's "int" matches any number of digits; Python raises when it converts 5,000 of them.
         regex = "[0-9]{1,18}"
 
         def convert(self, value: str) -> int:
@@ -125,22 +119,22 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
             return str(value)
 
     register_url_convertor("number", _Number())
-    pages, render = Pages(book), renderer()
+    pages, render = Pages(viewer), make_renderer()
     static = {name: files("packhorse.tools.view").joinpath("static", name).read_bytes() for name in _STATIC}
-    page, media_item = partial(_page, render), partial(_media_item, len(book))
+    page, media_item = partial(_make_page, render), partial(_make_media_item, len(viewer))
 
-    def plain(request: Request) -> Response:
+    def static_file(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in static:
             return Response("no such file", 404, media_type="text/plain")
         return Response(static[name], media_type=_STATIC[name], headers={"cache-control": "no-cache"})
 
     def report(request: Request) -> Response:
-        return JSONResponse(book.report)
+        return JSONResponse(viewer.report)
 
-    def nothing(request: Request, error: Exception) -> Response:
-        text = "There is no such page."
-        return Response(render("message.html", title="Not found", text=text), 404, media_type="text/html")
+    def not_found(request: Request, error: Exception) -> Response:
+        html = render("message.html", title="Not found", text="There is no such page.")
+        return Response(html, 404, media_type="text/html")
 
     routes = [
         Route("/", page("overview.html", lambda request: pages.overview())),
@@ -149,58 +143,61 @@ def make_app(book: Book, host: str = "127.0.0.1") -> App:
         Route("/row/{index:number}", page("row.html", lambda r: pages.row(r.path_params["index"]))),
         Route("/problems", page("problems.html", lambda request: pages.problems(request.query_params))),
         Route("/search", page("search.html", lambda request: pages.search(request.query_params))),
-        Route("/media/{row:number}/{number:number}", media_item(lambda **at: pages.shelf.get(**at))),
         Route(
-            "/media/{row:number}/{number:number}/{place:number}",
-            media_item(lambda **at: pages.shelf.frame(**at)),
+            "/media/{row:number}/{number:number}", media_item(lambda **params: pages.previews.get(**params))
+        ),
+        Route(
+            "/media/{row:number}/{number:number}/{frame:number}",
+            media_item(lambda **params: pages.previews.frame(**params)),
         ),
         Route("/report.json", report),
-        Route("/static/{name}", plain),
+        Route("/static/{name}", static_file),
     ]
-    return HostGuard(Starlette(routes=routes, exception_handlers={404: nothing}), host)
+    return HostGuard(Starlette(routes=routes, exception_handlers={404: not_found}), host)
 
 
-def _page(
+def _make_page(
     render: Callable[..., str], template: str, make: Callable[[Request], dict[str, Any]]
 ) -> Callable[[Request], Response]:
-    """What answers with a template; what is not there, or cannot be shown, is a page too."""
+    """Return an endpoint that renders a template, or a page with the error."""
     from starlette.responses import Response
 
     def answer(request: Request) -> Response:
         try:
             html, status = render(template, **make(request)), 200
-        except NotThere as error:
+        except PageNotFound as error:
             html, status = render("message.html", title="Not found", text=str(error)), 404
         except (ConfigError, MissingDependency, OSError) as error:
-            html, status = render("message.html", title="This cannot be shown", text=str(error)), 503
+            html, status = render("message.html", title="Cannot show this page", text=str(error)), 503
         return Response(html, status, media_type="text/html", headers={"cache-control": "no-store"})
 
     return answer
 
 
-def _media_item(rows: int, get: Callable[..., Encoded]) -> Callable[[Request], Response]:
-    """What answers with a media item of one of the ``rows``, or says why it cannot."""
+def _make_media_item(rows: int, get: Callable[..., EncodedMedia]) -> Callable[[Request], Response]:
+    """Return an endpoint that sends a media item of one of the ``rows``, or 404 with the error."""
     from starlette.responses import Response
 
     def answer(request: Request) -> Response:
-        numbers = request.path_params
+        params = request.path_params
         try:
-            if not 0 <= numbers["row"] < rows:
-                raise LookupError(f"there is no row {numbers['row']}")
-            made = get(**numbers)
+            if params["row"] >= rows:
+                raise LookupError(f"there is no row {params['row']}")
+            media_item = get(**params)
         except (*DATA_ERRORS, MissingDependency) as error:
-            named = isinstance(error, LookupError | ConfigError | MissingDependency)
-            if not named and not is_data_error(error):
+            expected = isinstance(error, LookupError | ConfigError | MissingDependency)
+            if not expected and not is_data_error(error):
                 raise
-            return Response(why_not(error), 404, media_type="text/plain")
-        # Not kept by the browser: the next plan on this port has other images under the same numbers.
-        return Response(made.data, media_type=made.kind, headers={"cache-control": "no-store"})
+            return Response(describe_error(error), 404, media_type="text/plain")
+        # The next plan on this port has other images at the same addresses.
+        headers = {"cache-control": "no-store"}
+        return Response(media_item.data, media_type=media_item.media_type, headers=headers)
 
     return answer
 
 
-def renderer() -> Callable[..., str]:
-    """A function that fills in a template; whatever comes from data is escaped."""
+def make_renderer() -> Callable[..., str]:
+    """Return a function that renders a template; values are escaped."""
     jinja2 = require("jinja2", "view")
     env = jinja2.Environment(
         loader=jinja2.PackageLoader("packhorse.tools.view"),
@@ -220,11 +217,11 @@ def renderer() -> Callable[..., str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on this address; port 0 takes a free one.
+    """Return a socket on this address; port 0 chooses a free port.
 
     Raises:
-        ConfigError: the port is taken, or the address is not this machine's.
-        MissingDependency: what serves pages is not installed.
+        ConfigError: the port is in use, or the address is not this machine's.
+        MissingDependency: a package of the ``view`` extra is not installed.
     """
     for module in ("uvicorn", "starlette", "jinja2"):
         require(module, "view")
@@ -232,24 +229,23 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        why = error.strerror or str(error)
+        reason = (error.strerror or str(error)).lower()
         raise ConfigError(
-            f"cannot listen on {host}, port {port} ({why.lower()}): name another with --port, or "
-            "0 for a free one"
+            f"cannot listen on {host}, port {port} ({reason}): choose another --port, or 0 for a free one"
         ) from error
 
 
-def serve(book: Book, listening: socket.socket, host: str) -> None:
-    """Answer requests until the process is interrupted."""
+def serve(viewer: PlanViewer, listening: socket.socket, host: str) -> None:
+    """Serve until the process is interrupted."""
     uvicorn: Any = require("uvicorn", "view")
-    app = make_app(book, host)
-    book.warm_up()
+    app = make_app(viewer, host)
+    viewer.warm_up()
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=3,  # a media item that never comes does not hold up Ctrl-C
+        timeout_graceful_shutdown=3,  # a slow media item does not block Ctrl-C
     )
     uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,690 @@
+"""Chat templates, tokenizers and labels: how a conversation is rendered, and which tokens are supervised.
+
+:class:`ChatProcessor` renders with the processor's own chat template. :func:`answer_spans` locates the
+answers in the rendered text: by ``{% generation %}`` marks if the template has them, else by a second
+rendering with sentinels for the answers. So whatever a user types, a literal ``<|im_start|>assistant``
+included, never becomes a label. :func:`supervised_tokens` maps these characters to token positions by the
+special tokens around them and compares the ids; what does not agree raises :class:`CannotAlign`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise, repeat, takewhile
+from typing import Any, Protocol
+
+from packhorse.errors import ConfigError, PackhorseError
+
+Turns = Sequence[Mapping[str, Any]]
+Render = Callable[[Turns], str]
+Span = tuple[int, int]
+
+IGNORE_INDEX = -100
+"""The label of a token that is not supervised. Written nowhere else."""
+
+TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+"""Tensors with one entry per token, whatever the family."""
+
+PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters for sentinels: no template writes them, and they are hardly ever typed."""
+
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_CHATML_OPENING = "<|im_start|>assistant\n"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids"})
+# Options of a tokenizer's call for a single text that is neither padded nor truncated.
+_PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
+_UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
+_NO_PADDING = (False, True, "longest", "do_not_pad")
+
+
+class Processor(Protocol):
+    """A processor of transformers or one like it, or a tokenizer for text alone.
+
+    What else it has (``tokenizer``, ``image_processor``, ``chat_template``, …) differs by class: a
+    :class:`~packhorse.families.Encoder` looks it up.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode text and media."""
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, or one like it; fast ones have offsets."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode text."""
+
+    def convert_tokens_to_ids(self, tokens: Any, /) -> Any:
+        """Return the id of a token."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the text of ids."""
+
+
+class CannotAlign(PackhorseError):
+    """The assistant turns of this conversation could not be located in its token ids with certainty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarkers:
+    """How a template writes an assistant turn.
+
+    Attributes:
+        assistant: the tokens that open it, after the end of the turn before.
+        stop: the special token that closes it; None if the template writes none.
+        assistant_text: the opening as text; empty if the tokenizer has no offsets.
+        stop_text: the stop token as text; empty if there is none.
+    """
+
+    assistant: tuple[int, ...]
+    stop: int | None
+    assistant_text: str = ""
+    stop_text: str = ""
+
+
+class ChatProcessor:
+    """A processor with its tokenizer and chat template, which are looked up once.
+
+    Args:
+        processor: of any kind, or a tokenizer. Changes made to it after the first use have no effect.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self.processor: Any = processor
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """See :func:`tokenizer_of`."""
+        return tokenizer_of(self.processor)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """See :func:`chat_template`."""
+        return chat_template(self.processor)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """See :func:`special_tokens`."""
+        return special_tokens(self.tokenizer)
+
+    @cached_property
+    def turn_markers(self) -> TurnMarkers:
+        r"""How the template opens and closes an assistant turn.
+
+        ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what surrounds an
+        answer in a rendered example. A space at the end of the opening belongs to the answer's first token
+        and is not part of it.
+
+        Raises:
+            CannotAlign: the template does not write a user turn and an answer one after the other.
+        """
+        tokenizer, template, special = self.tokenizer, self.chat_template, self.special_tokens
+        if template is not None and all(token in template and token in special for token in _CHATML):
+            opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
+            return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
+        between, after = self._text_around_answer()
+        between = between.rstrip(" ")
+        ends = token_ids(tokenizer(after, add_special_tokens=False))
+        opening = token_ids(tokenizer(between, add_special_tokens=False))
+        names = {token_id: token for token, token_id in special.items()}
+        stop = next((token for token in ends if token in names), None)
+        # A user's turn ends as an answer does; the rest of the text between them opens the answer.
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(opening, ends, strict=False))))
+        if stop not in opening[:same]:
+            same = 0
+        text = "" if same else between
+        if same < len(opening) and getattr(tokenizer, "is_fast", False):
+            encoded = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
+            text = between[encoded["offset_mapping"][same][0] :]
+        return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a list of parts, and not the list."""
+        turn = {"role": "user", "content": [{"type": "text", "text": chr(PRIVATE_USE[0])}]}
+        try:
+            text = self.apply_chat_template([turn])
+        except template_errors(TypeError, ValueError):
+            return False
+        return chr(PRIVATE_USE[0]) in text and not any(quoted in text for quoted in ("'text'", '"text"'))
+
+    def apply_chat_template(self, turns: Turns) -> str:
+        """Render turns as one text with the processor's own method."""
+        text = self.processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
+        # Some processors return a list, as for a batch of one.
+        return str(text[0] if isinstance(text, list) else text)
+
+    def render(self, turns: Turns) -> str:
+        """Render turns as one text, media placeholders not expanded."""
+        return self.apply_chat_template(turns)
+
+    def _text_around_answer(self) -> tuple[str, str]:
+        """What a rendered example has between a question and its answer, and after the answer."""
+        if not hasattr(self.processor, "apply_chat_template"):
+            raise CannotAlign(f"{type(self.processor).__name__} has no chat template")
+        question, answer = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
+        texts = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+        # Texts first: a template that takes texts would print a list of parts as Python does.
+        for example in (texts, parts):
+            try:
+                text = self.apply_chat_template(example)
+            except template_errors(TypeError, ValueError):
+                continue
+            if text.count(question) == 1 == text.count(answer):
+                between, _, after = text.partition(question)[2].partition(answer)
+                return between, after
+        raise CannotAlign("the template does not write a question and its answer as they are")
+
+
+def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What a chat template raises for a conversation that it rejects, for an ``except`` clause."""
+    jinja2 = sys.modules.get("jinja2")  # imported if anything was rendered with it
+    return others if jinja2 is None else (*others, jinja2.TemplateError)
+
+
+def is_transformers(processor: Processor) -> bool:
+    """Whether a processor is one that transformers ships (or a subclass), and so takes grouped options.
+
+    One that comes with a model's repository only shares the base class; its call takes other arguments.
+    """
+    return any(kind.__module__.startswith("transformers.models.") for kind in type(processor).__mro__)
+
+
+def tokenizer_of(processor: Processor) -> Any:
+    """Return the processor's tokenizer, or the processor itself if it is one."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    return processor if tokenizer is None else tokenizer
+
+
+def is_tokenizer(processor: Processor) -> bool:
+    """Whether a tokenizer was given in place of a processor."""
+    known = any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(processor).__mro__)
+    return known or (tokenizer_of(processor) is processor and hasattr(processor, "convert_tokens_to_ids"))
+
+
+def chat_template(processor: Processor) -> str | None:
+    """Return the processor's template, else the tokenizer's; None if there is not exactly one."""
+    template = getattr(processor, "chat_template", None)
+    if template is None:
+        template = getattr(tokenizer_of(processor), "chat_template", None)
+    return template if isinstance(template, str) else None
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text -> id of the tokens that a tokenizer never splits: special and added ones."""
+    tokens = dict(getattr(tokenizer, "get_added_vocab", dict)())
+    for token in getattr(tokenizer, "all_special_tokens", ()):
+        tokens.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
+    return {token: token_id for token, token_id in tokens.items() if token}
+
+
+def token_ids(encoded: Any) -> list[int]:
+    """Return the ids in what a tokenizer returned for one text."""
+    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "keys") else encoded
+    return list(ids[0]) if len(ids) and isinstance(ids[0], list | tuple) else list(ids)
+
+
+# --- repeated tokens --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """The tokens of a text, and where in the text each begins and ends."""
+
+    text: str
+    ids: list[int]
+    starts: list[int]
+    ends: list[int]
+
+
+def _with_offsets(encoded: Any, text: str) -> TokenizedText:
+    offsets = encoded["offset_mapping"]
+    starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
+    # What the tokenizer adds after a text has the offset 0: positions would not be in order.
+    position = len(ends)
+    while position and not ends[position - 1]:
+        position -= 1
+    if position:
+        starts[position:] = ends[position:] = [len(text)] * (len(ends) - position)
+    return TokenizedText(text, list(encoded["input_ids"]), starts, ends)
+
+
+class RepeatedTokenTokenizer:
+    """Replaces a processor's tokenizer during one call, and tokenizes runs of a token once.
+
+    A processor writes an image's token thousands of times and tokenizes all of it: without this, a loader
+    without workers makes 0.84x the tokens of a plain DataLoader (benchmarks/feed.py promises 0.9x), with it
+    0.98x. A call with several texts, truncation or padding to a length goes to the tokenizer itself.
+
+    Args:
+        tokenizer: a fast one.
+        tokens: text and id of the tokens whose runs are shortened; see :func:`repeated_media_tokens`.
+
+    Attributes:
+        read: the text that was tokenized, runs written once; None before a call, or if the tokenizer did it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Mapping[str, int]) -> None:
+        self._original, self._shortened = tokenizer, tokens
+        longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
+        self.read: TokenizedText | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_original" or name.startswith("__"):  # looked up by copy before attributes exist
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def __len__(self) -> int:
+        return len(self._original)  # type: ignore[arg-type]
+
+    def __call__(self, text: Any = None, *others: Any, **options: Any) -> Any:
+        """As the tokenizer's own call."""
+        self.read = None
+        single = text[0] if isinstance(text, list) and len(text) == 1 else None
+        understood = (
+            not others
+            and options.keys() <= _UNDERSTOOD
+            and options.get("padding", False) in _NO_PADDING
+            and options.get("return_tensors") in (None, "pt")
+            and not options.get("is_split_into_words")
+        )
+        encoded = self._tokenize(single, options) if isinstance(single, str) and understood else None
+        return self._original(text, *others, **options) if encoded is None else encoded
+
+    def _tokenize(self, text: str, options: Mapping[str, Any]) -> Any:
+        """Return what the tokenizer returns for one text; None if the runs do not match the tokens."""
+        runs: list[tuple[int, int]] = []
+
+        def write_once(run: re.Match[str]) -> str:
+            token = run[1]
+            runs.append((self._shortened[token], len(run[0]) // len(token)))
+            return token
+
+        short = self._pattern.sub(write_once, text)
+        passed_on = {name: value for name, value in options.items() if name in _PASSED_ON}
+        encoded = self._original(short, **passed_on, return_offsets_mapping=True)
+        read = _with_offsets(encoded, short)
+        shortened_ids = frozenset(self._shortened.values())
+        positions = [position for position, token in enumerate(read.ids) if token in shortened_ids]
+        if [read.ids[position] for position in positions] != [token for token, _ in runs]:
+            return None
+        self.read = read
+        repeats = [1] * len(read.ids)
+        for position, (_, length) in zip(positions, runs, strict=True):
+            repeats[position] = length
+        rows = {
+            key: [list(chain.from_iterable(map(repeat, row, repeats)))]
+            for key, row in encoded.items()
+            if key != "offset_mapping"
+        }
+        return type(encoded)(rows, tensor_type=options.get("return_tensors"))
+
+
+def repeated_media_tokens(tokenizer: Tokenizer, ids: frozenset[int]) -> dict[str, int]:
+    """Text and id of those tokens of ``ids`` that tokenize the same alone and in a run."""
+    special = special_tokens(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+
+    def is_independent(text: str, token_id: int) -> bool:
+        token = added.get(token_id)
+        if token is None or token.single_word or token.normalized:
+            return False  # its ids depend on its neighbours
+        if any(text + text[0] in other for other in special):
+            return False  # two of them may begin another token
+        encoded = tokenizer(text * 3, add_special_tokens=False)
+        return list(encoded["input_ids"]) == [token_id] * 3
+
+    return {text: token for text, token in special.items() if token in ids and is_independent(text, token)}
+
+
+def with_repeated_tokens(
+    processor: Processor, ids: frozenset[int]
+) -> tuple[Processor, RepeatedTokenTokenizer | None]:
+    """Return a copy of the processor with a :class:`RepeatedTokenTokenizer`, and that tokenizer.
+
+    Returns the processor itself and None if it has no fast tokenizer, or a call that transformers does not
+    define (it may use its tokenizer in any way). The copy shares all else with the processor.
+
+    Args:
+        processor: of any kind; it is not changed.
+        ids: of the tokens for the content of media.
+    """
+    tokenizer: Any = getattr(processor, "tokenizer", None)
+    if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
+        return processor, None
+    if not type(processor).__call__.__module__.startswith("transformers."):
+        return processor, None
+    tokens = repeated_media_tokens(tokenizer, ids)
+    if not tokens:
+        return processor, None
+    quick: Any = copy.copy(processor)
+    quick.tokenizer = RepeatedTokenTokenizer(tokenizer, tokens)
+    return quick, quick.tokenizer
+
+
+# --- labels -----------------------------------------------------------------------------------------------
+
+
+def token_keys(values: Mapping[str, Any], media: Container[str] = ()) -> list[str]:
+    """Names of the entries with one value per token, in a sample or a batch of unknown origin.
+
+    These are the known names, and tensors shaped like ``input_ids`` that are no ``media``. This is the only
+    place that distinguishes tokens from media by their shape.
+    """
+    shape = getattr(values.get("input_ids"), "shape", None)
+    return [
+        key
+        for key, value in values.items()
+        if value is not None
+        and (
+            key in _PER_TOKEN
+            or (key not in media and shape is not None and getattr(value, "shape", None) == shape)
+        )
+    ]
+
+
+def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[str, Any]:
+    """Shift labels by one: each position gets the label of the next token.
+
+    Takes tensors of one sample ([S]) or a batch ([B, S]; ``position_ids`` also [3, B, S]); returns a new dict
+    of views one token shorter: ``labels`` without the first, every other token tensor
+    (see :func:`token_keys`) without the last. Everything else stays. This is the only shift.
+
+    Raises:
+        ConfigError: there are no labels, or a token tensor has another length than they.
+    """
+    if "labels" not in batch:
+        raise ConfigError(f"cannot shift without 'labels', only {', '.join(batch)}")
+    shifted = dict(batch)
+    length = batch["labels"].shape[-1]
+    for key in token_keys(batch, media):
+        shape = tuple(batch[key].shape)
+        if shape[-1] != length or len(shape) > (3 if key == "position_ids" else 2):
+            raise ConfigError(f"'{key}' is {shape}, expected one entry for each of {length} labels")
+        shifted[key] = batch[key][..., 1:] if key == "labels" else batch[key][..., :-1]
+    return shifted
+
+
+def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Span]:
+    """Locate the assistant turns in the rendered ``text``, each with its end-of-turn token.
+
+    Args:
+        chat: the processor that rendered the text.
+        turns: the messages that ``text`` was rendered from.
+        text: the rendered conversation, media placeholders not yet expanded.
+        render: renders turns; None for ``chat.render``.
+
+    Raises:
+        CannotAlign: the template writes something that does not lead back to the answers.
+    """
+    template, markers = chat.chat_template, chat.turn_markers
+    if template is not None and _GENERATION.search(template):
+        spans = _marked_spans(chat, template, turns, text)
+    else:
+        spans = _sentinel_spans(render or chat.render, turns, text, markers)
+    closed = (_extend_to_stop(text, span, markers.stop_text) for span in spans)
+    return [(start, end) for start, end in closed if start < end]
+
+
+def _marked_spans(chat: ChatProcessor, template: str, turns: Turns, text: str) -> list[Span]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = getattr(chat.tokenizer, "special_tokens_map", {})
+    render: Any = render_jinja_template  # it returns a pair, whatever its annotation says
+    rendered, marks = render(
+        [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **special
+    )
+    if rendered[0] != text:
+        raise CannotAlign("the template renders differently when its generation marks are requested")
+    return [(start, end) for start, end in marks[0]]
+
+
+def _sentinel_spans(render: Render, turns: Turns, text: str, markers: TurnMarkers) -> list[Span]:
+    """Render with a sentinel for each text of each answer; what is around the sentinels is the frame."""
+    answers: list[str] = []
+    mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
+
+    def sentinel(answer: str) -> str:
+        answers.append(answer)
+        return f"{mark}{len(answers) - 1}{mark}"
+
+    masked = [_replace_text(turn, sentinel) if turn["role"] == "assistant" else turn for turn in turns]
+    if not answers:
+        return []
+    try:
+        frame = re.split(f"{mark}(\\d+){mark}", render(masked))
+    except template_errors() as error:
+        raise CannotAlign(f"the template rejects sentinels for the answers: {error}") from error
+    if [int(index) for index in frame[1::2]] != list(range(len(answers))):
+        raise CannotAlign("the template does not write every answer exactly once")
+    return _fit_frame(text, frame[0::2], answers, markers.assistant_text)
+
+
+def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
+    """The turn with its texts replaced, an empty one added if it has none, and no other field.
+
+    What the template writes of other fields (``tool_calls``, ``reasoning_content``) is then not in the frame:
+    it is part of the answer.
+    """
+    content = turn["content"]
+    if isinstance(content, str):
+        return {"role": turn["role"], "content": replace(content)}
+    parts = [{**p, "text": replace(p["text"])} if p.get("type") == "text" else p for p in content or ()]
+    if not any(part.get("type") == "text" for part in parts):
+        parts.append({"type": "text", "text": replace("")})
+    return {"role": turn["role"], "content": parts}
+
+
+def _fit_frame(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
+    """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template.
+
+    Args:
+        text: the rendered conversation.
+        frame: the text before, between and after the answers.
+        answers: as the conversation has them.
+        opening: how the template opens an assistant turn, empty if unknown.
+    """
+    cut = [_split_at_opening(piece, opening) for piece in frame[:-1]]
+    heads = [*(head for head, _, _ in cut), frame[-1]]
+    if not text.startswith(heads[0]):
+        raise CannotAlign("the rendered text does not begin as its frame does")
+    spans: list[Span] = []
+    start = len(heads[0])
+    for answer, (_, extra, opened), after in zip(answers, cut, heads[1:], strict=True):
+        last = len(spans) == len(answers) - 1
+        span = _verbatim_span(text, start, answer, extra, after, last)
+        if span is None and opened:
+            span = _rewritten_span(text, start, answer, after, last)
+        if span is None:
+            raise CannotAlign(f"the template changes the answer {answer[:40]!r}")
+        spans.append(span)
+        start = span[1] + len(after)
+    return spans
+
+
+def _split_at_opening(piece: str, opening: str) -> tuple[str, str, bool]:
+    """A piece of the frame up to the opening of a turn, what it has after that, and whether it has one."""
+    head, separator, extra = piece.rpartition(opening) if opening else ("", "", "")
+    return (head + separator, extra, True) if separator else (piece, "", False)
+
+
+def _verbatim_span(text: str, start: int, answer: str, extra: str, after: str, last: bool) -> Span | None:
+    first = start + len(extra)
+    for form in (answer, answer.strip(), answer.lstrip(), answer.rstrip(), answer.strip("\n")):
+        end = first + len(form)
+        ends = not last or end + len(after) == len(text)
+        if ends and text.startswith(extra + form, start) and text.startswith(after, end):
+            return first, end
+    return None
+
+
+def _rewritten_span(text: str, start: int, answer: str, after: str, last: bool) -> Span | None:
+    """All that the template writes in the turn, for an answer that it rewrites (mostly one that reasons)."""
+    end = len(text) - len(after) if last else text.find(after, start)
+    # In the middle, what follows must not be found too early.
+    certain = last or (after and after not in answer)
+    return (start, end) if certain and start <= end and text.startswith(after, end) else None
+
+
+def _extend_to_stop(text: str, span: Span, stop: str) -> Span:
+    """The span with the stop token that follows it, and with nothing after a stop token inside it."""
+    start, end = span
+    if not stop:
+        return span
+    follows = re.compile(rf"\s*{re.escape(stop)}").match(text, end)
+    if follows:
+        return start, follows.end()
+    inside = text[start:end].rstrip()  # generation marks may include the newline after the turn
+    return (start, start + len(inside)) if inside.endswith(stop) else span
+
+
+def label_tokens(
+    chat: ChatProcessor, text: str, spans: Sequence[Span], ids: Sequence[int], media_ids: frozenset[int]
+) -> list[int]:
+    """Labels for ``ids``: the id itself inside the spans, :data:`IGNORE_INDEX` elsewhere.
+
+    Arguments and errors are those of :func:`supervised_tokens`.
+    """
+    labels = [IGNORE_INDEX] * len(ids)
+    for start, end in supervised_tokens(chat, text, spans, ids, media_ids):
+        labels[start:end] = ids[start:end]
+    return labels
+
+
+def supervised_tokens(
+    chat: ChatProcessor,
+    text: str,
+    spans: Sequence[Span],
+    ids: Sequence[int],
+    media_ids: frozenset[int],
+    read: TokenizedText | None = None,
+) -> list[Span]:
+    """Map spans of a text to its ids: first and after-last token of each piece, media excluded.
+
+    Args:
+        chat: its tokenizer made ``ids``.
+        text: the rendered conversation with unexpanded placeholders.
+        spans: characters of ``text`` to supervise, none of them empty.
+        ids: the tokens of ``text`` with placeholders expanded; may be padded, or cut at the end.
+        media_ids: ids of media content or placeholders; never supervised.
+        read: tokens of a text, as the processor's call made them; used if it is this text.
+
+    Raises:
+        CannotAlign: a span's tokens are not where they must be.
+    """
+    if not spans:
+        return []
+    special = frozenset(chat.special_tokens.values()) - media_ids
+    pad = getattr(chat.tokenizer, "pad_token_id", None)
+
+    def align(tokens: TokenizedText, padded: bool) -> list[Span]:
+        low, high = _without_padding(tokens.ids, ids, pad) if padded else (0, len(ids))
+        pieces = [piece for span in spans for piece in _pieces(tokens, span, media_ids)]
+        aligned = _align_pieces(tokens.ids, pieces, ids[low:high], special)
+        return [(low + start, low + end) for start, end in aligned]
+
+    if read is not None and read.text == text:
+        with suppress(CannotAlign):
+            return align(read, padded=False)
+    try:
+        return align(_tokenize(chat.tokenizer, text, spans, bos=False), padded=False)
+    except CannotAlign:
+        # Pad tokens may hide the stop tokens they are equal to. And if no special token comes before an
+        # answer, the one that the tokenizer puts in front must be counted.
+        for bos, padded in ((False, True), (True, False), (True, True)):
+            with suppress(CannotAlign):
+                return align(_tokenize(chat.tokenizer, text, spans, bos=bos), padded)
+        raise
+
+
+def _pieces(tokens: TokenizedText, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
+    """First and after-last token of each run that touches the characters of ``span``, between media."""
+    first, last = bisect.bisect_right(tokens.ends, span[0]), bisect.bisect_left(tokens.starts, span[1])
+    for position in range(first, last):
+        if tokens.ids[position] in media_ids:
+            yield first, position
+            first = position + 1
+    yield first, last
+
+
+def _tokenize(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, bos: bool) -> TokenizedText:
+    """Tokenize with offsets; without them, cut the text at the spans, if that gives the same ids."""
+    if getattr(tokenizer, "is_fast", False):
+        return _with_offsets(tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True), text)
+    cuts = sorted({0, len(text), *(position for span in spans for position in span)})
+    tokens = TokenizedText(text, [], [], [])
+    for start, end in pairwise(cuts):
+        piece = token_ids(tokenizer(text[start:end], add_special_tokens=bos and start == 0))
+        tokens.ids.extend(piece)
+        # Positions inside a piece do not matter, only that they are inside it.
+        tokens.starts.extend([start] * len(piece))
+        tokens.ends.extend([end] * len(piece))
+    if tokens.ids != token_ids(tokenizer(text, add_special_tokens=bos)):
+        raise CannotAlign("the tokenizer has no offsets, and the text cut at its turns gives other tokens")
+    return tokens
+
+
+def _align_pieces(
+    text: Sequence[int], pieces: Iterable[Span], body: Sequence[int], special: frozenset[int]
+) -> Iterator[Span]:
+    """Positions in ``body`` of pieces of the text's tokens; a piece after a cut is skipped.
+
+    A position is the nearest anchor before it plus the plain tokens in between; or, if tokens were inserted
+    there (a media item, what a hook inserts after the assistant's marker), the nearest anchor after it.
+    """
+    in_text, in_body = _anchors(text, body, special)
+    for first, last in pieces:
+        wanted = list(text[first:last])
+        before, after = bisect.bisect_right(in_text, first) - 1, bisect.bisect_left(in_text, last - 1)
+        if before >= len(in_body):
+            continue  # even its anchor is after the cut
+        # Text before the first anchor begins where the ids begin.
+        start = first + (in_body[before] - in_text[before] if before >= 0 else 0)
+        actual = list(body[start : start + len(wanted)])
+        if actual != wanted[: len(body) - start] and after < len(in_body):
+            start = first + in_body[after] - in_text[after]
+            actual = list(body[start : start + len(wanted)]) if start >= 0 else []
+        if start >= len(body):
+            continue
+        if actual != wanted[: len(body) - start]:
+            raise CannotAlign(f"tokens from {start} on differ from tokens {first} to {last} of the text")
+        yield start, start + len(actual)
+
+
+def _without_padding(text: Sequence[int], ids: Sequence[int], pad: int | None) -> Span:
+    """Where ``ids`` begin and end without padding: pad tokens at an end that the text does not have."""
+
+    def surplus(row: Iterable[int], expected: Iterable[int]) -> int:
+        runs = [sum(1 for _ in takewhile(lambda token: token == pad, ends)) for ends in (row, expected)]
+        return max(0, runs[0] - runs[1])
+
+    low = surplus(ids, text)
+    return low, max(low, len(ids) - surplus(reversed(ids), reversed(text)))
+
+
+def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) -> list[list[int]]:
+    """Positions of the special tokens that both have, in the text and in the ids (fewer, after a cut).
+
+    Expanding a media item adds tokens but keeps the others and their order. So a kind of token that comes
+    out of order (the brackets around each frame of a video) is no anchor.
+    """
+    kinds, present = set(special), frozenset(body)
+    while True:
+        in_text = [position for position, token in enumerate(text) if token in kinds]
+        in_body = [position for position, token in enumerate(body) if token in kinds]
+        pairs = ((text[a], body[b]) for a, b in zip(in_text, in_body, strict=False))
+        wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if wrong is None:
+            return [in_text, in_body[: len(in_text)]]
+        # A token of the text that is missing from the ids was expanded; else the other one was inserted.
+        kinds.discard(wrong[0] if wrong[0] not in present else wrong[1])

@@ -1,0 +1,283 @@
+"""Batches of raw examples with one call of the processor for all of them.
+
+For processors of no listed family, whose tensors cannot be assigned to samples, and for hooks, which take a
+whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from packhorse.chat import IGNORE_INDEX, is_transformers, template_errors, token_keys
+from packhorse.collate.finish import add_counts, cast_pixels, records_of, row_order, sample_key, shift_batch
+from packhorse.collate.packer import media_keys, stack_tokens
+from packhorse.collate.processor_call import (
+    can_encode,
+    logger,
+    pad_token_id,
+    padding_side,
+    plain_turns,
+    render,
+)
+from packhorse.collate.raw_examples import (
+    Batch,
+    Example,
+    MediaFit,
+    keep_fitting_media,
+    read_examples,
+    record_truncation,
+)
+from packhorse.collate.raw_labels import make_labels, media_ids
+from packhorse.collate.raw_media import drop_overlong, token_length
+from packhorse.encode.tokenized import run_hook
+from packhorse.families import Encoder, LoadedMedia
+from packhorse.media import load_image
+from packhorse.types import MediaRef
+
+Hook = Callable[[Batch, Any], Mapping[str, Any]]
+CallProcessor = Callable[[Sequence[Example], Encoder], Mapping[str, Any]]
+
+
+def collate_batched(
+    examples: Sequence[Mapping[str, Any]],
+    encoder: Encoder,
+    call_processor: CallProcessor,
+    max_length: int | None = None,
+    *,
+    hook: Hook | None = None,
+    drop_longer: bool = False,
+    pixel_dtype: torch.dtype | None = None,
+    place_audio: bool = True,
+    media_tokens: frozenset[int] | None = None,
+) -> Batch:
+    """Encode all examples in one call, label the answers, cut or drop what is longer than ``max_length``.
+
+    Args:
+        examples: in the documented format.
+        encoder: of the processor.
+        call_processor: returns the padded tensors of examples.
+        max_length: see :func:`~packhorse.collate.raw_examples.collate_encoded`, like ``drop_longer`` and
+            ``pixel_dtype``.
+        hook: changes the batch before labels are made.
+        drop_longer: see there.
+        pixel_dtype: see there.
+        place_audio: see :func:`~packhorse.collate.raw_examples.read_examples`.
+        media_tokens: the ids that stand for media; None for those that the processor names.
+
+    Raises:
+        BadSample: an example cannot be encoded, or all are longer than ``max_length`` and to be dropped.
+    """
+    records, family = records_of(examples), encoder.family
+    read = read_examples(examples, encoder, place_audio=place_audio)
+    if max_length is not None and drop_longer:
+        read = drop_overlong(read, [token_length(e.turns, encoder, e.key) for e in read], max_length, records)
+    images = [sum(ref.kind == "image" for ref in example.conversation.media) for example in read]
+    read = [read[index] for index in row_order([example.fake for example in read], images, family)]
+
+    def encode(batch: Sequence[Example]) -> _Rows:
+        return _encode(batch, encoder, call_processor, hook)
+
+    rows = encode(read)
+    if max_length is not None and drop_longer and max(rows.lengths) > max_length:
+        read = drop_overlong(read, rows.lengths, max_length, records)
+        rows = encode(read)
+    elif max_length is not None:
+        fits = MediaFit(media_ids(encoder) if media_tokens is None else media_tokens, max_length)
+        shorter = [
+            keep_fitting_media(example, rows.ids(row), lambda shorter: encode([shorter]).ids(0), fits)[0]
+            for row, example in enumerate(read)
+        ]
+        for example, kept, length in zip(read, shorter, rows.lengths, strict=True):
+            if length > max_length:
+                record_truncation(example, kept, length, max_length, records)
+        if any(kept is not example for kept, example in zip(shorter, read, strict=True)):
+            read, rows = shorter, encode(shorter)
+    labels = make_labels(rows.batch["input_ids"], [example.turns for example in read], encoder)
+    if "attention_mask" in rows.batch:
+        labels = labels.masked_fill(rows.batch["attention_mask"] == 0, IGNORE_INDEX)
+    # Rows are cut after labels are made: answers are located with more certainty in whole rows.
+    rows = _Rows({**rows.batch, "labels": labels}, rows.lengths)
+    batch = rows.batch if max_length is None else rows.resized(max_length, encoder)
+    records.record_unsupervised(batch["labels"].unbind(), [example.key for example in read])
+    counts = [Counter(ref.kind for ref in example.conversation.media) for example in read]
+    return shift_batch(add_counts(cast_pixels(batch, pixel_dtype), counts), family)
+
+
+class _Rows(NamedTuple):
+    """A padded batch, and the tokens of each row without padding."""
+
+    batch: Batch
+    lengths: list[int]
+
+    def start(self, row: int) -> int:
+        """Return where a row begins after padding on its left."""
+        mask, width = self.batch.get("attention_mask"), int(self.batch["input_ids"].shape[1])
+        return width - self.lengths[row] if mask is not None and bool(mask[row, -1]) else 0
+
+    def ids(self, row: int) -> torch.Tensor:
+        """Return the ids of a row without padding."""
+        start = self.start(row)
+        ids: torch.Tensor = self.batch["input_ids"][row, start : start + self.lengths[row]]
+        return ids
+
+    def resized(self, width: int, encoder: Encoder) -> Batch:
+        """Cut or pad the tensors per token to ``width``; media tensors stay."""
+        starts = [self.start(row) for row in range(len(self.lengths))]
+        full = min(self.lengths) == self.batch["input_ids"].shape[1]
+        left = padding_side(encoder.processor) == "left" if full else any(starts)
+        pad = pad_token_id(encoder.processor) if min(self.lengths) < width else 0
+        keys = token_keys(self.batch, media_keys(encoder.family))
+        rows = [
+            {key: self.batch[key].select(-2, row)[..., start : start + min(length, width)] for key in keys}
+            for row, (start, length) in enumerate(zip(starts, self.lengths, strict=True))
+        ]
+        return {**self.batch, **stack_tokens(rows, width, pad, "left" if left else "right")}
+
+
+def _encode(
+    examples: Sequence[Example], encoder: Encoder, call_processor: CallProcessor, hook: Hook | None
+) -> _Rows:
+    """Call the processor, hide the tokens of fake images, run the hook."""
+    output = dict(call_processor(examples, encoder))
+    batch = _hide_fakes(output, examples, encoder)
+    # Hidden tokens at an end of a row look like padding.
+    pairs = zip(_visible_lengths(output), _visible_lengths(batch), strict=True)
+    hidden = [length - visible for length, visible in pairs]
+    if hook is not None:
+        batch = dict(run_hook(hook, batch, encoder.processor))
+    return _Rows(batch, [length + more for length, more in zip(_visible_lengths(batch), hidden, strict=True)])
+
+
+def _visible_lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of each row from the first to the last one that is attended to."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return [batch["input_ids"].shape[1]] * len(batch["input_ids"])
+    visible = [row.nonzero().flatten() for row in mask]
+    return [int(tokens[-1] - tokens[0]) + 1 if len(tokens) else 0 for tokens in visible]
+
+
+# --- fake images ------------------------------------------------------------------------------------------
+
+
+def _hide_fakes(batch: Batch, examples: Sequence[Example], encoder: Encoder) -> Batch:
+    """Return the batch with attention 0 on the tokens of fake images."""
+    if not any(example.fake for example in examples):
+        return batch
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"].clone() if "attention_mask" in batch else torch.ones_like(ids)
+    for row, example in enumerate(examples):
+        if example.fake:
+            tokens = mask[row].nonzero().flatten()
+            first, after = fake_span(ids[row][tokens].tolist(), example, encoder)
+            mask[row, tokens[first:after]] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def fake_span(ids: Sequence[int], example: Example, encoder: Encoder) -> tuple[int, int]:
+    """Return the first and after-last token of the fake image in the ids of its sample, without padding."""
+    if can_encode(encoder):
+        refs = example.conversation.media
+        sizes = [(ref.kind, encoder.size_of(ref)) for ref in refs] if len(refs) > 1 else []
+        return encoder.fake_image_span(ids, example.conversation, sizes)
+    owners = (encoder.processor, encoder.tokenizer)
+    named = {getattr(owner, "image_token_id", None) for owner in owners} - {None}
+    tokens = [index for index, token in enumerate(ids) if token in (named or media_ids(encoder))]
+    if not tokens:
+        logger.warning(
+            "%s has no image_token_id: the fake image of a sample is not hidden from attention",
+            type(encoder.processor).__name__,
+        )
+        return 0, 0
+    return tokens[0], tokens[-1] + 1
+
+
+# --- calls ------------------------------------------------------------------------------------------------
+
+
+class Decoded(NamedTuple):
+    """An example with decoded media: turns for ``apply_chat_template``, and the media by kind."""
+
+    turns: list[dict[str, Any]]
+    media: LoadedMedia
+
+
+def decode(example: Example, encoder: Encoder) -> Decoded:
+    """Decode the media of an example.
+
+    Raises:
+        BadSample: a media item is missing, broken or of a kind that the family does not take.
+    """
+    media = LoadedMedia([], [], [])
+
+    def load(ref: MediaRef) -> Any:
+        if ref.kind == "image":
+            media.images.append(load_image(ref.source))
+            return media.images[-1]
+        loaded = encoder.load([ref])
+        media.videos.extend(loaded.videos)
+        media.audios.extend(loaded.audios)
+        return loaded.videos[0].frames if loaded.videos else loaded.audios[0][0]
+
+    with sample_key(example.key):
+        encoder.family.check(example.conversation)
+        turns = []
+        plain = plain_turns(example.turns, encoder.family)
+        for turn, message in zip(plain, example.conversation.messages, strict=True):
+            content = turn["content"]
+            if not isinstance(content, str):
+                parts = zip(content, message.parts, strict=True)
+                content = [
+                    {**part, ref.kind: load(ref)} if isinstance(ref, MediaRef) else part
+                    for part, ref in parts
+                ]
+            turns.append({**turn, "content": content})
+    return Decoded(turns, media)
+
+
+def render_examples(examples: Sequence[Example], encoder: Encoder) -> list[str]:
+    """Render each example as a text, placeholders not expanded.
+
+    Raises:
+        BadSample: the chat template rejects one.
+    """
+    return [_render(example, encoder) for example in examples]
+
+
+def _render(example: Example, encoder: Encoder) -> str:
+    try:
+        return render(encoder, plain_turns(example.turns, encoder.family))
+    except template_errors() as error:
+        detail = f"the chat template rejects it: {error}"
+        raise encoder.family.bad(detail, example.conversation, "wrong_format") from error
+
+
+def media_options(decoded: Sequence[Decoded], encoder: Encoder) -> dict[str, Any]:
+    """Return the options of a call that describe its media; grouped (``videos_kwargs``) for transformers."""
+    media = LoadedMedia(
+        [image for item in decoded for image in item.media.images],
+        [video for item in decoded for video in item.media.videos],
+        [audio for item in decoded for audio in item.media.audios],
+    )
+    if is_transformers(encoder.processor):
+        arguments = encoder.family.call_arguments(encoder, media)
+        return {name: value for name, value in arguments.items() if name.endswith("_kwargs")}
+    options: dict[str, Any] = {}
+    if media.videos:
+        options["video_metadata"] = [video.metadata.as_dict() for video in media.videos]
+        options["do_sample_frames"] = False
+    if media.audios:
+        options["sampling_rate"] = encoder.family.sampling_rate
+    return options
+
+
+def with_padding(options: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """Return the options of a call that pads to the longest text."""
+    if not is_transformers(encoder.processor):
+        return {**options, "padding": True}
+    # Not as a plain option: that would reach the feature extractor of audio too.
+    return {**options, "text_kwargs": {**options.get("text_kwargs", {}), "padding": True}}

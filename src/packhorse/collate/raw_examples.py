@@ -1,0 +1,228 @@
+"""Batches of raw examples: each example is encoded alone, kept within the length limit, then padded.
+
+What an example becomes does not depend on the others in its batch. A media item is never cut in two: it is in
+the batch with all its tokens and tensors, or not at all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from packhorse.collate.finish import Records, check_present, keys_of, records_of, sample_key
+from packhorse.collate.padded import collate_samples
+from packhorse.collate.processor_call import Turns, pad_token_id, padding_side
+from packhorse.collate.raw_media import drop_overlong, token_length
+from packhorse.errors import ConfigError
+from packhorse.families import Encoder
+from packhorse.formats.conversation import parse_conversation
+from packhorse.types import MEDIA_KINDS, Conversation, Sample
+
+Batch = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example of a batch.
+
+    Attributes:
+        values: the example in the documented format.
+        conversation: the same, parsed; its key names the sample.
+    """
+
+    values: Mapping[str, Any]
+    conversation: Conversation
+
+    @property
+    def key(self) -> str:
+        """The key of the sample; empty if unknown."""
+        return self.conversation.key
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the example."""
+        turns: Turns = self.values["conversation"]
+        return turns
+
+    @property
+    def fake(self) -> bool:
+        """Whether its first image is the fake one."""
+        flagged = bool(self.values.get("_injected_fake"))
+        return flagged and any(ref.kind == "image" for ref in self.conversation.media)
+
+
+def read_examples(
+    examples: Sequence[Mapping[str, Any]], encoder: Encoder, *, place_audio: bool = True
+) -> list[Example]:
+    """Parse the examples of a batch.
+
+    Args:
+        examples: in the documented format; a :class:`~packhorse.encode.robust.Batch` has their keys.
+        encoder: of the processor.
+        place_audio: make audio next to a conversation a part of it.
+
+    Raises:
+        BadSample: an example is not in the documented format.
+        ConfigError: an entry is no example, or the processor has no chat template.
+    """
+    check_present(examples)
+    for index, example in enumerate(examples):
+        if "input_ids" in example and "conversation" not in example:
+            raise ConfigError(
+                f"sample {index} of the batch has input_ids and no conversation: these samples are already "
+                "encoded, use pad_collate_fn"
+            )
+    encoder.check_template()
+    read = []
+    for example, key in zip(examples, keys_of(examples), strict=True):
+        values = encoder.place_audio(example, key) if place_audio else example
+        read.append(Example(values, parse_conversation(values, key)))
+    return read
+
+
+def collate_encoded(
+    examples: Sequence[Mapping[str, Any]],
+    encoder: Encoder,
+    max_length: int | None = None,
+    *,
+    drop_longer: bool = False,
+    pixel_dtype: torch.dtype | None = None,
+    side: str | None = None,
+) -> Batch:
+    """Encode each example, cut or drop what is longer than ``max_length``, pad.
+
+    Args:
+        examples: in the documented format.
+        encoder: encodes them.
+        max_length: the length of every row before the shift; None pads to the longest.
+        drop_longer: drop samples that are longer instead of cutting them.
+        pixel_dtype: what pixels are cast to; None leaves them.
+        side: where to pad; None asks the processor.
+
+    Raises:
+        BadSample: an example cannot be encoded, or all are longer than ``max_length`` and to be dropped.
+    """
+    records, read = records_of(examples), read_examples(examples, encoder)
+
+    def encode(example: Example) -> Sample:
+        with sample_key(example.key):
+            encoded = encoder.encode(example.conversation, fake_image=example.fake)
+            return encoder.label_sample(encoded, example.key)
+
+    if max_length is not None and drop_longer:
+        read = drop_overlong(read, [token_length(e.turns, encoder, e.key) for e in read], max_length, records)
+    samples = [encode(example) for example in read]
+    if max_length is not None and drop_longer:
+        samples = drop_overlong(samples, list(map(len, samples)), max_length, records)
+    elif max_length is not None:
+        fits = MediaFit(encoder.media_token_ids, max_length)
+        for index, (example, sample) in enumerate(zip(read, samples, strict=True)):
+            if len(sample) > max_length:
+                kept, shorter = keep_fitting_media(
+                    example, sample, encode, lambda encoded: fits(encoded.tokens["input_ids"])
+                )
+                record_truncation(example, kept, len(sample), max_length, records)
+                samples[index] = shorter.cut(slice(max_length))
+    records.record_unsupervised(
+        [sample.per_token["labels"] for sample in samples], [sample.key for sample in samples]
+    )
+    processor = encoder.processor
+    return collate_samples(
+        samples,
+        encoder.family,
+        pad_token_id(processor),
+        max_length,
+        side=padding_side(processor) if side is None else side,
+        pixel_dtype=pixel_dtype,
+    )
+
+
+# --- truncation -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFit:
+    """Whether ids [S] can be cut to ``max_length`` without cutting inside or before a media item."""
+
+    media_ids: frozenset[int]
+    max_length: int
+
+    def __call__(self, ids: torch.Tensor) -> bool:
+        """Return whether they can be cut."""
+        if len(ids) <= self.max_length:
+            return True
+        media = torch.isin(ids, torch.tensor(sorted(self.media_ids), dtype=ids.dtype)).nonzero()
+        # The label shift cuts one token more.
+        return not len(media) or int(media[-1]) < self.max_length - 1
+
+
+def keep_fitting_media(
+    example: Example, encoded: T, encode: Callable[[Example], T], fits: Callable[[T], bool]
+) -> tuple[Example, T]:
+    """Cut an example before the first media item that does not fit.
+
+    Args:
+        example: longer than the limit.
+        encoded: the encoded example.
+        encode: encodes a shorter example.
+        fits: whether all media of an encoded example are within the limit.
+
+    Returns:
+        The example with as many media items as fit, and encoded. Finds them by bisection on encoded examples.
+    """
+    if fits(encoded):
+        return example, encoded
+    tried: dict[int, tuple[Example, T]] = {}
+
+    def encode_first(number: int) -> tuple[Example, T]:
+        if number not in tried:
+            shorter = _first_media(example, number)
+            tried[number] = shorter, encode(shorter)
+        return tried[number]
+
+    numbers = range(1, len(example.conversation.media))
+    kept = bisect_left(numbers, True, key=lambda number: not fits(encode_first(number)[1]))
+    return encode_first(kept)
+
+
+def record_truncation(
+    example: Example, shorter: Example, length: int, max_length: int, records: Records
+) -> None:
+    """Record that an example of ``length`` tokens was cut."""
+    lost = len(example.conversation.media) - len(shorter.conversation.media)
+    detail = f"{length} tokens are more than max_length={max_length}: the rest was cut"
+    records.record(example.key, "truncated", detail + (f", with {lost} media" if lost else ""), "cut")
+
+
+def _first_media(example: Example, number: int) -> Example:
+    """Return the example up to its media item ``number`` (from 0), exclusive."""
+    turns: list[Mapping[str, Any]] = []
+    kept = 0
+    for turn in example.turns:
+        parts: list[Any] = []
+        for part in turn["content"] if not isinstance(turn["content"], str) else ():
+            if part["type"] in MEDIA_KINDS:
+                if kept == number:
+                    return _with_turns(example, [*turns, *_cut_turn(turn, parts, turns)])
+                kept += 1
+            parts.append(part)
+        turns.append(turn)
+    return example
+
+
+def _cut_turn(turn: Mapping[str, Any], parts: list[Any], before: Turns) -> list[dict[str, Any]]:
+    """Return a turn with only these parts; nothing without parts, unless it is the first of the user."""
+    if parts:
+        return [{**turn, "content": parts}]
+    asked = any(earlier["role"] == "user" for earlier in before)
+    return [] if asked else [{**turn, "content": [{"type": "text", "text": ""}]}]
+
+
+def _with_turns(example: Example, turns: Turns) -> Example:
+    values = {**example.values, "conversation": list(turns)}
+    return Example(values, parse_conversation(values, example.key))

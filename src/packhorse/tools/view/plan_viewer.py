@@ -1,0 +1,379 @@
+"""The data of the viewer's pages: the plan, its rows, the drops of each row, and search.
+
+Opening maps the plan and opens the data files (milliseconds each). The processor takes seconds to import, so
+it is opened in the background, or when the first page needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.errors import BadSample, ConfigError
+from packhorse.formats.meta import MetaDataset, Source, read_meta
+from packhorse.ledger import Ledger, read_ledgers
+from packhorse.loader.build import make_packer
+from packhorse.loader.config import LoaderConfig
+from packhorse.loader.startup import OpenedData, encoding_dataset, open_rows
+from packhorse.plan.pack_plan import DROP_REASONS
+from packhorse.rows.row_files import JsonRows
+from packhorse.tools.view.plan_report import plan_report
+from packhorse.tools.view.row_encoder import RowEncoder
+from packhorse.tools.view.saved_plan import (
+    PlanRequest,
+    SavedPlan,
+    make_plan,
+    make_saved_plan,
+    open_request,
+    open_saved_plan,
+)
+from packhorse.types import Drop, Reason, mask_secrets
+
+Integers = npt.NDArray[np.int64]
+
+_MAX_DIGITS = 18  # Python does not convert a string of thousands of digits
+_MAX_RAW_BYTES = 100_000  # of a row that are shown
+_NOT_IN_MIXTURE = ("not_sampled", "left_over")  # drops of rows that are no examples of this mixture
+
+SEARCH_SECONDS = 1.5
+MAX_HITS = 50
+_SEARCH_BLOCK = 256  # rows read at a time
+_CONTEXT = 60  # characters shown on each side of a match
+
+
+class RowFinder:
+    """Find rows of a mixture by key; the rows of a dataset are sorted at the first search in it."""
+
+    def __init__(self, dataset: MetaDataset) -> None:
+        self._sources = {source.config.name: source for source in dataset.sources}
+        lengths = [len(source) for source in dataset.sources]
+        self._first = dict(zip(self._sources, np.cumsum([0, *lengths]).tolist(), strict=False))
+        self._ends = np.cumsum(lengths)
+        self._order = lru_cache(maxsize=None)(self._sort_rows)
+
+    def locate(self, index: int) -> tuple[Source, int]:
+        """Return the dataset of a sample index and the row's number in its file."""
+        name = list(self._sources)[int(np.searchsorted(self._ends, index, side="right"))]
+        source = self._sources[name]
+        return source, source.selection.row(index - self._first[name])
+
+    def find(self, key: str) -> int | None:
+        """Return the sample index of ``name/row`` or ``name/row#copy``, or None if there is none."""
+        name, _, rest = key.rpartition("/")
+        row, _, copy = rest.partition("#")
+        if name not in self._sources or not _is_number(row) or not _is_number(copy or "0"):
+            return None
+        rows, order = self._order(name)
+        source, start = self._sources[name], int(self._first[name])
+        for rank in range(int(np.searchsorted(rows, int(row))), len(rows)):
+            if int(rows[rank]) != int(row):
+                return None
+            position = int(order[rank])
+            if source.selection.copy(position) == int(copy or 0):
+                return start + position
+        return None
+
+    def _sort_rows(self, name: str) -> tuple[Integers, Integers]:
+        rows = np.asarray(self._sources[name].selection.rows(), np.int64)
+        order = np.argsort(rows, kind="stable")
+        return rows[order], order
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+class PlanViewer:
+    """A plan with its rows, drops and ledger entries.
+
+    Args:
+        saved: the plan and what it was made from.
+        opened: rows, processor and model, if they are open already.
+        ledger: entries of a run, shown with the rows.
+
+    Attributes:
+        names: the dataset names, in order.
+        marks: drops found by ledgers and by this viewer, by sample index.
+        unmatched: ledger entries whose key is not in this mixture.
+    """
+
+    def __init__(
+        self, saved: SavedPlan, opened: OpenedData | None = None, ledger: Ledger | None = None
+    ) -> None:
+        self.saved, self.plan, self.report = saved, saved.plan, saved.report
+        config = saved.request.config
+        self.dataset: MetaDataset = (
+            open_rows(config.data, config.dataset_names, Ledger()) if opened is None else opened.dataset
+        )
+        if len(self.dataset) != self.plan.samples:
+            raise ConfigError(
+                f"the plan was made for {self.plan.samples:,} rows, but {config.data} now has "
+                f"{len(self.dataset):,}: run `packhorse plan` again"
+            )
+        self.names: list[str] = list(self.dataset.lengths())
+        self._starts = np.cumsum([0, *self.dataset.lengths().values()])
+        self._opened = opened
+        self._encoder: RowEncoder | None = None
+        self._open_lock, self._mark_lock = threading.Lock(), threading.Lock()
+        self.finder = RowFinder(self.dataset)
+        self.marks: dict[int, list[Drop]] = defaultdict(list)
+        self.unmatched: list[Drop] = []
+        drops = [drop for drop in ledger or () if drop.reason not in _NOT_IN_MIXTURE]
+        self._ledger_entries = len(drops)
+        for drop in drops:
+            index = self.finder.find(drop.key)
+            if index is None:
+                self.unmatched.append(drop)
+            else:
+                self.mark(index, [drop])
+
+    @classmethod
+    def open(
+        cls,
+        source: str,
+        processor: str | None = None,
+        *,
+        ledger: str | os.PathLike[str] | None = None,
+        pack_size: int = 8192,
+        trust_remote_code: bool = False,
+    ) -> PlanViewer:
+        """Open a plan file, or plan a meta file first.
+
+        Raises:
+            ConfigError: the file is neither, or it is a meta file and no processor is given.
+            OSError: the file cannot be read.
+        """
+        entries = None if ledger is None else read_ledgers(ledger)[0]
+        if _is_plan(source):
+            return cls(open_saved_plan(source, processor, trust_remote_code), None, entries)
+        if processor is None:
+            read_meta(source)  # raises if it is no meta file either
+            raise ConfigError(f"{source} is a meta file: pass --processor to plan it first")
+        config = LoaderConfig(data=source, pack_size=pack_size)
+        planned = make_plan(PlanRequest(config, processor, trust_remote_code=trust_remote_code))
+        return cls(make_saved_plan(planned, plan_report(planned)), planned.opened, entries)
+
+    @property
+    def encoder(self) -> RowEncoder:
+        """The encoder that shows rows as the model sees them; the first use opens the processor.
+
+        Raises:
+            ConfigError: the processor is not available.
+        """
+        with self._open_lock:
+            if self._encoder is None:
+                opened, config = self._opened or open_request(self.saved.request), self.saved.request.config
+                samples = encoding_dataset(config, opened, self.plan.capacity)
+                self._encoder = RowEncoder(samples, make_packer(config, samples, opened.model))
+            return self._encoder
+
+    def warm_up(self, delay: float = 2.0) -> None:
+        """Open the processor in the background, so that the first pack does not wait for it.
+
+        Args:
+            delay: seconds to wait, so that the first page does not compete with imports.
+        """
+
+        def open_encoder() -> None:
+            with suppress(ConfigError, OSError):  # the page that needs it shows the error
+                _ = self.encoder
+
+        timer = threading.Timer(delay, open_encoder)
+        timer.daemon = True
+        timer.start()
+
+    # Rows.
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def key(self, index: int) -> str:
+        """Return the key of a row, e.g. ``coco/812``."""
+        return self.dataset.key(index)
+
+    def dataset_ids(self, indices: npt.NDArray[np.integer] | int) -> Integers:
+        """Return the position in ``names`` of each row's dataset."""
+        return np.asarray(np.searchsorted(self._starts, indices, side="right") - 1, np.int64)
+
+    def dataset_name(self, index: int) -> str:
+        """Return the name of a row's dataset."""
+        return self.names[int(self.dataset_ids(index))]
+
+    @cached_property
+    def pack_of(self) -> Integers:
+        """The pack of each row; -1 for rows in no pack."""
+        return self.plan.pack_of()
+
+    def raw(self, index: int) -> str:
+        """Return the row as text, shortened if it is long; bytes that are not UTF-8 are escaped."""
+        source, row = self.finder.locate(index)
+        if isinstance(source.file, JsonRows):
+            raw = source.file.raw(row)
+            rest = f" … ({len(raw):,} bytes)" if len(raw) > _MAX_RAW_BYTES else ""
+            return mask_secrets(raw[:_MAX_RAW_BYTES].decode("utf-8", "backslashreplace")) + rest
+        try:
+            return mask_secrets(repr(source.file[row]))
+        except BadSample as error:
+            return error.detail
+
+    # Drops.
+
+    def plan_drop(self, index: int) -> Drop | None:
+        """Return why a row is in no pack, or None if it is in one."""
+        position = int(np.searchsorted(self.plan.dropped, index))
+        if position == len(self.plan.dropped) or int(self.plan.dropped[position]) != index:
+            return None
+        bad = self.saved.bad.get(index)
+        code = int(self.plan.drop_codes[position])
+        reason: Reason = DROP_REASONS[code] if bad is None else bad[0]  # type: ignore[assignment]
+        detail = self.saved.detail(index, reason) if bad is None else bad[1]
+        return Drop(self.key(index), "plan", reason, detail, dataset=self.dataset_name(index))
+
+    @cached_property
+    def _plan_reasons(self) -> npt.NDArray[np.object_]:
+        """The reason of each row of ``plan.dropped``."""
+        reasons = np.array(DROP_REASONS, object)[self.plan.drop_codes]
+        if self.saved.bad:
+            bad = np.fromiter(self.saved.bad, np.int64)
+            reasons[np.searchsorted(self.plan.dropped, bad)] = [why for why, _ in self.saved.bad.values()]
+        return reasons
+
+    def reasons(self) -> list[tuple[str, int, int]]:
+        """Return (reason, rows in no pack, marked rows in a pack), the most frequent reason first."""
+        dropped = Counter(self._plan_reasons.tolist())
+        marked = Counter(
+            reason
+            for index, drops in list(self.marks.items())
+            if self.pack_of[index] >= 0
+            for reason in {drop.reason for drop in drops}
+        )
+        names = sorted({*dropped, *marked}, key=lambda name: (-dropped[name] - marked[name], name))
+        return [(name, dropped[name], marked[name]) for name in names]
+
+    def problems(self, reason: str = "", dataset: str = "") -> list[int]:
+        """Return the dropped or marked rows in order, optionally of one reason or one dataset."""
+        dropped = self.plan.dropped[self._plan_reasons == reason] if reason else self.plan.dropped
+        marked = [
+            index
+            for index, drops in list(self.marks.items())
+            if not reason or any(drop.reason == reason for drop in drops)
+        ]
+        rows = np.union1d(np.asarray(dropped, np.int64), np.asarray(marked, np.int64))
+        if dataset in self.names:
+            rows = rows[self.dataset_ids(rows) == self.names.index(dataset)]
+        indices: list[int] = rows.tolist()
+        return indices
+
+    def drops(self, index: int) -> list[Drop]:
+        """Return all drops of a row: why it is in no pack, then ledger entries with other reasons."""
+        planned = self.plan_drop(index)
+        if planned is None:
+            return list(self.marks.get(index, ()))
+        return [planned, *(drop for drop in self.marks.get(index, ()) if drop.reason != planned.reason)]
+
+    def unmatched_warning(self) -> str:
+        """Return a warning if ledger entries name rows that this data does not have, else an empty string."""
+        if not self.unmatched:
+            return ""
+        return (
+            f"{len(self.unmatched):,} of {self._ledger_entries:,} ledger entries name no row of "
+            f"{self.saved.request.config.data} (for example {self.unmatched[0].key}): does the ledger belong "
+            "to another dataset?"
+        )
+
+    def mark(self, index: int, drops: Sequence[Drop]) -> None:
+        """Add drops to a row, without duplicates."""
+        with self._mark_lock:
+            for drop in drops:
+                if not any(_is_duplicate(drop, known) for known in self.marks.get(index, ())):
+                    self.marks[index].append(drop)
+
+
+def _is_duplicate(drop: Drop, other: Drop) -> bool:
+    """Return whether two drops of a row are one; a training run appends the location to the detail."""
+    same_detail = drop.detail.startswith(other.detail) or other.detail.startswith(drop.detail)
+    return drop.reason == other.reason and same_detail
+
+
+def _is_plan(path: str) -> bool:
+    """Return whether a file is an Arrow file, as plans are, independent of its name."""
+    if not os.path.isfile(path):
+        return path.endswith(".phplan")
+    with open(path, "rb") as file:
+        return file.read(6) == b"ARROW1"
+
+
+class Hit(NamedTuple):
+    """A row that contains the searched text, with the text around the match."""
+
+    row: int
+    key: str
+    before: str
+    match: str
+    after: str
+
+
+class Hits(NamedTuple):
+    """The result of one search request."""
+
+    hits: list[Hit]
+    next: int | None  # the index to continue from; None if all rows were searched
+    searched: int  # rows read by this request
+
+
+def find_key(viewer: PlanViewer, query: str) -> list[int]:
+    """Return the rows with this key: ``coco/812``, or 812 in every dataset."""
+    query = query.strip()
+    keys = [f"{name}/{query}" for name in viewer.names] if query.isdecimal() else [query]
+    return [index for index in map(viewer.finder.find, keys) if index is not None]
+
+
+def find_text(viewer: PlanViewer, query: str, first: int = 0, seconds: float = SEARCH_SECONDS) -> Hits:
+    """Search rows for a text, ignoring case, from an index on and for a limited time.
+
+    A row that cannot be parsed is searched as raw text.
+    """
+    needle = re.compile(re.escape(query), re.IGNORECASE)
+    hits: list[Hit] = []
+    deadline = time.monotonic() + seconds
+    block, end = first, 0
+    for source in viewer.dataset.sources:
+        start, end = end, end + len(source)
+        while block < end:
+            positions = range(block - start, min(block - start + _SEARCH_BLOCK, len(source)))
+            rows = source.file.read(source.selection.row(position) for position in positions)
+            for index, row in enumerate(rows, block):
+                text = viewer.raw(index) if isinstance(row, BadSample) else _join_texts(row)
+                match = needle.search(text)
+                if match is not None:
+                    hits.append(_make_hit(viewer, index, text, *match.span()))
+                    if len(hits) == MAX_HITS:
+                        return Hits(hits, index + 1 if index + 1 < len(viewer) else None, index + 1 - first)
+            block = start + positions.stop
+            if time.monotonic() > deadline and block < len(viewer):
+                return Hits(hits, block, block - first)
+    return Hits(hits, None, max(0, block - first))
+
+
+def _make_hit(viewer: PlanViewer, index: int, text: str, start: int, end: int) -> Hit:
+    before = ("…" if start > _CONTEXT else "") + text[max(0, start - _CONTEXT) : start]
+    after = text[end : end + _CONTEXT] + ("…" if end + _CONTEXT < len(text) else "")
+    return Hit(index, viewer.key(index), before, text[start:end], after)
+
+
+def _join_texts(value: object) -> str:
+    """Return all strings of a row, one per line."""
+    if isinstance(value, str):
+        return value
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return "\n".join(filter(None, map(_join_texts, values)))
