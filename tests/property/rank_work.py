@@ -21,7 +21,7 @@ from contract.processors import processor
 from property.faulty_mixture import open_mixture
 
 TIMEOUT = timedelta(seconds=120)
-"""Of the process group: who is told of another rank's error only by this has waited too long."""
+"""Of the process group: a rank that learns of another rank's error only by this has waited too long."""
 
 
 class Rank:

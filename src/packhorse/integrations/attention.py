@@ -364,54 +364,36 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
     """
     if backend not in ATTENTION:
         raise ConfigError(f"attn={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}")
-    kernels = {
-        "varlen": _varlen_problems,
-        "flash_attention_2": _flash_problems,
-        "flex_attention": _flex_problems,
-    }
-    problems = [*kernels[backend](info)] if backend in kernels else []
-    if info.bidirectional and backend in ("varlen", "flash_attention_2"):
-        problems.append("images of this model attend in both directions, it is causal only")
-    if info.sinks and backend in ("varlen", "sdpa"):
-        problems.append("it has no attention sinks, which this model uses")
-    if info.softcap and backend in ("varlen", "sdpa"):
-        problems.append("it has no cap on scores, which this model uses")
-    if info.dropout and backend in ("varlen", "flex_attention"):
-        problems.append(
-            f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})"
-        )
-    return (*problems, *_window_problems(info, backend, longest))
-
-
-def _varlen_problems(info: AttentionInfo) -> Iterator[str]:
-    if info.device == "cuda" and not info.varlen:
-        yield "this PyTorch has no torch.nn.attention.varlen: update it (2.10 or later)"
-    if info.device == "cuda" and info.window is not None and not info.varlen_windows:
-        yield "this PyTorch's varlen kernel has no sliding window: update it"
-    yield from _kernel_problems(info)
-
-
-def _flash_problems(info: AttentionInfo) -> Iterator[str]:
-    if info.device != "cuda" or not info.flash:
-        yield "flash-attn is not installed" if info.device == "cuda" else f"there is none on {info.device}"
-    yield from _kernel_problems(info)
-
-
-def _flex_problems(info: AttentionInfo) -> Iterator[str]:
-    if info.device != "cuda":
-        yield f"it has no backward pass on {info.device}"
-
-
-def _kernel_problems(info: AttentionInfo) -> Iterator[str]:
-    """Yield what the kernels of flash attention do not support."""
-    if info.device != "cuda":
-        return
-    if info.dtype not in (torch.float16, torch.bfloat16):
-        yield f"its kernel computes in bfloat16 or float16, not in {str(info.dtype).removeprefix('torch.')}"
-    if info.capability is not None and info.capability < _AMPERE:
-        yield "its kernel needs a GPU of compute capability 8.0 (Ampere) or later"
-    if info.head is not None and info.head > _WIDEST_HEAD:
-        yield f"its kernel takes heads of up to {_WIDEST_HEAD}, this model's have {info.head}"
+    varlen, flash = backend == "varlen", backend == "flash_attention_2"
+    gpu, kernel = info.device == "cuda", (varlen or flash) and info.device == "cuda"
+    window, head = info.window is not None, info.head or 0
+    problems = (
+        (varlen and gpu and not info.varlen, "this PyTorch has no varlen kernel: update it (2.10 or later)"),
+        (
+            varlen and gpu and window and not info.varlen_windows,
+            "this PyTorch's varlen kernel has no sliding window: update it",
+        ),
+        (flash and gpu and not info.flash, "flash-attn is not installed"),
+        (flash and not gpu, f"there is none on {info.device}"),
+        (backend == "flex_attention" and not gpu, f"it has no backward pass on {info.device}"),
+        (
+            kernel and info.dtype not in (torch.float16, torch.bfloat16),
+            f"its kernel computes in bfloat16 or float16, not in {str(info.dtype).removeprefix('torch.')}",
+        ),
+        (
+            kernel and info.capability is not None and info.capability < _AMPERE,
+            "its kernel needs a GPU of compute capability 8.0 (Ampere) or later",
+        ),
+        (kernel and head > _WIDEST_HEAD, f"its kernel has heads of up to {_WIDEST_HEAD}, the model {head}"),
+        ((varlen or flash) and info.bidirectional, "images of this model attend in both directions"),
+        (backend in ("varlen", "sdpa") and info.sinks, "it has no attention sinks, which this model uses"),
+        (backend in ("varlen", "sdpa") and info.softcap, "it has no cap on scores, which this model uses"),
+        (
+            backend in ("varlen", "flex_attention") and info.dropout,
+            f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})",
+        ),
+    )
+    return (*(text for wrong, text in problems if wrong), *_window_problems(info, backend, longest))
 
 
 def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
@@ -24,6 +23,7 @@ from packhorse.integrations.attention import choose_attention, inspect_attention
 from packhorse.integrations.loss import count_supervised, supervised, token_loss
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.types import Batch, to_device
+from packhorse.utils.files import write_atomic
 
 if TYPE_CHECKING:
     from packhorse.loader.loader import Loader
@@ -201,7 +201,8 @@ class TrainFromLoader:
         per_rank = self.loader.config.shard_data
         self._count_finished_step()
         if _internal_call and output_dir is not None and (args.should_save or per_rank):
-            _write_state(Path(output_dir) / _state_file(self.loader), self._feed.state_dict())
+            state = json.dumps(self._feed.state_dict()).encode()
+            write_atomic(Path(output_dir) / _state_file(self.loader), lambda file: file.write(state))
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
 
@@ -255,13 +256,6 @@ def _saved_names(checkpoint: Path) -> set[str]:
 def _state_file(loader: Loader) -> str:
     # With shard_data, each rank has its own rows and its own state.
     return f"packhorse_loader_{loader.world.rank}.json" if loader.config.shard_data else LOADER_STATE
-
-
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(state))
-    os.replace(temporary, path)
 
 
 def _read_state(path: Path) -> dict[str, Any]:

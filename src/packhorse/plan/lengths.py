@@ -90,14 +90,13 @@ class Lengths:
     def join(cls, parts: Sequence[Lengths], order: Integers) -> Lengths:
         """Concatenate parts, then take their entries in this order."""
         counts = [part.counts for part in parts if part.counts is not None]
-        return cls(
-            np.concatenate([part.tokens for part in parts])[order],
-            np.concatenate([part.media for part in parts])[order],
-            np.concatenate([part.exact for part in parts])[order],
-            np.concatenate([part.text_only for part in parts])[order],
-            np.concatenate([part.source for part in parts])[order],
-            CountColumns.joined(counts).take(order) if len(counts) == len(parts) else None,
-        )
+        names = ("tokens", "media", "exact", "text_only", "source")
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names
+        }
+        if len(counts) == len(parts):
+            columns["counts"] = CountColumns.joined(counts).take(order)
+        return cls(**columns)
 
     @property
     def all_exact(self) -> bool:
