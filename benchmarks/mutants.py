@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "a path may leave the media folder",
-        "media/confine.py",
+        "media/source.py",
         "        if not inside:",
         "        if not inside and isinstance(root, Address):",
         ("tests/unit/media/test_media_confine.py",),

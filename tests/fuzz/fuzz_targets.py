@@ -42,7 +42,6 @@ class Target:
 _DATASETS = (
     "packhorse.datasets",
     "packhorse.formats.conversation",
-    "packhorse.media.confine",
     "packhorse.media.source",
 )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from logging import getLogger
 from types import MappingProxyType
@@ -35,18 +35,16 @@ from packhorse.chat.template import token_ids
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
 from packhorse.families.media_sizes import (
     LoadedMedia,
-    MediaSize,
     Pieces,
     Sizes,
     fill_placeholders,
-    placeholder_ref,
     shorten,
     size_of,
     split_runs,
     write_out,
 )
 from packhorse.families.processors import check_transformers
-from packhorse.media import VideoSampling, describe, load_media
+from packhorse.media import MediaSize, VideoSampling, describe, load_media, placeholder_media
 from packhorse.types import (
     Conversation,
     MediaKind,
@@ -333,7 +331,7 @@ def processor_errors(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the processor makes of a blank media item.
+    """What the processor makes of a placeholder media item.
 
     Attributes:
         tokens: its content tokens.
@@ -534,7 +532,7 @@ class Encoder(ChatProcessor):
         return outlined, sum(omitted for _, omitted in short)
 
     def probe(self, kind: MediaKind, size: Any) -> Probe:
-        """What the processor makes of a blank media item of this size; each size is tried once.
+        """Return what the processor makes of a placeholder of this size; each size is tried once.
 
         For processors whose arithmetic is unknown. Costs a whole call of the processor, and is right only if
         the size alone decides.
@@ -543,8 +541,8 @@ class Encoder(ChatProcessor):
             BadSample: the processor rejects it.
         """
         if (kind, size) not in self._probes:
-            blank = placeholder_ref(kind, size, self.family.sampling_rate)
-            encoded = self.encode(Conversation((Message("user", (blank,)),)))
+            placeholder = placeholder_media(kind, size, self.family.sampling_rate)
+            encoded = self.encode(Conversation((Message("user", (placeholder,)),)))
             ids = encoded.tokens["input_ids"].tolist()
             tokens = sum(token in self.media_token_ids for token in ids)
             counted = [key for key in encoded.media if self.family.layout[key].rows_from is not None]
@@ -567,22 +565,6 @@ class Encoder(ChatProcessor):
             return [(placeholder, tokens)]
         # Its tokens apart from what surrounds them, so that they are known to be the same ones.
         return split_runs(read[start + len(before) : end], placeholder)
-
-    def placeholder_media(self, conversation: Conversation, sizes: Sizes) -> Conversation:
-        """The conversation with a blank media item of the same size for each of its own.
-
-        If a family is not exact, encoding this gives the length of the sample without decoding its media; the
-        processor still does all its work.
-        """
-        blanks = iter([placeholder_ref(kind, size, self.family.sampling_rate) for kind, size in sizes])
-        messages = [
-            replace(
-                message,
-                parts=tuple(next(blanks) if isinstance(part, MediaRef) else part for part in message.parts),
-            )
-            for message in conversation.messages
-        ]
-        return replace(conversation, messages=tuple(messages))
 
     # --- encoding ----------------------------------------------------------------------------------------
 
