@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "an image has one token more",
         "chat.py",
-        "times[place] = number",
-        "times[place] = number + 1",
+        "repeats[position] = length",
+        "repeats[position] = length + 1",
         ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
     ),
     Mutant(

@@ -136,7 +136,7 @@ def test_what_a_template_refuses_is_a_bad_sample_also_where_the_fake_image_would
     made = build("gemma3")
     made.chat_template = USER_FIRST + made.chat_template
     alone = chat(say("assistant", "Only me."))
-    follows_the_policy(made, alone, "encode", "wrong_format", "the chat template refuses it: user first")
+    follows_the_policy(made, alone, "encode", "wrong_format", "the chat template rejects it: user first")
 
 
 def test_what_a_template_refuses_while_a_sample_is_shortened_is_a_bad_sample() -> None:

@@ -218,7 +218,7 @@ def preload(processor: str) -> None:
     import starlette.applications  # noqa: F401
     import uvicorn  # noqa: F401
 
-    from packhorse.families.processors import as_processor
+    from packhorse.families.models import as_processor
     from packhorse.loader import planner as plans
 
     as_processor(processor)

@@ -21,7 +21,7 @@ from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families.processors import open_processor
+from packhorse.families.models import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
 from packhorse.tools.check import check_meta

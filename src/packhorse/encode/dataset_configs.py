@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from packhorse.formats import recipes
-from packhorse.formats.meta import make_meta_dataset
-from packhorse.formats.meta_file import Meta
+from packhorse.formats.meta import Meta, make_meta_dataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.types import Rows
 

@@ -125,7 +125,7 @@ def video_tokens(video_processor: Any, info: VideoInfo, budget: tuple[int, int] 
 
 
 def patches_of(encoder: Encoder, kind: MediaKind, tokens: int) -> int:
-    """Patches under so many content tokens; sound has none."""
+    """Patches of content tokens; audio has none."""
     if kind == "audio":
         return 0
     owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
@@ -159,7 +159,7 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
         None if the callable takes neither ``input_ids`` nor any keyword.
 
     Raises:
-        ConfigError: it needs ``mm_token_type_ids``, which the sample has not and no model config tells, or
+        ConfigError: it needs ``mm_token_type_ids``, which neither the sample nor a model config has, or
             it returns something else than [3, 1, S].
     """
     import torch
@@ -282,7 +282,7 @@ def _token_types(
     if all(token is None for token in known.values()):
         raise ConfigError(
             "get_rope_index needs 'mm_token_type_ids' (0 text, 1 image, 2 video), which the sample has not: "
-            "pass the model's own method, model.model.get_rope_index, whose config tells the ids"
+            "pass the model's own method, model.model.get_rope_index, whose config has the ids"
         )
     for kind, token in known.items():
         if token is not None:

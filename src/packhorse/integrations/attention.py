@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError, require
 from packhorse.families import FAMILIES
-from packhorse.families.models import packing_problems, refusal
+from packhorse.families.models import packing_error, packing_problems
 
 VARLEN = "varlen"
 
@@ -418,7 +418,7 @@ def choose_attention(info: AttentionInfo, attn: str = "auto", longest: int | Non
         ConfigError: the model cannot be packed, the backend is wrong for it, or none is right.
     """
     if info.mixing:
-        raise refusal(info.mixing)
+        raise packing_error(info.mixing)
     if attn != "auto":
         wrong = unsupported_features(info, attn, longest)
         if wrong:

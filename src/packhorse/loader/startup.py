@@ -38,16 +38,16 @@ from packhorse.families import family_of
 from packhorse.families.models import (
     EXPECTED,
     UNCHECKED,
+    as_whole_processor,
     check_packable,
     check_router_loss,
+    check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
     text_config,
 )
-from packhorse.families.processors import as_whole_processor
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.families.shift_labels import check_shift_labels
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger

@@ -25,7 +25,7 @@ from packhorse.count.token_counter import TokenCounter
 from packhorse.encode.robust import ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
-from packhorse.families.processors import as_processor
+from packhorse.families.models import as_processor
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.estimate import (
     ColumnsBuilder,
