@@ -215,10 +215,10 @@ MUTANTS = (
         quick=True,
     ),
     Mutant(
-        "segments begin inside what fills a document up",
+        "segments begin inside the padding of a document",
         "collate/masks.py",
-        "of_row * length + place + -place % multiple",
-        "of_row * length + place",
+        "row_index * length + index + -index % multiple",
+        "row_index * length + index",
         ("tests/unit/collate_fns/test_packed_collate.py",),
     ),
     Mutant(

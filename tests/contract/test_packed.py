@@ -40,11 +40,11 @@ ROWS = (
     ("two images", "text", "video", "system"),
 )
 CASES = tuple(case for row in ROWS for case in row)
-BOTH_WAYS = ("gemma3", "gemma4")
+BIDIRECTIONAL = ("gemma3", "gemma4")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
-# Gemma's images see both ways, which a kernel for causal sequences cannot do, and refuses.
+# Gemma's images have bidirectional attention, which kernels for causal sequences do not support.
 PAIRS = [
-    (name, backend) for name in MODELS for backend in BACKENDS if name not in BOTH_WAYS or backend != "varlen"
+    (name, backend) for name in MODELS for backend in BACKENDS if name not in BIDIRECTIONAL or backend != "varlen"
 ]
 
 
@@ -167,8 +167,8 @@ def _uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_packed_batch_is_what_separate_forwards_are(
     name: str, backend: str, unpacked: Any, parity: Any
 ) -> None:
-    # A fake image is rejected where flex attention would have to look both ways.
-    given = unpacked(name, fakes=name not in BOTH_WAYS or backend != "flex_attention")
+    # A fake image is rejected if flex attention would have to be bidirectional.
+    given = unpacked(name, fakes=name not in BIDIRECTIONAL or backend != "flex_attention")
     batch = packed_batch(name, given, backend)
     assert len(given.bins[0]) >= 4
     assert bool((batch["_packed_seq_ids"][1][-1:] == 0).all())
@@ -179,7 +179,7 @@ def test_a_packed_batch_is_what_separate_forwards_are(
         parity.check("gradients", difference, given.separate.gradient_floor, given.gradient_leak)
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in BOTH_WAYS])
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in BIDIRECTIONAL])
 def test_alignment_changes_no_logit(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name)
     batch = packed_batch(name, given, "varlen", sequence_alignment=16)
@@ -209,24 +209,24 @@ def test_positions_without_the_models_weights_are_the_models(name: str, unpacked
     assert rope_index(tiny_model("gemma3")) is None
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
 def test_gemma_refuses_kernels_that_cannot_look_both_ways(name: str, unpacked: Any) -> None:
     given = unpacked(name)
     packs = list(PackedDatasetWrapper(given.samples, given.bins, 8192, on_bad="raise"))
     for backend in ("varlen", "flash_attention_2"):
-        with pytest.raises(ConfigError, match=f"both ways, which {backend} cannot do"):
+        with pytest.raises(ConfigError, match=f"bidirectional attention, which {backend} does not support"):
             neat_packed_vlm_collater(packs, attn_implementation=backend)
-    with pytest.raises(ConfigError, match="both ways, which Transformer Engine cannot do"):
+    with pytest.raises(ConfigError, match="bidirectional attention, which Transformer Engine does not support"):
         packed_sequence_thd_vlm_collater(packs)
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
 def test_gemma_refuses_flex_attention_for_packs_with_a_fake_image(name: str, unpacked: Any) -> None:
     with pytest.raises(ConfigError, match="inject_fake_images=False"):
         packed_batch(name, unpacked(name), "flex_attention")
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
 def test_gemma_without_fake_images_needs_no_mask(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name, fakes=False)
     batch = packed_batch(name, given, "sdpa")

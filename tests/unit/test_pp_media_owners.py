@@ -101,12 +101,12 @@ def assert_holds(part: torch.Tensor, own: list[torch.Tensor | None], key: str) -
 # --- every family ------------------------------------------------------------------------------------------
 
 
-BOTH_WAYS = ("gemma3", "gemma4")  # images see themselves both ways, which Transformer Engine cannot do
+BIDIRECTIONAL = ("gemma3", "gemma4")  # in images, which Transformer Engine does not support
 SHAPES = [
     (name, shape)
     for shape in ("padded", "packed", "packed, family unknown", "thd")
     for name in CHATTING
-    if shape != "thd" or name not in BOTH_WAYS
+    if shape != "thd" or name not in BIDIRECTIONAL
 ]
 
 

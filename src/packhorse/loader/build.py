@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
-from packhorse.collate.padded import collate_samples, ordered
+from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
@@ -346,7 +346,7 @@ class PadBuilder(BatchBuilder):
 
     def in_order(self, rows: list[list[Sample]]) -> list[list[Sample]]:
         """The rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""
-        return [[sample] for sample in ordered([s for row in rows for s in row], self.samples.family)]
+        return [[sample] for sample in order_rows([s for row in rows for s in row], self.samples.family)]
 
     def collate(self, rows: list[list[Sample]]) -> dict[str, Any]:
         """A padded batch."""

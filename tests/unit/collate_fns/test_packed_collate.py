@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from noise_floor import largest_difference, noise_floor
-from packhorse.collate.masks import block_causal_mask, document_block_mask, positions_tell, segments
+from packhorse.collate.masks import block_causal_mask, document_block_mask, find_segments, positions_separate
 from packhorse.collate_fns import (
     loss_inputs,
     model_inputs,
@@ -79,13 +79,13 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
     assert torch.equal(again.mask_mod.documents, documents)
 
 
-def test_numbers_that_go_down_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="go down"):
+def test_decreasing_document_numbers_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="decrease"):
         block_causal_mask(torch.tensor([[2, 2, 1]]))
 
 
 def test_segments_put_hidden_tokens_after_their_document() -> None:
-    found = segments(DOCUMENTS)
+    found = find_segments(DOCUMENTS)
     assert found.moved
     assert found.order[0].tolist() == [0, 1, 2, 3, 6, 4, 5, 7, 8, 9]
     assert found.cumulative.tolist() == [0, 3, 5, 7, 8, 10, 19, 20]
@@ -134,7 +134,7 @@ def test_varlen_gets_no_mask_and_hidden_tokens_after_their_document() -> None:
 
 def test_hidden_tokens_do_not_move_past_media() -> None:
     hiding = sample(4, hidden=[1], n_images=2)
-    with pytest.raises(ConfigError, match="hides tokens beside 2 media"):
+    with pytest.raises(ConfigError, match="has hidden tokens and 2 media"):
         neat_packed_vlm_collater([pack(hiding)], attn_implementation="varlen")
     neat_packed_vlm_collater([pack(hiding)], attn_implementation="flex_attention")
 
@@ -176,7 +176,7 @@ def test_media_are_joined_in_the_order_of_the_packs_and_converted_on_the_way() -
 
 def test_a_pack_is_padded_and_never_cut() -> None:
     assert neat_packed_vlm_collater([pack(sample(4))], max_length=6)["input_ids"].shape == (1, 6)
-    with pytest.raises(ConfigError, match="a pack of 4 tokens in a batch of max_length=3"):
+    with pytest.raises(ConfigError, match="a pack has 4 tokens, the batch has max_length=3"):
         neat_packed_vlm_collater([pack(sample(4))], max_length=3)
 
 
@@ -214,7 +214,7 @@ def test_an_unknown_backend_is_rejected() -> None:
         neat_packed_vlm_collater([pack(sample(3))], attn_implementation="magic")
 
 
-# --- images that see both ways ------------------------------------------------------------------------------
+# --- bidirectional attention ------------------------------------------------------------------------------
 
 
 def gemma(*samples):
@@ -232,11 +232,11 @@ def test_gemma_is_left_to_transformers_which_makes_its_masks_from_positions() ->
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
-def test_gemma_is_rejected_where_a_kernel_cannot_look_both_ways(backend) -> None:
-    with pytest.raises(ConfigError, match="both ways"):
+def test_gemma_is_rejected_for_kernels_without_bidirectional_attention(backend) -> None:
+    with pytest.raises(ConfigError, match="bidirectional"):
         neat_packed_vlm_collater([gemma(sample(3))], attn_implementation=backend)
     marked = sample(3, token_type_ids=torch.tensor([0, 1, 0]))
-    with pytest.raises(ConfigError, match="both ways"):
+    with pytest.raises(ConfigError, match="bidirectional"):
         neat_packed_vlm_collater([pack(marked)], attn_implementation=backend)
 
 
@@ -256,11 +256,11 @@ def test_a_fake_image_of_gemma_needs_a_mask_for_each_kind_of_layer() -> None:
     assert masks["sliding_attention"][0, 0].tolist()[3] == [False, False, True, True]
 
 
-def test_positions_tell_documents_apart_unless_something_is_hidden_inside() -> None:
-    assert positions_tell(torch.tensor([[1, 1, 2, 2, 0, 0]]), torch.tensor([[0, 1, 0, 1, 0, 0]]))
-    assert not positions_tell(torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 2]]))
-    assert not positions_tell(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 2]]))
-    assert not positions_tell(torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 2]]))
+def test_positions_separate_documents_unless_something_is_hidden_inside() -> None:
+    assert positions_separate(torch.tensor([[1, 1, 2, 2, 0, 0]]), torch.tensor([[0, 1, 0, 1, 0, 0]]))
+    assert not positions_separate(torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 2]]))
+    assert not positions_separate(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 2]]))
+    assert not positions_separate(torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 2]]))
 
 
 # --- alignment ----------------------------------------------------------------------------------------------
@@ -297,11 +297,11 @@ def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
     visible = documents[0] > 0
 
     def attended(alignment: int) -> torch.Tensor:
-        found = segments(documents, alignment)
+        found = find_segments(documents, alignment)
         options = {"cu_seq_lens_q": found.cumulative, "max_length_q": found.longest}
         return varlen_attention(_Layer(), query, key, value, None, scaling=0.3, **options)[0][0, visible]
 
-    assert segments(documents, 4).cumulative.tolist() == [0, 8, 12]
+    assert find_segments(documents, 4).cumulative.tolist() == [0, 8, 12]
     torch.testing.assert_close(attended(4), attended(1))
 
 
@@ -310,7 +310,7 @@ def test_rows_that_are_no_multiple_of_the_alignment_are_rejected() -> None:
     for max_length in (None, 12, 16):
         batch = packed_sequence_thd_vlm_collater(packs, max_length=max_length)
         assert all(length % 4 == 0 for length in batch["seq_lens_padded"][0].tolist())
-    with pytest.raises(ConfigError, match="aligned to 4 tokens, which rows of 14 are not: make max_length"):
+    with pytest.raises(ConfigError, match="aligned to 4 tokens, but rows have 14: set max_length"):
         packed_sequence_thd_vlm_collater(packs, max_length=14)
     with pytest.raises(ConfigError, match="aligned to 4"):
         neat_packed_vlm_collater(packs, max_length=14, attn_implementation="varlen")
@@ -330,7 +330,7 @@ def test_varlen_attention_is_attention_with_the_dense_mask(window, parity) -> No
     documents = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 2, 2, 2, 2]])
     query = torch.randn(2, 4, 8, 16)
     key, value = torch.randn(2, 2, 2, 8, 16).unbind(0)
-    found = segments(documents)
+    found = find_segments(documents)
     made, _ = varlen_attention(
         _Layer(),
         query,

@@ -145,7 +145,7 @@ def test_arrays_are_media_and_notes_are_not() -> None:
 @pytest.mark.parametrize(
     ("samples", "size", "words"),
     [
-        ([], 8, "without samples"),
+        ([], 8, "has no samples"),
         ([sample(1, 2, 3)], 2, "in a pack of 2"),
         ([sample(1, 2, mystery=torch.ones(1, 3))], 8, r"'mystery' \(a tensor\), which no family declares"),
         ([sample(1, 2, mystery=[torch.ones(3)])], 8, r"'mystery' \(a list\), which no family declares"),
