@@ -223,20 +223,30 @@ def decode(example: Example, encoder: Encoder) -> Decoded:
         media.audios.extend(loaded.audios)
         return loaded.videos[0].frames if loaded.videos else loaded.audios[0][0]
 
+    return Decoded(fill_media(example, encoder, lambda ref: {ref.kind: load(ref)}), media)
+
+
+def fill_media(
+    example: Example, encoder: Encoder, load: Callable[[MediaRef], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the turns of an example with what ``load`` returns in each media part.
+
+    Raises:
+        BadSample: the family does not take a media item, or ``load`` raises.
+    """
+    turns = []
     with sample_key(example.key):
         encoder.family.check(example.conversation)
-        turns = []
         plain = plain_turns(example.turns, encoder.family)
         for turn, message in zip(plain, example.conversation.messages, strict=True):
             content = turn["content"]
             if not isinstance(content, str):
                 parts = zip(content, message.parts, strict=True)
                 content = [
-                    {**part, ref.kind: load(ref)} if isinstance(ref, MediaRef) else part
-                    for part, ref in parts
+                    {**part, **load(ref)} if isinstance(ref, MediaRef) else part for part, ref in parts
                 ]
             turns.append({**turn, "content": content})
-    return Decoded(turns, media)
+    return turns
 
 
 def render_examples(examples: Sequence[Example], encoder: Encoder) -> list[str]:
