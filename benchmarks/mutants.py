@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         "a packed batch is cut as if each row held one sample",
         "pp_media/rows.py",
-        "        if self._packed():",
-        "        if not self._packed():",
+        "        if self._is_packed():",
+        "        if not self._is_packed():",
         ("tests/unit/test_pp_media.py", "tests/unit/test_pp_media_rejected.py"),
     ),
     Mutant(

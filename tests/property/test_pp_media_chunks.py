@@ -225,7 +225,7 @@ def test_wrong_counts_that_keep_the_sum_are_rejected_where_the_batch_says_its_ro
             wrong = drawn.batch[key][torch.randperm(drawn.rows, generator=torch.Generator().manual_seed(1))]
             if torch.equal(wrong, drawn.batch[key]):
                 continue
-            with pytest.raises(ValueError, match=rf"'_media_rows' says .* and {key} says"):
+            with pytest.raises(ValueError, match=rf"by '_media_rows' .*, by {key} \["):
                 prepare_vlm_media_for_pp({**drawn.batch, key: wrong}, drawn.rows, drawn.microbatches)
             rejected += 1
     assert rejected > SEEDED // 10

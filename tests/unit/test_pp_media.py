@@ -375,7 +375,7 @@ def test_a_wrapped_collate_function_prepares_its_batches_in_workers_too() -> Non
 
 
 def test_a_collate_function_without_ids_is_told_so() -> None:
-    with pytest.raises(ValueError, match="no tensor 'input_ids' to tell its rows, only pixel_values"):
+    with pytest.raises(ValueError, match="no tensor 'input_ids' with its rows, only pixel_values"):
         wrap_vlm_collate_for_pp(dict, 2)({"pixel_values": torch.rand(2, 3, 4, 4)})
 
 

@@ -32,7 +32,7 @@ from packhorse.pp_media import (
     prepare_vlm_media_for_pp,
     wrap_vlm_collate_for_pp,
 )
-from packhorse.pp_media.documented import _BY_NAME, by_own_names
+from packhorse.pp_media.documented import _BY_NAME, without_added_grid
 from packhorse.types import TensorLayout
 
 CHATTING = [name for name in FAMILIES if FAMILIES[name].chats]
@@ -80,7 +80,7 @@ def packs_of(name: str | None, samples: list[Sample], documents: list[list[int]]
 def chunks_of(batch: dict[str, Any], n: int, **more: Any) -> dict[str, list[torch.Tensor]]:
     """The chunks by the names of the tensors."""
     prepared = prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), n, **more)
-    return by_own_names(prepared[VLM_PP_MEDIA_KEY])
+    return without_added_grid(prepared[VLM_PP_MEDIA_KEY])
 
 
 def assert_holds(part: torch.Tensor, own: list[torch.Tensor | None], key: str) -> None:
@@ -152,7 +152,7 @@ def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_media_item_
     function = COLLATE_FNS.get(type(processor(name)).__name__, default_collate_fn)
     for layout in (None, family_of(processor(name)).layout):
         collate = wrap_vlm_collate_for_pp(lambda some: function(some, processor(name)), 4, layout=layout)
-        for key, parts in by_own_names(collate(rows)[VLM_PP_MEDIA_KEY]).items():
+        for key, parts in without_added_grid(collate(rows)[VLM_PP_MEDIA_KEY]).items():
             for case, part in zip(given, parts, strict=True):
                 tensor = encoded(name, case).get(key)
                 if tensor is None and len(part) == 1:

@@ -25,13 +25,13 @@ from pp_media_samples import GRID, IMAGES, LAYOUT, PATCHES, batch_of, lengths
     [
         (
             {"pixel_values": [16, 12]},
-            r"\[16, 12\] entries of 'pixel_values', and 'image_grid_thw' multiplied out says \[4, 24\]",
+            r"\[16, 12\] entries of 'pixel_values', by 'image_grid_thw' multiplied out \[4, 24\]",
         ),
         (
             {"image_grid_thw": [2, 1]},
-            r"\[2, 1\] entries of 'image_grid_thw', and n_images_per_sample says \[1, 2\]",
+            r"\[2, 1\] entries of 'image_grid_thw', by n_images_per_sample \[1, 2\]",
         ),
-        ({"pixel_value": [4, 24]}, r"'_media_rows' names 'pixel_value', which is no media tensor"),
+        ({"pixel_value": [4, 24]}, r"'_media_rows' has the key 'pixel_value', which is no media tensor"),
         ({"pixel_values": [4, 25]}, r"\[4, 25\].*\[4, 24\]"),
         ({"pixel_values": [4.0, 24.0]}, r"_media_rows\['pixel_values'\].*whole numbers"),
         ([4, 24], "'_media_rows' is a list"),
@@ -55,7 +55,7 @@ def test_rows_of_tiles_must_fit_the_counts() -> None:
             chunks = prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)[VLM_PP_MEDIA_KEY]
             assert lengths(chunks["pixel_values"]) == rows
         else:
-            with pytest.raises(ValueError, match=r"'pixel_values', and n_images.* \(at least\) says"):
+            with pytest.raises(ValueError, match=r"'pixel_values', by n_images.* \(at least\)"):
                 prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)
 
 
@@ -219,5 +219,7 @@ def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_rejected
     assert prepare_vlm_media_for_pp(batch, 3, 2)[VLM_PP_MEDIA_KEY] is chunks
     with pytest.raises(ValueError, match=r"split for \[2\] microbatches, and now for 3"):
         prepare_vlm_media_for_pp(batch, 3, 3)
-    with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and media"):
+    with pytest.raises(
+        ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and also media"
+    ):
         prepare_vlm_media_for_pp({**batch, **IMAGES}, 3, 2)

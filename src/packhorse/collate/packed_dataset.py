@@ -161,7 +161,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         Raises:
             EmptyPack: none of its samples can be used.
         """
-        chosen, dropped = self.assigned(idx)
+        chosen, dropped = self.pack_samples(idx)
         failures: list[tuple[int, BadSample]] = []
         for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
@@ -191,7 +191,7 @@ class PackedDatasetWrapper(ReplacingDataset):
             self._record_sample(index, failure)
         return pack_to_dict(self.packer.join(samples), self.family)
 
-    def assigned(self, idx: int) -> tuple[list[int], list[int]]:
+    def pack_samples(self, idx: int) -> tuple[list[int], list[int]]:
         """Return the samples of a pack, with those carried over to it, and its samples that fit nowhere."""
         if not self._carries:
             return [int(index) for index in self.bins[idx]], []
@@ -214,7 +214,7 @@ class PackedDatasetWrapper(ReplacingDataset):
                 reason=error.reason if own else "collate_failed",
                 stage=error.stage if own else "collate",
             )
-            for index in self.assigned(idx)[0]:
+            for index in self.pack_samples(idx)[0]:
                 self._enter(index, failure, "replaced" if replaced else "dropped")
         logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "dropped", error, more)
 

@@ -101,7 +101,7 @@ def collate_batched(
         labels = labels.masked_fill(rows.batch["attention_mask"] == 0, IGNORE_INDEX)
     # Rows are cut after labels are made: answers are located with more certainty in whole rows.
     rows = _Rows({**rows.batch, "labels": labels}, rows.lengths)
-    batch = rows.batch if max_length is None else rows.resized(max_length, encoder)
+    batch = rows.batch if max_length is None else rows.resize(max_length, encoder)
     records.record_unsupervised(batch["labels"].unbind(), [example.key for example in read])
     counts = [Counter(ref.kind for ref in example.conversation.media) for example in read]
     return shift_batch(add_counts(cast_pixels(batch, pixel_dtype), counts), family)
@@ -124,7 +124,7 @@ class _Rows(NamedTuple):
         ids: torch.Tensor = self.batch["input_ids"][row, start : start + self.lengths[row]]
         return ids
 
-    def resized(self, width: int, encoder: Encoder) -> Batch:
+    def resize(self, width: int, encoder: Encoder) -> Batch:
         """Cut or pad the tensors per token to ``width``; media tensors stay."""
         starts = [self.start(row) for row in range(len(self.lengths))]
         full = min(self.lengths) == self.batch["input_ids"].shape[1]

@@ -135,7 +135,7 @@ def test_a_plan_is_trained_as_it_was_saved(meta: dict[str, Any], tmp_path: Path,
     documents = sum(len(pack["seq_lens"]) for pack in packs)
     assert documents + packs.ledger.lost() == ROWS
     for pack in range(len(packs)):
-        assert sorted(packs.assigned(pack)[0]) == sorted(plan[pack].tolist())
+        assert sorted(packs.pack_samples(pack)[0]) == sorted(plan[pack].tolist())
     again = tmp_path / "again.phplan"
     packs.plan.save(again)
     assert PackPlan.load(again).bins() == plan.bins()
