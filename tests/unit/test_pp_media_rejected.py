@@ -1,4 +1,4 @@
-"""Media chunks for microbatches: everything that does not add up is rejected, by name, shapes and counts."""
+"""Media chunks for microbatches: mismatches are rejected with key, shapes and counts."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ BAD = {
 
 @pytest.mark.parametrize("layout", [None, LAYOUT], ids=["by name", "declared"])
 @pytest.mark.parametrize("case", BAD)
-def test_media_that_do_not_add_up_are_rejected_by_name_and_the_batch_stays(
+def test_media_that_do_not_match_their_counts_are_rejected_by_key_and_the_batch_stays(
     case: str, layout: dict[str, TensorLayout] | None
 ) -> None:
     media, message = BAD[case]
@@ -146,7 +146,7 @@ def test_a_batch_size_that_the_ids_contradict_is_rejected() -> None:
         prepare_vlm_media_for_pp(batch_of(4, **IMAGES), 3, 2)
 
 
-def test_step3_images_and_crops_that_do_not_add_up_are_rejected() -> None:
+def test_step3_images_and_crops_that_do_not_match_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"'pixel_values' has shape \(4, 3, 8, 8\)"):
         chunk_step3_media(torch.rand(4, 3, 8, 8), 3, 2)
     with pytest.raises(ValueError, match=r"'patch_pixel_values' .*make 6 entries, not 5"):
@@ -201,7 +201,7 @@ def test_a_batch_whose_tensors_are_empty_has_no_media_and_is_fine() -> None:
             assert lengths(chunks[VLM_PP_MEDIA_KEY]["pixel_values"]) == [0, 0]
 
 
-def test_rows_from_a_grid_that_nobody_declares_are_rejected() -> None:
+def test_rows_from_an_undeclared_grid_are_rejected() -> None:
     layout = {"pixel_values": TensorLayout(("image",), "rows", "my_grid")}
     batch = batch_of(2, pixel_values=PATCHES, my_grid=GRID, n_images_per_sample=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="'my_grid', which no layout declares"):
@@ -219,7 +219,5 @@ def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_rejected
     assert prepare_vlm_media_for_pp(batch, 3, 2)[VLM_PP_MEDIA_KEY] is chunks
     with pytest.raises(ValueError, match=r"split for \[2\] microbatches, and now for 3"):
         prepare_vlm_media_for_pp(batch, 3, 3)
-    with pytest.raises(
-        ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and also media"
-    ):
+    with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and also"):
         prepare_vlm_media_for_pp({**batch, **IMAGES}, 3, 2)

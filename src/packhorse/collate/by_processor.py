@@ -32,4 +32,4 @@ COLLATE_FNS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 """The collate function for raw examples by the class name of the processor; ``"default"`` for any other.
 
-Only some models of Gemma 4 need the thinking prefix, so :func:`gemma4_prefix_collate_fn` is not in the table."""
+Only some models of Gemma 4 need the thinking prefix, so :func:`gemma4_prefix_collate_fn` is not in it."""

@@ -32,7 +32,7 @@ def pack(*samples, **options):
     return _build_packed_vlm_sample(samples, 1000, 0, **options)
 
 
-def compared(documents):
+def compare_all(documents):
     """The definition, by comparing every token with every other."""
     length = documents.shape[1]
     same = (documents[:, :, None] == documents[:, None, :]) & (documents[:, :, None] > 0)
@@ -40,10 +40,10 @@ def compared(documents):
 
 
 def test_the_mask_filled_by_documents_is_the_one_made_by_comparing() -> None:
-    assert torch.equal(block_causal_mask(DOCUMENTS), compared(DOCUMENTS))
+    assert torch.equal(block_causal_mask(DOCUMENTS), compare_all(DOCUMENTS))
 
 
-def test_images_see_themselves_both_ways_and_windows_end_them() -> None:
+def test_images_are_bidirectional_within_the_window() -> None:
     documents = torch.ones(1, 8, dtype=torch.long)
     marked = torch.tensor([[False, True, True, True, False, False, False, False]])
     mask = block_causal_mask(documents, marked)[0, 0]
@@ -63,7 +63,7 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
     documents[1, -length // 3 :] = 0
     block_mask = document_block_mask(documents)
     blocks = -(-length // 128)
-    dense = torch.nn.functional.pad(compared(documents)[:, 0], (0, -length % 128, 0, -length % 128))
+    dense = torch.nn.functional.pad(compare_all(documents)[:, 0], (0, -length % 128, 0, -length % 128))
     tiles = dense.view(2, blocks, 128, blocks, 128).permute(0, 1, 3, 2, 4).flatten(-2)
     shown = block_mask.to_dense()[:, 0].bool()
     assert bool((shown | ~tiles.any(-1)).all())  # no block is dropped that holds something
@@ -74,7 +74,7 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
                 assert bool(tiles[row, number, column].all())  # and none is whole that is not
     places = torch.arange(length)
     seen = block_mask.mask_mod(torch.tensor(1), torch.tensor(0), places[:, None], places[None, :])
-    assert torch.equal(seen, compared(documents)[1, 0])
+    assert torch.equal(seen, compare_all(documents)[1, 0])
     again = pickle.loads(pickle.dumps(block_mask)).to("cpu")
     assert torch.equal(again.mask_mod.documents, documents)
 
@@ -103,11 +103,11 @@ def test_sdpa_gets_a_bool_mask_and_eager_numbers_to_add() -> None:
     documents = torch.tensor([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]])
     assert torch.equal(batch["_packed_seq_ids"], documents)
     assert batch["attention_mask"].dtype == torch.bool
-    assert torch.equal(batch["attention_mask"], compared(documents))
+    assert torch.equal(batch["attention_mask"], compare_all(documents))
     eager = neat_packed_vlm_collater(packs, attn_implementation="eager", mask_dtype=torch.bfloat16)
     added = eager["attention_mask"]
     assert added.dtype == torch.bfloat16
-    assert torch.equal(added == 0, compared(documents))
+    assert torch.equal(added == 0, compare_all(documents))
     assert bool((added[added != 0] == torch.finfo(torch.bfloat16).min).all())
 
 
@@ -214,7 +214,7 @@ def test_an_unknown_backend_is_rejected() -> None:
         neat_packed_vlm_collater([pack(sample(3))], attn_implementation="magic")
 
 
-# --- bidirectional attention ------------------------------------------------------------------------------
+# --- bidirectional attention --------------------------------------------------------------------------------
 
 
 def gemma(*samples):
@@ -296,13 +296,13 @@ def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
     key, value = torch.randn(2, 1, 2, 12, 16).unbind(0)
     visible = documents[0] > 0
 
-    def attended(alignment: int) -> torch.Tensor:
+    def attention_of(alignment: int) -> torch.Tensor:
         found = find_segments(documents, alignment)
         options = {"cu_seq_lens_q": found.cumulative, "max_length_q": found.longest}
         return varlen_attention(_Layer(), query, key, value, None, scaling=0.3, **options)[0][0, visible]
 
     assert find_segments(documents, 4).cumulative.tolist() == [0, 8, 12]
-    torch.testing.assert_close(attended(4), attended(1))
+    torch.testing.assert_close(attention_of(4), attention_of(1))
 
 
 def test_rows_that_are_no_multiple_of_the_alignment_are_rejected() -> None:
@@ -361,7 +361,7 @@ def test_varlen_attention_is_attention_with_the_dense_mask(window, parity) -> No
     )
 
 
-def test_varlen_attention_refuses_what_its_kernel_has_not() -> None:
+def test_varlen_attention_rejects_options_that_its_kernel_does_not_support() -> None:
     states = torch.randn(1, 2, 4, 8)
     found = {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "max_length_q": 4}
     with pytest.raises(ConfigError, match="softcap"):

@@ -216,7 +216,7 @@ def test_an_empty_batch_has_nothing_in_it():
     assert pad_collate_fn([], STUB) == {}
 
 
-def test_pixels_are_bfloat16_unless_another_type_is_asked_for():
+def test_pixels_are_bfloat16_unless_another_dtype_is_requested():
     sample = {
         "input_ids": torch.tensor([1, 2]),
         "labels": torch.tensor([1, 2]),
