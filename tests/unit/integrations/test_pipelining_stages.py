@@ -15,7 +15,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_
 
 from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor, relative_difference
-from packhorse.collate.masks import document_block_mask, segments
+from packhorse.collate.masks import document_block_mask, find_segments
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.pipelining import (
@@ -90,11 +90,11 @@ def test_a_batch_that_comes_out_even_is_not_copied() -> None:
 
 def test_where_documents_begin_can_be_split_and_put_together_again() -> None:
     documents = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 2, 3, 0, 0, 0]])
-    whole = segments(documents)
+    whole = find_segments(documents)
     starts = segment_starts(whole.cumulative, 3, 6)
     assert varlen_arguments(starts)["cu_seq_lens_q"].tolist() == whole.cumulative.tolist()
     for rows in ([0, 1], [2]):
-        alone = segments(documents[rows])
+        alone = find_segments(documents[rows])
         found = varlen_arguments(starts[rows])
         assert found["cu_seq_lens_k"].tolist() == alone.cumulative.tolist()
         assert found["max_length_q"] == found["max_length_k"] == alone.longest

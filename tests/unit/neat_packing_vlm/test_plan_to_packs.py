@@ -135,7 +135,7 @@ def test_a_plan_is_trained_as_it_was_saved(meta: dict[str, Any], tmp_path: Path,
     documents = sum(len(pack["seq_lens"]) for pack in packs)
     assert documents + packs.ledger.lost() == ROWS
     for pack in range(len(packs)):
-        assert sorted(packs.dealt(pack)[0]) == sorted(plan[pack].tolist())
+        assert sorted(packs.pack_samples(pack)[0]) == sorted(plan[pack].tolist())
     again = tmp_path / "again.phplan"
     packs.plan.save(again)
     assert PackPlan.load(again).bins() == plan.bins()
@@ -161,7 +161,7 @@ def test_a_plan_of_other_samples_lengths_or_packs_is_rejected(meta: dict[str, An
     # Counts alone know neither the fake images nor the shift.
     with pytest.raises(ConfigError, match=r"plan_packs\(pack_lengths\(dataset\), 256\)"):
         pack_samples(samples, plan=plan_packs(counts.total, SIZE))
-    with pytest.raises(ConfigError, match="one of 3 samples, the dataset has 60"):
+    with pytest.raises(ConfigError, match="the plan has 3 samples, the dataset has 60"):
         pack_samples(samples, plan=plan_packs([5, 5, 5], SIZE))
     with pytest.raises(ConfigError, match="for packs of 256"):
         pack_samples(samples, plan=plan_packs(pack_lengths(samples), 512))
