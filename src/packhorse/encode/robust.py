@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
+from packhorse.chat import Processor
 from packhorse.errors import BadSample, ConfigError, ReplacementsFailed, data_errors
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, preload_media
@@ -214,7 +215,7 @@ class RobustDatasetWrapper(ReplacingDataset):
     """
 
     preload_media: bool = False
-    processor: Any = None
+    processor: Processor | None = None
 
     def load(self, idx: int) -> Any:
         """Return the sample of the wrapped dataset, with its media loaded if ``preload_media`` is set."""

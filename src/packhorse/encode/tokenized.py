@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from packhorse.chat import IGNORE_INDEX, token_keys
+from packhorse.chat import IGNORE_INDEX, Processor, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
@@ -58,7 +58,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def __init__(
         self,
         dataset: Rows,
-        processor: Any,
+        processor: Processor,
         max_length: int | None = None,
         max_retries: int = 10,
         *,
@@ -216,7 +216,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
 
 
-def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Any) -> T:
+def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Processor) -> T:
     """Return what a user's hook makes of a processor's tensors.
 
     Raises:

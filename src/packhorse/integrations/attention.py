@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError, require
 from packhorse.families import FAMILIES
 from packhorse.families.models import packing_error, packing_problems
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 VARLEN = "varlen"
 
@@ -32,7 +35,7 @@ def register_varlen() -> None:
     transformers.AttentionInterface.register(VARLEN, varlen_attention)
 
 
-def use_attention(model: Any, attn_implementation: str) -> None:
+def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
     """Set the attention of a model's decoder; its vision tower does not change.
 
     Raises:
@@ -62,7 +65,7 @@ def check_attention(attn_implementation: str) -> None:
         )
 
 
-def attention_of(model: Any) -> str:
+def attention_of(model: PreTrainedModel) -> str:
     """Return the attention of a model's decoder."""
     return str(model.config.get_text_config()._attn_implementation)
 
@@ -268,7 +271,7 @@ class AttentionInfo:
 
 
 def inspect_attention(
-    model: Any,
+    model: PreTrainedModel,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
@@ -302,7 +305,7 @@ def inspect_attention(
     )
 
 
-def _device_of(model: Any) -> torch.device:
+def _device_of(model: PreTrainedModel) -> torch.device:
     """Return the GPU for a model that is not there yet: trainers move it."""
     device = torch.device(model.device)
     moves = device.type in ("cpu", "meta") and torch.cuda.is_available()
@@ -323,13 +326,13 @@ def _bidirectional_models() -> frozenset[str]:
     return frozenset(family.name for family in FAMILIES if family.bidirectional is not None)
 
 
-def _values(config: Any, name: str) -> list[Any]:
+def _values(config: PretrainedConfig, name: str) -> list[Any]:
     """Return the values of a setting that are set, of each layer if layers differ (Gemma 4)."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [value for layer in layers if (value := getattr(layer, name, None)) is not None]
 
 
-def _window(config: Any) -> int | None:
+def _window(config: PretrainedConfig) -> int | None:
     types = getattr(config, "layer_types", None)
     if types is None and not getattr(config, "use_sliding_window", True):
         return None
@@ -338,12 +341,12 @@ def _window(config: Any) -> int | None:
     return min(_values(config, "sliding_window"), default=None)
 
 
-def _chunk(config: Any) -> int | None:
+def _chunk(config: PretrainedConfig) -> int | None:
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return min(_values(config, "attention_chunk_size"), default=None) if chunked else None
 
 
-def _head(config: Any) -> int | None:
+def _head(config: PretrainedConfig) -> int | None:
     head_dims = _values(config, "head_dim")
     heads, widths = _values(config, "num_attention_heads"), _values(config, "hidden_size")
     if not head_dims and heads and widths:

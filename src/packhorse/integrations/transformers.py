@@ -25,6 +25,8 @@ from packhorse.types import Batch, to_device
 from packhorse.utils.files import write_atomic
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+
     from packhorse.loader.loader import Loader
 
 LOADER_STATE = "packhorse_loader.json"
@@ -66,7 +68,7 @@ class TrainFromLoader:
         self.loader = loader
         self._feed = TrainerFeed(loader)
         super().__init__(*arguments, **options)
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         _check(args, loader)
         check_model(loader, self.model)  # type: ignore[attr-defined]
         if self.compute_loss_func is not None:  # type: ignore[attr-defined]
@@ -85,9 +87,9 @@ class TrainFromLoader:
         """Return the loader's batches, not prepared by Accelerate."""
         return self._feed
 
-    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Train as the Trainer does; the loader resumes from the checkpoint too."""
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         args.max_steps, self._resumed, self._finished = self._requested_steps, False, False
         self._count_finished_step()
         if resume_from_checkpoint is True:
@@ -98,7 +100,7 @@ class TrainFromLoader:
                 )
             resume_from_checkpoint = last
         if resume_from_checkpoint:
-            self._resume(Path(resume_from_checkpoint))
+            self._resume(Path(str(resume_from_checkpoint)))
         elif self._feed.trained < self._feed.delivered:
             self._feed.load_state_dict(self._feed.state_dict())
         return super().train(resume_from_checkpoint or None, *arguments, **options)  # type: ignore[misc]
@@ -108,7 +110,7 @@ class TrainFromLoader:
 
         The Trainer derives its epoch from the number of steps, which is wrong for another number of ranks.
         """
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         self._feed.load_state_dict(_read_state(checkpoint / _state_file(self.loader)))
         self._resumed = True
         done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
@@ -158,10 +160,10 @@ class TrainFromLoader:
 
     def compute_loss(
         self,
-        model: Any,
+        model: torch.nn.Module,
         inputs: Mapping[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
     ) -> Any:
         """Return the contribution of a micro-batch to the mean over the step's tokens; see :mod:`.loss`."""
         if not model.training:
@@ -172,7 +174,9 @@ class TrainFromLoader:
         loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks)
         return (loss, outputs) if return_outputs else loss
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+    ) -> None:
         """Load weights as the Trainer does, or with ``from_pretrained`` if their names differ.
 
         transformers saves Qwen2-VL under the names of the first release, which its Trainer does not find: it
@@ -196,7 +200,7 @@ class TrainFromLoader:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the Trainer does; a checkpoint gets the loader's state first."""
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         per_rank = self.loader.config.shard_data
         self._count_finished_step()
         if _internal_call and output_dir is not None and (args.should_save or per_rank):
@@ -222,7 +226,7 @@ def _check_loss(trainer: type) -> None:
     )
 
 
-def _check(args: Any, loader: Loader) -> None:
+def _check(args: TrainingArguments, loader: Loader) -> None:
     """Raise if arguments of the Trainer contradict the loader."""
     steps = args.gradient_accumulation_steps
     check_world(loader, args.process_index, args.world_size, steps, saved_by_all=True)
@@ -274,7 +278,7 @@ logger = getLogger("packhorse.integrations")
 
 
 def prepare(
-    model: Any,
+    model: PreTrainedModel,
     attn: str = "auto",
     *,
     device: str | torch.device | None = None,
