@@ -115,7 +115,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.is_buffering = False  # see buffer
-        self._staged: list[Drop] | None = None  # see staged
+        self._staged: list[Drop] | None = None  # see capture
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
         self._unwritten: list[bytes] = []  # lines that could not be written
@@ -173,7 +173,7 @@ class Ledger:
             self._record_many(many)
 
     @contextlib.contextmanager
-    def staged(self) -> Iterator[list[Drop]]:
+    def capture(self) -> Iterator[list[Drop]]:
         """Collect the entries of the block in a list instead of recording them.
 
         A batch that is built ahead may never be delivered; its entries are recorded when it is.

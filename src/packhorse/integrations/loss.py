@@ -88,7 +88,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return gradient, None
 
 
-def supervised(batch: Batch) -> int:
+def supervised_tokens(batch: Batch) -> int:
     """Return the number of supervised tokens of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
@@ -106,7 +106,7 @@ def count_supervised(
             parallel) must not share a group, or their tokens count twice.
         device: of the all-reduce; None for that of the backend.
     """
-    count = sum(supervised(batch) for batch in batches)
+    count = sum(supervised_tokens(batch) for batch in batches)
     if not is_distributed():
         return count
     total = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))

@@ -19,7 +19,7 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
-from packhorse.integrations.loss import count_supervised, supervised, token_loss
+from packhorse.integrations.loss import count_supervised, supervised_tokens, token_loss
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.types import Batch, to_device
 from packhorse.utils.files import write_atomic
@@ -169,7 +169,7 @@ class TrainFromLoader:
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         outputs = model(**model_inputs(inputs))
-        tokens = supervised(inputs) if num_items_in_batch is None else num_items_in_batch
+        tokens = supervised_tokens(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
         loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks)
         return (loss, outputs) if return_outputs else loss
