@@ -218,7 +218,7 @@ def test_workers_end_with_the_process_that_started_them(
     assert not alive
 
 
-def test_an_engine_is_had_by_its_name() -> None:
+def test_make_engine_takes_a_name() -> None:
     engine = make_engine("local", num_workers=3)
     assert isinstance(engine, LocalEngine)
     assert engine.num_workers == 3
@@ -229,7 +229,7 @@ def test_an_engine_is_had_by_its_name() -> None:
         make_engine("local", ray_address="here:1")
     with pytest.raises(ConfigError, match="num_workers=0"):
         LocalEngine(0)
-    with pytest.raises(ConfigError, match="start='thread'"):
+    with pytest.raises(ConfigError, match="multiprocessing_context='thread'"):
         LocalEngine(2, "thread")
 
 
