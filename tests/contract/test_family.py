@@ -145,7 +145,7 @@ def test_a_typed_placeholder_is_rejected(name, files):
             said = conversation(name, case, files)
             turn = next(turn for turn in said if turn["role"] == role)
             turn["content"].append({"type": "text", "text": f"Look: {placeholder}"})
-            with pytest.raises(BadSample, match="cannot be told from a media item") as caught:
+            with pytest.raises(BadSample, match="not distinguishable from a media item") as caught:
                 encoder.encode(parse_conversation({"conversation": said}))
             assert caught.value.reason == "media_mismatch"
 

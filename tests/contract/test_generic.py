@@ -106,7 +106,7 @@ def test_templates_for_texts_and_for_parts_both_work(template):
 
 
 def test_a_typed_placeholder_is_rejected_where_the_processor_names_it():
-    with pytest.raises(BadSample, match="cannot be told from a media item"):
+    with pytest.raises(BadSample, match="not distinguishable from a media item"):
         Encoder(llava()).encode(asked(question="What is <image>?"))
 
 

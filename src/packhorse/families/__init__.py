@@ -13,7 +13,6 @@ from packhorse.families.internvl import InternVL
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote
 from packhorse.families.kimi_vl import KimiVL
 from packhorse.families.llava_onevision import LlavaOnevision
-from packhorse.families.media_sizes import MediaSize
 from packhorse.families.models import check_transformers
 from packhorse.families.nemotron_omni import NemotronOmni
 from packhorse.families.nemotron_parse import NemotronParse
@@ -21,6 +20,7 @@ from packhorse.families.phi4_mm import Phi4MM
 from packhorse.families.qwen3_omni import Qwen3Omni
 from packhorse.families.qwen_vl import Qwen2VL, Qwen3VL
 from packhorse.families.smolvlm import SmolVLM
+from packhorse.media import MediaSize
 
 __all__ = [
     "FAMILIES",

@@ -43,11 +43,9 @@ from packhorse.errors import (
     is_data_error,
 )
 from packhorse.families.media_sizes import (
-    MediaSize,
     Pieces,
     Sizes,
     fill_placeholders,
-    placeholder_ref,
     shorten,
     size_of,
     split_runs,
@@ -55,7 +53,16 @@ from packhorse.families.media_sizes import (
 )
 from packhorse.families.models import check_transformers
 from packhorse.formats.conversation import place_audio
-from packhorse.media import VideoFrames, VideoInfo, VideoSampling, describe, load_image, load_media
+from packhorse.media import (
+    MediaSize,
+    VideoFrames,
+    VideoInfo,
+    VideoSampling,
+    describe,
+    load_image,
+    load_media,
+    placeholder_media,
+)
 from packhorse.types import (
     MEDIA_KINDS,
     Conversation,
@@ -641,7 +648,7 @@ class Encoder(ChatProcessor):
             BadSample: the processor rejects it.
         """
         if (kind, size) not in self._probes:
-            placeholder = placeholder_ref(kind, size, self.family.sampling_rate)
+            placeholder = placeholder_media(kind, size, self.family.sampling_rate)
             encoded = self.encode(Conversation((Message("user", (placeholder,)),)))
             ids = encoded.tokens["input_ids"].tolist()
             tokens = sum(token in self.media_token_ids for token in ids)
@@ -665,18 +672,6 @@ class Encoder(ChatProcessor):
             return [(placeholder, tokens)]
         # Its tokens apart from what surrounds them, so that they are known to be the same ones.
         return split_runs(read[start + len(before) : end], placeholder)
-
-    def placeholder_media(self, conversation: Conversation, sizes: Sizes) -> Conversation:
-        """Return the conversation with a placeholder of the same size for each media item.
-
-        If a family is not exact, encoding this gives the length of the sample without decoding its media.
-        """
-        items = iter([placeholder_ref(kind, size, self.family.sampling_rate) for kind, size in sizes])
-        messages = [
-            replace(m, parts=tuple(next(items) if isinstance(part, MediaRef) else part for part in m.parts))
-            for m in conversation.messages
-        ]
-        return replace(conversation, messages=tuple(messages))
 
     def fake_image_span(
         self, ids: Sequence[int], conversation: Conversation, sizes: Sizes

@@ -12,29 +12,20 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from packhorse.errors import BadSample
 from packhorse.media import (
     DEFAULT_MAX_BYTES,
+    MediaSize,
     VideoInfo,
     VideoSampling,
     describe,
     media_size,
     probe_video,
-    sample_frame_indices,
     sampling_of,
 )
 from packhorse.media.audio import check_samples
-from packhorse.media.failure import bad, check_bytes
-from packhorse.media.loading import _preloaded as preloaded_metadata
+from packhorse.media.loading import preloaded_metadata
+from packhorse.media.video import frame_positions
 from packhorse.types import MediaKind, MediaRef
-
-MediaSize = tuple[int, int] | VideoInfo | int
-"""(height, width) of an image; the :class:`VideoInfo` of the frames that are *fed* (``total_frames`` being
-their number, ``indices`` which of the original they are); the number of samples of an audio clip at
-the family's rate."""
 
 Sizes = Sequence[tuple[MediaKind, MediaSize]]
 """Kind and size of each media item of a sample, in the order of the conversation."""
@@ -89,18 +80,10 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
         indices = ready.frames_indices
         return VideoInfo(len(indices), shown.height, shown.width, ready.fps, ready.duration, indices)
     found: Any = media_size(ref)
-    overridden = sampling_of(ref, sampling)
-    try:
-        chosen = sample_frame_indices(found, overridden, ref.options.get("frame_indices"))
-    except BadSample as error:
-        raise bad(f"{describe(ref.source)}: {error.detail}", error.reason) from error
-    size: VideoInfo = replace(found, total_frames=len(chosen), indices=tuple(chosen.tolist()))
-    check_bytes(
-        size.total_frames * size.height * size.width * 3,
-        DEFAULT_MAX_BYTES,
-        f"{describe(ref.source)}: {size.total_frames:,} frames of {size.width:,} x {size.height:,}",
-        "take fewer frames (fps, num_frames or max_frames)",
-    )
+    requested = ref.options.get("frame_indices")
+    name, settings = describe(ref.source), sampling_of(ref, sampling)
+    positions = frame_positions(found, settings, requested, name, DEFAULT_MAX_BYTES)
+    size: VideoInfo = replace(found, total_frames=len(positions), indices=tuple(positions.tolist()))
     return size
 
 
@@ -117,27 +100,6 @@ def check_equal_frames(sizes: Sizes) -> None:
 
 
 # --- the text of media ------------------------------------------------------------------------------------
-
-
-def placeholder_ref(kind: MediaKind, size: Any, sampling_rate: int) -> MediaRef:
-    """A placeholder media item of a size: a white image or video, or silence."""
-    if kind == "image":
-        height, width = size
-        return MediaRef(kind, Image.new("RGB", (width, height), "white"))
-    if kind == "audio":
-        return MediaRef(kind, (np.zeros(size, np.float32), sampling_rate))
-    frames = np.full((size.total_frames, size.height, size.width, 3), 255, np.uint8)
-    numbers = list(frame_numbers(size))
-    # As frames that were sampled before, so that they keep their times.
-    metadata = {
-        "total_num_frames": max(numbers) + 1,
-        "fps": size.fps,
-        "height": size.height,
-        "width": size.width,
-        "duration": size.duration,
-        "frames_indices": numbers,
-    }
-    return MediaRef(kind, frames, {"video_metadata": metadata})
 
 
 def split_runs(text: str, token: str) -> Pieces:

@@ -16,11 +16,10 @@ from dataclasses import replace
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import Encoder, Family, MediaSize
+from packhorse.families import Encoder, Family
 from packhorse.families.encoder import PROCESSOR_ERRORS
-from packhorse.families.media_sizes import placeholder_ref
 from packhorse.ledger import Ledger
-from packhorse.media import VideoInfo
+from packhorse.media import MediaSize, VideoInfo, placeholder_media
 from packhorse.types import MediaKind, MediaMask, Sample
 
 _SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
@@ -115,8 +114,8 @@ class Placeholders:
         if kind in self._encoded:
             return self._encoded[kind]
         media = []
-        if kind is not None:
-            placeholder = placeholder_ref(kind, size, self.dataset.family.sampling_rate)
+        if kind is not None and size is not None:
+            placeholder = placeholder_media(kind, size, self.dataset.family.sampling_rate)
             media = [{"type": kind, kind: placeholder.source, **placeholder.options}]
         full_stop = {"type": "text", "text": "."}
         turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]

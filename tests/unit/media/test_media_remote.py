@@ -274,10 +274,10 @@ def test_a_file_that_is_sent_as_a_stream_is_read(
     assert load_image(url).size == (60, 40)
     assert image_size(url) == (40, 60)
     assert read_bytes(url) == server.image
-    monkeypatch.setattr(remote, "_MOST_IN_MEMORY", len(server.image) - 1)
-    monkeypatch.setattr(remote, "_PIECE", 100)
+    monkeypatch.setattr(remote, "_MAX_IN_MEMORY", len(server.image) - 1)
+    monkeypatch.setattr(remote, "_CHUNK_BYTES", 100)
     assert rejected(url).reason == "media_too_large"
-    monkeypatch.setattr(remote, "_MOST_IN_MEMORY", len(server.image))
+    monkeypatch.setattr(remote, "_MAX_IN_MEMORY", len(server.image))
     assert read_bytes(url) == server.image
 
 
