@@ -248,7 +248,7 @@ def test_a_slip_in_a_hook_stops_the_run_and_a_bad_sample_does_not(policy: Any) -
         collate([TEXT])
 
 
-# --- sound beside the conversation --------------------------------------------------------------------------
+# --- audio next to the conversation -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HEARING)
@@ -272,11 +272,11 @@ def test_sound_that_has_no_place_is_rejected() -> None:
     clip = (tone(16_000), 16_000)
     wrong = {
         "and in it": {**heard(), "audio": clip},
-        "1 sounds beside the conversation, 2 placeholders": {
+        "1 audio clips for 2 placeholders": {
             **chat(say("user", "<|audio_1|><|audio_1|>"), say("assistant", "x")),
             "audio": clip,
         },
-        "1 sounds beside the conversation, 0 placeholders": {**chat(say("assistant", "x")), "audio": clip},
+        "1 audio clips for 0 placeholders": {**chat(say("assistant", "x")), "audio": clip},
     }
     for words, example in wrong.items():
         with pytest.raises(BadSample, match=words):

@@ -84,9 +84,7 @@ def test_sound_without_a_placeholder_comes_first_in_the_first_user_turn() -> Non
 
 @pytest.mark.parametrize("audio", [["a.wav", "b.wav", "c.wav"], ["a.wav", "b.wav"]])
 def test_placeholders_and_sounds_must_be_as_many(audio: Any) -> None:
-    with pytest.raises(
-        BadSample, match=rf"a/1: {len(audio)} sounds beside the conversation, 1 placehold"
-    ) as e:
+    with pytest.raises(BadSample, match=rf"a/1: {len(audio)} audio clips for 1 placehold") as e:
         place_audio({**SPOKEN, "audio": audio}, key="a/1")
     assert e.value.reason == "media_mismatch"
 

@@ -1,7 +1,7 @@
-"""The door: an example dict (the documented format) becomes a :class:`~packhorse.types.Conversation`.
+"""Parse an example dict (the documented format) into a :class:`~packhorse.types.Conversation`.
 
-This is the only place that looks inside ``content``. What goes in is never changed; what comes out is frozen.
-A structure that is not the documented one raises :class:`~packhorse.errors.BadSample`, naming the turn.
+This is the only place that looks inside ``content``. Examples are never changed. A structure that is not the
+documented one raises :class:`~packhorse.errors.BadSample`, naming the turn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ a second for each million, and minutes for a row that was joined from a whole fi
 
 _READ = ("role", "content")
 
-# What datasets type where a sound is to be: Phi-4's own token, and what users write for it.
-_TYPED_SOUND = ("<|endoftext11|>", "<|audio|>", "<|audio_1|>")
+# What datasets type in place of audio: Phi-4's own token, and what users write for it.
+_AUDIO_PLACEHOLDERS = ("<|endoftext11|>", "<|audio|>", "<|audio_1|>")
 
 
 def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversation:
@@ -38,7 +38,7 @@ def parse_conversation(example: Mapping[str, Any], key: str = "") -> Conversatio
 
 
 def check_text(chars: int, key: str = "") -> None:
-    """Raise ``row_too_large`` where a conversation has more than ``PACKHORSE_MAX_TEXT_CHARS``."""
+    """Raise ``row_too_large`` if a conversation has more than ``PACKHORSE_MAX_TEXT_CHARS``."""
     most = limit_of("PACKHORSE_MAX_TEXT_CHARS", MAX_TEXT_CHARS)
     if chars > most:
         raise BadSample(
@@ -91,32 +91,32 @@ def prepend_part(example: Mapping[str, Any], turn: int, part: Mapping[str, Any])
 def place_audio(
     example: Mapping[str, Any], placeholders: Iterable[str] = (), key: str = ""
 ) -> Mapping[str, Any]:
-    """A copy of ``example`` in which sound that lies beside the conversation is a part of it.
+    """Return a copy of ``example`` in which its field ``audio`` is a part of the conversation.
 
-    :func:`packhorse.datasets.make_cv17_dataset` makes such examples: ``audio`` is a field beside
-    ``conversation``, and the user's text types a placeholder for it. The part takes the placeholder's place;
-    where none is typed it comes first in the first user turn.
+    :func:`packhorse.datasets.make_cv17_dataset` makes such examples: ``audio`` is a field next to
+    ``conversation``, and the user's text has a placeholder for it. The part replaces the placeholder; without
+    one it comes first in the first user turn.
 
     >>> turns = [{"role": "user", "content": "<|audio_1|>Write it down."}]
-    >>> sound_in_place({"conversation": turns, "audio": "a.wav"})["conversation"][0]["content"]
+    >>> place_audio({"conversation": turns, "audio": "a.wav"})["conversation"][0]["content"]
     [{'type': 'audio', 'audio': 'a.wav'}, {'type': 'text', 'text': 'Write it down.'}]
 
     Args:
         example: in the documented format. One without ``audio`` comes back itself.
-        placeholders: what the text may type, beside what is common.
+        placeholders: what the text may type, in addition to the common ones.
         key: of the sample, for the error.
 
     Raises:
-        BadSample: there is sound in the conversation too, or placeholders and sounds differ in number.
+        BadSample: the conversation has audio parts too, or placeholders and clips differ in number.
     """
-    sounds = extra_audio(example)
-    if not sounds:
+    clips = extra_audio(example)
+    if not clips:
         return example
     conversation = parse_conversation(example, key)
     if any(ref.kind == "audio" for ref in conversation.media):
-        raise _mismatch("sound beside the conversation ('audio') and in it: expected one of the two", key)
-    left = [{"type": "audio", "audio": sound} for sound in sounds]
-    pattern = re.compile("|".join(map(re.escape, dict.fromkeys((*_TYPED_SOUND, *placeholders)))))
+        raise _mismatch("audio in the field 'audio' and in the conversation: expected one of the two", key)
+    parts = [{"type": "audio", "audio": clip} for clip in clips]
+    pattern = re.compile("|".join(map(re.escape, dict.fromkeys((*_AUDIO_PLACEHOLDERS, *placeholders)))))
     users = [message for message in conversation.messages if message.role == "user"]
     typed = sum(
         len(pattern.findall(part.text)) for m in users for part in m.parts if isinstance(part, TextPart)
@@ -124,40 +124,39 @@ def place_audio(
     rest = {name: value for name, value in example.items() if name != "audio"}
     if not typed and users:
         first = next(n for n, message in enumerate(conversation.messages) if message.role == "user")
-        for part in reversed(left):
+        for part in reversed(parts):
             rest = prepend_part(rest, first, part)
         return rest
-    if typed != len(left):
-        raise _mismatch(f"{len(left)} sounds beside the conversation, {typed} placeholders in its text", key)
+    if typed != len(parts):
+        raise _mismatch(f"{len(parts)} audio clips for {typed} placeholders in the text", key)
     turns = [
-        {**turn, "content": _with_sounds(turn["content"], pattern, left)} if turn["role"] == "user" else turn
+        {**turn, "content": _place_clips(turn["content"], pattern, parts)} if turn["role"] == "user" else turn
         for turn in example["conversation"]
     ]
     return {**rest, "conversation": turns}
 
 
 def extra_audio(example: Mapping[str, Any]) -> list[Any]:
-    """The sounds of the field ``audio``: one, or a list of them; an (array, rate) pair is one."""
-    beside = example.get("audio")
-    if beside is None:
+    """Return the clips of the field ``audio``: one, or a list of them; an (array, rate) pair is one."""
+    audio = example.get("audio")
+    if audio is None:
         return []
-    pair = isinstance(beside, list) and len(beside) == 2 and isinstance(beside[1], int | float)
-    return beside if isinstance(beside, list) and not pair else [beside]
+    pair = isinstance(audio, list) and len(audio) == 2 and isinstance(audio[1], int | float)
+    return audio if isinstance(audio, list) and not pair else [audio]
 
 
-def _with_sounds(content: Any, pattern: re.Pattern[str], left: list[dict[str, Any]]) -> Any:
-    """The content of a turn with the next sound in place of each placeholder."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    before, made = len(left), list[Any]()
-    for part in parts:
+def _place_clips(content: Any, pattern: re.Pattern[str], clips: list[dict[str, Any]]) -> Any:
+    """The content of a turn with the next of ``clips`` (which are removed) in place of each placeholder."""
+    before, parts = len(clips), list[Any]()
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         texts = pattern.split(part["text"]) if part["type"] == "text" else []
         if len(texts) < 2:
-            made.append(part)
+            parts.append(part)
             continue
-        for number, text in enumerate(texts):
-            made += [left.pop(0)] if number else []
-            made += [{**part, "text": text}] if text else []
-    return content if len(left) == before else made
+        for index, text in enumerate(texts):
+            parts += [clips.pop(0)] if index else []
+            parts += [{**part, "text": text}] if text else []
+    return content if len(clips) == before else parts
 
 
 def _message(turn: Any, number: int, key: str) -> Message:

@@ -409,7 +409,9 @@ def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> In
         frames: Floats | float = 1.0
         if sampling is not None and media.frames is not None:
             known &= media.frames[block] >= 1
-            frames = _sampled(media.frames[block], None if media.fps is None else media.fps[block], sampling)
+            frames = _count_sampled(
+                media.frames[block], None if media.fps is None else media.fps[block], sampling
+            )
             # Frames smaller than one token are first brought to its size.
             scale = np.maximum(1.0, config["factor"] / np.minimum(height, width))
             height, width = np.trunc(height * scale), np.trunc(width * scale)
@@ -461,7 +463,7 @@ def _cells(height: Floats, width: Floats, frames: Floats | float, config: Geomet
     return rows * columns, (pixels >= _EXACT) | (max(low, high) >= _EXACT)
 
 
-def _sampled(
+def _count_sampled(
     frames: npt.NDArray[Any], fps: npt.NDArray[np.floating[Any]] | None, sampling: VideoSampling
 ) -> Floats:
     """Return the number of sampled frames: the steps of `packhorse.media.sampling.count_sampled_frames`."""

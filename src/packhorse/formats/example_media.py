@@ -33,7 +33,7 @@ def preload_media(
     """A copy of an example with its media decoded in place; the arguments are those of :func:`load_media`.
 
     An image part's ``image`` becomes an RGB PIL image; a video part's ``video`` a list of PIL frames, with
-    ``video_metadata`` (a dict, for the processor) beside it; an audio part's ``audio`` becomes
+    ``video_metadata`` (a dict, for the processor) next to it; an audio part's ``audio`` becomes
     (samples, rate). All other fields stay. Preloading twice gives the same as once. A video is in memory
     twice for a moment: as one array, which ``max_bytes`` limits, and as PIL frames.
 
@@ -72,7 +72,7 @@ def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
     """Put the fake image at the front of the first user turn of a sample that shows no image.
 
     Args:
-        example: a sample in the documented format. One with an image or a video comes back itself; sound
+        example: a sample in the documented format. One with an image or a video comes back itself; audio
             does not count, since it does not run the vision tower.
 
     Returns:

@@ -1,8 +1,8 @@
 """Mixtures: a meta file names datasets, each with its file, format and share.
 
-``open_meta_dataset`` gives the examples lazily (a row is read and converted when asked for; memory does not
-grow with the data), ``make_meta_dataset`` gives the same examples as a list. Both deal rows to ranks the same
-way and write what they leave out into the same kind of ledger.
+``open_meta_dataset`` reads and converts a row on access (memory does not grow with the data),
+``make_meta_dataset`` returns the same examples as a list. Both assign the same rows to a rank and record what
+they drop in a ledger.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def read_meta(source: Meta, dataset_names: Sequence[str] | None = None) -> list[
             twice there, or of the wrong type.
     """
     path = "meta" if isinstance(source, Mapping) else os.fspath(source)
-    meta = dict(source) if isinstance(source, Mapping) else _parsed(path)
+    meta = dict(source) if isinstance(source, Mapping) else _parse_meta(path)
     names = sorted(meta) if dataset_names is None else sorted(dataset_names)
     unknown = [name for name in names if name not in meta]
     if unknown:
@@ -101,7 +101,7 @@ def open_dataset_rows(config: DatasetConfig, index_dir: str | None = None) -> Ro
         return open_rows(config.file_name, index_dir)
 
 
-def _parsed(path: str) -> dict[str, Any]:
+def _parse_meta(path: str) -> dict[str, Any]:
     with open(local_file(path), "rb") as file:
         try:
             meta = json.load(file, object_pairs_hook=_no_duplicates)
@@ -119,13 +119,13 @@ def _parsed(path: str) -> dict[str, Any]:
 
 
 def _data_file(path: str) -> ConfigError:
-    """Rows where a meta file was expected: what to write instead."""
+    """Return the error for rows in place of a meta file, with the meta file to write."""
     file = os.path.basename(path)
     entry = json.dumps({file.partition(".")[0] or "train": {"file_name": file}})
     name = "meta.json" if file != "meta.json" else "mixture.json"
     return ConfigError(
-        f"{path} looks like a data file; expected a meta file, which names data files. Write one beside it, "
-        f"{name}: {entry} (and its media_dir, if media lie elsewhere), and pass that"
+        f"{path} looks like a data file; expected a meta file, which names data files. Write one next to it, "
+        f"{name}: {entry} (and its media_dir, if media are elsewhere), and pass that"
     )
 
 
@@ -191,8 +191,8 @@ def _media_dir(folder: str, media_dir: str | None) -> str | None:
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ValueError(f"{', '.join(map(repr, twice))} stands there twice")
+    if duplicates := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"duplicate name {', '.join(map(repr, duplicates))}")
     return dict(pairs)
 
 
@@ -226,7 +226,7 @@ class Source:
 
 
 class MetaDataset(Sequence[dict[str, Any]]):
-    """The examples of a mixture, read and converted when asked for.
+    """The examples of a mixture, read and converted on access.
 
     A sequence: ``len``, ``[i]`` (a :class:`BadSample` names the row that cannot be read), slices, iteration.
     It can be forked and pickled into workers. Resident memory is a few MB whatever the size of the data.
@@ -332,7 +332,7 @@ def open_meta_dataset(
         remainder: rows that do not divide by ``world_size`` are recorded and dropped (``"drop"``), or go to
             the first ranks (``"keep"``).
         ledger: where losses are recorded; a new one if None.
-        index_dir: folder for the row indexes, instead of beside the files.
+        index_dir: folder for the row indexes, instead of next to the files.
 
     Raises:
         ConfigError: the meta file is not in order, or a file is not what its name says.
@@ -369,7 +369,7 @@ def make_meta_dataset(
 ) -> MetaExamples:
     """Load the datasets of a meta file into a list of examples (about 2 KB of memory a row).
 
-    Datasets are loaded in parallel and stand in the order of their names. A summary table is logged.
+    Datasets are loaded in parallel and ordered by name. A summary table is logged.
 
     Args:
         path_or_dataset: the meta file, or a dict with its content.
@@ -378,12 +378,12 @@ def make_meta_dataset(
         shard_data: take only this rank's rows of each file, ``[rank::world_size]``.
         rank: the data-parallel rank (see :meth:`World.from_mesh`); if None, the rank among all processes.
         world_size: how many data-parallel ranks there are; if None, how many processes.
-        on_bad: a row that cannot be read or is no conversation stops the loading (``"raise"``), or is left
-            out and recorded (``"skip"``; shards may then differ in length).
+        on_bad: a row that cannot be read or is no conversation stops the loading (``"raise"``), or is
+            dropped and recorded (``"skip"``; shards may then differ in length).
         remainder: see :func:`open_meta_dataset`.
         ledger: see :func:`open_meta_dataset`.
         index_dir: see :func:`open_meta_dataset`.
-        **kwargs: taken for compatibility; a warning names what is ignored.
+        **kwargs: ignored, with a warning.
 
     Returns:
         The examples, with ``.stats`` (see :func:`collect_sample_stats`) and ``.ledger``.
@@ -428,7 +428,7 @@ class _Loaded:
 
 
 class RowKeys:
-    """Names of the examples of a loaded list, where rows may have been dropped.
+    """Keys of the examples of a loaded list, from which rows may have been dropped.
 
     Attributes:
         mixture: what the list was loaded from.
@@ -437,22 +437,22 @@ class RowKeys:
     def __init__(self, mixture: MetaDataset, skipped: Sequence[Sequence[int]]) -> None:
         self.mixture = mixture
         starts = accumulate(map(len, mixture.sources), initial=0)
-        gone = [start + place for start, part in zip(starts, skipped, strict=False) for place in part]
-        # For each place dropped: how many examples of the list come before it.
-        self._before = [place - number for number, place in enumerate(gone)]
+        dropped = [start + index for start, part in zip(starts, skipped, strict=False) for index in part]
+        # For each dropped row: how many examples of the list come before it.
+        self._before = [index - count for count, index in enumerate(dropped)]
 
     def __len__(self) -> int:
         return len(self.mixture) - len(self._before)
 
     def __call__(self, index: int) -> str:
-        """The name of an example by its place in the list."""
+        """Return the key of an example by its index in the list."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
         return self.mixture.key(index + bisect.bisect_right(self._before, index))
 
     def places(self) -> npt.NDArray[np.int64]:
-        """Where each example of the list, as it was loaded, stands in the mixture."""
+        """Return the index in the mixture of each example of the list, as it was loaded."""
         numbers = np.arange(len(self), dtype=np.int64)
         return numbers + np.searchsorted(np.asarray(self._before, np.int64), numbers, side="right")
 
@@ -468,7 +468,7 @@ def _load(source: Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
         started = time.perf_counter()
         rows = list(source.file.read(numbers[first : first + _BLOCK].tolist()))
         read = time.perf_counter()
-        examples.extend(_converted(source, rows, first, ledger, on_bad, skipped))
+        examples.extend(_convert_rows(source, rows, first, ledger, on_bad, skipped))
         io_s, convert_s = io_s + read - started, convert_s + time.perf_counter() - read
         report(first + len(rows))
     started = time.perf_counter()
@@ -479,7 +479,7 @@ def _load(source: Source, ledger: Ledger, on_bad: OnBadRow) -> _Loaded:
     return _Loaded(examples, skipped, timing)
 
 
-def _converted(
+def _convert_rows(
     source: Source,
     rows: list[Row | BadSample],
     first: int,
@@ -500,7 +500,7 @@ def _converted(
 
 
 def _warn_of_missing(name: str, stats: dict[str, int], samples: int) -> None:
-    """One warning per dataset, whatever is missing and in however many rows."""
+    """Warn once per dataset about fields that rows lack."""
     fields = {"_text_tokens": "n_missing_text_tokens", "mm_inputs_meta": "n_missing_mm_inputs_meta"}
     missing = [f"{field} ({stats[stat]:,})" for field, stat in fields.items() if stats[stat]]
     if missing:
@@ -523,11 +523,9 @@ _FIRST_ROWS = 8
 
 
 def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
-    """Refuse a dataset whose rows all come out without an answer because its roles have other names.
+    """Raise if each of the first rows has an unknown role and no assistant turn: then the tags are wrong.
 
-    A single row with an unknown role is that row's affair; when each of the first rows of the file has one
-    and no assistant turn, the tags are wrong, and training would run on nothing. All ranks look at the same
-    rows, so all stop or none.
+    All ranks read the same rows, so all raise or none. A ``media_dir`` that does not exist gets a warning.
     """
     media_dir = config.rules.media_dir
     if media_dir is not None and is_address(media_dir):
@@ -535,7 +533,7 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
             require_driver(media_dir)
     elif media_dir is not None and not os.path.isdir(media_dir):
         logger.warning(
-            "%s: media_dir %s is not a folder (nor is it one beside the meta file): every media item with a "
+            "%s: media_dir %s is not a folder (nor is it one next to the meta file): every media item with a "
             "relative path will be missing, and its row dropped or replaced as missing_media",
             config.name,
             media_dir,
@@ -544,7 +542,7 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
     first = range(min(len(file), _FIRST_ROWS))
     for number, row in zip(first, file.read(first), strict=True):
         if isinstance(row, BadSample):
-            return  # told when the row is read
+            return  # raised when the row is read
         key = row_key(config.name, number)
         try:
             example = convert_row(row, config.rules, key=key, dataset=config.name, record=findings.record)
@@ -561,12 +559,12 @@ def check_first_rows(config: DatasetConfig, file: RowFile) -> None:
 
 
 def record_same_files(sources: Sequence[Source], ledger: Ledger) -> None:
-    """Say of datasets that they have the same file, in the log and in the ledger."""
+    """Record and log datasets that have the same file."""
     first: dict[str, str] = {}
     for source in sources:
         name, path = source.config.name, os.path.realpath(source.file.path)
         other = first.setdefault(path, name)
         if other != name and source.selection.world.rank == 0:
-            detail = f"{source.file.name} is also the file of dataset '{other}'; its rows come twice"
+            detail = f"{source.file.name} is also the file of dataset '{other}'; its rows are delivered twice"
             logger.warning("%s: %s", name, detail)
             ledger.record(Drop(name, "select", "same_file", detail, "kept", name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from logging import getLogger
 from typing import Any
 
@@ -14,26 +14,10 @@ from packhorse.errors import ConfigError
 
 logger = getLogger("packhorse.mock")
 
-_WORDS = [
-    "a",
-    "the",
-    "red",
-    "blue",
-    "small",
-    "large",
-    "round",
-    "old",
-    "house",
-    "road",
-    "tree",
-    "horse",
-    "stands",
-    "near",
-    "under",
-    "and",
-    "with",
-    "two",
-]
+_WORDS = (
+    *("a", "the", "red", "blue", "small", "large", "round", "old", "house", "road", "tree", "horse"),
+    *("stands", "near", "under", "and", "with", "two"),
+)
 _ANSWER_WORDS = 256
 
 
@@ -108,12 +92,4 @@ class MockVlmDatasetConfig:
 
     def build(self) -> list[dict[str, Any]]:
         """Make the examples."""
-        return build_mock_vlm_dataset(
-            num_samples=self.num_samples,
-            num_images_per_sample=self.num_images_per_sample,
-            image_size=self.image_size,
-            prompt=self.prompt,
-            responses=self.responses,
-            max_length=self.max_length,
-            seed=self.seed,
-        )
+        return build_mock_vlm_dataset(**{field.name: getattr(self, field.name) for field in fields(self)})

@@ -1,16 +1,14 @@
 """Well-known datasets of the hub in the example format.
 
-Each loader goes through ``datasets.load_dataset`` (a hub name, or a local folder with the same columns) and
-returns a Hugging Face ``Dataset`` that stays on disk: a row is formatted and its image or sound decoded when
-it is asked for, so loading costs nothing and ``select``, ``shuffle``, ``shard`` … keep working. Images come
-upright and in RGB; where the column holds paths, these are handed on.
+Each loader calls ``datasets.load_dataset`` (a hub name, or a local folder with the same columns) and returns
+a Hugging Face ``Dataset`` that stays on disk: a row is formatted and its image or audio decoded on access, so
+``select``, ``shuffle``, ``shard`` … keep working. Images are upright and RGB; paths are passed on.
 
 Keyword arguments that ``load_dataset`` names (``data_files``, ``name``, …) are passed to it; all
 others are ignored, and named once in the log: recipes pass settings of other parts (``truncate``) along.
 
-A row that cannot be used raises :class:`~packhorse.errors.BadSample` when it is asked for: ``missing_media``
-(no image or sound), ``broken_media``, ``media_too_large``, or ``wrong_format`` (no text, or not the JSON that
-is expected).
+A row that cannot be used raises :class:`~packhorse.errors.BadSample` on access: ``missing_media`` (no image
+or audio), ``broken_media``, ``media_too_large``, or ``wrong_format`` (no text, or not the expected JSON).
 
 Turns of an unknown role and images without a place in the text are dropped. The ledger of the loader (or of
 another dataset of packhorse that reads the row) names each such row. Where rows are read by hand, the default
@@ -66,12 +64,7 @@ def make_rdr_dataset(
     Returns:
         A dataset of ``{"conversation": [user: image + "Describe this image.", assistant: text]}``.
     """
-    return _load(path_or_dataset, split, kwargs, ("image", "text"), _rdr)
-
-
-def _rdr(row: Mapping[str, Any]) -> dict[str, Any]:
-    answer = _text(row["text"], "text")
-    return _example(_image_question(row, "image", "Describe this image."), answer)
+    return _load_image_questions(path_or_dataset, split, kwargs, "image", "text", "Describe this image.")
 
 
 def make_cord_v2_dataset(
@@ -82,13 +75,13 @@ def make_cord_v2_dataset(
     seed: int = 0,
     **kwargs: Any,
 ) -> Dataset:
-    """CORD-v2: a receipt and what stands on it, as nested tokens (see :func:`json2token`).
+    """CORD-v2: a receipt and its text, as nested tokens (see :func:`json2token`).
 
     Args:
         path_or_dataset: hub name or local folder; columns ``image`` and ``ground_truth``.
         split: which split.
-        limit_dataset_samples: only the first so many rows.
-        seed: where a row has several parses, ``seed`` and the row's content decide which one is taken.
+        limit_dataset_samples: only the first n rows.
+        seed: if a row has several parses, ``seed`` and the row's content choose one.
         **kwargs: see the module.
     """
     _check_limit("limit_dataset_samples", limit_dataset_samples)
@@ -144,12 +137,7 @@ def make_medpix_dataset(
         split: which split.
         **kwargs: see the module.
     """
-    return _load(path_or_dataset, split, kwargs, ("image_id", "question", "answer"), _medpix)
-
-
-def _medpix(row: Mapping[str, Any]) -> dict[str, Any]:
-    question, answer = _text(row["question"], "question"), _text(row["answer"], "answer")
-    return _example(_image_question(row, "image_id", question), answer)
+    return _load_image_questions(path_or_dataset, split, kwargs, "image_id", "answer")
 
 
 def make_cv17_dataset(
@@ -164,7 +152,7 @@ def make_cv17_dataset(
     Args:
         path_or_dataset: hub name or local folder; columns ``audio`` and ``transcription``.
         split: which split.
-        audio_placeholder: what stands for the sound in the prompt; Phi-4's by default.
+        audio_placeholder: the placeholder of the audio in the prompt; Phi-4's by default.
         **kwargs: see the module.
 
     Returns:
@@ -172,7 +160,7 @@ def make_cv17_dataset(
     """
     datasets = require("datasets", "hub")
     dataset = _load(path_or_dataset, split, kwargs, ("audio", "transcription"), None)
-    # Undecoded: the clip's bytes are read and decoded by us when the row is asked for.
+    # Undecoded: packhorse.media decodes the clip on access.
     dataset = dataset.cast_column("audio", datasets.Audio(decode=False))
     return dataset.with_transform(_EachRow(_Cv17(audio_placeholder)))
 
@@ -292,13 +280,9 @@ def make_shopify_product_catalogue_dataset(
         **kwargs: see the module.
     """
     _check_limit("limit_dataset_samples", limit_dataset_samples)
-    columns = ("product_image", "ground_truth_category")
-    return _first_rows(_load(path_or_dataset, split, kwargs, columns, _shopify), limit_dataset_samples)
-
-
-def _shopify(row: Mapping[str, Any]) -> dict[str, Any]:
-    category = _text(row["ground_truth_category"], "ground_truth_category")
-    return _example(_image_question(row, "product_image", _CATEGORY_QUESTION), category)
+    image, answer = "product_image", "ground_truth_category"
+    dataset = _load_image_questions(path_or_dataset, split, kwargs, image, answer, _CATEGORY_QUESTION)
+    return _first_rows(dataset, limit_dataset_samples)
 
 
 def make_tulu3_dataset(path_or_dataset: str = TULU3, split: str = "train", **kwargs: Any) -> Dataset:
@@ -344,7 +328,7 @@ def make_tulu3_magicoder_text_mix_dataset(
     """Text from Tulu 3 (80 %) and Magicoder (20 %), interleaved until each row of both was there once.
 
     Tulu rows with more than ``max_turns`` turns, fewer than two usable turns or no answer are dropped and
-    recorded in the ledger; that takes one pass over the texts. Blank turns, and turns of other roles than
+    recorded in the ledger; that takes one pass over the texts. Empty turns, and turns of other roles than
     system, user and assistant, are skipped.
 
     Args:
@@ -387,7 +371,7 @@ def _mixed_text(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usable_turns(messages: Any) -> list[tuple[str, str]]:
-    """Role and text of the turns of a Tulu row that are neither blank nor of another role."""
+    """Role and text of the turns of a Tulu row that are neither empty nor of another role."""
     turns = [_role_and_text(turn, "role", "content") for turn in _list_of_turns(messages, "messages")]
     return [(role, text) for role, text in turns if role in _ROLES and text.strip()]
 
@@ -473,7 +457,7 @@ def _text_turn(role: str, text: str) -> dict[str, Any]:
 
 
 def _tagged_parts(text: str, next_image: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The parts of a text in which each ``<image>`` stands for an image; blank pieces are dropped."""
+    """The parts of a text in which each ``<image>`` is an image; empty pieces are dropped."""
     parts: list[dict[str, Any]] = []
     for number, piece in enumerate(_IMAGE_TAG.split(text)):
         if number:
@@ -488,7 +472,7 @@ def _record_skipped_turn(dataset: str, role: str) -> None:
 
 
 def _record_unnamed(dataset: str, reason: Reason, detail: str) -> None:
-    """Record what happened to a row; transforms do not get its number, but whoever reads it may know it."""
+    """Record what happened to a row; transforms do not get its number, but the reader may know it."""
     remark(Drop("", "convert", reason, detail, "cut", dataset))
     _warn_once(f"{dataset}: {detail} (further rows like this are only recorded in the ledger)")
 
@@ -523,6 +507,26 @@ def _load(
             # Undecoded: packhorse.media decodes the one that is used, and says what is wrong with it.
             dataset = dataset.cast_column(name, datasets.Image(decode=False))
     return dataset if format_row is None else dataset.with_transform(_EachRow(format_row))
+
+
+def _load_image_questions(
+    path: str, split: str, kwargs: Mapping[str, Any], image: str, answer: str, question: str | None = None
+) -> Dataset:
+    """Load rows of an image, a question (the column ``question`` if None) and an answer."""
+    columns = (image, answer) if question is not None else (image, "question", answer)
+    return _load(path, split, kwargs, columns, _ImageQuestion(image, answer, question))
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageQuestion:
+    image: str
+    answer: str
+    question: str | None
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        question = _text(row["question"], "question") if self.question is None else self.question
+        answer = _text(row[self.answer], self.answer)
+        return _example(_image_question(row, self.image, question), answer)
 
 
 def _known_options(path: str, kwargs: Mapping[str, Any], load_dataset: Callable[..., Any]) -> dict[str, Any]:

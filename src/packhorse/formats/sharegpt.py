@@ -1,7 +1,7 @@
 """ShareGPT rows to the example format.
 
 A row goes in (a dict with a list of turns and lists of media), an example comes out (``conversation`` with
-typed parts). Text and paths only: no file is opened, but links are followed where confinement is asked for.
+typed parts). Text and paths only: no file is opened, but links are followed to confine media.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packhorse.media import resolve
 from packhorse.types import MEDIA_KINDS, Action, Drop, MediaKind, Reason
 
 PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
-"""What stands in the text of a user for the next media item of that kind."""
+"""The placeholder of the next media item of that kind in a user's text."""
 
 _SURPLUS = object()
 _LONG_TEXT = 1 << 20  # characters; shorter texts are measured together, when the example is parsed
@@ -48,14 +48,14 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class ShareGptFormat:
-    """How one dataset writes its rows, and what to do about rows that do not add up.
+    """How one dataset writes its rows, and what to do about inconsistent rows.
 
     Args:
         columns: names of the row's fields.
         tags: names inside a turn.
         media_dir: prefix for relative media paths.
-        strict: raise :class:`BadSample` where a row does not add up, instead of recording it.
-        confine: refuse media outside ``media_dir`` (through ``..``, a symlink or an absolute path).
+        strict: raise :class:`BadSample` for an inconsistent row, instead of recording it.
+        confine: reject media outside ``media_dir`` (through ``..``, a symlink or an absolute path).
     """
 
     columns: Columns = Columns()
@@ -103,18 +103,18 @@ def convert_sharegpt_to_conversation(
 
     >>> convert_sharegpt_to_conversation({
     ...     "messages": [{"role": "user", "content": "<image>What is it?"},
-    ...                  {"role": "assistant", "content": "A mule."}],
-    ...     "images": ["mule.jpg"]}, media_dir="/data")["conversation"][0]["content"]
-    [{'type': 'image', 'image': '/data/mule.jpg'}, {'type': 'text', 'text': 'What is it?'}]
+    ...                  {"role": "assistant", "content": "A cat."}],
+    ...     "images": ["cat.jpg"]}, media_dir="/data")["conversation"][0]["content"]
+    [{'type': 'image', 'image': '/data/cat.jpg'}, {'type': 'text', 'text': 'What is it?'}]
 
     Args:
         example: the row; it is not changed.
         columns: field names, keys ``messages``, ``images``, ``videos``, ``audios``.
         tags: keys ``role_tag``, ``content_tag``, ``user_tag``, ``assistant_tag``, ``system_tag``.
         media_dir: prefix for relative media paths.
-        strict: raise where placeholders and media do not match, a role is unknown, the conversation is empty
+        strict: raise if placeholders and media do not match, a role is unknown, the conversation is empty
             or has no assistant turn. Otherwise each such finding is recorded and the rest delivered.
-        confine: refuse media that lie outside ``media_dir``.
+        confine: reject media outside ``media_dir``.
         key: the row's name in errors and in the ledger.
         ledger: where findings are recorded; the process's own if not given.
 
@@ -156,7 +156,7 @@ class _Conversion:
             "image": iter(self._entries(columns.images)),
             "video": iter(self._entries(columns.videos)),
         }
-        # Rows without sound leave a literal <audio> in the text alone, as rows for older models have it.
+        # Rows without audio keep a literal <audio> in their text, as rows for older models have it.
         if audios := self._entries(columns.audios):
             self.media["audio"] = iter(audios)
 
@@ -165,11 +165,11 @@ class _Conversion:
         conversation = [turn for turn in turns if turn is not None]
         for kind, rest in self.media.items():
             if surplus := sum(not _is_nothing(entry) for entry in rest):
-                self._found("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
+                self._report("surplus_media", f"{surplus} more {kind}(s) than user turns mention", "cut")
         if not conversation:
-            self._found("empty_conversation", "no turn to learn from", "kept")
+            self._report("empty_conversation", "the conversation has no turns", "kept")
         elif not any(turn["role"] == "assistant" for turn in conversation):
-            self._found("no_assistant_turn", "nothing to learn: no assistant turn", "kept")
+            self._report("no_assistant_turn", "no assistant turn, so no token is supervised", "kept")
         example = {"conversation": conversation}
         if self.has_ready_parts:  # ours are well formed; the row's own may not be
             parse_conversation(example, self.key)
@@ -222,7 +222,7 @@ class _Conversion:
             return {"role": "system", "content": self._parts(number, content)}
         known = f"{tags.user_tag}, {tags.assistant_tag}, {tags.system_tag}"
         found = f"turn {number} has role {role!r}, expected {known} (tags= names the roles of a dataset)"
-        self._found("unknown_role", found, "cut")
+        self._report("unknown_role", found, "cut")
         return None
 
     def _user_parts(self, number: int, content: Any) -> list[dict[str, Any]]:
@@ -241,13 +241,13 @@ class _Conversion:
             if entry is _SURPLUS:
                 surplus[kind] += 1
             elif _is_nothing(entry):
-                self._found("missing_media", f"a <{kind}> of turn {number} stands for an empty entry", "cut")
+                self._report("missing_media", f"a <{kind}> of turn {number} has an empty entry", "cut")
             else:
                 parts.append(self._media_part(kind, entry))  # type: ignore[arg-type]
         self._add_text(parts, content[end:])
         for kind, times in surplus.items():
-            what = f"turn {number} has {times} more <{kind}> than the row has {kind}s"
-            self._found("surplus_placeholder", what, "cut")
+            detail = f"turn {number} has {times} more <{kind}> than the row has {kind}s"
+            self._report("surplus_placeholder", detail, "cut")
         return parts or [{"type": "text", "text": ""}]
 
     def _parts(self, number: int, content: Any) -> list[dict[str, Any]]:
@@ -263,13 +263,13 @@ class _Conversion:
     def _resolved_part(self, part: Mapping[str, Any]) -> dict[str, Any]:
         kind = part.get("type")
         if kind in MEDIA_KINDS and part.get(kind) is not None:
-            return {**part, kind: self._resolved(part[kind])}
+            return {**part, kind: self._resolve(part[kind])}
         return dict(part)
 
     def _media_part(self, kind: MediaKind, entry: Any) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
-            return {"type": kind, kind: self._resolved(entry)}
-        # What an entry says beside its path is passed on, but cannot take the place of the part's own fields.
+            return {"type": kind, kind: self._resolve(entry)}
+        # Other fields of an entry are passed on, but do not replace the part's own.
         own = ("bytes", "path", "type", *MEDIA_KINDS)
         extras = {name: value for name, value in entry.items() if name not in own}
         if entry.get("bytes") is not None:  # how Parquet files and the hub hold an image
@@ -277,9 +277,9 @@ class _Conversion:
         if entry.get("path") is None:
             found = f"an entry for {kind} has neither 'path' nor 'bytes': it is {_summary(entry)}"
             raise self._bad("wrong_format", found)
-        return {"type": kind, kind: self._resolved(entry["path"]), **extras}
+        return {"type": kind, kind: self._resolve(entry["path"]), **extras}
 
-    def _resolved(self, source: Any) -> Any:
+    def _resolve(self, source: Any) -> Any:
         try:
             return resolve(source, self.rules.media_dir, confined=self.rules.confine)
         except BadSample as error:
@@ -296,7 +296,7 @@ class _Conversion:
         if text := text.strip():
             parts.append({"type": "text", "text": text})
 
-    def _found(self, reason: Reason, detail: str, action: Action) -> None:
+    def _report(self, reason: Reason, detail: str, action: Action) -> None:
         if self.rules.strict:
             raise self._bad(reason, detail)
         self.record(Drop(self.key, "convert", reason, detail, action, self.dataset))

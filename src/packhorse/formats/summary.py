@@ -34,7 +34,7 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
     """
     stats, columns = dict.fromkeys(STAT_KEYS, 0), ColumnsBuilder()
     for example in examples:
-        # Parsed, not merely outlined: whoever loads examples wants to hear of one that is none.
+        # Parsed, not merely outlined: an invalid example raises when it is loaded.
         conversation = parse_conversation(example)
         kinds = [ref.kind for ref in conversation.media]
         characters = sum(len(message.text) for message in conversation.messages)
@@ -68,7 +68,7 @@ logger = getLogger("packhorse.datasets")
 
 
 class _ExamplesWithStats(list[dict[str, Any]]):
-    """A list of examples that carries its statistics, so that nobody scans it a second time for them."""
+    """A list of examples with its statistics, so that they are computed once."""
 
     __slots__ = ("stats",)
 

@@ -377,7 +377,7 @@ def test_a_meta_file_that_is_not_in_order_says_where(
 
 def test_a_name_that_stands_twice_in_the_meta_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"a": {"file_name": "x"}, "a": {"file_name": "y"}}')
-    with pytest.raises(ConfigError, match="'a' stands there twice"):
+    with pytest.raises(ConfigError, match="duplicate name 'a'"):
         make_meta_dataset(tmp_path / "meta.json")
 
 
