@@ -134,7 +134,7 @@ def report_shares(dataset: PreTokenizedDatasetWrapper, repeat: int) -> None:
         (type(processor), "apply_chat_template", "chat template"),
         (type(processor.tokenizer), "__call__", "tokenizer"),
         (RepeatedTokenTokenizer, "__call__", OURS),  # the processor calls it, but it is not the processor's
-        (families_encoder, "load_media", "image decoder"),
+        (families_encoder, "load_image", "image decoder"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for (owner, name, original), (_, _, label) in zip(originals, patched, strict=True):

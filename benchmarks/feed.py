@@ -37,7 +37,6 @@ from packhorse import LoaderConfig, World
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.datasets import open_meta_dataset
 from packhorse.loader import Loader
-from packhorse.loader.worker_pool import keep_freed_memory
 from promises import fact, parse, promise, recorded
 
 WORKERS = (0, 1, 2)
@@ -93,11 +92,6 @@ class Timed:
         return self.tokens / self.seconds
 
 
-def like_ours(worker: int) -> None:
-    """Give a worker what the loader's workers have."""
-    keep_freed_memory()
-
-
 def bare(meta: Path, processor: Any, num_workers: int) -> Timed:
     """The processor alone."""
     batches = DataLoader(
@@ -105,7 +99,6 @@ def bare(meta: Path, processor: Any, num_workers: int) -> Timed:
         batch_size=None,
         num_workers=num_workers,
         collate_fn=as_it_is,
-        worker_init_fn=like_ours,
     )
     return Timed(batches, lambda sample: sample["input_ids"].numel())
 
@@ -115,8 +108,7 @@ def ours(loader: Loader) -> Timed:
 
     def tokens(batch: Any) -> int:
         # As many as the bare processor makes: one of each sample is cut off by the shift of labels.
-        assert loader.last is not None
-        return loader.last.tokens + len(loader.last.samples)
+        return batch.info.tokens + len(batch.info.samples)
 
     return Timed(loader, tokens)
 
@@ -149,8 +141,7 @@ def report_overhead(samples: int, repeat: int, numbers: Sequence[int]) -> None:
     """Print tokens per second both ways."""
     # Both ways as the loader's workers have it.
     torch.set_num_threads(1)
-    keep_freed_memory()
-    settings = {"pack_size": PACK, "attention": "varlen", "pixel_dtype": "bfloat16"}
+    settings = {"pack_size": PACK, "attn_implementation": "varlen", "pixel_dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
         meta, processor = write_chats(Path(folder), samples), released_qwen2_vl()
         print(f"\n{samples} samples, tokens/s\n{'workers':<10}{'processor':>12}{'loader':>12}{'ratio':>8}")
@@ -201,7 +192,7 @@ def report_resume(packs: int) -> None:
     good = np.ones(number, bool)
     status = np.full(number, OK, object)
     counts = CountColumns(**columns, status=status, ok=good, exact=good, off_by=zeros)
-    config = LoaderConfig(data=Same(number), pack_size=PACK, attention="varlen", num_workers=0)
+    config = LoaderConfig(data=Same(number), pack_size=PACK, attn_implementation="varlen", num_workers=0)
     processor = released_qwen2_vl()
     with tempfile.TemporaryDirectory() as folder:
         config = config.with_changes(cache_dir=folder)

@@ -284,9 +284,7 @@ def loaded(setup: Setup, **settings: Any) -> Iterator[Fed]:
     loader = make_loader(setup, **settings)
     try:
         for batch in loader:
-            report = loader.last
-            assert report is not None  # a batch was delivered
-            yield Fed(batch, report.tokens, report.seconds)
+            yield Fed(batch, batch.info.tokens, batch.info.seconds)
     finally:
         loader.close()
 

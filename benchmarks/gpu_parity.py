@@ -21,7 +21,7 @@ PACKS = 4
 
 def first_packs(setup: Setup, attention: str) -> Iterator[tuple[packhorse.Batch, tuple[int, ...]]]:
     """Some packs, the same ones for every backend, with the samples in them."""
-    loader = make_loader(setup, attention=attention, num_workers=0, pin_memory=False)
+    loader = make_loader(setup, attn_implementation=attention, num_workers=0, pin_memory=False)
     for _, batch in zip(range(PACKS), loader, strict=False):
         yield batch, batch.info.samples
 

@@ -268,13 +268,13 @@ def measure_speed(setup: Setup, stages: Stages) -> None:
     """All ways, the two that are promised about first."""
     ways: dict[str, Callable[[], Figures]] = {
         "padded at random": lambda: run_padded(setup, partial(padded_at_random, setup)),
-        "packed, varlen": lambda: run_way(setup, "varlen", loaded(setup, attention="varlen")),
+        "packed, varlen": lambda: run_way(setup, "varlen", loaded(setup, attn_implementation="varlen")),
         "padded by length": lambda: run_padded(
             setup, lambda size: loaded(setup, mode="pad", batch_size=size)
         ),
-        "packed, sdpa": lambda: run_way(setup, "sdpa", loaded(setup, attention="sdpa")),
+        "packed, sdpa": lambda: run_way(setup, "sdpa", loaded(setup, attn_implementation="sdpa")),
         "packed, flex_attention": lambda: run_way(
-            setup, "flex_attention", loaded(setup, attention="flex_attention")
+            setup, "flex_attention", loaded(setup, attn_implementation="flex_attention")
         ),
     }
     found: dict[str, Figures] = {}
@@ -359,7 +359,7 @@ def heaviest(setup: Setup, limit: int | None) -> tuple[int, int]:
     """Train on the two packs of an epoch that have the most patches: how many, and the peak in bytes."""
     set_attention(setup, "varlen")
     chosen: list[Batch] = []
-    for one in loaded(setup, attention="varlen", max_patches=limit, pin_memory=False):
+    for one in loaded(setup, attn_implementation="varlen", max_patches=limit, pin_memory=False):
         chosen = sorted([*chosen, one.batch], key=patches)[-2:]
     free_memory()
     optimizer = make_optimizer(setup)

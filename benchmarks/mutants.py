@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "an image has one token more",
         "chat.py",
-        "times[place] = number",
-        "times[place] = number + 1",
+        "repeats[position] = length",
+        "repeats[position] = length + 1",
         ("tests/unit/test_chat_runs.py", "tests/contract/test_family.py"),
     ),
     Mutant(
@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "lost samples do not count",
         "loader/epoch_stats.py",
-        "        lost += len(report.lost)\n",
+        "        lost += len(info.lost)\n",
         "        lost += 0\n",
         ("tests/unit/loader/test_loader.py",),
     ),
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "entries recorded after a state are not rolled back",
         "loader/loader.py",
-        "roll_back(self.ledger, self.world, progress.epoch, self._unused)",
-        "roll_back(self.ledger, self.world, progress.epoch, set)",
+        "roll_back(self.ledger, self.world, state.epoch, self._remaining_keys)",
+        "roll_back(self.ledger, self.world, state.epoch, set)",
         ("tests/unit/loader/test_resumed_ledger.py",),
     ),
     Mutant(

@@ -169,16 +169,15 @@ def stage_first_batch(meta: str, processor: str) -> dict[str, Any]:
 
     settings: dict[str, Any] = {
         "pack_size": 8192,
-        "attention": "varlen",
+        "attn_implementation": "varlen",
         "pixel_dtype": "bfloat16",
         "num_workers": 2,
     }
     loader = packhorse.load(meta, processor, model="unchecked", world=packhorse.World(), **settings)
     batch = next(iter(loader))
     assert "pixel_values" in batch, "the first batch has no image"
-    assert loader.last is not None
-    assert not loader.last.lost, "a sample of the first batch was lost"
-    found = {"rows": len(loader.counts), "samples": len(loader.last.samples), "tokens": loader.last.tokens}
+    assert not batch.info.lost, "a sample of the first batch was lost"
+    found = {"rows": len(loader.counts), "samples": len(batch.info.samples), "tokens": batch.info.tokens}
     loader.close()
     return found
 

@@ -61,7 +61,7 @@ def example_processor(options: argparse.Namespace) -> Any:
     """The processor that the options ask for; plans and counts made with the same one are reused."""
     if options.processor is None:
         return tiny_processor()
-    from packhorse.families.processors import open_processor
+    from packhorse.families.models import open_processor
 
     return open_processor(options.processor)
 
@@ -102,7 +102,7 @@ class Traced:
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._keys += [self.key(index) for index in self.last.samples]
+            self._keys += batch.info.keys
             yield batch
 
     def trained(self, step: int, loss: float) -> None:

@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             if step == options.stop_after:
                 return
         if dist.get_rank() == 0:
-            print(loader.account, flush=True)  # over all ranks: each row was delivered, or says why not
+            print(loader.epoch_stats, flush=True)  # over all ranks: each row was delivered, or says why not
     save(options.folder, step, model, optimizer, loader)
     if writer is not None:
         writer.close()

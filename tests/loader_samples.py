@@ -46,7 +46,7 @@ def mixed(number: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
-    settings = {"pack_size": 256, "model": "unchecked", **options}
+    settings = {"pack_size": 256, "model": "unchecked", "num_workers": 0, **options}
     name = settings.pop("family", "qwen2_vl")
     return packhorse.load(rows, processor(name), world=World(rank, size), **settings)
 
@@ -54,9 +54,8 @@ def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.L
 def delivered_rows(loader: packhorse.Loader, steps: int | None = None) -> list[int]:
     """The samples of so many micro-steps, or of all that are left."""
     seen: list[int] = []
-    for step, _ in enumerate(loader, 1):
-        assert loader.last is not None
-        seen += loader.last.samples
+    for step, batch in enumerate(loader, 1):
+        seen += batch.info.samples
         if step == steps:
             break
     return seen

@@ -1,4 +1,4 @@
-"""Packhorse carries every sample of a vision-language fine-tuning set to the model.
+"""Turn image, video, audio and text conversations into training batches for vision-language models.
 
 Importing this package imports none of torch, transformers, pyarrow or datasets: names load on first use.
 """
@@ -7,15 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from packhorse.collate.packed import model_inputs
     from packhorse.count.counting import count_meta
     from packhorse.count.sidecar import counts_of
     from packhorse.encode.robust import RobustDatasetWrapper
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
-    from packhorse.errors import BadSample, ConfigError, PackhorseError
+    from packhorse.errors import BadSample, ConfigError, PackhorseError, SystemFault
     from packhorse.formats.meta import make_meta_dataset, open_meta_dataset
+    from packhorse.integrations.loss import count_supervised, grouped, token_loss
+    from packhorse.integrations.transformers import TrainFromLoader, prepare
     from packhorse.ledger import Ledger, default_ledger
-    from packhorse.loader import Loader, LoaderConfig, load
-    from packhorse.types import Batch, BatchInfo, Drop, World
+    from packhorse.loader import EpochStats, Loader, LoaderConfig, TooManyBad, load
+    from packhorse.types import Batch, BatchInfo, Drop, World, to_device
 
 
 __version__ = "0.1.0"
@@ -26,48 +29,53 @@ __all__ = [
     "BatchInfo",
     "ConfigError",
     "Drop",
+    "EpochStats",
     "Ledger",
     "Loader",
     "LoaderConfig",
     "PackhorseError",
     "PreTokenizedDatasetWrapper",
     "RobustDatasetWrapper",
+    "SystemFault",
+    "TooManyBad",
+    "TrainFromLoader",
     "World",
     "__version__",
     "count_meta",
+    "count_supervised",
     "counts_of",
     "default_ledger",
+    "grouped",
     "load",
     "make_meta_dataset",
+    "model_inputs",
     "open_meta_dataset",
+    "prepare",
+    "to_device",
+    "token_loss",
 ]
 
-_HOME = {
-    "BadSample": "errors",
-    "Batch": "types",
-    "BatchInfo": "types",
-    "ConfigError": "errors",
-    "Drop": "types",
-    "Ledger": "ledger",
-    "Loader": "loader.loader",
-    "LoaderConfig": "loader.config",
-    "PackhorseError": "errors",
-    "PreTokenizedDatasetWrapper": "encode.tokenized",
-    "RobustDatasetWrapper": "encode.robust",
-    "World": "types",
-    "count_meta": "count.counting",
-    "counts_of": "count.sidecar",
-    "default_ledger": "ledger",
-    "load": "loader.config",
-    "make_meta_dataset": "formats.meta",
-    "open_meta_dataset": "formats.meta",
+_MODULES = {
+    "collate.packed": ("model_inputs",),
+    "count.counting": ("count_meta",),
+    "count.sidecar": ("counts_of",),
+    "encode.robust": ("RobustDatasetWrapper",),
+    "encode.tokenized": ("PreTokenizedDatasetWrapper",),
+    "errors": ("BadSample", "ConfigError", "PackhorseError", "SystemFault"),
+    "formats.meta": ("make_meta_dataset", "open_meta_dataset"),
+    "integrations.loss": ("count_supervised", "grouped", "token_loss"),
+    "integrations.transformers": ("TrainFromLoader", "prepare"),
+    "ledger": ("Ledger", "default_ledger"),
+    "loader": ("EpochStats", "Loader", "LoaderConfig", "TooManyBad", "load"),
+    "types": ("Batch", "BatchInfo", "Drop", "World", "to_device"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'packhorse' has no attribute {name!r}")
-    return getattr(import_module(f"packhorse.{_HOME[name]}"), name)
+    return getattr(import_module(f"packhorse.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

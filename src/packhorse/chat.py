@@ -18,22 +18,59 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise, repeat, takewhile
-from typing import Any
+from typing import Any, Protocol
 
 from packhorse.errors import ConfigError, PackhorseError
 
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns], str]
+Span = tuple[int, int]
+
+IGNORE_INDEX = -100
+"""The label of a token that is not supervised. Written nowhere else."""
+
+TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+"""Tensors with one entry per token, whatever the family."""
 
 PRIVATE_USE = range(0xE000, 0xF900)
-"""Characters that stand in for texts: no template writes them, and hardly anybody types them."""
+"""Characters for sentinels: no template writes them, and they are hardly ever typed."""
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
 _CHATML_OPENING = "<|im_start|>assistant\n"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids"})
+# Options of a tokenizer's call for a single text that is neither padded nor truncated.
+_PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
+_UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
+_NO_PADDING = (False, True, "longest", "do_not_pad")
+
+
+class Processor(Protocol):
+    """A processor of transformers or one like it, or a tokenizer for text alone.
+
+    What else it has (``tokenizer``, ``image_processor``, ``chat_template``, …) differs by class: a
+    :class:`~packhorse.families.Encoder` looks it up.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode text and media."""
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, or one like it; fast ones have offsets."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode text."""
+
+    def convert_tokens_to_ids(self, tokens: Any, /) -> Any:
+        """Return the id of a token."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the text of ids."""
 
 
 class CannotAlign(PackhorseError):
-    """The assistant turns of this conversation could not be found in its token ids with certainty."""
+    """The assistant turns of this conversation could not be located in its token ids with certainty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +79,9 @@ class TurnMarkers:
 
     Attributes:
         assistant: the tokens that open it, after the end of the turn before.
-        stop: the special token that closes it, or None where the template writes none.
-        assistant_text: the opening as text; empty where the tokenizer cannot tell it.
-        stop_text: the stop token as text; empty where there is none.
+        stop: the special token that closes it; None if the template writes none.
+        assistant_text: the opening as text; empty if the tokenizer has no offsets.
+        stop_text: the stop token as text; empty if there is none.
     """
 
     assistant: tuple[int, ...]
@@ -54,14 +91,14 @@ class TurnMarkers:
 
 
 class ChatProcessor:
-    """A processor with its tokenizer and chat template; what they say is looked up once.
+    """A processor with its tokenizer and chat template, which are looked up once.
 
     Args:
-        processor: of any kind, or a tokenizer. Changes made to it after the first use are not noticed.
+        processor: of any kind, or a tokenizer. Changes made to it after the first use have no effect.
     """
 
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
+    def __init__(self, processor: Processor) -> None:
+        self.processor: Any = processor
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -83,13 +120,31 @@ class ChatProcessor:
         r"""How the template opens and closes an assistant turn.
 
         ``<|im_start|>assistant\n`` and ``<|im_end|>`` for ChatML templates; for others, what surrounds an
-        answer in a rendered example. A blank at the end of the opening belongs to the answer's first token
+        answer in a rendered example. A space at the end of the opening belongs to the answer's first token
         and is not part of it.
 
         Raises:
             CannotAlign: the template does not write a user turn and an answer one after the other.
         """
-        return _derive_markers(self)
+        tokenizer, template, special = self.tokenizer, self.chat_template, self.special_tokens
+        if template is not None and all(token in template and token in special for token in _CHATML):
+            opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
+            return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
+        between, after = self._text_around_answer()
+        between = between.rstrip(" ")
+        ends = token_ids(tokenizer(after, add_special_tokens=False))
+        opening = token_ids(tokenizer(between, add_special_tokens=False))
+        names = {token_id: token for token, token_id in special.items()}
+        stop = next((token for token in ends if token in names), None)
+        # A user's turn ends as an answer does; the rest of the text between them opens the answer.
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(opening, ends, strict=False))))
+        if stop not in opening[:same]:
+            same = 0
+        text = "" if same else between
+        if same < len(opening) and getattr(tokenizer, "is_fast", False):
+            encoded = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
+            text = between[encoded["offset_mapping"][same][0] :]
+        return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -104,180 +159,138 @@ class ChatProcessor:
     def apply_chat_template(self, turns: Turns) -> str:
         """Render turns as one text with the processor's own method."""
         text = self.processor.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=False)
-        # Some processors take one conversation for a batch of one.
+        # Some processors return a list, as for a batch of one.
         return str(text[0] if isinstance(text, list) else text)
 
     def render(self, turns: Turns) -> str:
         """Render turns as one text, media placeholders not expanded."""
         return self.apply_chat_template(turns)
 
+    def _text_around_answer(self) -> tuple[str, str]:
+        """What a rendered example has between a question and its answer, and after the answer."""
+        if not hasattr(self.processor, "apply_chat_template"):
+            raise CannotAlign(f"{type(self.processor).__name__} has no chat template")
+        question, answer = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
+        texts = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+        # Texts first: a template that takes texts would print a list of parts as Python does.
+        for example in (texts, parts):
+            try:
+                text = self.apply_chat_template(example)
+            except template_errors(TypeError, ValueError):
+                continue
+            if text.count(question) == 1 == text.count(answer):
+                between, _, after = text.partition(question)[2].partition(answer)
+                return between, after
+        raise CannotAlign("the template does not write a question and its answer as they are")
+
 
 def template_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """What a chat template raises when it refuses a conversation, for an ``except`` clause."""
-    jinja2 = sys.modules.get("jinja2")  # whoever renders with it has imported it
+    """What a chat template raises for a conversation that it rejects, for an ``except`` clause."""
+    jinja2 = sys.modules.get("jinja2")  # imported if anything was rendered with it
     return others if jinja2 is None else (*others, jinja2.TemplateError)
 
 
-def is_transformers(processor: Any) -> bool:
+def is_transformers(processor: Processor) -> bool:
     """Whether a processor is one that transformers ships (or a subclass), and so takes grouped options.
 
-    One that comes with a model's repository only shares the base class; what its call takes is its own.
+    One that comes with a model's repository only shares the base class; its call takes other arguments.
     """
     return any(kind.__module__.startswith("transformers.models.") for kind in type(processor).__mro__)
 
 
-def tokenizer_of(processor: Any) -> Any:
-    """The processor's tokenizer, or the processor itself where it is one."""
+def tokenizer_of(processor: Processor) -> Any:
+    """Return the processor's tokenizer, or the processor itself if it is one."""
     tokenizer = getattr(processor, "tokenizer", None)
     return processor if tokenizer is None else tokenizer
 
 
-def is_tokenizer(processor: Any) -> bool:
+def is_tokenizer(processor: Processor) -> bool:
     """Whether a tokenizer was given in place of a processor."""
     known = any(kind.__name__ == "PreTrainedTokenizerBase" for kind in type(processor).__mro__)
     return known or (tokenizer_of(processor) is processor and hasattr(processor, "convert_tokens_to_ids"))
 
 
-def chat_template(processor: Any) -> str | None:
-    """The template as text, the processor's before the tokenizer's; None where there is not exactly one."""
+def chat_template(processor: Processor) -> str | None:
+    """Return the processor's template, else the tokenizer's; None if there is not exactly one."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(tokenizer_of(processor), "chat_template", None)
     return template if isinstance(template, str) else None
 
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Text -> id of the tokens that a tokenizer never splits: special and added ones."""
-    found = dict(getattr(tokenizer, "get_added_vocab", dict)())
+    tokens = dict(getattr(tokenizer, "get_added_vocab", dict)())
     for token in getattr(tokenizer, "all_special_tokens", ()):
-        found.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
-    return {token: number for token, number in found.items() if token}
+        tokens.setdefault(str(token), int(tokenizer.convert_tokens_to_ids(str(token))))
+    return {token: token_id for token, token_id in tokens.items() if token}
 
 
-def _derive_markers(chat: ChatProcessor) -> TurnMarkers:
-    tokenizer, template, special = chat.tokenizer, chat.chat_template, chat.special_tokens
-    if template is not None and all(token in template and token in special for token in _CHATML):
-        opening = token_ids(tokenizer(_CHATML_OPENING, add_special_tokens=False))
-        return TurnMarkers(tuple(opening), special["<|im_end|>"], _CHATML_OPENING, "<|im_end|>")
-    between, after = _around_an_answer(chat)
-    between = between.rstrip(" ")
-    ends = token_ids(tokenizer(after, add_special_tokens=False))
-    opening = token_ids(tokenizer(between, add_special_tokens=False))
-    names = {number: token for token, number in special.items()}
-    stop = next((token for token in ends if token in names), None)
-    # A user's turn ends as an answer does; what is left of the text between them opens the answer.
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(opening, ends, strict=False))))
-    if stop not in opening[:same]:
-        same = 0
-    text = "" if same else between
-    if same < len(opening) and getattr(tokenizer, "is_fast", False):
-        made = tokenizer(between, add_special_tokens=False, return_offsets_mapping=True)
-        text = between[made["offset_mapping"][same][0] :]
-    return TurnMarkers(tuple(opening[same:]), stop, text, "" if stop is None else names[stop])
-
-
-def _around_an_answer(chat: ChatProcessor) -> tuple[str, str]:
-    """What a rendered example has between a question and its answer, and after the answer."""
-    if not hasattr(chat.processor, "apply_chat_template"):
-        raise CannotAlign(f"{type(chat.processor).__name__} has no chat template")
-    question, answer = chr(PRIVATE_USE[0]), chr(PRIVATE_USE[1])
-    texts = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
-    # Texts first: a template that wants texts would print a list of parts as Python does.
-    for example in (texts, parts):
-        try:
-            text = chat.apply_chat_template(example)
-        except template_errors(TypeError, ValueError):
-            continue
-        if text.count(question) == 1 == text.count(answer):
-            between, _, after = text.partition(question)[2].partition(answer)
-            return between, after
-    raise CannotAlign("the template does not write a question and its answer as they are")
-
-
-def token_ids(made: Any) -> list[int]:
-    """The ids that a tokenizer returned for one text, whatever it wraps them in."""
-    ids = made["input_ids"] if isinstance(made, Mapping) or hasattr(made, "keys") else made
+def token_ids(encoded: Any) -> list[int]:
+    """Return the ids in what a tokenizer returned for one text."""
+    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "keys") else encoded
     return list(ids[0]) if len(ids) and isinstance(ids[0], list | tuple) else list(ids)
 
 
 # --- repeated tokens --------------------------------------------------------------------------------------
 
 
-# What a single text, which is neither padded nor cut, can be asked for with.
-_PASSED_ON = frozenset({"add_special_tokens", "return_token_type_ids", "return_attention_mask"})
-_UNDERSTOOD = _PASSED_ON | {"padding", "padding_side", "return_tensors", "is_split_into_words"}
-_NO_PADDING = (False, True, "longest", "do_not_pad")
-
-
 @dataclass(frozen=True, slots=True)
-class Tokenised:
-    """A text's tokens and where in the text each begins and ends.
-
-    Attributes:
-        text: that was tokenised.
-        special: whether the tokenizer was to put its own tokens around it.
-        ids: its tokens.
-        starts: of each token in the text.
-        ends: of each token in the text.
-    """
+class TokenizedText:
+    """The tokens of a text, and where in the text each begins and ends."""
 
     text: str
-    special: bool
     ids: list[int]
     starts: list[int]
     ends: list[int]
 
 
-def tokenised(tokenizer: Any, text: str, special: bool) -> Tokenised:
-    """The tokens of a text, by a fast tokenizer."""
-    made = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    return _with_offsets(made, text, special)
-
-
-def _with_offsets(made: Any, text: str, special: bool) -> Tokenised:
-    offsets = made["offset_mapping"]
+def _with_offsets(encoded: Any, text: str) -> TokenizedText:
+    offsets = encoded["offset_mapping"]
     starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
-    # What the tokenizer puts after a text is said to stand at its beginning: places would not be in order.
-    place = len(ends)
-    while place and not ends[place - 1]:
-        place -= 1
-    if place:
-        starts[place:] = ends[place:] = [len(text)] * (len(ends) - place)
-    return Tokenised(text, special, list(made["input_ids"]), starts, ends)
+    # What the tokenizer adds after a text has the offset 0: positions would not be in order.
+    position = len(ends)
+    while position and not ends[position - 1]:
+        position -= 1
+    if position:
+        starts[position:] = ends[position:] = [len(text)] * (len(ends) - position)
+    return TokenizedText(text, list(encoded["input_ids"]), starts, ends)
 
 
 class RepeatedTokenTokenizer:
-    """Stands in for a processor's tokenizer during one call, and gives the same ids.
+    """Replaces a processor's tokenizer during one call, and tokenizes runs of a token once.
 
-    What it does not understand (several texts, truncation, padding to a length) goes to the tokenizer itself.
+    A processor writes an image's token thousands of times and tokenizes all of it: without this, a loader
+    without workers makes 0.84x the tokens of a plain DataLoader (benchmarks/feed.py promises 0.9x), with it
+    0.98x. A call with several texts, truncation or padding to a length goes to the tokenizer itself.
 
     Args:
         tokenizer: a fast one.
         tokens: text and id of the tokens whose runs are shortened; see :func:`repeated_media_tokens`.
 
     Attributes:
-        read: what was tokenised, runs written once; None while nothing was, or the tokenizer itself did it.
+        read: the text that was tokenized, runs written once; None before a call, or if the tokenizer did it.
     """
 
-    def __init__(self, tokenizer: Any, tokens: Mapping[str, int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: Mapping[str, int]) -> None:
         self._original, self._shortened = tokenizer, tokens
         longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(longest_first)})(?:\\1)*")
-        self.read: Tokenised | None = None
+        self.read: TokenizedText | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_original" or name.startswith("__"):  # a copy asks for them before it has anything
+        if name == "_original" or name.startswith("__"):  # looked up by copy before attributes exist
             raise AttributeError(name)
         return getattr(self._original, name)
 
     def __len__(self) -> int:
-        return len(self._original)
+        return len(self._original)  # type: ignore[arg-type]
 
     def __call__(self, text: Any = None, *others: Any, **options: Any) -> Any:
         """As the tokenizer's own call."""
         self.read = None
-        one = text[0] if isinstance(text, list) and len(text) == 1 else None
+        single = text[0] if isinstance(text, list) and len(text) == 1 else None
         understood = (
             not others
             and options.keys() <= _UNDERSTOOD
@@ -285,68 +298,68 @@ class RepeatedTokenTokenizer:
             and options.get("return_tensors") in (None, "pt")
             and not options.get("is_split_into_words")
         )
-        made = self._made(one, options) if isinstance(one, str) and understood else None
-        return self._original(text, *others, **options) if made is None else made
+        encoded = self._tokenize(single, options) if isinstance(single, str) and understood else None
+        return self._original(text, *others, **options) if encoded is None else encoded
 
-    def _made(self, text: str, options: Mapping[str, Any]) -> Any:
-        """The tokenizer's answer for one text; None where the runs are not found again among the tokens."""
-        found: list[tuple[int, int]] = []
+    def _tokenize(self, text: str, options: Mapping[str, Any]) -> Any:
+        """Return what the tokenizer returns for one text; None if the runs do not match the tokens."""
+        runs: list[tuple[int, int]] = []
 
-        def once(run: re.Match[str]) -> str:
+        def write_once(run: re.Match[str]) -> str:
             token = run[1]
-            found.append((self._shortened[token], len(run[0]) // len(token)))
+            runs.append((self._shortened[token], len(run[0]) // len(token)))
             return token
 
-        short = self._pattern.sub(once, text)
+        short = self._pattern.sub(write_once, text)
         passed_on = {name: value for name, value in options.items() if name in _PASSED_ON}
-        answer = self._original(short, **passed_on, return_offsets_mapping=True)
-        read = _with_offsets(answer, short, bool(options.get("add_special_tokens", True)))
-        ours = frozenset(self._shortened.values())
-        places = [place for place, token in enumerate(read.ids) if token in ours]
-        if [read.ids[place] for place in places] != [token for token, _ in found]:
+        encoded = self._original(short, **passed_on, return_offsets_mapping=True)
+        read = _with_offsets(encoded, short)
+        shortened_ids = frozenset(self._shortened.values())
+        positions = [position for position, token in enumerate(read.ids) if token in shortened_ids]
+        if [read.ids[position] for position in positions] != [token for token, _ in runs]:
             return None
         self.read = read
-        times = [1] * len(read.ids)
-        for place, (_, number) in zip(places, found, strict=True):
-            times[place] = number
+        repeats = [1] * len(read.ids)
+        for position, (_, length) in zip(positions, runs, strict=True):
+            repeats[position] = length
         rows = {
-            key: [list(chain.from_iterable(map(repeat, row, times)))]
-            for key, row in answer.items()
+            key: [list(chain.from_iterable(map(repeat, row, repeats)))]
+            for key, row in encoded.items()
             if key != "offset_mapping"
         }
-        return type(answer)(rows, tensor_type=options.get("return_tensors"))
+        return type(encoded)(rows, tensor_type=options.get("return_tensors"))
 
 
-def repeated_media_tokens(tokenizer: Any, ids: frozenset[int]) -> dict[str, int]:
-    """Text and id of those tokens of ``ids`` that are the same written alone and among their like."""
+def repeated_media_tokens(tokenizer: Tokenizer, ids: frozenset[int]) -> dict[str, int]:
+    """Text and id of those tokens of ``ids`` that tokenize the same alone and in a run."""
     special = special_tokens(tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})
 
-    def stays(text: str, number: int) -> bool:
-        token = added.get(number)
+    def is_independent(text: str, token_id: int) -> bool:
+        token = added.get(token_id)
         if token is None or token.single_word or token.normalized:
-            return False  # what it becomes depends on its neighbours
+            return False  # its ids depend on its neighbours
         if any(text + text[0] in other for other in special):
             return False  # two of them may begin another token
-        made = tokenizer(text * 3, add_special_tokens=False)
-        return list(made["input_ids"]) == [number] * 3
+        encoded = tokenizer(text * 3, add_special_tokens=False)
+        return list(encoded["input_ids"]) == [token_id] * 3
 
-    return {text: number for text, number in special.items() if number in ids and stays(text, number)}
+    return {text: token for text, token in special.items() if token in ids and is_independent(text, token)}
 
 
-def with_repeated_tokens(processor: Any, ids: frozenset[int]) -> tuple[Any, RepeatedTokenTokenizer | None]:
+def with_repeated_tokens(
+    processor: Processor, ids: frozenset[int]
+) -> tuple[Processor, RepeatedTokenTokenizer | None]:
     """Return a copy of the processor with a :class:`RepeatedTokenTokenizer`, and that tokenizer.
 
-    Returns the processor itself and None if it cannot have one.
-
-    The processor that is passed is not changed; what is returned shares all else with it.
+    Returns the processor itself and None if it has no fast tokenizer, or a call that transformers does not
+    define (it may use its tokenizer in any way). The copy shares all else with the processor.
 
     Args:
-        processor: of any kind; only those with a fast tokenizer that are called as transformers wrote it get
-            one: a call of somebody else's may do anything with its tokenizer.
-        ids: of the tokens that stand for the content of media.
+        processor: of any kind; it is not changed.
+        ids: of the tokens for the content of media.
     """
-    tokenizer = getattr(processor, "tokenizer", None)
+    tokenizer: Any = getattr(processor, "tokenizer", None)
     if not is_transformers(processor) or not getattr(tokenizer, "is_fast", False):
         return processor, None
     if not type(processor).__call__.__module__.startswith("transformers."):
@@ -354,7 +367,7 @@ def with_repeated_tokens(processor: Any, ids: frozenset[int]) -> tuple[Any, Repe
     tokens = repeated_media_tokens(tokenizer, ids)
     if not tokens:
         return processor, None
-    quick = copy.copy(processor)
+    quick: Any = copy.copy(processor)
     quick.tokenizer = RepeatedTokenTokenizer(tokenizer, tokens)
     return quick, quick.tokenizer
 
@@ -362,25 +375,11 @@ def with_repeated_tokens(processor: Any, ids: frozenset[int]) -> tuple[Any, Repe
 # --- labels -----------------------------------------------------------------------------------------------
 
 
-Span = tuple[int, int]
-
-IGNORE_INDEX = -100
-"""The label of a token that is not supervised. Written nowhere else."""
-
-TOKEN_KEYS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-"""Tensors with one entry per token, whatever the family."""
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-_PER_TOKEN = frozenset({"labels", *TOKEN_KEYS, "position_ids"})
-
-
 def token_keys(values: Mapping[str, Any], media: Container[str] = ()) -> list[str]:
     """Names of the entries with one value per token, in a sample or a batch of unknown origin.
 
     These are the known names, and tensors shaped like ``input_ids`` that are no ``media``. This is the only
-    place that tells tokens from media by their shape.
+    place that distinguishes tokens from media by their shape.
     """
     shape = getattr(values.get("input_ids"), "shape", None)
     return [
@@ -395,11 +394,11 @@ def token_keys(values: Mapping[str, Any], media: Container[str] = ()) -> list[st
 
 
 def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[str, Any]:
-    """The one autoregressive shift: each position gets the label of the next token.
+    """Shift labels by one: each position gets the label of the next token.
 
     Takes tensors of one sample ([S]) or a batch ([B, S]; ``position_ids`` also [3, B, S]); returns a new dict
     of views one token shorter: ``labels`` without the first, every other token tensor
-    (see :func:`token_keys`) without the last. Everything else stays.
+    (see :func:`token_keys`) without the last. Everything else stays. This is the only shift.
 
     Raises:
         ConfigError: there are no labels, or a token tensor has another length than they.
@@ -416,11 +415,8 @@ def shift_tokens(batch: Mapping[str, Any], media: Container[str] = ()) -> dict[s
     return shifted
 
 
-# --- from answers to characters ---------------------------------------------------------------------------
-
-
 def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | None = None) -> list[Span]:
-    """Where the assistant turns stand in the rendered ``text``, each with its end-of-turn token.
+    """Locate the assistant turns in the rendered ``text``, each with its end-of-turn token.
 
     Args:
         chat: the processor that rendered the text.
@@ -435,8 +431,8 @@ def answer_spans(chat: ChatProcessor, turns: Turns, text: str, render: Render | 
     if template is not None and _GENERATION.search(template):
         spans = _marked_spans(chat, template, turns, text)
     else:
-        spans = _stand_in_spans(render or chat.render, turns, text, markers)
-    closed = (_up_to_stop(text, span, markers.stop_text) for span in spans)
+        spans = _sentinel_spans(render or chat.render, turns, text, markers)
+    closed = (_extend_to_stop(text, span, markers.stop_text) for span in spans)
     return [(start, end) for start, end in closed if start < end]
 
 
@@ -449,12 +445,12 @@ def _marked_spans(chat: ChatProcessor, template: str, turns: Turns, text: str) -
         [list(turns)], chat_template=template, return_assistant_tokens_mask=True, **special
     )
     if rendered[0] != text:
-        raise CannotAlign("the template renders differently when its generation marks are asked for")
+        raise CannotAlign("the template renders differently when its generation marks are requested")
     return [(start, end) for start, end in marks[0]]
 
 
-def _stand_in_spans(render: Render, turns: Turns, text: str, markers: TurnMarkers) -> list[Span]:
-    """Render with a stand-in for each piece of each answer; what lies around the stand-ins is the frame."""
+def _sentinel_spans(render: Render, turns: Turns, text: str, markers: TurnMarkers) -> list[Span]:
+    """Render with a sentinel for each text of each answer; what is around the sentinels is the frame."""
     answers: list[str] = []
     mark = next(char for char in map(chr, PRIVATE_USE) if char not in text)
 
@@ -468,14 +464,14 @@ def _stand_in_spans(render: Render, turns: Turns, text: str, markers: TurnMarker
     try:
         frame = re.split(f"{mark}(\\d+){mark}", render(masked))
     except template_errors() as error:
-        raise CannotAlign(f"the template refuses stand-ins for the answers: {error}") from error
-    if [int(number) for number in frame[1::2]] != list(range(len(answers))):
+        raise CannotAlign(f"the template rejects sentinels for the answers: {error}") from error
+    if [int(index) for index in frame[1::2]] != list(range(len(answers))):
         raise CannotAlign("the template does not write every answer exactly once")
-    return _fit(text, frame[0::2], answers, markers.assistant_text)
+    return _fit_frame(text, frame[0::2], answers, markers.assistant_text)
 
 
 def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
-    """The turn with its texts replaced, an empty one added where it has none, and no other field.
+    """The turn with its texts replaced, an empty one added if it has none, and no other field.
 
     What the template writes of other fields (``tool_calls``, ``reasoning_content``) is then not in the frame:
     it is part of the answer.
@@ -489,70 +485,67 @@ def _replace_text(turn: Mapping[str, Any], replace: Callable[[str], str]) -> dic
     return {"role": turn["role"], "content": parts}
 
 
-def _fit(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
+def _fit_frame(text: str, frame: Sequence[str], answers: Sequence[str], opening: str) -> list[Span]:
     """Lay the frame over the text: between its pieces are the answers, perhaps trimmed by the template.
 
     Args:
         text: the rendered conversation.
-        frame: what stands before, between and after the answers.
-        answers: as they were said.
-        opening: how the template opens an assistant turn, empty where that is not known.
+        frame: the text before, between and after the answers.
+        answers: as the conversation has them.
+        opening: how the template opens an assistant turn, empty if unknown.
     """
-    cut = [_at_opening(piece, opening) for piece in frame[:-1]]
+    cut = [_split_at_opening(piece, opening) for piece in frame[:-1]]
     heads = [*(head for head, _, _ in cut), frame[-1]]
     if not text.startswith(heads[0]):
         raise CannotAlign("the rendered text does not begin as its frame does")
     spans: list[Span] = []
-    at = len(heads[0])
-    for answer, (_, extra, opened), behind in zip(answers, cut, heads[1:], strict=True):
+    start = len(heads[0])
+    for answer, (_, extra, opened), after in zip(answers, cut, heads[1:], strict=True):
         last = len(spans) == len(answers) - 1
-        span = _as_said(text, at, answer, extra, behind, last)
+        span = _verbatim_span(text, start, answer, extra, after, last)
         if span is None and opened:
-            span = _rewritten(text, at, answer, behind, last)
+            span = _rewritten_span(text, start, answer, after, last)
         if span is None:
             raise CannotAlign(f"the template changes the answer {answer[:40]!r}")
         spans.append(span)
-        at = span[1] + len(behind)
+        start = span[1] + len(after)
     return spans
 
 
-def _at_opening(piece: str, opening: str) -> tuple[str, str, bool]:
+def _split_at_opening(piece: str, opening: str) -> tuple[str, str, bool]:
     """A piece of the frame up to the opening of a turn, what it has after that, and whether it has one."""
-    head, found, extra = piece.rpartition(opening) if opening else ("", "", "")
-    return (head + found, extra, True) if found else (piece, "", False)
+    head, separator, extra = piece.rpartition(opening) if opening else ("", "", "")
+    return (head + separator, extra, True) if separator else (piece, "", False)
 
 
-def _as_said(text: str, at: int, answer: str, extra: str, behind: str, last: bool) -> Span | None:
-    start = at + len(extra)
+def _verbatim_span(text: str, start: int, answer: str, extra: str, after: str, last: bool) -> Span | None:
+    first = start + len(extra)
     for form in (answer, answer.strip(), answer.lstrip(), answer.rstrip(), answer.strip("\n")):
-        end = start + len(form)
-        ends = not last or end + len(behind) == len(text)
-        if ends and text.startswith(extra + form, at) and text.startswith(behind, end):
-            return start, end
+        end = first + len(form)
+        ends = not last or end + len(after) == len(text)
+        if ends and text.startswith(extra + form, start) and text.startswith(after, end):
+            return first, end
     return None
 
 
-def _rewritten(text: str, at: int, answer: str, behind: str, last: bool) -> Span | None:
-    """All that the template writes in the turn, for an answer that it rewrites (one that thinks, mostly)."""
-    end = len(text) - len(behind) if last else text.find(behind, at)
+def _rewritten_span(text: str, start: int, answer: str, after: str, last: bool) -> Span | None:
+    """All that the template writes in the turn, for an answer that it rewrites (mostly one that reasons)."""
+    end = len(text) - len(after) if last else text.find(after, start)
     # In the middle, what follows must not be found too early.
-    certain = last or (behind and behind not in answer)
-    return (at, end) if certain and at <= end and text.startswith(behind, end) else None
+    certain = last or (after and after not in answer)
+    return (start, end) if certain and start <= end and text.startswith(after, end) else None
 
 
-def _up_to_stop(text: str, span: Span, stop: str) -> Span:
-    """The span with the stop token that follows it, and with nothing after a stop token it holds already."""
+def _extend_to_stop(text: str, span: Span, stop: str) -> Span:
+    """The span with the stop token that follows it, and with nothing after a stop token inside it."""
     start, end = span
     if not stop:
         return span
     follows = re.compile(rf"\s*{re.escape(stop)}").match(text, end)
     if follows:
         return start, follows.end()
-    held = text[start:end].rstrip()  # generation marks may take in the newline after the turn
-    return (start, start + len(held)) if held.endswith(stop) else span
-
-
-# --- from characters to tokens ----------------------------------------------------------------------------
+    inside = text[start:end].rstrip()  # generation marks may include the newline after the turn
+    return (start, start + len(inside)) if inside.endswith(stop) else span
 
 
 def label_tokens(
@@ -574,114 +567,105 @@ def supervised_tokens(
     spans: Sequence[Span],
     ids: Sequence[int],
     media_ids: frozenset[int],
-    read: Tokenised | None = None,
+    read: TokenizedText | None = None,
 ) -> list[Span]:
-    """Where the spans of a text are in its ids: first and after-last token of each piece, media dropped.
+    """Map spans of a text to its ids: first and after-last token of each piece, media excluded.
 
     Args:
         chat: its tokenizer made ``ids``.
         text: the rendered conversation with unexpanded placeholders.
         spans: characters of ``text`` to supervise, none of them empty.
         ids: the tokens of ``text`` with placeholders expanded; may be padded, or cut at the end.
-        media_ids: ids that stand for media or their placeholders; never supervised.
-        read: tokens of a text, as the processor's call made them; if it is this one, they are used.
+        media_ids: ids of media content or placeholders; never supervised.
+        read: tokens of a text, as the processor's call made them; used if it is this text.
 
     Raises:
-        CannotAlign: a span's tokens are not found where they must be.
+        CannotAlign: a span's tokens are not where they must be.
     """
     if not spans:
         return []
-    tokenizer = chat.tokenizer
     special = frozenset(chat.special_tokens.values()) - media_ids
-    pad = getattr(tokenizer, "pad_token_id", None)
+    pad = getattr(chat.tokenizer, "pad_token_id", None)
 
-    def tokenise(bos: bool, padded: bool) -> list[Span]:
-        return over(_tokenise(tokenizer, text, spans, add_special_tokens=bos), padded)
-
-    def over(tokens: Tokenised, padded: bool) -> list[Span]:
+    def align(tokens: TokenizedText, padded: bool) -> list[Span]:
         low, high = _without_padding(tokens.ids, ids, pad) if padded else (0, len(ids))
         pieces = [piece for span in spans for piece in _pieces(tokens, span, media_ids)]
-        found = _carried_over(tokens.ids, pieces, ids[low:high], special)
-        return [(low + start, low + end) for start, end in found]
+        aligned = _align_pieces(tokens.ids, pieces, ids[low:high], special)
+        return [(low + start, low + end) for start, end in aligned]
 
     if read is not None and read.text == text:
         with suppress(CannotAlign):
-            return over(read, padded=False)
+            return align(read, padded=False)
     try:
-        return tokenise(bos=False, padded=False)
+        return align(_tokenize(chat.tokenizer, text, spans, bos=False), padded=False)
     except CannotAlign:
-        # Pad tokens may hide the stop tokens they are equal to. And where no special token comes before an
+        # Pad tokens may hide the stop tokens they are equal to. And if no special token comes before an
         # answer, the one that the tokenizer puts in front must be counted.
         for bos, padded in ((False, True), (True, False), (True, True)):
             with suppress(CannotAlign):
-                return tokenise(bos, padded)
+                return align(_tokenize(chat.tokenizer, text, spans, bos=bos), padded)
         raise
 
 
-def _pieces(tokens: Tokenised, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
+def _pieces(tokens: TokenizedText, span: Span, media_ids: frozenset[int]) -> Iterator[Span]:
     """First and after-last token of each run that touches the characters of ``span``, between media."""
     first, last = bisect.bisect_right(tokens.ends, span[0]), bisect.bisect_left(tokens.starts, span[1])
-    for place in range(first, last):
-        if tokens.ids[place] in media_ids:
-            yield first, place
-            first = place + 1
+    for position in range(first, last):
+        if tokens.ids[position] in media_ids:
+            yield first, position
+            first = position + 1
     yield first, last
 
 
-def _tokenise(tokenizer: Any, text: str, spans: Sequence[Span], *, add_special_tokens: bool) -> Tokenised:
+def _tokenize(tokenizer: Tokenizer, text: str, spans: Sequence[Span], *, bos: bool) -> TokenizedText:
+    """Tokenize with offsets; without them, cut the text at the spans, if that gives the same ids."""
     if getattr(tokenizer, "is_fast", False):
-        return tokenised(tokenizer, text, add_special_tokens)
-    return _tokenise_in_pieces(tokenizer, text, spans, add_special_tokens)
-
-
-def _tokenise_in_pieces(tokenizer: Any, text: str, spans: Sequence[Span], bos: bool) -> Tokenised:
-    """Without offsets: cut the text at the spans, and use the pieces if together they give the same ids."""
-    whole = token_ids(tokenizer(text, add_special_tokens=bos))
-    cuts = sorted({0, len(text), *(c for span in spans for c in span)})
-    made = Tokenised(text, bos, [], [], [])
-    for a, b in pairwise(cuts):
-        piece = token_ids(tokenizer(text[a:b], add_special_tokens=bos and a == 0))
-        made.ids.extend(piece)
-        # Positions inside a piece do not matter, only that they lie inside it.
-        made.starts.extend([a] * len(piece))
-        made.ends.extend([b] * len(piece))
-    if made.ids != whole:
+        return _with_offsets(tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True), text)
+    cuts = sorted({0, len(text), *(position for span in spans for position in span)})
+    tokens = TokenizedText(text, [], [], [])
+    for start, end in pairwise(cuts):
+        piece = token_ids(tokenizer(text[start:end], add_special_tokens=bos and start == 0))
+        tokens.ids.extend(piece)
+        # Positions inside a piece do not matter, only that they are inside it.
+        tokens.starts.extend([start] * len(piece))
+        tokens.ends.extend([end] * len(piece))
+    if tokens.ids != token_ids(tokenizer(text, add_special_tokens=bos)):
         raise CannotAlign("the tokenizer has no offsets, and the text cut at its turns gives other tokens")
-    return made
+    return tokens
 
 
-def _carried_over(
+def _align_pieces(
     text: Sequence[int], pieces: Iterable[Span], body: Sequence[int], special: frozenset[int]
 ) -> Iterator[Span]:
-    """Positions in ``body`` of pieces of the text's tokens; what a cut has left nothing of is passed over.
+    """Positions in ``body`` of pieces of the text's tokens; a piece after a cut is skipped.
 
-    A position is the nearest anchor before it plus the plain tokens in between; or, where tokens were put in
+    A position is the nearest anchor before it plus the plain tokens in between; or, if tokens were inserted
     there (a media item, what a hook inserts after the assistant's marker), the nearest anchor after it.
     """
-    at, to = _anchors(text, body, special)
+    in_text, in_body = _anchors(text, body, special)
     for first, last in pieces:
         wanted = list(text[first:last])
-        before, after = bisect.bisect_right(at, first) - 1, bisect.bisect_left(at, last - 1)
-        if before >= len(to):
+        before, after = bisect.bisect_right(in_text, first) - 1, bisect.bisect_left(in_text, last - 1)
+        if before >= len(in_body):
             continue  # even its anchor is after the cut
         # Text before the first anchor begins where the ids begin.
-        start = first + (to[before] - at[before] if before >= 0 else 0)
-        found = list(body[start : start + len(wanted)])
-        if found != wanted[: len(body) - start] and after < len(to):
-            start = first + to[after] - at[after]
-            found = list(body[start : start + len(wanted)]) if start >= 0 else []
+        start = first + (in_body[before] - in_text[before] if before >= 0 else 0)
+        actual = list(body[start : start + len(wanted)])
+        if actual != wanted[: len(body) - start] and after < len(in_body):
+            start = first + in_body[after] - in_text[after]
+            actual = list(body[start : start + len(wanted)]) if start >= 0 else []
         if start >= len(body):
             continue
-        if found != wanted[: len(body) - start]:
-            raise CannotAlign(f"tokens {start} on do not read as tokens {first} to {last} of the text do")
-        yield start, start + len(found)
+        if actual != wanted[: len(body) - start]:
+            raise CannotAlign(f"tokens from {start} on differ from tokens {first} to {last} of the text")
+        yield start, start + len(actual)
 
 
 def _without_padding(text: Sequence[int], ids: Sequence[int], pad: int | None) -> Span:
-    """Where ``ids`` begin and end without padding: the pad tokens at an end that the text has not there."""
+    """Where ``ids`` begin and end without padding: pad tokens at an end that the text does not have."""
 
-    def surplus(of: Iterable[int], beyond: Iterable[int]) -> int:
-        runs = [sum(1 for _ in takewhile(lambda token: token == pad, row)) for row in (of, beyond)]
+    def surplus(row: Iterable[int], expected: Iterable[int]) -> int:
+        runs = [sum(1 for _ in takewhile(lambda token: token == pad, ends)) for ends in (row, expected)]
         return max(0, runs[0] - runs[1])
 
     low = surplus(ids, text)
@@ -696,10 +680,11 @@ def _anchors(text: Sequence[int], body: Sequence[int], special: frozenset[int]) 
     """
     kinds, present = set(special), frozenset(body)
     while True:
-        at = [place for place, token in enumerate(text) if token in kinds]
-        to = [place for place, token in enumerate(body) if token in kinds]
-        wrong = next(((text[a], body[b]) for a, b in zip(at, to, strict=False) if text[a] != body[b]), None)
+        in_text = [position for position, token in enumerate(text) if token in kinds]
+        in_body = [position for position, token in enumerate(body) if token in kinds]
+        pairs = ((text[a], body[b]) for a, b in zip(in_text, in_body, strict=False))
+        wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if wrong is None:
-            return [at, to[: len(at)]]
-        # The text's token is nowhere: it was expanded. Else the other one was put in.
+            return [in_text, in_body[: len(in_text)]]
+        # A token of the text that is missing from the ids was expanded; else the other one was inserted.
         kinds.discard(wrong[0] if wrong[0] not in present else wrong[1])

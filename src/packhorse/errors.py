@@ -111,13 +111,13 @@ def _rebuild_bad_sample(detail: str, reason: Reason, key: str, stage: Stage) -> 
 FULL_DISK = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
-    errno.EFBIG: "a file may not grow so large",
+    errno.EFBIG: "the file size limit is reached",
 }
-"""What the system's numbers for want of room mean."""
+"""Messages for the error numbers of a full disk."""
 
 
 def plain_error(error: Exception) -> str:
-    """An error for people: one of the system without its number, as ``data.jsonl: no such file``."""
+    """Return the message of an error, for system errors without the number: ``data.jsonl: no such file``."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
@@ -190,10 +190,7 @@ def data_errors(
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put the name of a row or dataset in front of errors that are not its fault but show with it.
-
-    A driver that is missing, or its credentials, stop the run: the name says what needs them.
-    """
+    """Prefix configuration errors with the name of the row or dataset that they came up with."""
     try:
         yield
     except (ConfigError, MissingDependency) as error:
@@ -203,21 +200,25 @@ def naming(what: str) -> Iterator[None]:
 
 
 def limit_of(name: str, usual: int) -> int:
-    """A limit that the environment variable ``name`` may change.
+    """Return the environment variable ``name`` as a positive integer, or ``usual`` if it is not set.
 
     Raises:
-        ConfigError: the variable holds no whole number above 0.
+        ConfigError: the variable holds no integer above 0.
     """
     text = os.environ.get(name)
     if text is None:
         return usual
     if not text.isdecimal() or len(text) > 18 or int(text) < 1:
-        raise ConfigError(f"{name}={text!r}: expected a whole number above 0")
+        raise ConfigError(f"{name}={text!r}: expected an integer above 0")
     return int(text)
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional package, or say which line installs it."""
+    """Import an optional package.
+
+    Raises:
+        MissingDependency: it is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from packhorse.collate.packed_dataset import (
     pack_lengths,
 )
 from packhorse.collate.packer import MEDIA_KEYS, _build_packed_vlm_sample, _shift_sample
-from packhorse.families.positions import mrope_position_ids as _compute_mrope_position_ids
+from packhorse.families.qwen_vl import mrope_position_ids as _compute_mrope_position_ids
 from packhorse.formats.estimate import estimate_image_tokens as _estimate_image_tokens
 from packhorse.formats.estimate import estimate_sample_length as _estimate_sample_length
 from packhorse.formats.estimate import estimate_video_tokens as _estimate_video_tokens

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -227,13 +228,13 @@ class Drop:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Drop:
-        """Read an entry of a ledger or step file; older files call the action ``dropped`` ``dropped``.
+        """Read an entry of a ledger or step file; the first files had ``left_out`` for ``dropped``.
 
         Raises:
             KeyError: a field is missing.
         """
         values = {name: entry[name] for name in cls.__dataclass_fields__}
-        if values["action"] == "dropped":
+        if values["action"] == "left_out":
             values["action"] = "dropped"
         return cls(**values)
 
@@ -341,14 +342,14 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Conversation:
     """One sample: its turns, and the key that names it in logs and in the ledger."""
 
     messages: tuple[Message, ...]
     key: str = ""
 
-    @property
+    @cached_property
     def media(self) -> tuple[MediaRef, ...]:
         """All media in the order in which the text mentions them."""
         return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))
@@ -466,7 +467,7 @@ class BatchInfo:
         step: the micro-step of the epoch's current segment, from 0.
         samples: indices of the samples in the batch, into ``loader.dataset``.
         lost: indices of the samples that failed; each has an entry in the ledger.
-        in_a_row: for each planned sample, in order, whether it is in the batch.
+        delivered: for each planned sample, in order, whether it is in the batch.
         tokens: tokens of the samples; padding and placeholders are not counted.
         slots: all tokens of the batch.
         supervised: tokens with a label, after the shift.
@@ -483,7 +484,7 @@ class BatchInfo:
     step: int
     samples: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    consecutive_bad: tuple[bool, ...] = ()
+    delivered: tuple[bool, ...] = ()
     tokens: int = 0
     slots: int = 0
     supervised: int = 0

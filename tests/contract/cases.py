@@ -91,7 +91,7 @@ CASES: dict[str, list[Turn]] = {
 """In "typed marker" a user writes what the family's own template puts around an answer."""
 
 _NOT_BOTH = Refusal("media_mismatch", "an image and a video")
-_TYPED = Refusal("media_mismatch", "cannot be told from a media item")
+_TYPED = Refusal("media_mismatch", "not distinguishable from a media item")
 _ONE_PAGE = Refusal("media_mismatch", "takes one page")
 REFUSED: dict[tuple[str, str], Refusal] = {
     ("smolvlm", "image and video"): _NOT_BOTH,

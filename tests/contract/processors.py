@@ -243,7 +243,7 @@ _ALL = frozenset({"image", "video", "audio"})
 def _runs_here(fixture: FamilyFixture) -> FamilyFixture | None:
     """The family with the media that the installed transformers is new enough for, by what it declares."""
     from packhorse.families import FAMILIES as DECLARED
-    from packhorse.families.processors import is_at_least
+    from packhorse.families.models import is_at_least
 
     family = next(family for family in DECLARED if fixture.class_name in family.processor_classes)
     if not is_at_least(family.min_transformers):

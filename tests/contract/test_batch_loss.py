@@ -32,7 +32,7 @@ from packhorse.collate.padded import pad_samples
 from packhorse.collate_fns import neat_packed_vlm_collater
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
-from packhorse.families.positions import rope_index
+from packhorse.families.qwen_vl import rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.integrations.loss import count_supervised, token_loss
 from packhorse.ledger import Ledger

@@ -13,7 +13,7 @@ from packhorse.errors import BadSample
 from packhorse.families import FAMILIES as KNOWN
 from packhorse.families import Encoder, Generic, LoadedMedia
 from packhorse.families.media_sizes import fill_placeholders, shorten, write_out
-from packhorse.media import VideoInfo
+from packhorse.media import VideoInfo, placeholder_media
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
 EVERY = tuple(FAMILIES)
@@ -228,7 +228,7 @@ def written(encoder, kind, size):
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "kimi_k25", "gemma4", "phi4_mm"])
-def test_an_unlisted_processor_is_counted_on_blank_media(name):
+def test_an_unlisted_processor_is_counted_on_placeholder_media(name):
     generic, encoder = Encoder(processor(name), Generic()), Encoder(processor(name))
     size = (90, 130)
     assert written(generic, "image", size) == written(encoder, "image", size)
@@ -240,14 +240,16 @@ def test_an_unlisted_processor_is_counted_on_blank_media(name):
         assert generic.media_patches("image", size) == encoder.media_patches("image", size)
 
 
-def test_a_conversation_with_blank_media_is_as_long_as_the_real_one(files):
+def test_a_conversation_with_placeholder_media_is_as_long_as_the_real_one(files):
     encoder = Encoder(processor("qwen3_vl"), Generic())
     for kind, names in (("image", ("wide.png", "large.png")), ("video", ("video.mp4", "slow.mp4"))):
         refs = [MediaRef(kind, str(files[name])) for name in names]
-        real = user_asks(refs[0], TextPart("And then?"), refs[1])
-        sizes = [(ref.kind, encoder.size_of(ref)) for ref in refs]
-        blank = encoder.encode(encoder.placeholder_media(real, sizes)).tokens["input_ids"]
-        assert blank.tolist() == encoder.encode(real).tokens["input_ids"].tolist()
+        placeholders = [placeholder_media(ref.kind, encoder.size_of(ref)) for ref in refs]
+        real, same_size = (
+            encoder.encode(user_asks(first, TextPart("And then?"), second)).tokens["input_ids"]
+            for first, second in (refs, placeholders)
+        )
+        assert same_size.tolist() == real.tolist()
 
 
 def test_preloaded_frames_count_as_they_are():

@@ -145,7 +145,7 @@ def test_a_typed_placeholder_is_rejected(name, files):
             said = conversation(name, case, files)
             turn = next(turn for turn in said if turn["role"] == role)
             turn["content"].append({"type": "text", "text": f"Look: {placeholder}"})
-            with pytest.raises(BadSample, match="cannot be told from a media item") as caught:
+            with pytest.raises(BadSample, match="not distinguishable from a media item") as caught:
                 encoder.encode(parse_conversation({"conversation": said}))
             assert caught.value.reason == "media_mismatch"
 
@@ -300,7 +300,7 @@ def asked(*files):
 @pytest.mark.parametrize("name", ["llava_onevision", "internvl"])
 def test_videos_of_different_length_in_one_sample_are_rejected(name, files):
     two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
-    with pytest.raises(BadSample, match=r"a/1: the processor refuses it: .*equal size"):
+    with pytest.raises(BadSample, match=r"a/1: the processor rejects it: .*equal size"):
         Encoder(processor(name)).encode(two)
 
 
@@ -363,14 +363,14 @@ def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_droppe
     )
     said = conversation("qwen2_vl", "one image", files)
     said[0]["content"].append({"type": "text", "text": "<|image_pad|>"})
-    with pytest.raises(BadSample, match="1 times for 1 media, 1 of them typed out in a text"):
+    with pytest.raises(BadSample, match="1 times for 1 media items, 1 of them typed in a text"):
         Encoder(made).encode(parse_conversation({"conversation": said}))
 
 
 def test_a_template_that_refuses_a_conversation_makes_a_bad_sample():
     made = build("qwen2_vl")
     made.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(BadSample, match="the chat template refuses it: roles must alternate") as caught:
+    with pytest.raises(BadSample, match="the chat template rejects it: roles must alternate") as caught:
         Encoder(made).encode(asked())
     assert caught.value.reason == "wrong_format"
 

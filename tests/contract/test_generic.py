@@ -13,7 +13,6 @@ from contract.tiny_tokenizers import tokenizer
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder, Generic, family_of
-from packhorse.families.generic import generic_for
 from packhorse.families.kimi_k25 import KimiK25Remote
 from packhorse.formats.conversation import parse_conversation
 from packhorse.types import TensorLayout
@@ -70,7 +69,7 @@ def test_an_unlisted_class_is_warned_about_once(caplog):
 
     with caplog.at_level(logging.WARNING, logger="packhorse"):
         first, second = family_of(Unheard()), family_of(Unheard())
-    assert first is second
+    assert first.layout is not second.layout
     (record,) = caplog.records
     assert "Unheard is no processor that Packhorse knows" in record.message
     assert all(caveat in record.message for caveat in Generic.caveats)
@@ -107,7 +106,7 @@ def test_templates_for_texts_and_for_parts_both_work(template):
 
 
 def test_a_typed_placeholder_is_rejected_where_the_processor_names_it():
-    with pytest.raises(BadSample, match="cannot be told from a media item"):
+    with pytest.raises(BadSample, match="not distinguishable from a media item"):
         Encoder(llava()).encode(asked(question="What is <image>?"))
 
 
@@ -175,7 +174,7 @@ def test_patches_with_a_grid_are_known():
     ids=["rows", "sample", "wrong grid", "number", "list"],
 )
 def test_a_tensor_whose_owner_is_not_certain_stops_the_run(tensors):
-    with pytest.raises(ConfigError, match="cannot be told with certainty"):
+    with pytest.raises(ConfigError, match="which media item owns an entry is not certain"):
         Encoder(Returning(**tensors), Generic()).encode(asked(*IMAGES))
 
 
@@ -224,7 +223,7 @@ def test_a_transparent_wrapper_is_served_as_what_it_wraps():
 def test_a_wrapper_with_another_tokenizer_is_not_seen_through():
     made = Around(processor("gemma3"))
     made.tokenizer = tokenizer("qwen2_vl")
-    assert family_of(made) is generic_for(Around, False)
+    assert isinstance(family_of(made), Generic)
 
 
 class KimiK25Processor:

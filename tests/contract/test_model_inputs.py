@@ -17,7 +17,7 @@ from packhorse.collate.packed import ATTENTION
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.families.positions import rope_index
+from packhorse.families.qwen_vl import rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper

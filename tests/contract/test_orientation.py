@@ -2,7 +2,6 @@
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +53,9 @@ def test_a_batch_has_the_pixels_and_the_grid_of_the_upright_photo(tmp_path: Path
     )
     seen = 0
     for batch in loader:
-        expected = [made.image_processor([upright(paths[n])], return_tensors="pt") for n in samples(loader)]
+        expected = [
+            made.image_processor([upright(paths[n])], return_tensors="pt") for n in batch.info.samples
+        ]
         grids = torch.cat([one["image_grid_thw"] for one in expected])
         assert torch.equal(batch["image_grid_thw"], grids)
         assert torch.equal(batch["pixel_values"], torch.cat([one["pixel_values"] for one in expected]))
@@ -65,11 +66,6 @@ def test_a_batch_has_the_pixels_and_the_grid_of_the_upright_photo(tmp_path: Path
 
 def upright(path: Path) -> Image.Image:
     return transformers_load_image(str(path))
-
-
-def samples(loader: packhorse.Loader) -> Any:
-    assert loader.last is not None
-    return loader.last.samples
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "image" in FAMILIES[name].modalities])

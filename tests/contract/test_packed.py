@@ -30,7 +30,7 @@ from packhorse.collate_fns import (
 )
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
-from packhorse.families.positions import mrope_position_ids, rope_index
+from packhorse.families.qwen_vl import mrope_position_ids, rope_index
 from packhorse.integrations.attention import attention_of, use_attention
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackedDatasetWrapper, neat_pack_dataset_vlm

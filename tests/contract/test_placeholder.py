@@ -108,7 +108,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     loader = packhorse.load(
         ROWS, processor(name), model=model, world=World(), mode=mode, pack_size=1024, batch_size=3
     )
-    build = loader._feed.builder
+    build = loader._workers.builder
     packs = ((0, 1, 2),) if mode == "pack" else ((0,), (1,), (2,))
     plain, placed = build[WorkItem(0, 0, packs)], build[WorkItem(0, 0, packs, media_mask(name))]
     layout = loader._samples.family.layout
@@ -151,7 +151,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
 def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None:
     model = tiny_model("qwen2_vl")
     loader = packhorse.load(ROWS, processor("qwen2_vl"), model=model, mode=mode, pack_size=256)
-    built = loader._feed.builder[WorkItem(0, 0, (), 3)]
+    built = loader._workers.builder[WorkItem(0, 0, (), 3)]
     loss, found = gradients(model, built.batch)
 
     assert built.report.is_padding

@@ -17,7 +17,7 @@ from loader_samples import texts
 from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs
 from packhorse.errors import ConfigError
-from packhorse.families.shift_labels import make_honour_shift_labels
+from packhorse.families.models import make_honour_shift_labels
 from packhorse.integrations.transformers import TrainFromLoader, prepare
 
 NAMED = "output_router_logits=True: .*auxiliary loss.*output_router_logits = False"
@@ -42,7 +42,7 @@ def test_packed_training_with_a_router_loss_is_rejected_by_name(experts: Any, tm
 
     for attention in ("sdpa", "varlen"):
         with pytest.raises(ConfigError, match=NAMED):
-            load(experts, attention=attention)
+            load(experts, attn_implementation=attention)
     with pytest.raises(ConfigError, match=NAMED):
         prepare(experts)
     loader = load(experts, mode="pad", batch_size=2)

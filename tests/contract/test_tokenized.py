@@ -142,7 +142,7 @@ def test_an_answer_that_alone_is_too_long_is_cut_in_its_text() -> None:
 
 def test_a_question_that_leaves_no_room_for_an_answer_is_bad() -> None:
     wrapper = wrap("qwen2_vl", IMAGE, max_length=20, truncate=True, on_bad="raise")
-    with pytest.raises(BadSample, match="nothing to learn would be left"):
+    with pytest.raises(BadSample, match="no supervised token would remain"):
         wrapper[0]
 
 
@@ -210,7 +210,7 @@ def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
 
 def test_what_a_processor_refuses_follows_the_policy_too() -> None:
     stripe = chat(say("user", make_image(2000, 4), "?"), say("assistant", "x"))  # Qwen takes at most 1 to 200
-    with pytest.raises(BadSample, match="the processor refuses it: absolute aspect ratio"):
+    with pytest.raises(BadSample, match="the processor rejects it: absolute aspect ratio"):
         wrap("qwen2_vl", stripe, on_bad="raise")[0]
     skipping = wrap("qwen2_vl", stripe, TEXT, on_bad="skip")
     assert skipping[0] is None

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from packhorse.errors import ConfigError
-from packhorse.families import FAMILIES, Family, family_of
-from packhorse.families import processors as versions
-from packhorse.families.processors import check_transformers, is_at_least
+from packhorse.families import FAMILIES, Family, family_of, models
+from packhorse.families.models import check_transformers, is_at_least
 from packhorse.types import Conversation, MediaRef, Message, TextPart
 
 
@@ -19,7 +18,7 @@ def of_class(name: str) -> Any:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(versions, "installed_transformers", lambda: version)
+    monkeypatch.setattr(models, "installed_transformers", lambda: version)
 
 
 @pytest.fixture

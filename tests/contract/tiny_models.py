@@ -272,7 +272,7 @@ def tiny_model(name: str, seed: int = 0) -> Any:
     """The model of the family ``name`` with weights drawn from ``seed``; the same object at every call."""
     import torch
 
-    from packhorse.families.shift_labels import make_honour_shift_labels
+    from packhorse.families.models import make_honour_shift_labels
 
     make_torchvision_importable()
     with torch.random.fork_rng():

@@ -50,12 +50,11 @@ def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
     for number in range(run.get("epochs", 1)):
         steps = []
         for batch in loader:
-            assert loader.last is not None
-            steps.append([loader.key(index) for index in loader.last.samples])
+            steps.append([loader.key(index) for index in batch.info.samples])
             found["media"].append(sorted(name for name in batch if "pixel" in name or "grid" in name))
         assert loader.epoch == number
         found["epochs"].append(steps)
-        account = loader.account
+        account = loader.epoch_stats
         assert account is not None
         found["account"] = [account.rows, account.planned, account.delivered, account.lost, account.reasons]
     loader.close()
@@ -108,17 +107,15 @@ def uneven(run: dict[str, Any], rank: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"shard_data": True, "pack_size": 256}
     seen: list[int] = []
     loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", **settings)
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
+    for batch in loader:
+        seen += batch.info.samples
         if loader.remaining == 2:
             break
     again = packhorse.load(rows, processor(PROCESSOR), model="unchecked", **settings)
     again.load_state_dict(loader.state_dict())
     left = 0
-    for _ in again:
-        assert again.last is not None
-        seen += again.last.samples
+    for batch in again:
+        seen += batch.info.samples
         left += 1
     return {"steps": len(loader), "left": left, "seen": sorted(seen), "rows": len(loader.dataset)}
 
@@ -169,8 +166,8 @@ def torn(run: dict[str, Any], rank: int) -> dict[str, Any]:
     )
     for _ in loader:
         pass
-    assert loader.account is not None
-    return {"delivered": loader.account.delivered, "reasons": loader.account.reasons}
+    assert loader.epoch_stats is not None
+    return {"delivered": loader.epoch_stats.delivered, "reasons": loader.epoch_stats.reasons}
 
 
 def too_few(run: dict[str, Any], rank: int) -> str:
@@ -195,9 +192,8 @@ def train(run: dict[str, Any], rank: int) -> dict[str, Any]:
         trained = saved["ids"]
     fresh: list[str] = []
     after: list[str] = []
-    for step, _ in enumerate(loader, 1):
-        assert loader.last is not None
-        fresh += [loader.key(index) for index in loader.last.samples]
+    for step, batch in enumerate(loader, 1):
+        fresh += [loader.key(index) for index in batch.info.samples]
         dist.barrier()  # as an optimiser's step: no rank is ahead of the others
         if step % run["save_every"] == 0:
             parts: list[Any] = [None] * dist.get_world_size()
@@ -209,12 +205,12 @@ def train(run: dict[str, Any], rank: int) -> dict[str, Any]:
         if rank == run.get("victim") and step == run["dies_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
     loader.close()
-    assert loader.account is not None
+    assert loader.epoch_stats is not None
     return {
         "after": after + fresh,
         "planned": [loader.key(int(index)) for index in loader.plan.indices],
-        "delivered": loader.account.delivered,
-        "reasons": loader.account.reasons,
+        "delivered": loader.epoch_stats.delivered,
+        "reasons": loader.epoch_stats.reasons,
     }
 
 
@@ -228,7 +224,7 @@ def opened(run: dict[str, Any], rank: int) -> dict[str, Any]:
     """Open the data in a process that knows no other, at the same moment as others do."""
     time.sleep(max(0.0, run["start"] - time.time()))
     loader = built(run, world=packhorse.World(rank, run["world"]))
-    return {"plan": loader.plan_key, "samples": [i for _ in loader for i in loader.last.samples]}  # type: ignore[union-attr]
+    return {"plan": loader.plan_key, "samples": [i for batch in loader for i in batch.info.samples]}
 
 
 JOBS: dict[str, Callable[[dict[str, Any], int], Any]] = {

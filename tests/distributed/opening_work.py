@@ -142,9 +142,9 @@ def on_a_mesh(run: dict[str, Any], rank: int) -> dict[str, Any]:
         settings = {"model": "unchecked", "pack_size": 128, "shard_data": shard_data}
         group = mesh.get_group("dp")
         loader = packhorse.load(run["meta"], processor(PROCESSOR), world=world, group=group, **settings)
-        steps = [[loader.key(index) for index in loader.last.samples] for _ in loader if loader.last]
-        assert loader.account is not None
-        found[f"shard_data={shard_data}"] = {"steps": steps, "delivered": loader.account.delivered}
+        steps = [[loader.key(index) for index in batch.info.samples] for batch in loader]
+        assert loader.epoch_stats is not None
+        found[f"shard_data={shard_data}"] = {"steps": steps, "delivered": loader.epoch_stats.delivered}
     return found
 
 
@@ -154,14 +154,14 @@ def in_another_order(run: dict[str, Any], rank: int) -> dict[str, Any]:
     ranks = Collectives(world)
     rows = [row for words in range(1, 41) for row in chats(1, words)]
     loader = packhorse.load(rows, processor(PROCESSOR), model="unchecked", pack_size=256, world=world)
-    samples = [index for _ in loader if loader.last for index in loader.last.samples]
-    assert loader.account is not None
+    samples = [index for batch in loader for index in batch.info.samples]
+    assert loader.epoch_stats is not None
     found = {
         "gathered": ranks.gather(world.rank),
         "broadcast": ranks.broadcast("name the rank", lambda: world.rank),
         "counts": loader.counts.total.tolist(),
         "samples": samples,
-        "delivered": loader.account.delivered,
+        "delivered": loader.epoch_stats.delivered,
     }
     try:
         Collectives(packhorse.World(rank // 2, 4)).gather(None)
@@ -223,8 +223,8 @@ def unreadable_at_the_end(run: dict[str, Any], rank: int) -> dict[str, Any]:
         blocked.rmdir()
     dist.barrier()
     found["steps"] = sum(1 for _ in loader)
-    assert loader.account is not None
-    return {**found, "delivered": loader.account.delivered}
+    assert loader.epoch_stats is not None
+    return {**found, "delivered": loader.epoch_stats.delivered}
 
 
 JOBS |= {

@@ -35,7 +35,7 @@ from noise_floor import largest_difference, noise_floor
 from packhorse.collate_fns import model_inputs, neat_packed_vlm_collater, pad_collate_fn
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.families import family_of
-from packhorse.families.positions import rope_index
+from packhorse.families.qwen_vl import rope_index
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.loss import token_loss
 from packhorse.integrations.pipelining import VlmPipeline, pipeline_inputs, split_vlm

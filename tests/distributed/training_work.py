@@ -120,7 +120,7 @@ def sharded_gradients(rank: int, processor: Any) -> list[dict[str, Any]]:
         loss.backward()
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        found.append({"samples": loader.last.samples, "keys": media_keys(batch), "gradients": gradients})
+        found.append({"samples": batch.info.samples, "keys": media_keys(batch), "gradients": gradients})
     return found
 
 
@@ -144,7 +144,7 @@ def single_gradients(
         model.zero_grad()
         found.append(
             {
-                "samples": [loader.last.samples for loader in loaders],
+                "samples": [batch.info.samples for batch in batches],
                 "keys": [media_keys(batch) for batch in batches],
                 "gradients": gradients,
             }

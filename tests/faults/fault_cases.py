@@ -56,7 +56,7 @@ class Outcome:
         self.doubled += sum(times - 1 for times in there.values()) + len(set(there) - every)
         self.reasons += Counter(drop.reason for drop in loader.ledger)
         self.details += [drop.detail for drop in loader.ledger]
-        account = loader.account
+        account = loader.epoch_stats
         assert account is not None
         assert account.delivered == len(delivered)
         assert account.delivered + account.lost + account.dropped == account.rows == len(every)
@@ -65,9 +65,8 @@ class Outcome:
 def epoch(loader: packhorse.Loader) -> list[str]:
     """The names of all samples that an epoch delivers."""
     seen: list[str] = []
-    for _ in loader:
-        assert loader.last is not None
-        seen += [loader.key(index) for index in loader.last.samples]
+    for batch in loader:
+        seen += [loader.key(index) for index in batch.info.samples]
     loader.close()
     return seen
 

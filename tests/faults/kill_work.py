@@ -128,16 +128,15 @@ def train(request: dict[str, Any]) -> None:
         model.set_weights(saved["weights"])
         trained = saved["trained"]
     for step, batch in enumerate(loader, 1):
-        assert loader.last is not None
-        trained += [loader.key(index) for index in loader.last.samples]
+        trained += [loader.key(index) for index in batch.info.samples]
         optimiser.zero_grad()
         model(batch).backward()
         optimiser.step()
         if step % SAVE_EVERY == 0 and loader.remaining:
             told = {"state": loader.state_dict(), "weights": model.weights(), "trained": trained}
             save(checkpoint, told)
-    assert loader.account is not None
-    account = loader.account
+    assert loader.epoch_stats is not None
+    account = loader.epoch_stats
     numbers = [account.rows, account.planned, account.delivered, account.lost]
     final = {"trained": trained, "weights": model.weights(), "account": numbers, "reasons": account.reasons}
     save(Path(request["final"]), final)
@@ -219,7 +218,7 @@ def preload(processor: str) -> None:
     import starlette.applications  # noqa: F401
     import uvicorn  # noqa: F401
 
-    from packhorse.families.processors import as_processor
+    from packhorse.families.models import as_processor
     from packhorse.loader import planner as plans
 
     as_processor(processor)

@@ -52,9 +52,7 @@ def test_a_failure_of_a_batch_that_was_not_delivered_is_in_no_ledger(tmp_path: P
     others = set(children())  # of tests before this one
     loader = built(rows, **options)
     batches = iter(loader)
-    next(batches)
-    assert loader.last is not None
-    first = loader.last.lost
+    first = next(batches).info.lost
     assert len(first) == 1, "this one is delivered: it is lost"
     until_built_ahead(tmp_path / "faults", 6)
     state = json.loads(json.dumps(loader.state_dict()))
@@ -71,12 +69,11 @@ def test_a_failure_of_a_batch_that_was_not_delivered_is_in_no_ledger(tmp_path: P
         loader.load_state_dict(state)
     delivered: list[int] = []
     lost = list(first)
-    for _ in batches if between == "worker killed" else loader:
-        assert loader.last is not None
-        delivered += loader.last.samples
-        lost += loader.last.lost
+    for batch in batches if between == "worker killed" else loader:
+        delivered += batch.info.samples
+        lost += batch.info.lost
     loader.close()
-    account = loader.account
+    account = loader.epoch_stats
     assert account is not None
     assert sorted(delivered + lost) == list(range(ROWS))
     assert len(delivered) >= 5, "batches that failed the first time were delivered"
@@ -91,7 +88,7 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
 ) -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
-    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
+    order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     rows.faults = dict.fromkeys(order[5:8], raising(OSError("the store does not answer")))
     with pytest.raises(TooManyBad, match="3 samples in a row"):
         delivered_rows(loader)
@@ -99,22 +96,22 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
     assert {int(drop.key) for drop in loader.ledger} == set(order[5:8]), "the reasons of the stop"
     rows.faults = {}
     assert delivered_rows(loader) == order[7:]
-    assert loader.account is not None
-    assert (loader.account.delivered, loader.account.lost) == (ROWS - 2, 2)
+    assert loader.epoch_stats is not None
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.lost) == (ROWS - 2, 2)
     assert {int(drop.key) for drop in Ledger.load(tmp_path / "rank-00000.jsonl")} == set(order[5:7])
 
 
 def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     loader = built(rows, 0, 2, max_bad_share=0.01)  # two ranks are judged together, at the end
-    mine = [loader._now.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
+    mine = [loader._current.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
     rows.faults = {mine[-1]: raising(OSError("gone"))}
     with pytest.raises(TooManyBad):
         delivered_rows(loader)
     assert loader.remaining == 1
     rows.faults = {}
     assert delivered_rows(loader) == mine[-1:]
-    assert loader._now.tallies[-1] == (len(mine), 0)
+    assert loader._current.tallies[-1] == (len(mine), 0)
     assert len(loader.ledger) == 0
 
 
@@ -125,7 +122,7 @@ def test_a_batch_that_files_prevented_is_delivered_later_and_its_failures_count_
     """Two samples fail in a row; with the second of them a file of the run cannot be used."""
     rows = Faulty(texts(ROWS), {}, only_workers=False)
     loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
-    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
+    order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     stop = ROWS - 1 if last else 6
     rows.faults = dict.fromkeys(order[stop - 1 : stop + 1], raising(OSError("gone")))
     delivered_rows(loader, stop)
@@ -141,8 +138,8 @@ def test_a_batch_that_files_prevented_is_delivered_later_and_its_failures_count_
     if not last:
         kept.rename(steps)
     assert delivered_rows(loader) == order[stop + 1 :]
-    assert loader.account is not None
-    assert (loader.account.delivered, loader.account.lost) == (ROWS - 2, 2)
+    assert loader.epoch_stats is not None
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.lost) == (ROWS - 2, 2)
     assert sorted(int(drop.key) for drop in loader.ledger) == sorted(order[stop - 1 : stop + 1])
 
 
@@ -173,9 +170,9 @@ def test_what_was_delivered_is_counted_over_restarts_with_other_ranks(
             delivered_rows(loader, 3)
     (last,) = ranks
     delivered_rows(last)
-    assert last.account is not None
-    assert (last.account.delivered, last.account.lost) == (ROWS - 4, 4)
-    assert last.account.reasons == {"sample_failed": 4}
+    assert last.epoch_stats is not None
+    assert (last.epoch_stats.delivered, last.epoch_stats.lost) == (ROWS - 4, 4)
+    assert last.epoch_stats.reasons == {"sample_failed": 4}
 
 
 def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
@@ -193,10 +190,12 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
         again = built(rows, ledger_dir=tmp_path)
         again.load_state_dict(ranks[0].state_dict())
         delivered_rows(again)
-        assert again.account is not None
-        assert again.account.delivered == known
-        assert (f"not all of its step files are in {tmp_path}" in again.account.unknown) == (known is None)
-        assert "set ledger_dir" not in again.account.unknown
+        assert again.epoch_stats is not None
+        assert again.epoch_stats.delivered == known
+        assert (f"not all of its step files are in {tmp_path}" in again.epoch_stats.unknown) == (
+            known is None
+        )
+        assert "set ledger_dir" not in again.epoch_stats.unknown
         assert (f"{file} has " in caplog.text) == (known is None)
     file.unlink()
 
@@ -222,5 +221,5 @@ def test_a_step_file_with_half_a_line_is_continued(tmp_path: Path) -> None:
     again = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
     again.load_state_dict(loader.state_dict())
     delivered_rows(again, 1)
-    progress = again._progress
+    progress = again._state
     assert StepFile(file).read(progress) == [dict.fromkeys(range(3), (1, 0))]

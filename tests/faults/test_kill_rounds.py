@@ -67,8 +67,8 @@ def test_workers_of_a_killed_run_write_nothing_into_the_ledger_of_the_next(tmp_p
     time.sleep(1.5)  # the worker of the killed run has read its sample by now
     file = tmp_path / "ledger" / "rank-00000.jsonl"
     assert not file.exists() or list(Ledger.load(file)) == []
-    assert again.account is not None
-    assert again.account.lost == 0
+    assert again.epoch_stats is not None
+    assert again.epoch_stats.lost == 0
 
 
 def is_running(pid: int) -> bool:

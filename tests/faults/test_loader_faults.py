@@ -57,9 +57,8 @@ def _no_workers_left() -> Iterator[None]:
 
 def until_it_stops(loader: packhorse.Loader, seen: list[int]) -> None:
     """Adds what is delivered to ``seen``."""
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
+    for batch in loader:
+        seen += batch.info.samples
 
 
 def lost(loader: packhorse.Loader) -> dict[str, str]:
@@ -80,8 +79,8 @@ def test_a_worker_that_dies_once_is_replaced_and_nothing_is_lost_or_doubled(
     assert (tmp_path / "happened0").exists()
     assert sorted(seen) == EVERYTHING
     assert len(loader.ledger) == 0
-    assert loader.account is not None
-    assert (loader.account.delivered, loader.account.lost) == (ROWS, 0)
+    assert loader.epoch_stats is not None
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.lost) == (ROWS, 0)
 
 
 def test_batches_after_a_death_are_those_of_a_run_without_one(tmp_path: Path) -> None:
@@ -95,9 +94,8 @@ def test_a_worker_killed_while_the_loop_trains_does_not_disturb_the_training_ste
     before = children()
     seen: list[int] = []
     killed = 0
-    for step, _ in enumerate(loader):
-        assert loader.last is not None
-        seen += loader.last.samples
+    for step, batch in enumerate(loader):
+        seen += batch.info.samples
         if step in (1, 4):
             pids = children() - before
             assert pids
@@ -158,9 +156,8 @@ def test_after_deaths_that_were_survived_all_workers_work_again(tmp_path: Path) 
     )
     before = children()
     seen: list[int] = []
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
+    for batch in loader:
+        seen += batch.info.samples
         last = len(children() - before)
     assert (tmp_path / "happened1").exists()
     assert sorted(seen) == EVERYTHING
@@ -202,10 +199,9 @@ def test_an_image_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on(
     for number in gone:
         (tmp_path / f"{number}.png").unlink()
     companions = 0
-    for _ in loader:
-        assert loader.last is not None
-        seen += loader.last.samples
-        companions += bool(loader.last.lost) and bool(loader.last.samples)
+    for batch in loader:
+        seen += batch.info.samples
+        companions += bool(batch.info.lost) and bool(batch.info.samples)
     # An image that a worker had read ahead is no loss.
     assert sorted(seen) + sorted(map(int, lost(loader))) == sorted(seen) + sorted(set(EVERYTHING) - set(seen))
     assert len(seen) == len(set(seen))
@@ -213,7 +209,7 @@ def test_an_image_that_disappears_in_mid_epoch_is_recorded_and_its_pack_goes_on(
     assert set(map(int, lost(loader))) <= set(gone)
     assert lost(loader)
     assert companions, "no pack had a sample that was left"
-    account = loader.account
+    account = loader.epoch_stats
     assert account is not None
     assert account.reasons == {"missing_media": len(lost(loader))}
     assert account.delivered == len(seen)
@@ -398,8 +394,8 @@ def failing(number: int, bad: list[int]) -> Faulty:
 def test_a_share_of_bad_samples_is_borne_to_the_last_and_one_more_stops_the_run(num_workers: int) -> None:
     at_the_limit = built(failing(100, list(range(29))), max_bad_share=0.29, num_workers=num_workers)
     assert sorted(delivered_rows(at_the_limit)) == list(range(29, 100))
-    assert at_the_limit.account is not None
-    assert at_the_limit.account.lost == 29
+    assert at_the_limit.epoch_stats is not None
+    assert at_the_limit.epoch_stats.lost == 29
     over = built(failing(100, list(range(30))), max_bad_share=0.29, num_workers=num_workers)
     with pytest.raises(
         TooManyBad, match=r"30 of 100 samples.*max_bad_share=29.00%.*broken_media 30.*torn in two"

@@ -43,7 +43,6 @@ _DATASETS = (
     "packhorse.datasets",
     "packhorse.formats.conversation",
     "packhorse.media.source",
-    "packhorse.media.source",
 )
 
 TARGETS: dict[str, Target] = {

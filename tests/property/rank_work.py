@@ -56,9 +56,8 @@ class Rank:
         """The samples of some batches, delivered and lost."""
         assert self.loader is not None
         found: list[list[list[int]]] = []
-        for _ in self.loader:
-            assert self.loader.last is not None
-            found.append([list(self.loader.last.samples), list(self.loader.last.lost)])
+        for batch in self.loader:
+            found.append([list(batch.info.samples), list(batch.info.lost)])
             if len(found) == steps:
                 break
         return found
@@ -77,8 +76,8 @@ class Rank:
     def account(self) -> list[Any]:
         """Where the samples of the epoch went, over all ranks."""
         assert self.loader is not None
-        assert self.loader.account is not None
-        account = self.loader.account
+        assert self.loader.epoch_stats is not None
+        account = self.loader.epoch_stats
         return [account.epoch, account.delivered, account.lost, account.dropped, account.reasons]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ class LoaderMachine(RuleBasedStateMachine):
 
     def steps_used(self) -> list[tuple[str, int]]:
         """The micro-steps that the run has come through in this epoch."""
-        progress = self.loaders[0]._progress
+        progress = self.loaders[0]._state
         return [
             (progress.branch(number), step)
             for number, segment in enumerate(progress.segments)
@@ -136,12 +137,8 @@ class LoaderMachine(RuleBasedStateMachine):
         ]
 
     def taken(self, loader: packhorse.Loader, steps: int) -> list[Any]:
-        reports, iterator = [], iter(loader)
         promised = loader.remaining
-        for _ in range(steps):
-            if next(iterator, None) is None:
-                break
-            reports.append(loader.last)
+        reports = [batch.info for batch in islice(loader, steps)]
         assert len(reports) == min(steps, promised)
         return reports
 
@@ -223,9 +220,9 @@ class LoaderMachine(RuleBasedStateMachine):
                 texts(6), processor("qwen2_vl"), model="unchecked", world=World(), pack_size=256, mode="pad"
             )
         self.evaluation.set_epoch(0)
-        assert sum(len(self.evaluation.last.samples) for _ in self.evaluation if self.evaluation.last) == 6
-        assert self.evaluation.account is not None
-        assert self.evaluation.account.delivered == 6
+        assert sum(len(batch.info.samples) for batch in self.evaluation) == 6
+        assert self.evaluation.epoch_stats is not None
+        assert self.evaluation.epoch_stats.delivered == 6
 
     @rule(
         data=st.data(),
@@ -298,7 +295,7 @@ class LoaderMachine(RuleBasedStateMachine):
         assert set(self.lost) <= self.may_be_lost()
         still: Counter[int] = Counter()
         for loader in self.loaders:
-            dealt = loader._now.schedule
+            dealt = loader._current.schedule
             for step in range(loader.cursor, len(loader)):
                 still.update(index for pack in dealt.samples(step, loader.world.rank) for index in pack)
         assert sorted(still.elements()) == self.left(seen)
@@ -316,7 +313,7 @@ class LoaderMachine(RuleBasedStateMachine):
     def delivered_and_lost_are_counted_step_by_step(self) -> None:
         if not self.loaders:
             return
-        progress, total = self.loaders[0]._progress, [0, 0]
+        progress, total = self.loaders[0]._state, [0, 0]
         for number, segment in enumerate(progress.segments):
             for rank in range(segment.world):
                 file = StepFile(rank_file(self.path / "ledger", rank).with_suffix(".steps"))
@@ -344,7 +341,7 @@ class LoaderMachine(RuleBasedStateMachine):
         assert dropped == [LONG]
         assert sum(self.used.values()) + sum(self.lost.values()) + len(dropped) == ROWS
         assert set(self.lost) >= (BROKEN if self.some_break else set())
-        account = self.loaders[0].account
+        account = self.loaders[0].epoch_stats
         if len(self.loaders) == 1:
             assert account is not None
             assert account.delivered == sum(self.used.values())

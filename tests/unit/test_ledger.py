@@ -73,17 +73,17 @@ def test_saving_and_loading_gives_the_same_entries(tmp_path: Path) -> None:
     assert list(Ledger.load(tmp_path / "ledger.jsonl")) == list(ledger)
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert lines[1]["rows"] == [[0, 3], [7, 8], [9, 11]]
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no half file is left after"
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "no partial file is left"
 
 
-def test_a_ledger_file_that_says_dropped_is_read_as_dropped(tmp_path: Path) -> None:
+def test_a_file_with_the_first_name_of_dropped_is_read(tmp_path: Path) -> None:
     ledger = Ledger()
     ledger.record(Drop("a/1", "decode", "missing_media", "gone", "dropped", "a"))
     ledger.record_rows("a", np.arange(3, 7), stage="plan", reason="too_long")
     ledger.save(tmp_path / "new.jsonl")
     text = (tmp_path / "new.jsonl").read_text()
     assert text.count('"dropped"') == 2
-    (tmp_path / "old.jsonl").write_text(text.replace('"dropped"', '"dropped"'))
+    (tmp_path / "old.jsonl").write_text(text.replace('"dropped"', '"left_out"'))
     assert list(Ledger.load(tmp_path / "old.jsonl")) == list(ledger)
 
 

@@ -22,7 +22,7 @@ def steps_of(rows: Any, **options: Any) -> list[list[tuple[dict[str, Any], tuple
     by_rank = []
     for rank in range(RANKS):
         loader = load(rows, rank, RANKS, **options)
-        by_rank.append([(batch, loader.last.samples) for batch in loader])  # type: ignore[union-attr]
+        by_rank.append([(batch, batch.info.samples) for batch in loader])
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 
@@ -75,8 +75,8 @@ def batches_with_a_loss(num_workers: int, **options: Any) -> Iterator[dict[str, 
     loader = load(rows, num_workers=num_workers, max_bad_share=None, **options)
     rows[7] = rows[19] = {"conversation": []}  # once they are counted
     yield from loader
-    assert loader.account is not None
-    assert (loader.account.lost, loader.account.delivered) == (2, 28)
+    assert loader.epoch_stats is not None
+    assert (loader.epoch_stats.lost, loader.epoch_stats.delivered) == (2, 28)
     loader.close()
 
 

@@ -20,7 +20,7 @@ from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.families.models import check_packable, packing_problems, unwrap
-from packhorse.families.positions import mrope_position_ids, rope_index
+from packhorse.families.qwen_vl import mrope_position_ids, rope_index
 from packhorse.types import World
 
 make_torchvision_importable()

@@ -96,7 +96,7 @@ def run(monkeypatch):
         return report(1e-6, attention=backend)
 
     monkeypatch.setattr("packhorse.tools.parity.check_parity", check)
-    monkeypatch.setattr("packhorse.families.processors.open_processor", lambda *_: SimpleNamespace())
+    monkeypatch.setattr("packhorse.families.models.open_processor", lambda *_: SimpleNamespace())
     monkeypatch.setattr(command, "choose_samples", lambda *_: command.Chosen([{}] * 4, list("abcd")))
     monkeypatch.setattr(command, "load_model", lambda model, *_: model)
     app = typer.Typer()

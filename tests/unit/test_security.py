@@ -21,7 +21,7 @@ from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families.processors import open_processor
+from packhorse.families.models import open_processor
 from packhorse.ledger import Ledger
 from packhorse.media import image_size, load_image
 from packhorse.tools.check import check_meta
@@ -215,7 +215,7 @@ def test_postscript_under_the_name_of_a_png_is_broken_media_and_starts_no_progra
     broken = [("a/0", "broken_media"), ("a/1", "broken_media"), ("a/5", "broken_media")]
     assert sorted((drop.key, drop.reason) for drop in loader.ledger) == broken
     assert "PostScript" in next(iter(loader.ledger)).detail
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [2, 3, 4]
     for decode in (False, True):
         found = check_meta(meta, decode=decode).files[0].counts
@@ -274,7 +274,7 @@ def test_an_image_that_would_fill_the_memory_is_in_the_ledger_and_not_in_memory(
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl", "media_dir": "."}})
     loader = load(str(meta), qwen, model="unchecked", world=World(), pack_size=512, max_bad_share=None)
     assert [(drop.key, drop.reason) for drop in loader.ledger] == [("a/0", "media_too_large")]
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [1, 2, 3]
 
 

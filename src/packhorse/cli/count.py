@@ -136,7 +136,7 @@ def count(
 
 def _advice(meta: str, report: CountReport) -> list[str]:
     """Return a line for each dataset whose media are all missing, but exist next to the meta or data file."""
-    from packhorse.formats.meta_file import read_meta
+    from packhorse.formats.meta import read_meta
     from packhorse.tools.media_dir_hint import media_dir_advice
 
     files = {

@@ -72,7 +72,7 @@ def parity(
     """
     with one_line_errors("parity", "nothing was written"):
         from packhorse.errors import ConfigError
-        from packhorse.families.processors import open_processor
+        from packhorse.families.models import open_processor
         from packhorse.integrations.attention import check_attention
 
         for backend in attention or ():

@@ -26,8 +26,7 @@ from packhorse.collate.packer import all_media_keys, are_pixels, join, layout_of
 from packhorse.collate.processor_call import logger
 from packhorse.errors import ConfigError
 from packhorse.families import Family
-from packhorse.families.models import check_packable, check_router_loss, unwrap
-from packhorse.families.processors import is_at_least
+from packhorse.families.models import check_packable, check_router_loss, is_at_least, unwrap
 from packhorse.pp_media import COUNT_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY
 from packhorse.types import PackedSample, TensorLayout
 

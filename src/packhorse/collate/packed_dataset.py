@@ -18,7 +18,7 @@ from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import Family
-from packhorse.families.positions import RopeIndex
+from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
@@ -71,7 +71,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         pack_size: the maximum number of tokens of a pack, after the shift.
         padding_idx: pads documents to ``sequence_alignment``.
         get_rope_index: ``model.model.get_rope_index`` for models with mRoPE (better
-            :func:`packhorse.families.positions.rope_index` of the model, which holds no weights).
+            :func:`packhorse.families.qwen_vl.rope_index` of the model, which holds no weights).
         max_retries: with ``on_bad="replace"``: how many other packs are tried for one that is all bad.
         sequence_alignment: each document is padded to a multiple of this many tokens (2 x the size of context
             parallelism).
@@ -81,7 +81,8 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_bad: for a pack without a usable sample: ``"replace"`` it by another pack, ``"skip"`` it (``None``,
             which :meth:`robust_collate` removes) or ``"raise"`` (which raises for a single bad sample too).
             None is the value of the inner dataset.
-        max_in_a_row: as for :class:`packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and ``ledger``.
+        max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and
+            ``ledger``.
 
     Attributes:
         has_mrope: whether positions are three rows.
@@ -102,14 +103,19 @@ class PackedDatasetWrapper(ReplacingDataset):
         on_overflow: OnOverflow | None = None,
         exact: bool = False,
         on_bad: OnBad | None = None,
-        max_in_a_row: int = 100,
+        max_consecutive_bad: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         if on_bad is None:
             on_bad = inner_dataset.on_bad if isinstance(inner_dataset, ReplacingDataset) else "replace"
         super().__init__(
-            inner_dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
+            inner_dataset,
+            max_retries,
+            on_bad=on_bad,
+            max_consecutive_bad=max_consecutive_bad,
+            seed=seed,
+            ledger=ledger,
         )
         if on_overflow not in (None, *get_args(OnOverflow)):
             raise ConfigError(
@@ -128,7 +134,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         self._carries = on_overflow != "drop" and not exact and self._lazy_lengths.available
         if len(bins) and self.family is not None and self.family.mrope and not self.has_mrope:
             logger.warning(
-                "%s models have positions in three rows: pass get_rope_index=packhorse.families.positions."
+                "%s models have positions in three rows: pass get_rope_index=packhorse.families.qwen_vl."
                 "rope_index(model), or packed training will differ from unpacked",
                 self.family.name,
             )
@@ -329,7 +335,7 @@ def neat_pack_dataset_vlm(
             that exact counts show to be too long are dropped and recorded in any case.
         max_packs: the maximum number of packs, taken evenly from all of them; samples of the others are
             recorded.
-        get_rope_index: for models with mRoPE: :func:`packhorse.families.positions.rope_index` of the model.
+        get_rope_index: for models with mRoPE: :func:`packhorse.families.qwen_vl.rope_index` of the model.
         ds_raw: the rows, to estimate lengths from; None for the dataset that ``dataset`` wraps.
         packing_ratio: plan with this share of ``pack_size``, a margin for wrong estimates.
         processor: for the geometry of media and the counts of ``packhorse count``; None for the dataset's.

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from packhorse.chat import IGNORE_INDEX, shift_tokens, token_keys
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES, Family, Generic
-from packhorse.families.positions import RopeIndex, mrope_position_ids
+from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids
 from packhorse.types import MEDIA_KINDS, MediaKind, MediaLayout, PackedSample, Sample, TensorLayout
 from packhorse.utils.pool import in_worker
 
@@ -264,7 +264,7 @@ class Packer:
     Args:
         pack_size: the maximum number of tokens of a pack, after the shift.
         padding_idx: pads documents to ``sequence_alignment``; the end of a pack is not padded.
-        get_rope_index: for models with mRoPE: :func:`packhorse.families.positions.rope_index` of the model.
+        get_rope_index: for models with mRoPE: :func:`packhorse.families.qwen_vl.rope_index` of the model.
         sequence_alignment: each document is padded to a multiple of this many tokens.
         family: its layout says how media are joined; None joins every known media tensor along axis 0.
     """
@@ -287,14 +287,20 @@ class Packer:
             BadSample: it has fewer than two tokens.
             ConfigError: it has no labels, or tensors of another length.
         """
-        if len(sample) < 2:
-            detail = f"sample has {len(sample)} token; at least 2 are needed for the label shift"
+        length = sample.tokens["input_ids"].shape[-1]
+        if length < 2:
+            detail = f"sample has {length} token; at least 2 are needed for the label shift"
             raise BadSample(detail, reason="empty_sample", stage="encode")
-        positions = None
+        per_token = dict(sample.tokens)
+        if sample.labels is not None:
+            per_token["labels"] = sample.labels
         if self.get_rope_index is not None:
             positions = mrope_position_ids({**sample.tokens, **sample.media}, self.get_rope_index)
-        sample = replace(sample, position_ids=positions)
-        return sample.with_per_token(shift_tokens(sample.per_token))
+            if positions is not None:
+                per_token["position_ids"] = positions
+        tokens = shift_tokens(per_token)
+        labels, positions = tokens.pop("labels"), tokens.pop("position_ids", None)
+        return replace(sample, tokens=tokens, labels=labels, position_ids=positions)
 
     def padded_length(self, length: int) -> int:
         """Return the tokens of a document of this length, padding to the alignment included."""

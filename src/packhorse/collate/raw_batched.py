@@ -33,7 +33,7 @@ from packhorse.collate.raw_examples import (
 )
 from packhorse.collate.raw_labels import make_labels, media_ids
 from packhorse.collate.raw_media import drop_overlong, token_length
-from packhorse.encode.preparation import fake_tokens, run_hook
+from packhorse.encode.tokenized import run_hook
 from packhorse.families import Encoder, LoadedMedia
 from packhorse.media import load_image
 from packhorse.types import MediaRef
@@ -183,7 +183,7 @@ def fake_span(ids: Sequence[int], example: Example, encoder: Encoder) -> tuple[i
     if can_encode(encoder):
         refs = example.conversation.media
         sizes = [(ref.kind, encoder.size_of(ref)) for ref in refs] if len(refs) > 1 else []
-        return fake_tokens(encoder, ids, example.conversation, sizes)
+        return encoder.fake_image_span(ids, example.conversation, sizes)
     owners = (encoder.processor, encoder.tokenizer)
     named = {getattr(owner, "image_token_id", None) for owner in owners} - {None}
     tokens = [index for index, token in enumerate(ids) if token in (named or media_ids(encoder))]

@@ -17,8 +17,6 @@ from packhorse.collate.finish import Records, check_present, keys_of, records_of
 from packhorse.collate.padded import collate_samples
 from packhorse.collate.processor_call import Turns, pad_token_id, padding_side
 from packhorse.collate.raw_media import drop_overlong, token_length
-from packhorse.encode.preparation import with_audio_placed
-from packhorse.encode.tokenized import encode_conversation, label_sample
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
@@ -82,7 +80,7 @@ def read_examples(
     encoder.check_template()
     read = []
     for example, key in zip(examples, keys_of(examples), strict=True):
-        values = with_audio_placed(example, encoder, key) if place_audio else example
+        values = encoder.place_audio(example, key) if place_audio else example
         read.append(Example(values, parse_conversation(values, key)))
     return read
 
@@ -113,8 +111,8 @@ def collate_encoded(
 
     def encode(example: Example) -> Sample:
         with sample_key(example.key):
-            encoded = encode_conversation(encoder, example.conversation, example.fake)
-            return label_sample(encoder, encoded, example.key)
+            encoded = encoder.encode(example.conversation, fake_image=example.fake)
+            return encoder.label_sample(encoded, example.key)
 
     if max_length is not None and drop_longer:
         read = drop_overlong(read, [token_length(e.turns, encoder, e.key) for e in read], max_length, records)

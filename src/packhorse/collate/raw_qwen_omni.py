@@ -17,7 +17,6 @@ from packhorse.collate.padded import collate_samples
 from packhorse.collate.processor_call import call, can_encode, pad_token_id, padding_side
 from packhorse.collate.raw_batched import collate_batched, fake_span, fill_media, render_examples
 from packhorse.collate.raw_examples import Batch, Example, read_examples
-from packhorse.encode.tokenized import label_sample
 from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
 from packhorse.media import load_image, local_path, probe_video
@@ -163,7 +162,7 @@ def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_vide
         encoded.tokens["attention_mask"][first:after] = 0
     counts = Counter(ref.kind for ref in conversation.media)
     counts["audio"] = len(media.audio)  # the audio of videos is counted too
-    return replace(label_sample(encoder, encoded, example.key), num_items=counts)
+    return replace(encoder.label_sample(encoded, example.key), num_items=counts)
 
 
 def _call(processor: Any, text: str, media: _Media, use_audio_in_video: bool) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from packhorse.count.sidecar import Sidecar
 from packhorse.errors import BadSample
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.meta_file import DatasetConfig
+from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.sharegpt import convert_row
 from packhorse.ledger import Ledger
 from packhorse.rows.row_files import RowFile

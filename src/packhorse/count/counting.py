@@ -46,7 +46,7 @@ from packhorse.count.parts import (
 )
 from packhorse.count.sidecar import Place, Settings, Sidecar, data_source, sidecar_metadata
 from packhorse.errors import ConfigError, SystemFault
-from packhorse.formats.meta_file import DatasetConfig, Meta, open_dataset_rows, read_meta
+from packhorse.formats.meta import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.rows.row_files import RowFile
 from packhorse.utils.files import Fingerprint, cache_lock, write_atomic
 from packhorse.utils.progress import OnProgress, Progress

@@ -22,9 +22,9 @@ from packhorse.count.columns import COUNTS, OK, count_schema
 from packhorse.count.sidecar import CHECK, batch_digest, counter_settings, data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder
-from packhorse.families.processors import open_processor
+from packhorse.families.models import open_processor
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.meta_file import DatasetConfig
+from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.sharegpt import convert_row
 from packhorse.media import VideoInfo
 from packhorse.media.source import is_address

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns, MediaColumns, count_schema
 from packhorse.errors import ConfigError
-from packhorse.formats.meta_file import DatasetConfig
+from packhorse.formats.meta import DatasetConfig
 from packhorse.media.source import is_address, local_path
 from packhorse.rows.row_files import RowFile
 from packhorse.types import MEDIA_KINDS, mask_secrets
@@ -484,7 +484,7 @@ def places_of(dataset: MetaDataset, processor: Any) -> list[Place]:
     """
     from packhorse.count.token_counter import TokenCounter
     from packhorse.families import Encoder
-    from packhorse.families.processors import as_processor
+    from packhorse.families.models import as_processor
 
     counter = counter_settings(TokenCounter(Encoder(as_processor(processor))))
     return [

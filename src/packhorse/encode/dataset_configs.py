@@ -1,19 +1,18 @@
-"""Dataset configurations: the arguments of a dataset as plain data, and ``build()``, which makes it.
+"""Dataset configurations: the arguments of a dataset as plain data, and ``build()``, which loads it.
 
-Recipes name these classes where they want settings that can be checked and stored before anything is loaded.
 Each field is the argument of the same name of the function or class that ``build()`` calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from packhorse.formats import recipes
-from packhorse.formats.meta import make_meta_dataset
-from packhorse.formats.meta_file import Meta
+from packhorse.formats.meta import Meta, make_meta_dataset
 from packhorse.formats.summary import MetaExamples
+from packhorse.types import Rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,91 +20,79 @@ if TYPE_CHECKING:
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 
 
-@dataclass(slots=True)
-class RdrDatasetConfig:
-    """Settings of :func:`~packhorse.datasets.make_rdr_dataset`."""
+class _RecipeConfig:
+    """Settings of a recipe of :mod:`packhorse.formats.recipes`."""
 
-    path_or_dataset: str = "quintend/rdr-items"
-    split: str = "train"
+    recipe: ClassVar[Callable[..., Any]]
 
     def build(self) -> Dataset:
         """Load the dataset."""
-        return recipes.make_rdr_dataset(self.path_or_dataset, self.split)
+        dataset: Dataset = type(self).recipe(**asdict(self))  # type: ignore[call-overload]
+        return dataset
 
 
-@dataclass(slots=True)
-class CordV2DatasetConfig:
+@dataclass
+class RdrDatasetConfig(_RecipeConfig):
+    """Settings of :func:`~packhorse.datasets.make_rdr_dataset`."""
+
+    recipe = staticmethod(recipes.make_rdr_dataset)
+    path_or_dataset: str = "quintend/rdr-items"
+    split: str = "train"
+
+
+@dataclass
+class CordV2DatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_cord_v2_dataset`."""
 
+    recipe = staticmethod(recipes.make_cord_v2_dataset)
     path_or_dataset: str = "naver-clova-ix/cord-v2"
     split: str = "train"
     limit_dataset_samples: int | None = None
 
-    def build(self) -> Dataset:
-        """Load the dataset."""
-        return recipes.make_cord_v2_dataset(
-            self.path_or_dataset, self.split, limit_dataset_samples=self.limit_dataset_samples
-        )
 
-
-@dataclass(slots=True)
-class MedPixDatasetConfig:
+@dataclass
+class MedPixDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_medpix_dataset`."""
 
+    recipe = staticmethod(recipes.make_medpix_dataset)
     path_or_dataset: str = "medpix-dataset/medpix-dataset"
     split: str = "train"
 
-    def build(self) -> Dataset:
-        """Load the dataset."""
-        return recipes.make_medpix_dataset(self.path_or_dataset, self.split)
 
-
-@dataclass(slots=True)
-class UnimmChatDatasetConfig:
+@dataclass
+class UnimmChatDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_unimm_chat_dataset`."""
 
+    recipe = staticmethod(recipes.make_unimm_chat_dataset)
     path_or_dataset: str = "Yirany/UniMM-Chat"
     split: str = "train"
 
-    def build(self) -> Dataset:
-        """Load the dataset."""
-        return recipes.make_unimm_chat_dataset(self.path_or_dataset, self.split)
 
-
-@dataclass(slots=True)
-class LlavaOnevisionDatasetConfig:
+@dataclass
+class LlavaOnevisionDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_llava_onevision_dataset`."""
 
+    recipe = staticmethod(recipes.make_llava_onevision_dataset)
     path_or_dataset: str = "liuhaotian/LLaVA-Instruct-150K"
     split: str = "train"
     media_dir: str | None = None
 
-    def build(self) -> Dataset:
-        """Load the dataset."""
-        return recipes.make_llava_onevision_dataset(
-            self.path_or_dataset, self.split, media_dir=self.media_dir
-        )
 
-
-@dataclass(slots=True)
-class ShopifyProductCatalogueDatasetConfig:
+@dataclass
+class ShopifyProductCatalogueDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_shopify_product_catalogue_dataset`."""
 
+    recipe = staticmethod(recipes.make_shopify_product_catalogue_dataset)
     path_or_dataset: str = "Shopify/product-catalogue"
     split: str = "train"
     limit_dataset_samples: int | None = None
 
-    def build(self) -> Dataset:
-        """Load the dataset."""
-        return recipes.make_shopify_product_catalogue_dataset(
-            self.path_or_dataset, self.split, self.limit_dataset_samples
-        )
 
-
-@dataclass(slots=True)
-class Tulu3MagicoderTextMixDatasetConfig:
+@dataclass
+class Tulu3MagicoderTextMixDatasetConfig(_RecipeConfig):
     """Settings of :func:`~packhorse.datasets.make_tulu3_magicoder_text_mix_dataset`."""
 
+    recipe = staticmethod(recipes.make_tulu3_magicoder_text_mix_dataset)
     tulu_split: str = "train"
     magicoder_split: str = "train"
     seed: int = 42
@@ -113,18 +100,6 @@ class Tulu3MagicoderTextMixDatasetConfig:
     limit_total: int | None = None
     tulu_path: str = recipes.TULU3
     magicoder_path: str = recipes.MAGICODER
-
-    def build(self) -> Dataset:
-        """Load and interleave both datasets."""
-        return recipes.make_tulu3_magicoder_text_mix_dataset(
-            self.tulu_split,
-            self.magicoder_split,
-            self.seed,
-            self.max_turns,
-            self.limit_total,
-            tulu_path=self.tulu_path,
-            magicoder_path=self.magicoder_path,
-        )
 
 
 @dataclass(slots=True)
@@ -144,8 +119,8 @@ class MetaDatasetConfig:
         """Load the datasets.
 
         Args:
-            rank: the data-parallel rank of this process; None (both) asks the process group or the
-                environment. Without ``shard_data`` every rank loads all rows, and neither is used.
+            rank: the data-parallel rank of this process; None (for both) detects it. Not used without
+                ``shard_data``.
             world_size: the data-parallel size.
         """
         return make_meta_dataset(
@@ -168,16 +143,8 @@ class PreTokenizedDatasetWrapperConfig:
     inject_fake_images: bool = True
     post_tokenize_hook: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
 
-    def build(self, dataset: Any, processor: Any) -> PreTokenizedDatasetWrapper:
+    def build(self, dataset: Rows, processor: Any) -> PreTokenizedDatasetWrapper:
         """Wrap a dataset of examples; nothing is encoded yet."""
         from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 
-        return PreTokenizedDatasetWrapper(
-            dataset,
-            processor,
-            self.max_length,
-            self.max_retries,
-            truncate=self.truncate,
-            inject_fake_images=self.inject_fake_images,
-            post_tokenize_hook=self.post_tokenize_hook,
-        )
+        return PreTokenizedDatasetWrapper(dataset, processor, **asdict(self))

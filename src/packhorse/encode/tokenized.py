@@ -1,9 +1,7 @@
-"""Samples as the model takes them: rows go in, ids, labels and media tensors of one sample come out.
+"""``PreTokenizedDatasetWrapper``: examples in, encoded samples out.
 
-Everything happens when a sample is asked for, so DataLoader workers share the work: media are loaded, the
-template rendered, the processor run, answers labelled, the length checked. Our own part is small beside the
-processor's; a sample with a fake image costs one more rendering and tokenisation, one that is truncated is
-encoded again.
+Samples are encoded when they are accessed, so DataLoader workers share the work. A sample with a fake image
+costs one more rendering and tokenization; one that is truncated is encoded twice.
 """
 
 from __future__ import annotations
@@ -11,79 +9,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, token_keys
-from packhorse.encode.preparation import fake_tokens, run_hook, with_audio_placed
+from packhorse.chat import IGNORE_INDEX, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
-from packhorse.errors import BadSample, ConfigError
+from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import has_image, inject_fake_image
 from packhorse.ledger import Ledger
-from packhorse.types import MEDIA_KINDS, Action, Conversation, Drop, Reason, Sample
+from packhorse.types import Action, Conversation, Drop, Reason, Rows, Sample
 
 if TYPE_CHECKING:
     import torch
 
 
 Hook = Callable[[dict[str, Any], Any], dict[str, Any]]
-
-
-def encode_conversation(encoder: Encoder, conversation: Conversation, fake: bool) -> Encoded:
-    """Encode a conversation; if its first image is the fake one, its tokens get ``attention_mask`` 0.
-
-    Raises:
-        BadSample: it cannot be encoded.
-    """
-    encoded = encoder.encode(conversation)
-    if fake:
-        ids = encoded.tokens["input_ids"].tolist()
-        first, after = fake_tokens(encoder, ids, conversation, encoded.sizes)
-        encoded.tokens["attention_mask"][first:after] = 0
-    return encoded
-
-
-def label_sample(encoder: Encoder, encoded: Encoded, key: str) -> Sample:
-    """Return the encoded sample with its labels.
-
-    Raises:
-        BadSample: its answers cannot be located in its tokens with certainty.
-    """
-    try:
-        labels = encoder.labels(encoded)
-    except CannotAlign as error:
-        raise BadSample(str(error), key=key, stage="encode") from error
-    kinds = Counter(kind for kind, _ in encoded.sizes)
-    sample = Sample(
-        tokens={}, media=encoded.media, num_items={kind: kinds[kind] for kind in MEDIA_KINDS}, key=key
-    )
-    return sample.with_per_token({"labels": labels, **encoded.tokens})
+T = TypeVar("T")
 
 
 class PreTokenizedDatasetWrapper(ReplacingDataset):
     """A torch dataset of encoded samples.
 
     Each sample is a dict with ``input_ids``, ``attention_mask`` and ``labels`` of shape [S], further tensors
-    per token if the processor makes them (``mm_token_type_ids``), the media tensors of its family
-    (``pixel_values``, ``image_grid_thw``, …) and, where there are media, how many: ``n_images`` and
+    per token if the processor returns them (``mm_token_type_ids``), the media tensors of its family
+    (``pixel_values``, ``image_grid_thw``, …) and, if there are media, their numbers: ``n_images`` and
     ``n_videos``. Labels are not shifted; collate functions do that.
 
     Args:
-        dataset: examples in the documented format; the dataset itself, not a :class:`RobustDatasetWrapper`
-            around it.
+        dataset: examples in the documented format; not a :class:`RobustDatasetWrapper`.
         processor: of any family; see :func:`packhorse.families.family_of`.
         max_length: the most tokens a sample may have; None for no limit.
-        max_retries: as for :class:`ReplacingDataset`, like ``on_bad``, ``max_in_a_row``, ``seed`` and
+        max_retries: as for :class:`ReplacingDataset`, like ``on_bad``, ``max_consecutive_bad``, ``seed`` and
             ``ledger``.
         truncate: shorten a sample that is too long instead of treating it as bad. Whole turns are cut from
-            its end; only where even the first answer does not fit, that answer's text is cut. A media item is
-            never cut in two: it is there with all its tokens, or not at all.
+            its end; if even the first answer does not fit, its text is cut. All tokens of a media item are
+            kept, or none.
         inject_fake_images: give samples without image or video the fake image, whose tokens get
-            ``attention_mask`` 0, so that the vision tower runs on every rank. A sample that has lost its
-            images to truncation gets it too.
-        post_tokenize_hook: called as ``hook(result, processor) -> result`` before labels are made, with the
-            processor's tensors (those per token of shape [1, S]). It may raise :class:`BadSample` to refuse
+            ``attention_mask`` 0, so that the vision tower runs on every rank.
+        post_tokenize_hook: called as ``hook(result, processor) -> result`` before labels are built, with the
+            processor's tensors (those per token of shape [1, S]). It may raise :class:`BadSample` to reject
             a sample; anything else that it raises stops the run.
 
     Raises:
@@ -92,7 +57,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Rows,
         processor: Any,
         max_length: int | None = None,
         max_retries: int = 10,
@@ -101,15 +66,22 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         inject_fake_images: bool = True,
         post_tokenize_hook: Hook | None = None,
         on_bad: OnBad = "replace",
-        max_in_a_row: int = 100,
+        max_consecutive_bad: int = 100,
         seed: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__(
-            dataset, max_retries, on_bad=on_bad, max_in_a_row=max_in_a_row, seed=seed, ledger=ledger
+            dataset,
+            max_retries,
+            on_bad=on_bad,
+            max_consecutive_bad=max_consecutive_bad,
+            seed=seed,
+            ledger=ledger,
         )
         if truncate and max_length is None:
-            raise ConfigError("truncate=True without max_length: say how many tokens a sample may have")
+            raise ConfigError(
+                "truncate=True without max_length: set max_length to the most tokens a sample may have"
+            )
         self.processor, self.max_length, self.truncate = processor, max_length, truncate
         self.inject_fake_images, self.post_tokenize_hook = inject_fake_images, post_tokenize_hook
         self.encoder = Encoder(processor)
@@ -117,7 +89,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         self.encoder.check_template()
 
     def load(self, idx: int) -> dict[str, torch.Tensor]:
-        """:meth:`load_sample` as the documented dict."""
+        """Return :meth:`load_sample` as the documented dict."""
         return self.load_sample(idx).to_dict()
 
     def load_sample(self, idx: int) -> Sample:
@@ -126,27 +98,28 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = self.read(idx)
+        key, example = self.read(idx)
         if example is None:
             raise ConfigError(
-                f"the dataset gives None for sample {idx}: PreTokenizedDatasetWrapper takes the dataset "
-                "itself, not a RobustDatasetWrapper around it; it has an on_bad of its own"
+                f"the dataset returns None for sample {idx}: pass the dataset itself, not a "
+                "RobustDatasetWrapper around it; PreTokenizedDatasetWrapper has its own on_bad"
             )
-        return self.encode(example, self.key(idx))
+        return self.encode(example, key)
 
     def encode(self, example: Mapping[str, Any], key: str) -> Sample:
-        """Encode an example that need not be in the dataset; ``key`` names it where something is wrong.
+        """Encode an example, which need not be in the dataset; ``key`` names it in errors.
 
         Raises:
             BadSample: it cannot be encoded, or is too long.
         """
-        example = with_audio_placed(example, self.encoder, key)
-        # Before a fake image hides that there is nothing.
+        if example.get("audio") is not None:
+            example = self.encoder.place_audio(example, key)
+        # Before a fake image hides that the sample is empty.
         conversation = parse_conversation(example, key)
         self.family.check(conversation)
-        sample, cut = self._labelled(*self._shown(example, conversation)), ""
+        sample, cut = self._encode_labelled(*self._with_fake_image(example, conversation)), ""
         if self.max_length is not None and len(sample) > self.max_length:
-            sample, cut = self._shortened(example, key, len(sample), self.max_length)
+            sample, cut = self._shorten(example, key, len(sample), self.max_length)
         self._check_end(sample, key)
         if cut:
             self._remark(key, "truncated", cut, "cut")
@@ -154,8 +127,10 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             self._remark(key, "nothing_supervised", "no token of it is supervised", "kept")
         return sample
 
-    def _shown(self, example: Mapping[str, Any], conversation: Conversation) -> tuple[Conversation, bool]:
-        """An example's conversation with a fake image where it needs one, and whether it has one."""
+    def _with_fake_image(
+        self, example: Mapping[str, Any], conversation: Conversation
+    ) -> tuple[Conversation, bool]:
+        """Return the conversation, with a fake image if it needs one, and whether it has one."""
         wanted = self.inject_fake_images and "image" in self.family.kinds
         if wanted and not has_image(conversation):
             example = inject_fake_image(example)
@@ -163,25 +138,25 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         images = any(ref.kind == "image" for ref in conversation.media)
         return conversation, images and bool(example.get("_injected_fake"))
 
-    def _first_turns(self, example: Mapping[str, Any], number: int, key: str) -> tuple[Conversation, bool]:
-        """:meth:`_shown` of the first so many turns."""
-        shorter = {**example, "conversation": example["conversation"][:number]}
-        return self._shown(shorter, parse_conversation(shorter, key))
+    def _first_turns(self, example: Mapping[str, Any], turns: int, key: str) -> tuple[Conversation, bool]:
+        """:meth:`_with_fake_image` of the first turns."""
+        shorter = {**example, "conversation": example["conversation"][:turns]}
+        return self._with_fake_image(shorter, parse_conversation(shorter, key))
 
-    def _labelled(self, conversation: Conversation, fake: bool) -> Sample:
+    def _encode_labelled(self, conversation: Conversation, fake: bool) -> Sample:
         # The fake image is hidden before the hook, which may move tokens and their mask.
-        encoded = encode_conversation(self.encoder, conversation, fake)
+        encoded = self.encoder.encode(conversation, fake_image=fake)
         if self.post_tokenize_hook is not None:
-            encoded = self._hooked(encoded, conversation)
-        return label_sample(self.encoder, encoded, conversation.key)
+            encoded = self._run_hook(encoded, conversation)
+        return self.encoder.label_sample(encoded, conversation.key)
 
-    def _hooked(self, encoded: Encoded, conversation: Conversation) -> Encoded:
+    def _run_hook(self, encoded: Encoded, conversation: Conversation) -> Encoded:
         assert self.post_tokenize_hook is not None
         batch = {name: tensor.unsqueeze(0) for name, tensor in encoded.tokens.items()}
         result = run_hook(self.post_tokenize_hook, {**batch, **encoded.media}, self.processor)
         tokens = {name: result[name].squeeze(-2) for name in token_keys(result, self.family.layout)}
         media = {name: value for name, value in result.items() if name not in tokens}
-        before, after = (self._media_tokens(found["input_ids"]) for found in (encoded.tokens, tokens))
+        before, after = (self._media_tokens(each["input_ids"]) for each in (encoded.tokens, tokens))
         if before != after:
             raise self.family.bad(
                 f"{before.total()} media tokens before the post_tokenize_hook, {after.total()} after it",
@@ -193,17 +168,16 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return Counter(token for token in ids.tolist() if token in self.encoder.media_token_ids)
 
     def _check_end(self, sample: Sample, key: str) -> None:
-        """Refuse a sample that ends in a media item: shifting labels by one cuts the last token."""
+        """Raise if a sample ends in a media item: shifting labels by one cuts the last token."""
         if int(sample.tokens["input_ids"][-1]) in self.encoder.media_token_ids:
-            what = "its last token is a media item's, and is cut when labels are shifted"
-            raise BadSample(what, reason="media_mismatch", key=key, stage="encode")
+            detail = "the last token belongs to a media item and would be cut when labels are shifted"
+            raise BadSample(detail, reason="media_mismatch", key=key, stage="encode")
 
-    def _shortened(self, example: Mapping[str, Any], key: str, length: int, limit: int) -> tuple[Sample, str]:
-        """The sample without what does not fit, and the words that say so."""
+    def _shorten(self, example: Mapping[str, Any], key: str, length: int, limit: int) -> tuple[Sample, str]:
+        """Return the sample without what does not fit, and a description of the cut."""
         too_long = f"{length} tokens are more than max_length={limit}"
         if not self.truncate:
-            what = f"{too_long}; truncate=True cuts it"
-            raise BadSample(what, reason="too_long", key=key, stage="encode")
+            raise BadSample(f"{too_long}; truncate=True cuts it", reason="too_long", key=key, stage="encode")
         turns = example["conversation"]
         answers = [number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"]
         for number in reversed(answers):
@@ -212,7 +186,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
             shown, fake = self._first_turns(example, number, key)
             if not self._may_fit(shown, limit):
                 continue
-            sample = self._labelled(shown, fake)
+            sample = self._encode_labelled(shown, fake)
             if len(sample) <= limit:
                 return sample, f"{too_long}: turns {number} to {len(turns) - 1} were cut"
         first = answers[0] if answers else len(turns)
@@ -220,22 +194,48 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         return self._with_cut_answer(shown, fake, limit, too_long), f"{too_long}: the first answer was cut"
 
     def _may_fit(self, conversation: Conversation, limit: int) -> bool:
-        """Whether it could fit, judged by its text alone, which costs no media."""
+        """Return whether its text alone fits, which needs no media."""
         text = self.encoder.render_conversation(conversation)
         return len(self.encoder.tokenizer(text, add_special_tokens=False)["input_ids"]) <= limit
 
     def _with_cut_answer(self, conversation: Conversation, fake: bool, limit: int, too_long: str) -> Sample:
-        sample = self._labelled(conversation, fake)
-        # The shift of labels cuts one token more, so a media item has to end before the last one.
+        sample = self._encode_labelled(conversation, fake)
+        # Shifting labels cuts one token more, so a media item has to end before the last one.
         cuts_media = self._media_tokens(sample.tokens["input_ids"][limit - 1 :])
         shorter = sample.cut(slice(limit))
-        learns = shorter.labels is not None and bool((shorter.labels != IGNORE_INDEX).any())
-        if cuts_media or not learns:
-            left = "a media item would be cut in two" if learns else "nothing to learn would be left"
-            what = f"{too_long}, and {left}"
-            raise BadSample(what, reason="too_long", key=conversation.key, stage="encode")
+        is_supervised = shorter.labels is not None and bool((shorter.labels != IGNORE_INDEX).any())
+        if cuts_media or not is_supervised:
+            rest = "a media item would be cut" if is_supervised else "no supervised token would remain"
+            raise BadSample(
+                f"{too_long}, and {rest}", reason="too_long", key=conversation.key, stage="encode"
+            )
         return shorter
 
     def _remark(self, key: str, reason: Reason, detail: str, action: Action) -> None:
         dataset = key.rpartition("/")[0]
         self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
+
+
+def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Any) -> T:
+    """What a user's hook makes of a processor's tensors.
+
+    Raises:
+        BadSample: the hook refuses the sample.
+        ConfigError: it failed, or gives no ``input_ids`` back. A sample's fault cannot be told from a slip of
+            the hook's author, which no other sample would mend.
+    """
+    try:
+        made = hook(result, processor)
+    except BadSample:
+        raise
+    except DATA_ERRORS as error:
+        raise ConfigError(
+            f"the post-tokenize hook failed: {type(error).__name__}: {error} (it may raise "
+            "packhorse.errors.BadSample to refuse a sample)"
+        ) from error
+    if not isinstance(made, Mapping) or "input_ids" not in made:
+        raise ConfigError(
+            f"the post-tokenize hook gave back a {type(made).__name__} without input_ids: expected the "
+            "tensors that it was given, changed as it likes"
+        )
+    return made

@@ -1,28 +1,26 @@
-"""Model families: what differs from one processor to the next, and nothing else.
+"""Model families, one file each: what differs from one processor to the next.
 
-``Encoder(processor)`` finds the family of a processor; ``Encoder(processor).encode(conversation)`` makes one
-sample. Importing this imports neither torch nor transformers.
+``Encoder(processor)`` finds the family of a processor; ``Encoder(processor).encode(conversation)`` encodes
+one sample. Importing this imports neither torch nor transformers.
 """
 
-from typing import Any
-
-from packhorse.chat import is_tokenizer
-from packhorse.families.encoder import Encoded, Encoder, Family
+from packhorse.chat import Processor, is_tokenizer
+from packhorse.families.encoder import Encoded, Encoder, Family, LoadedMedia
 from packhorse.families.gemma3 import Gemma3
 from packhorse.families.gemma4 import Gemma4
-from packhorse.families.generic import Generic, generic_for
+from packhorse.families.generic import Generic, TextOnly, warn_unlisted
 from packhorse.families.internvl import InternVL
 from packhorse.families.kimi_k25 import KimiK25, KimiK25Remote
 from packhorse.families.kimi_vl import KimiVL
 from packhorse.families.llava_onevision import LlavaOnevision
-from packhorse.families.media_sizes import LoadedMedia, MediaSize
+from packhorse.families.models import check_transformers
 from packhorse.families.nemotron_omni import NemotronOmni
 from packhorse.families.nemotron_parse import NemotronParse
 from packhorse.families.phi4_mm import Phi4MM
-from packhorse.families.processors import check_transformers
 from packhorse.families.qwen3_omni import Qwen3Omni
 from packhorse.families.qwen_vl import Qwen2VL, Qwen3VL
 from packhorse.families.smolvlm import SmolVLM
+from packhorse.media import MediaSize
 
 __all__ = [
     "FAMILIES",
@@ -54,27 +52,28 @@ FAMILIES: tuple[Family, ...] = (
 """All families but the generic one. A new family is added here."""
 
 
-def family_of(processor: Any) -> Family:
-    """The family that serves a processor, found by the names of its class and its base classes.
+def family_of(processor: Processor) -> Family:
+    """Return the family of a processor, found by the names of its class and its base classes.
 
-    An object around a known processor (``.processor``) is served as that one if it delivers the same
-    tokenizer and image processor, so that the family's facts hold for it. Any other gets the generic family,
-    with one warning per class that says what is not exact; a tokenizer gets one that takes no media.
+    A wrapper with a known processor in ``.processor`` is served as that one if both have the same tokenizer
+    and image processor. A tokenizer gets a family without media; any other processor a new generic family,
+    with one warning per class about what is not exact.
 
     Raises:
         ConfigError: the installed transformers is too old for the family.
     """
     inner = getattr(processor, "processor", None)
-    shown = ("tokenizer", "image_processor")
-    see_through = inner is not None and all(
-        getattr(processor, name, None) is getattr(inner, name, None) is not None for name in shown
+    transparent = inner is not None and all(
+        getattr(processor, name, None) is getattr(inner, name, None) is not None
+        for name in ("tokenizer", "image_processor")
     )
-    for candidate in (processor, inner) if see_through else (processor,):
-        names = [kind.__name__ for kind in type(candidate).__mro__]
-        for name in names:
+    for candidate in (processor, inner) if transparent else (processor,):
+        for kind in type(candidate).__mro__:
             for family in FAMILIES:
-                if name in family.processor_classes:
+                if kind.__name__ in family.processor_classes:
                     check_transformers(family.name, family.min_transformers)
                     return family
-    kind: type = type(processor)
-    return generic_for(kind, is_tokenizer(processor))
+    if is_tokenizer(processor):
+        return TextOnly()
+    warn_unlisted(type(processor).__name__)
+    return Generic()

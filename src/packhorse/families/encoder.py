@@ -1,30 +1,32 @@
 """Families and the encoder: a family bound to a processor, used to count, encode, check and view.
 
-A :class:`Family` declares facts (which processors it serves, its media tensors, its media tokens) and how its
-processor is called. What all families share is written once, in :class:`Encoder`: one conversation goes in;
-ids and media tensors of one sample come out, as the processor itself makes them. A new family is one file and
-one entry in :data:`packhorse.families.FAMILIES`; the contract suite then tests all of it.
-
-Encoding costs what the processor's call costs; counting media tokens is arithmetic on sizes.
+A :class:`Family` declares which processors it serves, its media tensors and its media tokens, and calls its
+processor. :class:`Encoder` has what all families share: it turns one conversation into the ids and media
+tensors that the processor makes, and counts media tokens by arithmetic on sizes. A new family is one file and
+one entry in :data:`packhorse.families.FAMILIES`; the contract tests then cover it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from logging import getLogger
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from packhorse.chat import (
     IGNORE_INDEX,
     TOKEN_KEYS,
+    CannotAlign,
     ChatProcessor,
+    Processor,
     RepeatedTokenTokenizer,
-    Tokenised,
+    TokenizedText,
     answer_spans,
     is_transformers,
     supervised_tokens,
@@ -32,40 +34,87 @@ from packhorse.chat import (
     token_ids,
     with_repeated_tokens,
 )
-from packhorse.errors import DATA_ERRORS, BadSample, ConfigError, PackhorseError, is_data_error, naming
+from packhorse.errors import (
+    DATA_ERRORS,
+    BadSample,
+    ConfigError,
+    MissingDependency,
+    PackhorseError,
+    is_data_error,
+)
 from packhorse.families.media_sizes import (
-    LoadedMedia,
-    MediaSize,
     Pieces,
     Sizes,
     fill_placeholders,
-    placeholder_ref,
     shorten,
     size_of,
     split_runs,
     write_out,
 )
-from packhorse.families.processors import check_transformers
-from packhorse.media import VideoSampling, describe, load_media
+from packhorse.families.models import check_transformers
+from packhorse.formats.conversation import place_audio
+from packhorse.media import (
+    MediaSize,
+    VideoFrames,
+    VideoInfo,
+    VideoSampling,
+    describe,
+    load_image,
+    load_media,
+    placeholder_media,
+)
 from packhorse.types import (
+    MEDIA_KINDS,
     Conversation,
     MediaKind,
     MediaLayout,
     MediaRef,
     Message,
     Reason,
+    Sample,
     TextPart,
 )
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 logger = getLogger(__name__)
 
-REFUSALS = (ValueError, ArithmeticError)
-"""What a processor raises for a media item that it cannot take; some divide by a side that has become 0."""
+PROCESSOR_ERRORS = (ValueError, ArithmeticError)
+"""What a processor raises for a media item that it rejects; some divide by a side of 0."""
 
 _ALL_FRAMES = VideoSampling()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMedia:
+    """Decoded media of one conversation, each kind in the order of the text."""
+
+    images: list[Image.Image]
+    videos: list[VideoFrames]
+    audios: list[tuple[np.ndarray, int]]
+
+    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
+        """Kind and size of each media item.
+
+        Args:
+            order: the kinds as the text mentions them; None for all images, then videos, then audio clips.
+        """
+        sizes: dict[MediaKind, Iterator[MediaSize]] = {
+            "image": ((image.height, image.width) for image in self.images),
+            "video": (_info_of(video) for video in self.videos),
+            "audio": (len(array) for array, _ in self.audios),
+        }
+        if order is None:
+            return [(kind, size) for kind, of_kind in sizes.items() for size in of_kind]
+        return [(kind, next(sizes[kind])) for kind in order]
+
+
+def _info_of(video: VideoFrames) -> VideoInfo:
+    frames, height, width = video.frames.shape[:3]
+    metadata = video.metadata
+    return VideoInfo(frames, height, width, metadata.fps, metadata.duration, metadata.frames_indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +135,7 @@ class Encoded:
     tokens: dict[str, torch.Tensor]
     media: dict[str, torch.Tensor]
     sizes: tuple[tuple[MediaKind, MediaSize], ...] = ()
-    read: Tokenised | None = None
+    read: TokenizedText | None = None
 
 
 class Family:
@@ -96,19 +145,22 @@ class Family:
         name: for messages and tests.
         processor_classes: names of the processor classes it serves.
         layout: every media tensor the processor may return.
-        fill: what ragged tensors are padded with, where that is not 0.
+        fill: what ragged tensors are padded with, if not with 0.
         kinds: the media it takes.
         exact: whether :meth:`media_tokens` and :meth:`pieces` equal what the processor does.
         off_by: by how many tokens a sample's count can be wrong; None if unknown.
-        caveats: what it cannot promise, in words.
-        sampling_rate: of audio, as the model wants it.
+        caveats: limits, as sentences.
+        sampling_rate: of audio for the model.
         least_samples: shorter audio has no token, or breaks the feature extractor.
-        chats: whether conversations are written by a chat template.
-        mrope: the model's positions are three rows (time, height, width), not one, found from media grids.
-        both_ways: the tensor per token that marks media whose tokens attend to each other bidirectionally.
+        chats: whether conversations are rendered by a chat template.
+        mrope: positions have three rows (time, height, width), computed from media grids.
+        bidirectional: the tensor per token that marks media tokens with bidirectional attention.
+        flat_arguments: the processor's call takes plain options, not ``text_kwargs`` and the like.
+        writes_special_tokens: the rendered text has all special tokens.
+        makes_token_tensors: the processor's call returns tensors of tokens, not lists.
         listed: whether its processors are known, and tested, by their class.
-        min_transformers: the oldest transformers it works with, and
-        min_transformers_for: for single kinds of media, where they need a newer one.
+        min_transformers: the oldest transformers it works with.
+        min_transformers_for: the same for kinds of media that need a newer one.
     """
 
     name: ClassVar[str]
@@ -124,29 +176,32 @@ class Family:
     chats: ClassVar[bool] = True
     mrope: ClassVar[bool] = False
     bidirectional: ClassVar[str | None] = None
+    flat_arguments: ClassVar[bool] = False
+    writes_special_tokens: ClassVar[bool] = False
+    makes_token_tensors: ClassVar[bool] = True
     listed: ClassVar[bool] = True
     min_transformers: ClassVar[str] = "5.12"
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = MappingProxyType({})
 
-    # --- media in the text: arithmetic on sizes, no pixel is needed --------------------------------------
+    # --- media in the text, by arithmetic on sizes -------------------------------------------------------
 
     def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
-        """What the chat template writes for one media item of each kind, before it is expanded."""
+        """What the chat template writes for one media item of each kind."""
         return {kind: encoder.token(f"{kind}_token") for kind in self.kinds}
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
-        """The ids that stand for the content of media (not for the brackets around it)."""
+        """The ids of media content (not of the brackets around it)."""
         names = (encoder.token(f"{kind}_token") for kind in self.kinds)
         return frozenset(encoder.tokenizer.convert_tokens_to_ids(name) for name in names)
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """How many content tokens a media item of this size has, without a pixel of it.
+        """Return the number of content tokens of a media item of this size.
 
         Args:
             encoder: with a processor of the family.
             kind: image, video or audio.
             size: see :data:`MediaSize`; ``encoder.size_of`` reads it from a header.
-            images_in_sample: how many images the sample has, where that matters.
+            images_in_sample: how many images the sample has.
 
         Raises:
             ValueError: the processor rejects a media item of this size.
@@ -154,19 +209,18 @@ class Family:
         raise NotImplementedError(f"{self.name} has no {kind} tokens")
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """How many positions the vision encoder attends over for a media item of this size; 0 for audio.
+        """Return the number of patches in the vision encoder for a media item of this size; 0 for audio.
 
         Padding up to the size of a tile counts, since it is computed; tiles that only fill up a batch do not.
-        Arguments and errors are those of :meth:`media_tokens`. 0 if a family does not say.
+        Arguments and errors are those of :meth:`media_tokens`.
         """
         return 0
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
-        """What the processor writes in the text in place of one media item's placeholder.
+        """Return what the processor writes in the text in place of one media item's placeholder.
 
-        Here: the placeholder, once per token of content. Brackets, times and the like are added by the
-        families whose processors write them; what the template has written stays around it. Arguments and
-        errors are those of :meth:`media_tokens`.
+        By default the placeholder, once per content token; families whose processors write brackets, times
+        and the like add them. Arguments and errors are those of :meth:`media_tokens`.
         """
         tokens = self.media_tokens(encoder, kind, size, images_in_sample)
         return [(encoder.placeholders[kind], tokens)]
@@ -181,13 +235,13 @@ class Family:
         return [self.pieces(encoder, kind, size, images) for kind, size in sizes]
 
     def item_rows(self, encoder: Encoder, key: str, kind: MediaKind, size: Any) -> int:
-        """How many rows a media item has in a tensor whose layout is ``"rows"`` without ``rows_from``."""
-        raise NotImplementedError(f"{self.name} does not say how many rows of '{key}' a media item has")
+        """Return a media item's rows in a tensor whose layout is ``"rows"`` without ``rows_from``."""
+        raise NotImplementedError(f"{self.name} does not define the rows of a media item in '{key}'")
 
     # --- how a conversation is checked and rendered ------------------------------------------------------
 
     def check(self, conversation: Conversation) -> None:
-        """Refuse what the family cannot take, before anything is loaded.
+        """Raise for a conversation that the family cannot take, before anything is loaded.
 
         Raises:
             BadSample: it has a media item of a kind that the family does not take, or is empty.
@@ -235,22 +289,20 @@ class Family:
             BadSample: a media item cannot be loaded, or an audio clip is too short for the family.
         """
         loaded = LoadedMedia([], [], [])
-        lists: dict[MediaKind, list[Any]] = {
-            "image": loaded.images,
-            "video": loaded.videos,
-            "audio": loaded.audios,
-        }
         for ref in refs:
-            # Looked up only for a video: a processor that takes none need not say how it samples.
-            sampling = encoder.video_sampling if ref.kind == "video" else None
-            item: Any = load_media(ref, sampling=sampling, sampling_rate=self.sampling_rate)
-            if ref.kind == "audio":
-                self.check_audio_length(ref, len(item[0]))
-            lists[ref.kind].append(item)
+            if ref.kind == "image":
+                loaded.images.append(load_image(ref.source))
+            elif ref.kind == "video":
+                video: Any = load_media(ref, sampling=encoder.video_sampling)
+                loaded.videos.append(video)
+            else:
+                clip: Any = load_media(ref, sampling_rate=self.sampling_rate)
+                self.check_audio_length(ref, len(clip[0]))
+                loaded.audios.append(clip)
         return loaded
 
     def check_audio_length(self, ref: MediaRef, samples: Any) -> None:
-        """Refuse an audio clip that is too short for the family."""
+        """Raise if an audio clip is too short for the family."""
         if samples < self.least_samples:
             raise BadSample(
                 f"{describe(ref.source)}: {samples} samples at {self.sampling_rate:,} Hz, "
@@ -259,8 +311,19 @@ class Family:
                 stage="encode",
             )
 
+    def takes_flat_arguments(self, encoder: Encoder) -> bool:
+        """Whether the processor's call takes plain options and one list of each kind of media."""
+        return self.flat_arguments
+
     def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
         """Keyword arguments of the processor's call for the media of one conversation."""
+        if self.takes_flat_arguments(encoder):
+            given: dict[str, Any] = {
+                "images": media.images,
+                "videos": [video.frames for video in media.videos],
+                "audio": [array for array, _ in media.audios],
+            }
+            return {name: value for name, value in given.items() if value}
         arguments: dict[str, Any] = {}
         if media.images:
             arguments["images"] = [media.images]
@@ -278,17 +341,36 @@ class Family:
         return arguments
 
     def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
-        """Keyword arguments of the processor's call for the text; lengths and padding are ours to decide."""
+        """Keyword arguments of the processor's call for the text, without truncation and padding."""
         bos = getattr(encoder.tokenizer, "bos_token", None)
         # A template that writes the beginning-of-text token itself must not get a second one.
-        written = bos is not None and text.startswith(bos)
-        return {"text_kwargs": {"add_special_tokens": False}} if written else {}
+        if not self.writes_special_tokens and (bos is None or not text.startswith(bos)):
+            return {}
+        options = {"add_special_tokens": False}
+        return options if self.takes_flat_arguments(encoder) else {"text_kwargs": options}
 
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's own output for one conversation, with a batch axis of one."""
         arguments = self.call_arguments(encoder, media) | self.text_arguments(encoder, text)
-        output: Mapping[str, Any] = encoder.processor(text=[text], return_tensors="pt", **arguments)
-        return output
+        if self.makes_token_tensors:
+            output: Mapping[str, Any] = encoder.processor(text=[text], return_tensors="pt", **arguments)
+            return output
+        import torch
+
+        # transformers checks every token before it makes a tensor of a list, which takes a tenth of the time
+        # of an image: without this, benchmarks/encode.py and feed.py miss their promises.
+        for kind in arguments.keys() & {"images", "videos"}:
+            options = arguments.get(f"{kind}_kwargs", {})
+            arguments[f"{kind}_kwargs"] = {**options, "return_tensors": "pt"}
+        return {
+            key: value
+            if isinstance(value, torch.Tensor)
+            # Numpy reads a list of numbers in a quarter of the time.
+            else torch.from_numpy(np.array(value, np.int64))
+            if key in TOKEN_KEYS
+            else torch.tensor(value)
+            for key, value in encoder.processor(text=[text], **arguments).items()
+        }
 
     def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
         """Put what the processor returned into ``encoded``: tensors per token, and media tensors.
@@ -310,19 +392,26 @@ class Family:
                 )
 
     def bad(self, detail: str, conversation: Conversation, reason: Reason = "media_mismatch") -> BadSample:
-        """The error that refuses a conversation."""
+        """Return the error for a conversation that is rejected."""
         return BadSample(detail, reason=reason, key=conversation.key, stage="encode")
 
 
 @contextmanager
 def processor_errors(key: str) -> Iterator[None]:
-    """Raise what a processor raises for one sample as a :class:`BadSample` with this key."""
+    """Raise what a processor raises for one sample as a :class:`BadSample` with this key.
+
+    An error that is not the sample's fault (a missing package or credential) gets the key in its message.
+    """
     try:
         yield
+    except (ConfigError, MissingDependency) as error:
+        if not key or str(error).startswith(f"{key}: "):
+            raise
+        raise type(error)(f"{key}: {error}") from error
     except PackhorseError:
         raise
-    except REFUSALS as error:
-        what = f"the processor refuses it: {error}"
+    except PROCESSOR_ERRORS as error:
+        what = f"the processor rejects it: {error}"
         raise BadSample(what, reason="sample_failed", key=key, stage="encode") from error
     except DATA_ERRORS as error:
         if not is_data_error(error):
@@ -333,7 +422,7 @@ def processor_errors(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the processor makes of a blank media item.
+    """What the processor makes of a placeholder media item.
 
     Attributes:
         tokens: its content tokens.
@@ -349,19 +438,18 @@ class Probe:
 class Encoder(ChatProcessor):
     """A family bound to a processor.
 
-    What the processor says of itself is looked up once and kept. A pickled encoder holds the processor and
-    the family alone; the rest is looked up again in the other process.
+    What it looks up in the processor is cached. Only the processor and the family are pickled.
 
     Args:
         processor: the model's processor, or a tokenizer for text alone. Changes made to it after the first
-            use are not noticed.
-        family: how it is called; None for :func:`family_of`.
+            use have no effect.
+        family: of the processor; None for :func:`family_of`.
     """
 
-    def __init__(self, processor: Any, family: Family | None = None) -> None:
+    def __init__(self, processor: Processor, family: Family | None = None) -> None:
         super().__init__(processor)
         if family is None:
-            from packhorse.families import family_of  # the list imports the families, and they this module
+            from packhorse.families import family_of  # it imports the families, which import this module
 
             family = family_of(processor)
         self.family = family
@@ -370,10 +458,10 @@ class Encoder(ChatProcessor):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.processor, self.family)
 
-    # --- what the processor says -------------------------------------------------------------------------
+    # --- what the processor has --------------------------------------------------------------------------
 
     def find_token(self, name: str) -> str | None:
-        """The token that the processor or its tokenizer has under this name; None if neither has one."""
+        """Return the token that the processor or its tokenizer has under this name; None without one."""
         tokens = (getattr(owner, name, None) for owner in (self.processor, self.tokenizer))
         return next((str(token) for token in tokens if token is not None), None)
 
@@ -390,38 +478,38 @@ class Encoder(ChatProcessor):
 
     @cached_property
     def placeholders(self) -> dict[MediaKind, str]:
-        """What the chat template writes for one media item of each kind, before it is expanded."""
+        """What the chat template writes for one media item of each kind."""
         return self.family.placeholders(self)
 
     @cached_property
     def media_token_ids(self) -> frozenset[int]:
-        """The ids that stand for the content of media (not for the brackets around it)."""
+        """The ids of media content (not of the brackets around it)."""
         return self.family.media_token_ids(self)
 
     @cached_property
     def video_sampling(self) -> VideoSampling:
-        """How the processor samples frames; all frames if it does not say."""
+        """How the processor samples frames; all frames without a video processor."""
         owner = getattr(self.processor, "video_processor", None)
         return VideoSampling() if owner is None else VideoSampling.from_processor(self.processor)
 
     @cached_property
     def _quick(self) -> tuple[Encoder, RepeatedTokenTokenizer] | None:
-        """An encoder whose tokenizer reads runs of a media token once; None if the processor allows none."""
+        """An encoder that tokenizes runs of a media token once; None if the processor cannot have one."""
         if not self.family.listed:
             return None
         processor, tokenizer = with_repeated_tokens(self.processor, self.media_token_ids)
         return None if tokenizer is None else (Encoder(processor, self.family), tokenizer)
 
     def check_template(self) -> None:
-        """Refuse a processor that is made for chat templates and was given none.
+        """Raise if a processor that is made for chat templates has none.
 
         Raises:
-            ConfigError: it has none, so that no sample could be rendered.
+            ConfigError: no sample could be rendered.
         """
         processor = self.processor
         if not self.family.chats or not hasattr(processor, "chat_template"):
-            return  # one without the attribute has its own way of rendering
-        # Those of transformers do not ask their tokenizer for one.
+            return  # one without the attribute renders in another way
+        # Those of transformers do not use the tokenizer's.
         owners = (processor,) if is_transformers(processor) else (processor, self.tokenizer)
         if all(getattr(owner, "chat_template", None) is None for owner in owners):
             raise ConfigError(
@@ -444,22 +532,39 @@ class Encoder(ChatProcessor):
         try:
             return self.render(self.family.turns(conversation))
         except template_errors() as error:
-            what = f"the chat template refuses it: {error}"
+            what = f"the chat template rejects it: {error}"
             raise self.family.bad(what, conversation, "wrong_format") from error
 
+    def place_audio(self, example: Mapping[str, Any], key: str = "") -> Mapping[str, Any]:
+        """Return the example with its field ``audio`` made a part of the conversation.
+
+        Raises:
+            BadSample: see :func:`packhorse.formats.conversation.place_audio`.
+        """
+        if example.get("audio") is None:
+            return example
+        placeholders: list[str] = []
+        with suppress(ConfigError):  # a small object by the name of a known class names none
+            placeholders = [self.placeholders["audio"]] if "audio" in self.family.kinds else []
+        return place_audio(example, placeholders, key)
+
     def check_placeholders(self, text: str, conversation: Conversation) -> None:
-        """Refuse a rendered text that has not one placeholder for each media item, or has one typed out."""
+        """Raise unless the rendered text has one placeholder for each media item, and none from a text."""
         wanted = Counter(ref.kind for ref in conversation.media)
+        texts = [
+            "".join(part.text for part in message.parts if isinstance(part, TextPart))
+            for message in conversation.messages
+        ]
         expected: Counter[str] = Counter()
         for kind, placeholder in self.placeholders.items():
             expected[placeholder] += wanted[kind]
-        for placeholder, number in expected.items():
-            found = text.count(placeholder)
-            typed = sum(message.text.count(placeholder) for message in conversation.messages)
-            if found != number or typed:
-                what = f"the rendered text holds '{placeholder}' {found} times for {number} media"
+        for placeholder, items in expected.items():
+            count = text.count(placeholder)
+            typed = sum(written.count(placeholder) for written in texts)
+            if count != items or typed:
+                what = f"the rendered text holds '{placeholder}' {count} times for {items} media items"
                 if typed:
-                    what += f", {typed} of them typed out in a text: cannot be told from a media item"
+                    what += f", {typed} of them typed in a text: not distinguishable from a media item"
                 raise self.family.bad(what, conversation)
 
     def text_options(self, text: str) -> Mapping[str, Any]:
@@ -478,7 +583,7 @@ class Encoder(ChatProcessor):
         """The size :meth:`media_tokens` takes, from the header alone: no pixel or sample is decoded.
 
         Raises:
-            BadSample: :meth:`load` would refuse it, as far as the header shows.
+            BadSample: :meth:`load` would raise, as far as the header shows.
         """
         sampling = self.video_sampling if ref.kind == "video" else _ALL_FRAMES
         size = size_of(ref, sampling, self.family.sampling_rate)
@@ -534,17 +639,17 @@ class Encoder(ChatProcessor):
         return outlined, sum(omitted for _, omitted in short)
 
     def probe(self, kind: MediaKind, size: Any) -> Probe:
-        """What the processor makes of a blank media item of this size; each size is tried once.
+        """Return what the processor makes of a placeholder of this size; each size is tried once.
 
-        For processors whose arithmetic is unknown. Costs a whole call of the processor, and is right only if
-        the size alone decides.
+        For processors whose arithmetic is unknown. Costs a call of the processor, and is right only if the
+        number of tokens depends on the size alone.
 
         Raises:
             BadSample: the processor rejects it.
         """
         if (kind, size) not in self._probes:
-            blank = placeholder_ref(kind, size, self.family.sampling_rate)
-            encoded = self.encode(Conversation((Message("user", (blank,)),)))
+            placeholder = placeholder_media(kind, size, self.family.sampling_rate)
+            encoded = self.encode(Conversation((Message("user", (placeholder,)),)))
             ids = encoded.tokens["input_ids"].tolist()
             tokens = sum(token in self.media_token_ids for token in ids)
             counted = [key for key in encoded.media if self.family.layout[key].rows_from is not None]
@@ -568,21 +673,35 @@ class Encoder(ChatProcessor):
         # Its tokens apart from what surrounds them, so that they are known to be the same ones.
         return split_runs(read[start + len(before) : end], placeholder)
 
-    def placeholder_media(self, conversation: Conversation, sizes: Sizes) -> Conversation:
-        """The conversation with a blank media item of the same size for each of its own.
+    def fake_image_span(
+        self, ids: Sequence[int], conversation: Conversation, sizes: Sizes
+    ) -> tuple[int, int]:
+        """First and after-last token that the fake image adds to a sample, brackets and newlines included.
 
-        If a family is not exact, encoding this gives the length of the sample without decoding its media; the
-        processor still does all its work.
+        They are what lies between the tokens that the conversation with the image and that without it have in
+        common at their beginning and at their end. (A space that the template writes only before a text, or
+        that becomes one token with the image's own newlines, goes with them.)
+
+        Args:
+            ids: of the sample, without padding.
+            conversation: with the fake image, its first one.
+            sizes: of its media, in the order of the text.
+
+        Raises:
+            BadSample: the chat template rejects the conversation without the image.
         """
-        blanks = iter([placeholder_ref(kind, size, self.family.sampling_rate) for kind, size in sizes])
-        messages = [
-            replace(
-                message,
-                parts=tuple(next(blanks) if isinstance(part, MediaRef) else part for part in message.parts),
-            )
-            for message in conversation.messages
-        ]
-        return replace(conversation, messages=tuple(messages))
+        without = _without_first_image(conversation)
+        text = self.render_conversation(without)
+        if not without.media:
+            plain = self.tokenize(text)
+        elif self.family.exact:
+            fake = [kind for kind, _ in sizes].index("image")
+            rest = [size for index, size in enumerate(sizes) if index != fake]
+            plain = self.tokenize(self.expand(text, rest, without.key))
+        else:
+            plain = self.encode(without).tokens["input_ids"].tolist()
+        first = _common_prefix(ids, plain)
+        return first, len(ids) - _common_prefix(ids[::-1], plain[first:][::-1])
 
     # --- encoding ----------------------------------------------------------------------------------------
 
@@ -590,8 +709,12 @@ class Encoder(ChatProcessor):
         """Decode the media of one conversation; see :meth:`Family.load`."""
         return self.family.load(self, refs)
 
-    def encode(self, conversation: Conversation) -> Encoded:
+    def encode(self, conversation: Conversation, *, fake_image: bool = False) -> Encoded:
         """Load the media, render the template, run the processor on this one conversation.
+
+        Args:
+            conversation: what to encode.
+            fake_image: whether its first image is the fake one, whose tokens get ``attention_mask`` 0.
 
         Raises:
             BadSample: a media item cannot be loaded, the text and the media do not agree, or the template or
@@ -602,17 +725,19 @@ class Encoder(ChatProcessor):
         family.check(conversation)
         text = self.render_conversation(conversation)
         self.check_placeholders(text, conversation)
-        with naming(conversation.key):
-            media = self.load(conversation.media)
         with processor_errors(conversation.key):
+            media = self.load(conversation.media)
             output, read = self._call(text, media)
         sizes = media.sizes(ref.kind for ref in conversation.media)
         encoded = Encoded(text, family.turns(conversation), {}, {}, tuple(sizes), read)
         family.sort_output(encoded, output)
         self._check_media(encoded, conversation)
+        if fake_image:
+            first, after = self.fake_image_span(encoded.tokens["input_ids"].tolist(), conversation, sizes)
+            encoded.tokens["attention_mask"][first:after] = 0
         return encoded
 
-    def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], Tokenised | None]:
+    def _call(self, text: str, media: LoadedMedia) -> tuple[Mapping[str, Any], TokenizedText | None]:
         """The processor's output, if possible with a tokenizer that is quicker over media; and its tokens."""
         if self._quick is None:
             return self.family.call(self, text, media), None
@@ -642,6 +767,27 @@ class Encoder(ChatProcessor):
             labels[start:end] = ids[start:end]
         return labels
 
+    def label_sample(self, encoded: Encoded, key: str) -> Sample:
+        """Return the encoded sample with its labels.
+
+        Raises:
+            BadSample: its answers cannot be located in its tokens with certainty.
+        """
+        try:
+            labels = self.labels(encoded)
+        except CannotAlign as error:
+            raise BadSample(str(error), key=key, stage="encode") from error
+        tokens = {"labels": labels, **encoded.tokens}  # a hook may have made labels and positions
+        counts = Counter(kind for kind, _ in encoded.sizes)
+        return Sample(
+            labels=tokens.pop("labels"),
+            position_ids=tokens.pop("position_ids", None),
+            tokens=tokens,
+            media=encoded.media,
+            num_items={kind: counts[kind] for kind in MEDIA_KINDS},
+            key=key,
+        )
+
     def rows(self, encoded: Encoded, key: str) -> list[int]:
         """How many entries along axis 0 of a media tensor belong to each of its items, in text order.
 
@@ -663,7 +809,7 @@ class Encoder(ChatProcessor):
         return [sum(next(entries) for _ in range(n)) for n in self.rows(encoded, layout.rows_from)]
 
     def _check_media(self, encoded: Encoded, conversation: Conversation) -> None:
-        """Refuse a sample whose media tensors or media tokens do not agree with its media.
+        """Raise if a sample's media tensors or media tokens do not agree with its media.
 
         Raises:
             BadSample: the processor returned no tensor for a media item, or more or fewer media tokens than
@@ -673,16 +819,16 @@ class Encoder(ChatProcessor):
         family = self.family
         returned = {kind for key in encoded.media for kind in family.layout[key].kinds}
         counts = Counter(kind for kind, _ in encoded.sizes)
-        for kind, number in counts.items():
+        for kind, items in counts.items():
             if kind not in returned:
-                what = f"the processor returned no tensor for its {number} {kind}(s)"
+                what = f"the processor returned no tensor for its {items} {kind}(s)"
                 raise family.bad(what, conversation)
         if family.exact:
             ids = encoded.tokens["input_ids"]
-            found = sum(int((ids == token).sum()) for token in self.media_token_ids)
+            actual = sum(int((ids == token).sum()) for token in self.media_token_ids)
             needed = sum(self.media_tokens(kind, size, counts["image"]) for kind, size in encoded.sizes)
-            if found != needed:
-                raise family.bad(f"{found} media tokens where its media need {needed}", conversation)
+            if actual != needed:
+                raise family.bad(f"{actual} media tokens where its media need {needed}", conversation)
         for key, value in encoded.media.items():
             layout = family.layout[key]
             expected = 1 if layout.owner == "sample" else sum(self.rows(encoded, key))
@@ -691,6 +837,25 @@ class Encoder(ChatProcessor):
                     f"the processor returned '{key}' of shape {tuple(value.shape)}; for {dict(counts)} "
                     f"family '{family.name}' ({layout.owner}) expects {expected} along axis 0"
                 )
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items two sequences have in common at their beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def _without_first_image(conversation: Conversation) -> Conversation:
+    """The conversation without its first image, and without the message if nothing else is in it."""
+    first = next(ref for ref in conversation.media if ref.kind == "image")
+    messages = []
+    for message in conversation.messages:
+        rest = tuple(part for part in message.parts if part is not first)
+        if len(rest) == len(message.parts):
+            messages.append(message)
+        elif rest:
+            messages.append(replace(message, parts=rest))
+    return replace(conversation, messages=tuple(messages))
 
 
 @cache

@@ -41,7 +41,7 @@ class Gemma3(Family):
         return int((square["height"] // _PATCH) * (square["width"] // _PATCH))
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
-        """Brackets and two empty lines; newlines of the text beside them may melt into theirs."""
+        """Brackets and two empty lines; newlines of the text may join theirs in one token."""
         opening, closing = encoder.token("boi_token"), encoder.token("eoi_token")
         soft = str(encoder.tokenizer.image_token)
         return [(f"\n\n{opening}", 1), (soft, int(encoder.processor.image_seq_length)), (f"{closing}\n\n", 1)]

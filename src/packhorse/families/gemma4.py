@@ -17,9 +17,9 @@ _FRAMES_PER_TOKEN = 4
 
 
 class Gemma4(Family):
-    """Images and frames fill a budget of tokens, whatever their size; frames carry times; sound has tokens.
+    """Images and frames fill a budget of tokens, whatever their size; frames carry times.
 
-    The feature extractor cuts sound at 30 seconds.
+    The feature extractor cuts audio at 30 seconds.
     """
 
     name = "gemma4"
@@ -34,34 +34,34 @@ class Gemma4(Family):
         "input_features": TensorLayout(("audio",), "item", ragged=True),
         "input_features_mask": TensorLayout(("audio",), "item", ragged=True),
     }
-    caveats: ClassVar[tuple[str, ...]] = ("the processor cuts sound at 30 seconds and does not say so",)
+    caveats: ClassVar[tuple[str, ...]] = ("the processor cuts audio at 30 seconds without a warning",)
     least_samples: ClassVar[int] = 161
     # Before that the frames of two videos cannot be separated (num_frames_per_video).
     min_transformers_for: ClassVar[Mapping[MediaKind, str]] = {"video": "5.19"}
     bidirectional: ClassVar[str | None] = "mm_token_type_ids"
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Squares of pooled patches in the resized image; a token per four frames of sound."""
+        """Squares of pooled patches in the resized image; a token per four frames of audio."""
         processor = encoder.processor
         if kind == "image":
             return _tokens(processor.image_processor, *size)
         if kind == "video":
             return int(size.total_frames) * _tokens(processor.video_processor, size.height, size.width)
-        ears = processor.feature_extractor
+        extractor = processor.feature_extractor
         # A frame takes one sample more than its length, and half a frame of silence is put in front.
-        samples = min(size, _MOST_SAMPLES) + ears.frame_length // 2 - ears.frame_length - 1
-        frames: int = max(0, samples // ears.hop_length + 1)
+        samples = min(size, _MOST_SAMPLES) + extractor.frame_length // 2 - extractor.frame_length - 1
+        frames: int = max(0, samples // extractor.hop_length + 1)
         return math.ceil(frames / _FRAMES_PER_TOKEN)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Without those that fill up the budget, which are masked; none for sound."""
+        """Without those that fill up the budget, which are masked; none for audio."""
         if kind == "audio":
             return 0
         owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
         return int(self.media_tokens(encoder, kind, size) * owner.pooling_kernel_size**2)
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
-        """Brackets; frames have their minute and second in front and a blank between them."""
+        """Brackets; frames have their minute and second in front and a space between them."""
         processor = encoder.processor
         tokens = self.media_tokens(encoder, kind, size)
         if kind == "image":
@@ -70,11 +70,11 @@ class Gemma4(Family):
             return [(processor.boa_token, 1), (processor.audio_token, tokens), (processor.eoa_token, 1)]
         opening, pad, closing = processor.boi_token, processor.video_token, processor.eoi_token
         written: list[tuple[str, int]] = []
-        for at, seconds in enumerate(frame_times(size)):
+        for index, seconds in enumerate(frame_times(size)):
             clock = f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
-            blank = " " if at else ""
+            space = " " if index else ""
             frame = tokens // size.total_frames
-            written += ((f"{blank}{clock} {opening}", 1), (pad, frame), (closing, 1))
+            written += ((f"{space}{clock} {opening}", 1), (pad, frame), (closing, 1))
         return written
 
 

@@ -1,8 +1,7 @@
-"""The family of processors nobody listed: what can be done from the template and the call alone.
+"""The family of unlisted processors: encode from the template and the processor's call alone.
 
-Rendering, ids and labels are as exact as everywhere (labels are compared token by token). What is not known
-is said in :attr:`Generic.caveats`: nothing about media is guessed, and a tensor whose owner is not certain
-stops the run instead of being lost or mixed up.
+Rendering, ids and labels are as exact as everywhere (labels are compared token by token);
+:attr:`Generic.caveats` says what is not. A media tensor whose layout is not certain raises.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 from packhorse.chat import TOKEN_KEYS, answer_spans, is_transformers
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoded, Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces
+from packhorse.families.media_sizes import Pieces
 from packhorse.types import MEDIA_KINDS, Conversation, MediaKind, TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ _GRIDS: tuple[tuple[str, str, MediaKind], ...] = (
 
 
 class Generic(Family):
-    """One instance per processor class; its layout grows with the tensors that the processor returns."""
+    """A family whose layout grows with the tensors that the processor returns."""
 
     name = "generic"
     kinds: ClassVar[tuple[MediaKind, ...]] = MEDIA_KINDS
@@ -39,7 +38,7 @@ class Generic(Family):
     off_by: ClassVar[int | None] = None
     listed: ClassVar[bool] = False
     caveats: ClassVar[tuple[str, ...]] = (
-        "media tokens are counted by running the processor on a blank media item of the same size",
+        "media tokens are counted by running the processor on a placeholder of the same size",
         "a media tensor is kept only if it has one entry per media item of one kind (or patches with a "
         "grid); any other stops the run",
         "text that types a placeholder is found only if the processor names its image_token, video_token or "
@@ -64,15 +63,15 @@ class Generic(Family):
         return frozenset(int(number) for number in ids if number is not None and number != unknown)
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """What a blank media item of this size gets."""
+        """As many as a placeholder of this size has."""
         return encoder.probe(kind, size).tokens
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Patches of a placeholder item of this size; 0 if the processor returns no grid."""
+        """As many as a placeholder of this size has; 0 if the processor returns no grid."""
         return 0 if kind == "audio" else encoder.probe(kind, size).patches
 
     def pieces(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> Pieces:
-        """What the processor writes for a blank media item of this size, read back from the ids."""
+        """What the processor writes for a placeholder of this size, decoded from the ids."""
         return encoder.probe(kind, size).pieces
 
     def render(self, encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> str:
@@ -85,21 +84,9 @@ class Generic(Family):
         """The supervised characters of ``text``, which was rendered from ``turns``."""
         return answer_spans(encoder, _in_form(encoder, turns), text)
 
-    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
-        """As transformers' processors take them; flat lists for any other object."""
-        if is_transformers(encoder.processor):
-            return super().call_arguments(encoder, media)
-        given = {
-            "images": media.images,
-            "videos": [video.frames for video in media.videos],
-            "audio": [array for array, _ in media.audios],
-        }
-        return {name: value for name, value in given.items() if value}
-
-    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
-        """As transformers' processors take them; a plain option for any other object."""
-        arguments = super().text_arguments(encoder, text)
-        return arguments if is_transformers(encoder.processor) else dict(arguments.get("text_kwargs", {}))
+    def takes_flat_arguments(self, encoder: Encoder) -> bool:
+        """Whether it is no processor of transformers."""
+        return not is_transformers(encoder.processor)
 
     def sort_output(self, encoded: Encoded, output: Mapping[str, Any]) -> None:
         """As every family, once the layout of tensors seen for the first time is known."""
@@ -136,10 +123,10 @@ class TextOnly(Generic):
 def _layout_of(
     key: str, value: Any, output: Mapping[str, Any], counts: Mapping[MediaKind, int], length: int
 ) -> TensorLayout:
-    """What is certain about a tensor.
+    """The layout of a tensor: patches with a grid, or one entry per media item of one kind.
 
     Raises:
-        ConfigError: nothing is.
+        ConfigError: it is neither with certainty.
     """
     shape = tuple(getattr(value, "shape", ()))
     for rows, grid, kind in _GRIDS:
@@ -152,37 +139,31 @@ def _layout_of(
     if len(owners) == 1 and not per_token:
         return TensorLayout((owners[0],), "item")
     raise ConfigError(
-        f"the processor returned '{key}' of shape {shape} for {dict(counts)} and {length} tokens: whose its "
-        "entries are cannot be told with certainty. Declare it: write a family for this processor "
+        f"the processor returned '{key}' of shape {shape} for {dict(counts)} and {length} tokens: which "
+        "media item owns an entry is not certain. Declare it: write a family for this processor "
         "(docs/families.md), or drop the tensor in a wrapper around it"
     )
 
 
 def _in_form(encoder: Encoder, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turns of text alone become plain strings for a template that would print a list of parts."""
-    if encoder.takes_parts:
-        return [dict(turn) for turn in turns]
-    return [{**turn, "content": _joined(turn["content"])} for turn in turns]
+    return [
+        dict(turn) if encoder.takes_parts else {**turn, "content": _as_text(turn["content"])}
+        for turn in turns
+    ]
 
 
-def _joined(content: Any) -> Any:
+def _as_text(content: Any) -> Any:
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return "".join(part["text"] for part in content)
 
 
 @cache
-def generic_for(processor_class: type, text_only: bool) -> Generic:
-    """The generic family of a processor class (of tokenizers, if text_only).
-
-    One for each class, since collate functions must know the tensors that encoding has seen. For a processor,
-    the first call warns about what is not exact.
-    """
-    if text_only:
-        return TextOnly()
+def warn_unlisted(class_name: str) -> None:
+    """Warn once for each processor class about what is not exact."""
     logger.warning(
         "%s is no processor that Packhorse knows, so it is encoded from its template and call alone: %s",
-        processor_class.__name__,
+        class_name,
         "; ".join(Generic.caveats),
     )
-    return Generic()

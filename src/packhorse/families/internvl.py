@@ -20,7 +20,7 @@ class InternVL(Family):
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
     layout: ClassVar[MediaLayout] = {"pixel_values": TensorLayout(("image", "video"), "rows")}
     caveats: ClassVar[tuple[str, ...]] = (
-        "videos of one sample must have the same number of frames: the processor refuses others",
+        "videos of one sample must have the same number of frames: the processor rejects others",
     )
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
@@ -42,13 +42,10 @@ class InternVL(Family):
         if kind == "image":
             return [(start, 1), (pad, self.media_tokens(encoder, kind, size)), (end, 1)]
         written: list[tuple[str, int]] = []
+        tokens = int(processor.image_seq_length)
         for number in range(1, size.total_frames + 1):
             line = "\n" if number > 1 else ""
-            written += (
-                (f"{line}Frame{number}: {start}", 1),
-                (pad, int(processor.image_seq_length)),
-                (end, 1),
-            )
+            written += ((f"{line}Frame{number}: {start}", 1), (pad, tokens), (end, 1))
         return written
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:

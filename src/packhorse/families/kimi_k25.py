@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from packhorse.chat import ChatProcessor
 from packhorse.errors import ConfigError
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.kimi_vl import merged
-from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_times
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.kimi_vl import padded_groups
+from packhorse.families.media_sizes import Pieces, frame_times
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _MEDIA_PAD, _MEDIA_PAD_ID = "<|media_pad|>", 163605
@@ -72,7 +72,7 @@ class KimiK25(Family):
 
 
 def _clock(seconds: float) -> str:
-    """Hours, minutes, seconds and thousandths; begins anew after a day."""
+    """Hours, minutes, seconds and thousandths; starts over after a day."""
     return time.strftime("%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}"
 
 
@@ -81,7 +81,7 @@ def _tokens(owner: Any, height: int, width: int) -> int:
     patches = max(1, height // patch) * max(1, width // patch)
     scale = min(1.0, math.sqrt(owner.max_patches / patches), longest / height, longest / width)
     factor = patch * owner.merge_size
-    return merged(height, scale, factor) * merged(width, scale, factor)
+    return padded_groups(height, scale, factor) * padded_groups(width, scale, factor)
 
 
 def media_pad_id(chat: ChatProcessor) -> int:
@@ -90,12 +90,12 @@ def media_pad_id(chat: ChatProcessor) -> int:
     convert = getattr(tokenizer, "convert_tokens_to_ids", None)
     found = convert(_MEDIA_PAD) if callable(convert) else None
     unknown = getattr(tokenizer, "unk_token_id", None)
-    told = (
+    candidates = (
         getattr(chat.processor, "media_placeholder_token_id", None),
         getattr(chat.processor, "image_token_id", None),
         None if found == unknown else found,
     )
-    return next((number for number in told if isinstance(number, int)), _MEDIA_PAD_ID)
+    return next((number for number in candidates if isinstance(number, int)), _MEDIA_PAD_ID)
 
 
 class KimiK25Remote(Family):
@@ -111,10 +111,12 @@ class KimiK25Remote(Family):
         "pixel_values": TensorLayout(("image",), "rows", "grid_thws"),
         "grid_thws": TensorLayout(("image",), "item"),
     }
+    flat_arguments: ClassVar[bool] = True
+    writes_special_tokens: ClassVar[bool] = True
     exact: ClassVar[bool] = False
     off_by: ClassVar[int | None] = None
     caveats: ClassVar[tuple[str, ...]] = (
-        "media tokens are counted by running the processor on a blank image of the same size",
+        "media tokens are counted by running the processor on a white image of the same size",
     )
 
     def placeholders(self, encoder: Encoder) -> dict[MediaKind, str]:
@@ -126,20 +128,12 @@ class KimiK25Remote(Family):
         return frozenset({media_pad_id(encoder)})
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """What a blank image of this size gets: the processor does not say it otherwise."""
+        """As many as a white image of this size has."""
         return encoder.probe(kind, size).tokens
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """As many as a blank image of this size has."""
+        """As many as a white image of this size has."""
         return encoder.probe(kind, size).patches
-
-    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
-        """The template writes all special tokens there are."""
-        return {"add_special_tokens": False}
-
-    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
-        """All images in one list."""
-        return {"images": media.images} if media.images else {}
 
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, each placeholder repeated as often as its image has tokens."""

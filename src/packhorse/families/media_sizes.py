@@ -9,33 +9,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from packhorse.errors import BadSample
 from packhorse.media import (
     DEFAULT_MAX_BYTES,
-    VideoFrames,
+    MediaSize,
     VideoInfo,
     VideoSampling,
     describe,
     media_size,
     probe_video,
-    sample_frame_indices,
     sampling_of,
 )
 from packhorse.media.audio import check_samples
-from packhorse.media.failure import bad, check_bytes
-from packhorse.media.loading import _preloaded as preloaded_metadata
+from packhorse.media.loading import preloaded_metadata
+from packhorse.media.video import frame_positions
 from packhorse.types import MediaKind, MediaRef
-
-MediaSize = tuple[int, int] | VideoInfo | int
-"""(height, width) of an image; the :class:`VideoInfo` of the frames that are *fed* (``total_frames`` being
-their number, ``indices`` which of the original they are); the number of samples of a sound at the family's
-rate."""
 
 Sizes = Sequence[tuple[MediaKind, MediaSize]]
 """Kind and size of each media item of a sample, in the order of the conversation."""
@@ -44,38 +34,7 @@ Pieces = Sequence[tuple[str, int]]
 """Texts in order, and how often each is written in a row."""
 
 _RATE_OF_UNKNOWN = 24
-"""What processors take for the rate of a video whose rate nobody knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedMedia:
-    """Decoded media of one conversation, each kind in the order of the text."""
-
-    images: list[Any]
-    videos: list[VideoFrames]
-    audios: list[tuple[Any, int]]
-
-    def sizes(self, order: Iterable[MediaKind] | None = None) -> list[tuple[MediaKind, MediaSize]]:
-        """Kind and size of each media item.
-
-        Args:
-            order: the kinds as the text mentions them; without it all images come first, then all videos,
-                then all sounds.
-        """
-        sizes: dict[MediaKind, Iterator[MediaSize]] = {
-            "image": ((image.height, image.width) for image in self.images),
-            "video": (_fed(video) for video in self.videos),
-            "audio": (len(array) for array, _ in self.audios),
-        }
-        if order is None:
-            return [(kind, size) for kind, found in sizes.items() for size in found]
-        return [(kind, next(sizes[kind])) for kind in order]
-
-
-def _fed(video: VideoFrames) -> VideoInfo:
-    frames, height, width = video.frames.shape[:3]
-    metadata = video.metadata
-    return VideoInfo(frames, height, width, metadata.fps, metadata.duration, metadata.frames_indices)
+"""The rate that processors assume for a video without one."""
 
 
 def frame_numbers(info: VideoInfo) -> range | tuple[int, ...]:
@@ -95,7 +54,7 @@ def size_of(ref: MediaRef, sampling: VideoSampling, sampling_rate: int) -> Media
     Args:
         ref: the media item.
         sampling: how many frames of a video are taken.
-        sampling_rate: the rate to which sound is brought.
+        sampling_rate: the rate to which audio is resampled.
 
     Raises:
         BadSample: the media item is missing, broken or too large to be decoded, or its options make no sense.
@@ -121,23 +80,15 @@ def _video_size(ref: MediaRef, sampling: VideoSampling) -> VideoInfo:
         indices = ready.frames_indices
         return VideoInfo(len(indices), shown.height, shown.width, ready.fps, ready.duration, indices)
     found: Any = media_size(ref)
-    wishes = sampling_of(ref, sampling)
-    try:
-        chosen = sample_frame_indices(found, wishes, ref.options.get("frame_indices"))
-    except BadSample as error:
-        raise bad(f"{describe(ref.source)}: {error.detail}", error.reason) from error
-    size: VideoInfo = replace(found, total_frames=len(chosen), indices=tuple(chosen.tolist()))
-    check_bytes(
-        size.total_frames * size.height * size.width * 3,
-        DEFAULT_MAX_BYTES,
-        f"{describe(ref.source)}: {size.total_frames:,} frames of {size.width:,} x {size.height:,}",
-        "take fewer frames (fps, num_frames or max_frames)",
-    )
+    requested = ref.options.get("frame_indices")
+    name, settings = describe(ref.source), sampling_of(ref, sampling)
+    positions = frame_positions(found, settings, requested, name, DEFAULT_MAX_BYTES)
+    size: VideoInfo = replace(found, total_frames=len(positions), indices=tuple(positions.tolist()))
     return size
 
 
 def check_equal_frames(sizes: Sizes) -> None:
-    """Refuse videos of different numbers of frames, for processors that make one tensor of them.
+    """Reject videos of different numbers of frames, for processors that make one tensor of them.
 
     Raises:
         ValueError: as the processor does.
@@ -149,27 +100,6 @@ def check_equal_frames(sizes: Sizes) -> None:
 
 
 # --- the text of media ------------------------------------------------------------------------------------
-
-
-def placeholder_ref(kind: MediaKind, size: Any, sampling_rate: int) -> MediaRef:
-    """A blank media item of a size: a white image or video, or silence."""
-    if kind == "image":
-        height, width = size
-        return MediaRef(kind, Image.new("RGB", (width, height), "white"))
-    if kind == "audio":
-        return MediaRef(kind, (np.zeros(size, np.float32), sampling_rate))
-    frames = np.full((size.total_frames, size.height, size.width, 3), 255, np.uint8)
-    numbers = list(frame_numbers(size))
-    # As frames that were sampled before, so that they keep their times.
-    metadata = {
-        "total_num_frames": max(numbers) + 1,
-        "fps": size.fps,
-        "height": size.height,
-        "width": size.width,
-        "duration": size.duration,
-        "frames_indices": numbers,
-    }
-    return MediaRef(kind, frames, {"video_metadata": metadata})
 
 
 def split_runs(text: str, token: str) -> Pieces:

@@ -1,21 +1,29 @@
-"""Models of transformers: found inside wrappers, by config or by name, and judged for packing.
+"""Models and processors of transformers: opened by name, found inside wrappers, and checked for packing.
 
 :func:`packing_problems` is the one place that decides whether a model gives packed rows the results that it
 gives their samples alone: the model types of :data:`PACKABLE` do, with layers of proven kinds, and no other.
-Nothing is computed and no weight is read.
+:func:`honours_shift_labels` says whether a model's own loss takes labels that are shifted already. Nothing is
+computed and no weight is read.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
+import re
 import socket
+import sys
+import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import metadata
 from logging import getLogger
 from typing import Any
 
+from packhorse.chat import is_tokenizer, tokenizer_of
 from packhorse.errors import ConfigError, require
 
 logger = getLogger("packhorse.families.models")
@@ -281,7 +289,7 @@ def check_packable(model: Any, *, measured: bool = False) -> None:
     """
     problems = known_problems(model) if measured else packing_problems(model)
     if problems:
-        raise refusal(problems)
+        raise packing_error(problems)
 
 
 def check_router_loss(config: Any) -> None:
@@ -305,7 +313,7 @@ def check_router_loss(config: Any) -> None:
         )
 
 
-def refusal(problems: Sequence[str]) -> ConfigError:
+def packing_error(problems: Sequence[str]) -> ConfigError:
     """The error for a model that cannot be packed, from what :func:`packing_problems` returned."""
     return ConfigError(
         f'this model cannot be trained on packed rows: {"; ".join(problems)}. Use padded batches: mode="pad"'
@@ -332,7 +340,7 @@ def _problems(model: Any | None, config: Any) -> Iterator[str]:
     if getattr(text, "cross_attention_layers", None):
         yield "text attends to images in layers of cross attention, which know nothing of documents"
     if config.model_type == "paligemma":
-        yield "PaliGemma's question sees itself both ways, which packed batches have no mask for"
+        yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
 
 
 def _stateful_class(model: Any | None, config: Any, text: Any) -> str | None:
@@ -379,6 +387,231 @@ def weightless_model(config: Any) -> Any | None:
             return model_class(config)
     except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"{model_class.__name__} cannot be built from {type(config).__name__}, which tells positions "
+            f"{model_class.__name__} cannot be built from {type(config).__name__}, which computes positions "
             f"({error}): pass the model"
         ) from error
+
+
+# --- shift_labels --------------------------------------------------------------------------------------
+
+_MADE_TO = "_packhorse_shift_labels"
+
+
+def honours_shift_labels(model: Any) -> bool:
+    """Whether ``model(labels=…, shift_labels=…).loss`` uses ``shift_labels`` as they are.
+
+    Args:
+        model: a model of transformers, also inside PEFT, DDP or ``torch.compile``, or its class.
+    """
+    if isinstance(model, type):
+        return _passes_on(model)
+    inner = unwrap(model)
+    return bool(getattr(inner, _MADE_TO, False)) or _passes_on(type(inner))
+
+
+def make_honour_shift_labels(model: Any) -> None:
+    """Let a model whose own loss drops ``shift_labels`` compute it from them; any other stays as it is.
+
+    Two hooks of the forward pass do it: ``labels`` are not handed to the model, and the loss of its logits is
+    added to the output, as transformers computes it, with the auxiliary loss of a router if there is one.
+    """
+    inner = unwrap(model)
+    if honours_shift_labels(inner):
+        return
+    inner.register_forward_pre_hook(_without_labels, with_kwargs=True)
+    inner.register_forward_hook(_with_loss, with_kwargs=True)
+    setattr(inner, _MADE_TO, True)
+
+
+def check_shift_labels(model: Any) -> None:
+    """Raise if ``model(**batch).loss`` would shift the labels of a batch a second time.
+
+    Args:
+        model: a model of transformers, also inside a wrapper; or the config of one, for which the class that
+            transformers has for it is looked at.
+
+    Raises:
+        ConfigError: naming the class, and what to do.
+    """
+    inner, config = resolve_model(model)
+    kind = type(inner) if inner is not None else next(iter(model_classes(config)), None)
+    # Encoder-decoder models do not shift labels at all, and other classes may compute any loss they like.
+    if kind is None or config.is_encoder_decoder or not kind.__module__.startswith("transformers."):
+        return
+    learns = "labels" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+    if learns and not honours_shift_labels(kind if inner is None else inner):
+        version = require("transformers", "train").__version__
+        # prepare is for packed batches, which the router's loss cannot be computed for.
+        routed = getattr(text_config(config), "output_router_logits", False)
+        call = "families.models.make_honour_shift_labels" if routed else "integrations.transformers.prepare"
+        passed = "" if inner is not None else " and pass the model itself"
+        raise ConfigError(
+            f"{kind.__name__} of transformers {version} drops shift_labels, so model(**batch).loss would "
+            f"shift labels twice: call packhorse.{call}(model) first{passed}, or install a newer transformers"
+        )
+
+
+def _passes_on(kind: type) -> bool:
+    """Whether the forward pass of a class hands its loss function ``shift_labels``, or all it does not know.
+
+    Read from the source: a call would need weights. A class without a call of ``loss_function`` computes its
+    loss by hand, or none.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
+    except (OSError, TypeError, AttributeError):
+        return False
+    calls = [
+        node
+        for node in ast.walk(ast.parse(textwrap.dedent(source)))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "loss_function"
+    ]
+    return bool(calls) and all(
+        any(keyword.arg in (None, "shift_labels") for keyword in call.keywords) for call in calls
+    )
+
+
+def _without_labels(
+    module: Any, arguments: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    if options.get("shift_labels") is None:
+        return None
+    return arguments, {key: value for key, value in options.items() if key != "labels"}
+
+
+def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any) -> Any:
+    labels = options.get("shift_labels")
+    if labels is None:
+        return None
+    import torch
+
+    whole = not isinstance(output, tuple)
+    if whole:
+        logits, auxiliary = output.logits, output.get("aux_loss")
+    else:  # where an auxiliary loss is depends on the class, but it is one number
+        tensors = [part for part in output if isinstance(part, torch.Tensor)]
+        logits = next(part for part in tensors if part.dim())
+        auxiliary = next((part for part in tensors if not part.dim()), None)
+    loss = require("transformers.loss.loss_utils", "train").ForCausalLMLoss(
+        logits,
+        None,
+        logits.shape[-1],
+        num_items_in_batch=options.get("num_items_in_batch"),
+        shift_labels=labels,
+    )
+    if auxiliary is not None:
+        loss = loss + text_config(module.config).router_aux_loss_coef * auxiliary
+    return type(output)(**{**output, "loss": loss}) if whole else (loss, *output)
+
+
+# --- processors ----------------------------------------------------------------------------------------
+
+
+def as_processor(processor: Any) -> Any:
+    """The processor itself, opened if its path or hub name was given.
+
+    Raises:
+        ConfigError: there is none, or it cannot be opened.
+    """
+    is_path = isinstance(processor, str | os.PathLike)
+    return open_processor(os.fspath(processor)) if is_path else processor
+
+
+def as_whole_processor(processor: Any) -> Any:
+    """As :func:`as_processor`, for what encodes samples.
+
+    Raises:
+        ConfigError: also if it is something else than a processor or tokenizer: a part of one, a class, None.
+    """
+    processor = as_processor(processor)
+    speaks = any(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template"))
+    if isinstance(processor, type) or not callable(processor) or not (speaks or is_tokenizer(processor)):
+        given = type(processor).__name__
+        if processor is None or isinstance(processor, type):
+            given = "None" if processor is None else f"the class {processor.__name__}, not an object of it"
+        raise ConfigError(
+            f"processor is {given}: expected the model's whole processor (with a tokenizer), or the folder "
+            "or hub name of one. Write processor=AutoProcessor.from_pretrained(name)"
+        )
+    return processor
+
+
+def open_processor(path: str, trust_remote_code: bool = False) -> Any:
+    """Open a processor by its path or hub name.
+
+    Raises:
+        ConfigError: there is none, or it cannot be opened.
+    """
+    transformers: Any = require("transformers", "train")
+    here = os.path.exists(path)
+    check_name("processor", path)
+    try:
+        opened = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        why = " ".join(str(error.__cause__ or error).split())[:300]
+        broken = "torchvision" in f"{error} {why}"
+        if isinstance(error, RuntimeError) and not broken:
+            raise
+        what = "cannot be opened" if here or broken else "no such folder, and not available from the hub"
+        hint = f"; {_torchvision_hint()}" if broken else ""
+        if "trust_remote_code" in str(error):
+            hint = "; read its code, then allow it with trust_remote_code=True or --trust-remote-code"
+        raise ConfigError(f"processor {path}: {what} ({why}){hint}") from error
+    if getattr(opened, "chat_template", "") is None:
+        # Some classes (Phi-4) leave it with the tokenizer, and then do not find it.
+        opened.chat_template = getattr(tokenizer_of(opened), "chat_template", None)
+    return opened
+
+
+def _torchvision_hint() -> str:
+    """What to do where torchvision cannot be imported: mostly it was built for another torch."""
+    try:
+        torch, torchvision = map(metadata.version, ("torch", "torchvision"))
+    except metadata.PackageNotFoundError as error:
+        return f"{error.name} is not installed: pip install {error.name}"
+    return (
+        f"torchvision {torchvision} may not match torch {torch}: install the torchvision that was built for "
+        "this torch, from the same index"
+    )
+
+
+def is_at_least(least: str) -> bool:
+    """Whether the installed transformers is of this version or a newer one; True if it is not installed."""
+    installed = installed_transformers()
+    return installed is None or _numbers(installed) >= _numbers(least)
+
+
+def check_transformers(what: str, least: str) -> None:
+    """Raise if the installed transformers is older than something needs.
+
+    Args:
+        what: needs it, for the message: ``"kimi_k25"``.
+        least: the oldest version that it works with.
+
+    Raises:
+        ConfigError: naming both versions and the line that installs the newer one.
+    """
+    if not is_at_least(least):
+        raise ConfigError(
+            f"{what} needs transformers {least} or newer, and {installed_transformers()} is installed: "
+            f"pip install 'transformers>={least}'"
+        )
+
+
+def installed_transformers() -> str | None:
+    """The version of transformers; None if there is none."""
+    imported = sys.modules.get("transformers")
+    return getattr(imported, "__version__", None) or _installed_version()
+
+
+@cache
+def _installed_version() -> str | None:
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])

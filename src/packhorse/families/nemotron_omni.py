@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_numbers
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces, frame_numbers
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 
 class NemotronOmni(Family):
-    """Images at their own resolution, one video of paired frames with their times, and sound.
+    """Images at their own resolution, one video of paired frames with their times, and audio.
 
     There is no token for videos: their frames are image tokens, and ``<video>`` is plain text until the
     processor replaces it.
@@ -37,13 +37,13 @@ class NemotronOmni(Family):
     least_samples: ClassVar[int] = 320  # below two frames, normalising gives NaN
 
     def media_token_ids(self, encoder: Encoder) -> frozenset[int]:
-        """One token for images and frames, one for sound."""
+        """One token for images and frames, one for audio."""
         tokenizer = encoder.tokenizer
         names = (encoder.processor.image_token, encoder.processor.audio_token)
         return frozenset(int(tokenizer.convert_tokens_to_ids(name)) for name in names)
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Patches in groups of two by two; frames in pairs; sound thinned out by stages of two."""
+        """Patches in groups of two by two; frames in pairs; audio subsampled in stages of two."""
         processor = encoder.processor
         if kind == "image":
             height, width = size
@@ -59,7 +59,7 @@ class NemotronOmni(Family):
         return max(1, frames)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """The grid multiplied out; two frames are embedded together. None for sound."""
+        """The grid multiplied out; two frames are embedded together. None for audio."""
         if kind == "audio":
             return 0
         owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
@@ -73,12 +73,12 @@ class NemotronOmni(Family):
         if kind == "image":
             return [(start, 1), (pad, tokens), (end, 1)]
         if kind == "audio":
-            sound = (processor.audio_start_token, processor.audio_token, processor.audio_end_token)
-            return [(sound[0], 1), (sound[1], tokens), (sound[2], 1)]
+            start, pad, end = processor.audio_start_token, processor.audio_token, processor.audio_end_token
+            return [(start, 1), (pad, tokens), (end, 1)]
         labels = _frame_labels(size, processor.video_temporal_patch_dim)
         written: list[tuple[str, int]] = []
-        for at, label in enumerate(labels):
-            line = "\n" if at else ""
+        for index, label in enumerate(labels):
+            line = "\n" if index else ""
             written += ((f"{line}{label}: {start}", 1), (pad, tokens // len(labels)), (end, 1))
         return written
 
@@ -87,7 +87,7 @@ class NemotronOmni(Family):
         return int(size.total_frames)
 
     def check(self, conversation: Conversation) -> None:
-        """Refuse a second video."""
+        """Reject a second video."""
         super().check(conversation)
         videos = sum(ref.kind == "video" for ref in conversation.media)
         if videos > 1:
@@ -105,7 +105,7 @@ class NemotronOmni(Family):
 
 
 def _frame_labels(info: VideoInfo, together: int) -> list[str]:
-    """What is said of each group of frames; nothing of their times where the rate is not known."""
+    """The line before each group of frames, with their times if the rate is known."""
     # The processor counts in whole milliseconds per frame.
     each = int(1000.0 / info.fps) if info.fps else None
     labels: list[str] = []

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces
+from packhorse.families.media_sizes import Pieces
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
 TASK_PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
-"""What the released model is asked for a page: boxes, classes and markdown."""
-
+"""The prompt of the released model for a page: boxes, classes and markdown."""
 
 _PATCH = 16  # of the vision encoder; the processor does not know it
 
@@ -30,6 +29,8 @@ class NemotronParse(Family):
     processor_classes: ClassVar[tuple[str, ...]] = ("NemotronParseProcessor",)
     layout: ClassVar[MediaLayout] = {"pixel_values": TensorLayout(("image",), "sample")}
     chats: ClassVar[bool] = False
+    flat_arguments: ClassVar[bool] = True
+    writes_special_tokens: ClassVar[bool] = True
     caveats: ClassVar[tuple[str, ...]] = (
         "the text is prompt and answer alone: end answers in </s> for the model to learn where to stop",
         "a second image in a sample is rejected: the encoder takes one page",
@@ -51,7 +52,7 @@ class NemotronParse(Family):
         return 0
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Those of a page, which has one size; 0 where the processor does not tell it."""
+        """Those of a page, which has one size; 0 if the processor does not have it."""
         owner = getattr(encoder.processor, "image_processor", encoder.processor)
         page = getattr(owner, "final_size", None) or getattr(owner, "image_size", None) or (0, 0)
         height, width = page
@@ -62,7 +63,7 @@ class NemotronParse(Family):
         return []
 
     def check(self, conversation: Conversation) -> None:
-        """Refuse a second image."""
+        """Reject a second image."""
         super().check(conversation)
         if len(conversation.media) > 1:
             raise self.bad(f"{len(conversation.media)} images: {self.name} takes one page", conversation)
@@ -91,14 +92,6 @@ class NemotronParse(Family):
         if not any(text for text, supervised in said if not supervised):
             return [(TASK_PROMPT, False), *answers]
         return [(text + self.stop, True) if supervised else (text, False) for text, supervised in said]
-
-    def call_arguments(self, encoder: Encoder, media: LoadedMedia) -> dict[str, Any]:
-        """The page."""
-        return {"images": media.images} if media.images else {}
-
-    def text_arguments(self, encoder: Encoder, text: str) -> dict[str, Any]:
-        """The prompt writes its special tokens itself."""
-        return {"add_special_tokens": False}
 
 
 def _text(content: Any) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
 
 _GLOBAL_TOKENS = 256 + 16 + 1  # the whole image with its row ends, and one between it and the crops
@@ -16,7 +15,7 @@ _LEAST_SIDE = 10
 
 
 class Phi4MM(Family):
-    """An image is an image of the whole and crops of 448 pixels; sound is a flat list of clips."""
+    """An image is an image of the whole and crops of 448 pixels; audio is a flat list of clips."""
 
     name = "phi4_mm"
     processor_classes: ClassVar[tuple[str, ...]] = ("Phi4MultimodalProcessor", "Phi4MMProcessor")
@@ -39,23 +38,25 @@ class Phi4MM(Family):
             owner = encoder.processor.image_processor
             rows, columns = _half_patches(*size, owner.size["height"], owner.patch_size, owner.dynamic_hd)
             return _GLOBAL_TOKENS + rows * columns + rows
-        ears = encoder.processor.audio_processor
-        frames = ((size - ears.win_length) // ears.hop_length + 1) * ears.audio_feat_stride
-        tokens: int = math.ceil(math.ceil(frames / ears.audio_compression_rate) / ears.audio_downsample_rate)
+        extractor = encoder.processor.audio_processor
+        frames = ((size - extractor.win_length) // extractor.hop_length + 1) * extractor.audio_feat_stride
+        tokens: int = math.ceil(
+            math.ceil(frames / extractor.audio_compression_rate) / extractor.audio_downsample_rate
+        )
         return tokens
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Those of a crop, for each crop and for the whole image; none for sound."""
+        """Those of a crop, for each crop and for the whole image; none for audio."""
         if kind == "audio":
             return 0
         owner = encoder.processor.image_processor
-        self.media_tokens(encoder, kind, size)  # refuses what the processor refuses
+        self.media_tokens(encoder, kind, size)  # raises for what the processor rejects
         height, width = size
         across, down = _crops(height, width, owner.size["height"], owner.dynamic_hd)
         return int((1 + across * down) * (owner.size["height"] // owner.patch_size) ** 2)
 
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
-        """The processor's output, with a mask for sound also where a single clip needs none.
+        """The processor's output, with a mask for audio also if a single clip needs none.
 
         In a batch with a longer clip it does.
         """

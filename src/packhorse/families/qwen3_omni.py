@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
 from packhorse.families.qwen_vl import VISION, image_tokens, patches_of, video_tokens
 from packhorse.media import VideoFrames
 from packhorse.types import MediaKind, MediaLayout, MediaRef, TensorLayout
@@ -17,9 +16,9 @@ _CHUNK_FRAMES, _CHUNK_TOKENS = 100, 13
 
 
 class Qwen3Omni(Family):
-    """Images as Qwen3-VL; videos as Qwen2-VL, without timestamps; 13 tokens for a second of sound.
+    """Images as Qwen3-VL; videos as Qwen2-VL, without timestamps; 13 tokens for a second of audio.
 
-    Sound is cut to whole hops of the feature extractor (10 ms), because a remainder is counted when a longer
+    Audio is cut to whole hops of the feature extractor (10 ms), because a remainder is counted when a longer
     clip is in the same batch and is not counted otherwise.
     """
 
@@ -36,7 +35,7 @@ class Qwen3Omni(Family):
     least_samples: ClassVar[int] = 320  # the window's half must fit into the clip after it is cut
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """Sound is thinned out eightfold in chunks of a second, each rounded up."""
+        """Audio is subsampled eightfold in chunks of a second, each rounded up."""
         processor = encoder.processor
         if kind == "image":
             return image_tokens(processor.image_processor, size)
@@ -48,11 +47,11 @@ class Qwen3Omni(Family):
         return int(chunks * _CHUNK_TOKENS + rest)
 
     def media_patches(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
-        """The grid multiplied out; none for sound."""
+        """The grid multiplied out; none for audio."""
         return patches_of(encoder, kind, self.media_tokens(encoder, kind, size))
 
     def load(self, encoder: Encoder, refs: Iterable[MediaRef]) -> LoadedMedia:
-        """Decode the media; sound ends at a whole hop."""
+        """Decode the media; audio ends at a whole hop."""
         media = super().load(encoder, refs)
         hop = encoder.processor.feature_extractor.hop_length
         audios = [(array[: len(array) // hop * hop], rate) for array, rate in media.audios]
@@ -61,7 +60,7 @@ class Qwen3Omni(Family):
     def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
         """The processor's output, with each video's own time per temporal patch.
 
-        The processor knows one rate for all videos of a call, 1 frame per second unless it is told another.
+        The processor knows one rate for all videos of a call, 1 frame per second by default.
         """
         import torch
 
@@ -74,7 +73,7 @@ class Qwen3Omni(Family):
 
 
 def _frames_per_second(video: VideoFrames) -> float:
-    """Of the frames that were taken; 1, as the processor has it, where the video has no rate."""
+    """Of the frames that were taken; 1, as in the processor, if the video has no rate."""
     metadata = video.metadata
     if metadata.fps is None:
         return 1.0

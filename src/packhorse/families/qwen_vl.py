@@ -1,19 +1,39 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL (its MoE and the Qwen3.5 models use the same processor)."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL (its MoE and the Qwen3.5 models use the same processor).
+
+Also the positions [3, S] (time, height, width) of models with mRoPE, which the model's own ``get_rope_index``
+computes: a few hundred microseconds for a sample.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from packhorse.chat import TOKEN_KEYS
+from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces, frame_times
+from packhorse.families.media_sizes import Pieces, frame_times
+from packhorse.families.models import resolve_model, weightless_model
 from packhorse.media import VideoInfo
 from packhorse.media.images import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+
+RopeIndex = Callable[..., Any]
+
+_ROWS = 3
+# What get_rope_index calls its arguments, and what the processor calls the same thing.
+_GRIDS = {
+    "image_grid_thw": ("image_grid_thw",),
+    "video_grid_thw": ("video_grid_thw",),
+    "second_per_grid_ts": ("second_per_grid_ts",),
+    "second_per_grids": ("video_second_per_grid", "second_per_grid_ts"),
+}
+# In mm_token_type_ids, with the names under which a model's config has their ids.
+_TYPES = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
 
 VISION: MediaLayout = {
     "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
@@ -32,29 +52,7 @@ class Qwen2VL(Family):
     kinds: ClassVar[tuple[MediaKind, ...]] = ("image", "video")
     layout: ClassVar[MediaLayout] = {**VISION, "second_per_grid_ts": TensorLayout(("video",), "item")}
     mrope: ClassVar[bool] = True
-
-    def call(self, encoder: Encoder, text: str, media: LoadedMedia) -> Mapping[str, Any]:
-        """The processor's own output, the tensors of the tokens made here.
-
-        transformers looks at every token before it makes a tensor of them, which takes as long as a tenth of
-        an image. So it is asked for tensors of the media alone.
-        """
-        import torch
-
-        arguments = self.call_arguments(encoder, media) | self.text_arguments(encoder, text)
-        for kind in ("images", "videos"):
-            if kind in arguments:
-                own = arguments.get(f"{kind}_kwargs", {})
-                arguments[f"{kind}_kwargs"] = {**own, "return_tensors": "pt"}
-        output: Mapping[str, Any] = encoder.processor(text=[text], **arguments)
-
-        def tensor(key: str, value: Any) -> torch.Tensor:
-            if isinstance(value, torch.Tensor):
-                return value
-            # Numpy reads lists of numbers in a quarter of the time.
-            return torch.from_numpy(np.array(value, np.int64)) if key in TOKEN_KEYS else torch.tensor(value)
-
-        return {key: tensor(key, value) for key, value in output.items()}
+    makes_token_tensors: ClassVar[bool] = False
 
     def media_tokens(self, encoder: Encoder, kind: MediaKind, size: Any, images_in_sample: int = 1) -> int:
         """Pixels after resizing, over the pixels of a token."""
@@ -127,7 +125,7 @@ def video_tokens(video_processor: Any, info: VideoInfo, budget: tuple[int, int] 
 
 
 def patches_of(encoder: Encoder, kind: MediaKind, tokens: int) -> int:
-    """Patches under so many content tokens; sound has none."""
+    """Patches of content tokens; audio has none."""
     if kind == "audio":
         return 0
     owner = encoder.processor.image_processor if kind == "image" else encoder.processor.video_processor
@@ -144,3 +142,149 @@ def middle_times(info: VideoInfo, patch: int) -> list[float]:
 def pixel_budget(owner: Any) -> tuple[int, int]:
     """Least and most pixels of an image or video processor."""
     return int(owner.size["shortest_edge"]), int(owner.size["longest_edge"])
+
+
+# --- mRoPE positions ------------------------------------------------------------------------------------
+
+
+def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> torch.Tensor | None:
+    """Positions [3, S] of one sample, as the model itself would compute them.
+
+    Args:
+        sample: not shifted: ``input_ids`` [S], usually ``attention_mask`` (hidden tokens get no position of
+            their own) and ``mm_token_type_ids``, and the grids of its media.
+        get_rope_index: ``model.model.get_rope_index``, or :func:`rope_index` of the model.
+
+    Returns:
+        None if the callable takes neither ``input_ids`` nor any keyword.
+
+    Raises:
+        ConfigError: it needs ``mm_token_type_ids``, which neither the sample nor a model config has, or
+            it returns something else than [3, 1, S].
+    """
+    import torch
+
+    takes, takes_any = _parameters(get_rope_index)
+    if "input_ids" not in takes and not takes_any:
+        return None
+    ids = _row(sample["input_ids"])
+    arguments: dict[str, Any] = {"input_ids": ids}
+    if sample.get("attention_mask") is not None:
+        arguments["attention_mask"] = _row(sample["attention_mask"])
+    for name, keys in _GRIDS.items():
+        found = next((sample[key] for key in keys if sample.get(key) is not None), None)
+        if found is not None:
+            arguments[name] = torch.stack(list(found)) if isinstance(found, list | tuple) else found
+    if sample.get("feature_attention_mask") is not None:
+        arguments["audio_seqlens"] = sample["feature_attention_mask"].sum(-1)
+    if takes_any or "mm_token_type_ids" in takes:
+        types = _token_types(sample, ids, get_rope_index, needed="mm_token_type_ids" in takes)
+        if types is not None:
+            arguments["mm_token_type_ids"] = types
+    if not takes_any:
+        arguments = {name: value for name, value in arguments.items() if name in takes}
+    made = get_rope_index(**arguments)
+    positions = made[0] if isinstance(made, tuple | list) else made
+    if tuple(positions.shape) != (_ROWS, 1, ids.shape[1]):
+        raise ConfigError(
+            f"get_rope_index returned positions of shape {tuple(positions.shape)} for {ids.shape[1]} tokens: "
+            f"expected ({_ROWS}, 1, {ids.shape[1]})"
+        )
+    return torch.as_tensor(positions)[:, 0]
+
+
+def rope_index(model: Any) -> RopeIndex | None:
+    """The ``get_rope_index`` of a model without its weights, so that it can be sent to DataLoader workers.
+
+    Args:
+        model: of transformers, wrapped or not; its config; or the folder or hub name of one. The method is
+            looked for in the model and in its ``model``.
+
+    Returns:
+        None where the model has none: its positions are one row of numbers.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    inner, config = resolve_model(model)
+    if inner is None:
+        inner = weightless_model(config)
+    owner: Any
+    for owner in (getattr(inner, "model", None), inner):
+        if callable(getattr(type(owner), "get_rope_index", None)):
+            plain = {name: value for name, value in vars(owner).items() if _is_plain(name, value)}
+            return WeightlessRopeIndex(type(owner), owner.config, plain)
+    return None
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether an attribute is a setting (``spatial_merge_size``) and no state of torch's or a weight."""
+    return not name.startswith("_") and isinstance(value, int | float | str) and name != "training"
+
+
+class WeightlessRopeIndex:
+    """A model class's ``get_rope_index``, called on an object with the model's config and settings alone.
+
+    Args:
+        model_class: has the method.
+        config: of the model.
+        settings: numbers and words that the model keeps as attributes and the method reads.
+    """
+
+    def __init__(self, model_class: type, config: Any, settings: Mapping[str, Any] | None = None) -> None:
+        self.model_class, self.config, self.settings = model_class, config, dict(settings or {})
+        parameters = dict(inspect.signature(model_class.get_rope_index).parameters)  # type: ignore[attr-defined]
+        parameters.pop("self")
+        self.__signature__ = inspect.Signature(list(parameters.values()))
+
+    def __call__(self, **arguments: Any) -> Any:
+        """What the method returns."""
+        shell: Any = object.__new__(self.model_class)
+        shell.__dict__.update(self.settings, config=self.config)
+        return self.model_class.get_rope_index(shell, **arguments)  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.model_class, self.config, self.settings)
+
+
+def _parameters(function: RopeIndex) -> tuple[set[str], bool]:
+    """The names it takes, and whether it takes any others."""
+    parameters = inspect.signature(function).parameters
+    names = {name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _row(tokens: Any) -> torch.Tensor:
+    """Values per token as [1, S]."""
+    import torch
+
+    return torch.as_tensor(tokens).reshape(1, -1)
+
+
+def _token_types(
+    sample: Mapping[str, Any], ids: torch.Tensor, get_rope_index: RopeIndex, *, needed: bool
+) -> torch.Tensor | None:
+    """0 for text, 1 for image tokens, 2 for video tokens: the sample's own, or by the ids in the config."""
+    if sample.get("mm_token_type_ids") is not None:
+        return _row(sample["mm_token_type_ids"])
+    if not needed:
+        return None
+    types = ids.new_zeros(ids.shape)
+    if all(sample.get(key) is None for key in ("image_grid_thw", "video_grid_thw")):
+        return types
+    config = getattr(get_rope_index, "config", None)
+    if config is None:
+        config = getattr(getattr(get_rope_index, "__self__", None), "config", None)
+    known = {
+        kind: next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        for kind, names in _TYPES.items()
+    }
+    if all(token is None for token in known.values()):
+        raise ConfigError(
+            "get_rope_index needs 'mm_token_type_ids' (0 text, 1 image, 2 video), which the sample has not: "
+            "pass the model's own method, model.model.get_rope_index, whose config has the ids"
+        )
+    for kind, token in known.items():
+        if token is not None:
+            types[ids == token] = kind
+    return types

@@ -9,8 +9,8 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from packhorse.families.encoder import Encoder, Family
-from packhorse.families.media_sizes import LoadedMedia, Pieces, Sizes, frame_times
+from packhorse.families.encoder import Encoder, Family, LoadedMedia
+from packhorse.families.media_sizes import Pieces, Sizes, frame_times
 from packhorse.media import VideoInfo
 from packhorse.types import Conversation, MediaKind, MediaLayout, TensorLayout
 
@@ -69,14 +69,14 @@ class SmolVLM(Family):
 
     def pieces_together(self, encoder: Encoder, sizes: Sizes) -> list[Pieces]:
         """Every video is said to have as many frames as the longest one."""
-        films: list[Any] = [size for kind, size in sizes if kind == "video"]
-        if not films:
+        videos: list[Any] = [size for kind, size in sizes if kind == "video"]
+        if not videos:
             return super().pieces_together(encoder, sizes)
-        most = max(film.total_frames for film in films)
-        return [_video(encoder, film, most) for film in films]
+        most = max(video.total_frames for video in videos)
+        return [_video(encoder, video, most) for video in videos]
 
     def check(self, conversation: Conversation) -> None:
-        """Refuse images beside videos."""
+        """Reject a sample with images and videos."""
         super().check(conversation)
         if {ref.kind for ref in conversation.media} == {"image", "video"}:
             raise self.bad("an image and a video: smolvlm's processor keeps the pixels of one", conversation)
@@ -99,8 +99,8 @@ class SmolVLM(Family):
         output = dict(super().call(encoder, text, media))
         if media.videos:
             for key in ("pixel_values", "pixel_attention_mask"):
-                films = zip(output[key], media.videos, strict=True)
-                output[key] = torch.cat([film[: len(video.frames)] for film, video in films])[None]
+                pairs = zip(output[key], media.videos, strict=True)
+                output[key] = torch.cat([frames[: len(video.frames)] for frames, video in pairs])[None]
         return output
 
 
@@ -145,15 +145,15 @@ def _tiles(owner: Any, height: int, width: int) -> tuple[int, int]:
     if not owner.do_image_splitting:
         return 0, 0
     tile = owner.max_image_size["longest_edge"]
-    height, width = _scaled(height, width, owner.size["longest_edge"], even=True)
+    height, width = _scale(height, width, owner.size["longest_edge"], even=True)
     if max(height, width) > _LONGEST_SIDE:
-        height, width = _scaled(height, width, _LONGEST_SIDE)
-    height, width = _scaled(height, width, math.ceil(max(height, width) / tile) * tile)
+        height, width = _scale(height, width, _LONGEST_SIDE)
+    height, width = _scale(height, width, math.ceil(max(height, width) / tile) * tile)
     rows, columns = math.ceil(height / tile), math.ceil(width / tile)
     return (rows, columns) if max(rows, columns) > 1 else (0, 0)
 
 
-def _scaled(height: int, width: int, longest: int, even: bool = False) -> tuple[int, int]:
+def _scale(height: int, width: int, longest: int, even: bool = False) -> tuple[int, int]:
     """The longer side made ``longest``, the other one by the same ratio, cut to whole pixels."""
     ratio = width / height
     other = int(longest / ratio) if width >= height else int(longest * ratio)

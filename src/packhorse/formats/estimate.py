@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import ConfigError
-from packhorse.media.images import MOST_UNEVEN, resize_image, resize_video
+from packhorse.media.images import MAX_ASPECT_RATIO, resize_image, resize_video
 from packhorse.media.sampling import VideoInfo, VideoSampling, count_sampled_frames
 from packhorse.types import Flags, Floats, Integers
 
@@ -416,7 +416,7 @@ def _tokens_of(media: MediaSizes, config: Geometry | None, is_video: bool) -> In
         found, too_large = _cells(height, width, frames, config)
         if sampling is not None:
             found *= frames / sampling.temporal_patch_size
-        known &= np.maximum(height, width) / np.minimum(height, width) <= MOST_UNEVEN
+        known &= np.maximum(height, width) / np.minimum(height, width) <= MAX_ASPECT_RATIO
         with np.errstate(invalid="ignore"):  # of unknown entries
             np.copyto(tokens[block], found, where=known & ~too_large, casting="unsafe")
         for place in first + np.flatnonzero(known & too_large):

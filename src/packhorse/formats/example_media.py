@@ -14,7 +14,7 @@ from PIL import Image
 from packhorse.formats.conversation import parse_conversation, prepend_part, replace_media
 from packhorse.media.failure import DEFAULT_MAX_BYTES
 from packhorse.media.images import DEFAULT_MAX_PIXELS
-from packhorse.media.loading import load_media
+from packhorse.media.loading import load_media, placeholder_media
 from packhorse.media.sampling import VideoSampling
 from packhorse.media.video import VideoFrames
 from packhorse.types import Conversation, MediaRef
@@ -63,11 +63,6 @@ FAKE_IMAGE_SIZE = 56
 """Two merged patches of 28 pixels a side: four tokens for the Qwen2-VL family."""
 
 
-def fake_image() -> Image.Image:
-    """A white RGB square of :data:`FAKE_IMAGE_SIZE` pixels a side."""
-    return Image.new("RGB", (FAKE_IMAGE_SIZE, FAKE_IMAGE_SIZE), (255, 255, 255))
-
-
 def has_image(conversation: Conversation) -> bool:
     """Whether there is an image or a video in it, for which the vision tower runs."""
     return any(ref.kind in ("image", "video") for ref in conversation.media)
@@ -91,7 +86,8 @@ def inject_fake_image(example: Mapping[str, Any]) -> Mapping[str, Any]:
     if has_image(conversation):
         return example
     roles = [message.role for message in conversation.messages]
-    image_part = {"type": "image", "image": fake_image()}
+    fake = placeholder_media("image", (FAKE_IMAGE_SIZE, FAKE_IMAGE_SIZE))
+    image_part = {"type": "image", "image": fake.source}
     if "user" in roles:
         return {**prepend_part(example, roles.index("user"), image_part), "_injected_fake": True}
     leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))

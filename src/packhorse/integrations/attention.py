@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError, require
 from packhorse.families import FAMILIES
-from packhorse.families.models import packing_problems, refusal
+from packhorse.families.models import packing_error, packing_problems
 
 VARLEN = "varlen"
 
@@ -440,7 +440,7 @@ def choose_attention(facts: AttentionInfo, attn: str = "auto", longest: int | No
         ConfigError: the model cannot be packed, the backend is wrong for it, or none is right.
     """
     if facts.mixing:
-        raise refusal(facts.mixing)
+        raise packing_error(facts.mixing)
     if attn != "auto":
         wrong = unsupported_features(facts, attn, longest)
         if wrong:

@@ -18,8 +18,7 @@ import torch
 
 from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
-from packhorse.families.models import check_router_loss
-from packhorse.families.shift_labels import honours_shift_labels, make_honour_shift_labels
+from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
 from packhorse.integrations.loss import count_supervised, supervised, token_loss
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world

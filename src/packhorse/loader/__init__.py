@@ -1,9 +1,8 @@
 """The loader: from data to batches on every rank, exactly once, taken up again anywhere."""
 
-from packhorse.loader.build import BatchReport
 from packhorse.loader.config import LoaderConfig, load
 from packhorse.loader.epoch_stats import EpochStats, TooManyBad
 from packhorse.loader.loader import Loader
 from packhorse.loader.metrics import Metrics
 
-__all__ = ["BatchReport", "EpochStats", "Loader", "LoaderConfig", "Metrics", "TooManyBad", "load"]
+__all__ = ["EpochStats", "Loader", "LoaderConfig", "Metrics", "TooManyBad", "load"]

@@ -26,9 +26,9 @@ from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import LoaderConfig, as_dtype
 from packhorse.loader.placeholder import Placeholders
-from packhorse.loader.startup import ModelInfo, as_dtype
+from packhorse.loader.startup import ModelInfo, attn_backend
 from packhorse.pp_media import prepare_vlm_media_for_pp
 from packhorse.types import MEDIA_KINDS, Batch, BatchInfo, Drop, MediaMask, Sample, WorkItem
 from packhorse.utils import pool
@@ -84,15 +84,10 @@ NO_SAMPLE = -1
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-BatchReport = BatchInfo
-"""What ``loader.last`` holds: the ``info`` of the batch delivered last."""
-
-
 class Built(NamedTuple):
-    """A batch, what it is made of (its ``info``), and the ledger entries of building it."""
+    """A batch and the ledger entries of building it."""
 
     batch: Batch
-    report: BatchReport
     drops: tuple[Drop, ...] = ()
 
 
@@ -134,7 +129,7 @@ class BatchBuilder(Dataset[Built]):
         )
         finished = batch if self.finish is None else self.finish(batch)
         info = replace(info, seconds=time.perf_counter() - started)
-        return Built(Batch(loss_inputs(finished), info), info)
+        return Built(Batch(loss_inputs(finished), info))
 
     def _describe(
         self,
@@ -158,7 +153,7 @@ class BatchBuilder(Dataset[Built]):
             item.step,
             samples=samples,
             lost=tuple(index for index in item.samples if index not in inside),
-            consecutive_bad=tuple(index in inside for index in item.samples),
+            delivered=tuple(index in inside for index in item.samples),
             tokens=sum(map(self.length, used)),
             slots=labels.numel(),
             supervised=int((labels != IGNORE_INDEX).sum()),
@@ -374,7 +369,7 @@ def make_builder(config: LoaderConfig, samples: PreTokenizedDatasetWrapper, mode
     collater: dict[str, Any] = {
         "padding_idx": pad_token_id(samples.processor),
         "max_length": config.pack_size if config.pad_to_size else None,
-        "attn_implementation": config.attn_implementation or model.attn_implementation,
+        "attn_implementation": attn_backend(config, model),
         "pixel_dtype": dtype,
         "config": model.config,
         "media_layout": for_pipeline,

@@ -1,97 +1,121 @@
-"""The settings of a loader: one typed value, from Python or from a YAML file."""
+"""Loader settings: one typed, validated value, from Python or from a YAML file."""
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from difflib import get_close_matches
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import torch
 
 from packhorse.errors import ConfigError, require
-from packhorse.types import World
+from packhorse.types import Rows, World
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from packhorse.count.columns import CountColumns
     from packhorse.loader.loader import Loader
 
 
+Data = str | os.PathLike[str] | Mapping[str, Any] | Rows
 Mode = Literal["pack", "pad"]
+AttnImplementation = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "varlen"]
 OnBad = Literal["skip", "raise"]
 OnOverlong = Literal["drop", "truncate", "raise"]
 Placeholder = Literal["auto", "never"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
 Verify = Literal["changed", "full"]
 
-# Settings under the names that other libraries have for them.
-_CALLED_ELSEWHERE = {
-    "workers": "num_workers",
-    "per_device_train_batch_size": "batch_size",
+# Names of other libraries (transformers, TRL, LLaMA-Factory, NeMo, Lightning) for settings, and ours.
+_OTHER_NAMES = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "accumulation": "gradient_accumulation_steps",
+    "attention": "attn_implementation",
+    "cutoff_len": "pack_size",
+    "dataset": "data",
+    "dtype": "pixel_dtype",
+    "flash_attn": "attn_implementation",
     "max_length": "pack_size",
     "max_seq_length": "pack_size",
+    "micro_batch_size": "batch_size",
+    "mp_context": "multiprocessing_context",
     "packed_sequence_size": "pack_size",
+    "packing": "mode",
+    "per_device_train_batch_size": "batch_size",
     "pp_n_microbatches": "pipeline_microbatches",
+    "prefetch": "prefetch_factor",
+    "sequence_length": "pack_size",
+    "start_method": "multiprocessing_context",
+    "torch_dtype": "pixel_dtype",
+    "workers": "num_workers",
 }
-_CHOICES: dict[str, Any] = {
-    "mode": Mode,
-    "on_bad": OnBad,
-    "on_overlong": OnOverlong,
-    "placeholder": Placeholder,
-    "verify": Verify,
-}
-_NUMBERS_OR_NONE = (
-    *("max_bad_share", "max_consecutive_bad", "max_patches", "max_media", "max_documents"),
-    *("effort", "timeout", "sample_timeout", "count_workers"),
-)
 _PATHS = ("data", "ledger_dir", "cache_dir")
-_AT_LEAST_ONE = ("pack_size", "batch_size", "gradient_accumulation_steps", "alignment", "prefetch_factor")
+_AT_LEAST_ONE = (
+    *("pack_size", "batch_size", "gradient_accumulation_steps"),
+    *("alignment", "prefetch_factor", "pipeline_microbatches"),
+)
+_ABOVE_ZERO = ("timeout", "sample_timeout")
+_ONLY_FOR_PACKS = ("max_patches", "max_media", "max_documents")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """Everything a loader is told, but for the processor, the model and the world, which are not settings.
+    """Loader configuration. Runtime objects (processor, model, world) are passed to :meth:`build`.
+
+    Values are checked when the object is made.
 
     Attributes:
         data: a meta file, a dict with its content, or examples: a list, a Hugging Face dataset, anything with
-            ``len`` and ``[index]`` that gives ``{"conversation": [...]}``.
-        dataset_names: only these datasets of a meta file.
-        mode: ``"pack"`` fills packs; ``"pad"`` makes batches of samples of similar length.
-        pack_size: the most tokens of a pack (``"pad"``: of a sample), after the shift.
-        batch_size: packs (or samples) of a rank in a micro-step.
-        accumulation: the epoch has a multiple of so many micro-steps.
-        pad_to_size: pad every batch to ``pack_size``, for models that are compiled; else to its longest row.
-        seed: of everything that is drawn.
-        attention: the backend that batches are made for; None asks the model, else ``"sdpa"``.
-        pixel_dtype: what pixels are converted to, as ``"bfloat16"``; None asks the model, else leaves them.
-        alignment: each document takes up a multiple of so many tokens (2 x the size of context parallelism).
-        on_overlong: samples longer than a pack are dropped and recorded, truncated, or an error.
-        on_bad: samples that fail are dropped and recorded, or an error.
-        max_bad_share: the run stops when more of an epoch's samples are bad; None never.
-        max_consecutive_bad: the run stops when more than so many fail one after the other on a rank; None
-            never.
-        max_patches: vision patches of a pack, as a guard of memory; ``max_media`` and ``max_documents`` too.
-        max_media: see there.
-        max_documents: see there.
-        placeholder: ``"auto"`` gives a rank a blank media item where another rank has one in the same step
-            (FSDP and ZeRO hang otherwise); ``"never"`` does not.
-        shard_data: each rank opens, counts and plans its own rows only. Resuming then needs the same world.
-        spread_datasets: each dataset of a mixture is spread evenly over the epoch.
-        effort: seconds to look for better packs, see :func:`~packhorse.neat_packing_vlm.plan_packs`.
-        num_workers: processes that build batches; 0 builds them in this one.
-        prefetch: batches that each worker builds ahead.
+            ``len`` and ``[index]`` that returns ``{"conversation": [...]}``.
+        dataset_names: use only these datasets of a meta file.
+        mode: ``"pack"`` fills packs; ``"pad"`` batches samples of similar length.
+        pack_size: maximum tokens of a pack (``"pad"``: of a sample), after the label shift.
+        batch_size: packs (or samples) per rank and micro-step.
+        gradient_accumulation_steps: micro-steps per optimizer step; an epoch is padded to a multiple of it.
+        pad_to_size: pad every batch to ``pack_size``, for compiled models; otherwise to its longest row.
+        seed: random seed of planning, order and replacements.
+        attn_implementation: attention backend that packs are collated for; None takes the model's, or
+            ``"sdpa"`` without a model.
+        pixel_dtype: dtype that pixels are converted to, such as ``"bfloat16"``; None takes the model's, or
+            leaves pixels as they are.
+        alignment: pad each document to a multiple of this many tokens (2 x context-parallel size).
+        on_overlong: drop and record samples that are longer than a pack, truncate them, or raise.
+        on_bad: drop and record samples that fail, or raise.
+        max_bad_share: stop the run if a larger share of an epoch's samples is bad; None never stops. With
+            fewer than 100 rows, three bad samples are tolerated anyway (none with 0).
+        max_consecutive_bad: stop the run if more consecutive samples fail on a rank; None never stops.
+        max_patches: maximum vision patches of a pack, to limit memory.
+        max_media: maximum media items of a pack.
+        max_documents: maximum samples of a pack.
+        placeholder: ``"auto"`` adds a placeholder media item to a rank's batch if another rank has media of
+            that kind in the same step (FSDP and ZeRO hang otherwise); ``"never"`` adds none.
+        shard_data: each rank opens, counts and plans its own rows only. Resuming needs the same world.
+        spread_datasets: spread each dataset of a mixture evenly over the epoch.
+        effort: seconds to search for better packs, see :func:`~packhorse.neat_packing_vlm.plan_packs`.
+        num_workers: processes that build batches; 0 builds them in this process. None takes one per core
+            that this process may use, shared between the ranks of a machine, at most 8; but 0 with a single
+            core or fewer than 1,000 rows per rank, and where no process can be started.
+        prefetch_factor: batches that each worker builds ahead.
         pin_memory: copy batches to pinned memory.
-        timeout: seconds after which a batch that does not come stops the run; None waits.
-        sample_timeout: seconds after which a sample counts as failed, and is recorded; None waits.
-        multiprocessing_context: how workers start: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for
-            Python's default.
-        ledger_dir: each rank appends its ledger to a file in this folder as it happens.
-        cache_dir: where plans are kept; None for the machine's cache.
-        count_workers: processes to count with where counts are missing; None for one per core.
-        pipeline_microbatches: cut media into chunks for so many microbatches of a pipeline.
-        verify: ``"changed"`` hashes row files whose size, time of change or ETag is not that of the counted
-            file; ``"full"`` hashes every row file at every start.
+        timeout: seconds to wait for a batch before the run stops; None waits forever.
+        sample_timeout: seconds after which a sample counts as failed; None waits forever.
+        multiprocessing_context: start method of workers; None takes Python's default.
+        ledger_dir: folder in which each rank appends its ledger to a file.
+        cache_dir: folder of saved plans; None takes the user's cache.
+        count_workers: processes that count rows without counts; None takes one per core.
+        pipeline_microbatches: split media into chunks for this many micro-batches of a pipeline.
+        verify: ``"changed"`` hashes row files whose size, modification time or ETag differs from the counted
+            file's; ``"full"`` hashes every row file at every start.
     """
 
-    data: Any
+    data: Data
     dataset_names: Sequence[str] | None = None
     mode: Mode = "pack"
     pack_size: int = 8192
@@ -99,8 +123,8 @@ class LoaderConfig:
     gradient_accumulation_steps: int = 1
     pad_to_size: bool = False
     seed: int = 0
-    attn_implementation: str | None = None
-    pixel_dtype: str | None = None
+    attn_implementation: AttnImplementation | None = None
+    pixel_dtype: str | torch.dtype | None = None
     alignment: int = 1
     on_overlong: OnOverlong = "drop"
     on_bad: OnBad = "skip"
@@ -113,12 +137,12 @@ class LoaderConfig:
     shard_data: bool = False
     spread_datasets: bool = True
     effort: float | None = None
-    num_workers: int = 0
+    num_workers: int | None = None
     prefetch_factor: int = 2
     pin_memory: bool = False
     timeout: float | None = None
     sample_timeout: float | None = None
-    multiprocessing_context: str | None = None
+    multiprocessing_context: StartMethod | None = None
     ledger_dir: str | os.PathLike[str] | None = None
     cache_dir: str | os.PathLike[str] | None = None
     count_workers: int | None = None
@@ -126,54 +150,43 @@ class LoaderConfig:
     verify: Verify = "changed"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: expected one of {', '.join(get_args(choices))}"
-                )
-        for_pipeline = () if self.pipeline_microbatches is None else ("pipeline_microbatches",)
-        for name in (*_AT_LEAST_ONE, *for_pipeline):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
-        for name, least in (("num_workers", " of 0 or more"), ("seed", "")):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or (least and value < 0):
-                raise ConfigError(f"{name}={value!r}: expected a whole number{least}")
-        for name in _NUMBERS_OR_NONE:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or value < 0):
-                raise ConfigError(f"{name}={value!r}: expected a number of 0 or more, or None")
+        for name, hint in _field_types().items():
+            if name not in ("data", "dataset_names"):
+                _check_value(name, getattr(self, name), hint)
+        as_dtype(self.pixel_dtype)
+        names = self.dataset_names
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+            raise ConfigError(f"dataset_names={names!r}: expected a list of names, such as ['coco']")
         if self.max_bad_share is not None and self.max_bad_share > 1:
             raise ConfigError(f"max_bad_share={self.max_bad_share}: expected a share from 0 to 1, or None")
-        limits = [name for name in ("max_patches", "max_media", "max_documents") if getattr(self, name)]
+        available = multiprocessing.get_all_start_methods()
+        if self.multiprocessing_context not in (None, *available):
+            raise ConfigError(
+                f"multiprocessing_context={self.multiprocessing_context!r} is not available on this "
+                f"platform; choose one of {', '.join(available)}"
+            )
+        limits = [name for name in _ONLY_FOR_PACKS if getattr(self, name)]
         for name in [*(["alignment"] if self.alignment > 1 else []), *limits] if self.mode == "pad" else ():
-            raise ConfigError(f"{name} is for packs: use mode='pack'")
+            raise ConfigError(f"{name} applies to packs: use mode='pack'")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LoaderConfig:
-        """From plain values.
+        """Make a configuration from plain values.
 
         Raises:
-            ConfigError: a name is not known, or ``data`` is missing.
+            ConfigError: a name or a value is wrong, or ``data`` is missing.
         """
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(settings) - known):
-            meant = [(name, _CALLED_ELSEWHERE[name]) for name in unknown if name in _CALLED_ELSEWHERE]
-            hint = "".join(f"; {theirs} is called {ours} here" for theirs, ours in meant)
-            raise ConfigError(
-                f"unknown setting(s) {', '.join(unknown)}{hint}: there are {', '.join(sorted(known))}"
-            )
+        _check_names(settings)
         if "data" not in settings:
             raise ConfigError("no 'data': name the meta file")
         return cls(**settings)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> LoaderConfig:
-        """From a YAML file with the names above; paths are relative to the file's folder.
+        """Read a configuration from a YAML file; paths in it are relative to its folder.
 
         Raises:
-            ConfigError: it is no such file.
+            ConfigError: it is no YAML mapping, or see :meth:`from_dict`.
         """
         yaml = require("yaml", "train")
         with open(path, encoding="utf-8") as file:
@@ -185,22 +198,23 @@ class LoaderConfig:
             raise ConfigError(
                 f"{os.fspath(path)}: expected settings by name, found {type(settings).__name__}"
             )
-        here = os.path.dirname(os.path.abspath(path))
+        folder = os.path.dirname(os.path.abspath(path))
         for name in _PATHS:
             value = settings.get(name)
             if isinstance(value, str) and "://" not in value:
-                settings[name] = os.path.join(here, value)
+                settings[name] = os.path.join(folder, value)
         return cls.from_dict(settings)
 
     def of_all_ranks(self) -> str:
-        """What has to be the same on all ranks, beside what the plan depends on."""
+        """Return the settings that all ranks must share, in addition to those that the plan depends on."""
         names = ("mode", "batch_size", "gradient_accumulation_steps", "placeholder", "shard_data")
         values = [f"{name}={getattr(self, name)}" for name in names]
-        # Each rank may have a folder of its own. With and without one they read different step files.
+        # Ranks may have different folders; with and without one they read different step files.
         return ", ".join([*values, f"ledger_dir={'None' if self.ledger_dir is None else 'given'}"])
 
     def with_changes(self, **changes: Any) -> LoaderConfig:
-        """The same settings but for these."""
+        """Return a copy with some settings changed."""
+        _check_names(changes)
         return dataclasses.replace(self, **changes)
 
     def build(
@@ -209,53 +223,149 @@ class LoaderConfig:
         *,
         model: Any = None,
         world: World | None = None,
-        group: Any = None,
+        group: ProcessGroup | None = None,
         counts: CountColumns | None = None,
     ) -> Loader:
-        """Open, count and plan; see :class:`~packhorse.loader.Loader`.
+        """Open, count and plan the data; see :class:`~packhorse.loader.Loader`.
 
         Args:
-            processor: encodes the samples; a processor, or the path or hub name of one.
-            model: the model that is trained (wrappers are looked through), its config, or the folder or hub
-                name of one. Gives positions (mRoPE), attention backend, pixel type and what tokens and
-                patches cost; it is not kept. Needed for ``mode="pack"``, which raises if packed rows are
-                wrong for the model; ``"unchecked"`` packs without a model.
-            world: this process's place among those that share the data; found out if None.
-            group: their process group, where it is not the default one.
-            counts: of the examples, where the caller has them; they have to be those of this processor.
+            processor: encodes the samples; a processor, or the path or Hub name of one.
+            model: the model to train (wrappers are looked through), its config, or the folder or Hub name of
+                one. Gives positions (mRoPE), attention backend, pixel dtype and compute costs; it is not
+                kept. Required for ``mode="pack"``, which raises if packed rows are wrong for the model;
+                ``"unchecked"`` packs without a model.
+            world: rank and size of the data-parallel ranks; detected if None.
+            group: their process group, if it is not the default one.
+            counts: token counts of the examples by this processor, if the caller has them.
 
         Raises:
-            ConfigError: processor, model or data is not what is expected, or packed rows are wrong for the
-                model.
+            ConfigError: processor, model or data are not as expected, or packed rows are wrong for the model.
         """
         from packhorse.loader.loader import Loader
 
         return Loader(self, processor, model=model, world=world, group=group, counts=counts)
 
 
-def load(
-    data: Any,
+def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
+    data: Data,
     processor: Any,
     *,
     model: Any = None,
     world: World | None = None,
-    group: Any = None,
+    group: ProcessGroup | None = None,
     counts: CountColumns | None = None,
-    **settings: Any,
+    dataset_names: Sequence[str] | None = None,
+    mode: Mode = "pack",
+    pack_size: int = 8192,
+    batch_size: int = 1,
+    gradient_accumulation_steps: int = 1,
+    pad_to_size: bool = False,
+    seed: int = 0,
+    attn_implementation: AttnImplementation | None = None,
+    pixel_dtype: str | torch.dtype | None = None,
+    alignment: int = 1,
+    on_overlong: OnOverlong = "drop",
+    on_bad: OnBad = "skip",
+    max_bad_share: float | None = 0.01,
+    max_consecutive_bad: int | None = 100,
+    max_patches: int | None = None,
+    max_media: int | None = None,
+    max_documents: int | None = None,
+    placeholder: Placeholder = "auto",
+    shard_data: bool = False,
+    spread_datasets: bool = True,
+    effort: float | None = None,
+    num_workers: int | None = None,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+    timeout: float | None = None,
+    sample_timeout: float | None = None,
+    multiprocessing_context: StartMethod | None = None,
+    ledger_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    count_workers: int | None = None,
+    pipeline_microbatches: int | None = None,
+    verify: Verify = "changed",
+    **unknown: NoReturn,
 ) -> Loader:
-    """From data to batches, in one call: ``LoaderConfig(data=…, **settings).build(processor, …)``.
+    """Make a loader: ``LoaderConfig(data=…, …).build(processor, …)`` in one call.
 
     For example ``packhorse.load("meta.json", processor, model=model, pack_size=8192, num_workers=8)``.
 
     Args:
         data: a meta file, a dict with its content, or examples.
-        processor: a processor, or the path or hub name of one.
-        model: the model that is trained, its config, folder or hub name; needed for packs. See
-            :meth:`LoaderConfig.build`, as for the next three.
-        world: this process's place among those that share the data.
-        group: their process group.
-        counts: of the examples, where the caller has them.
-        **settings: the other attributes of :class:`LoaderConfig`, which says what each does.
+        processor: a processor, or the path or Hub name of one.
+        model: the model to train, its config, folder or Hub name; required for packs. See
+            :meth:`LoaderConfig.build`, also for ``world``, ``group`` and ``counts``.
+        **unknown: raises :class:`ConfigError` with the name that was meant; type checkers reject it.
+
+    All other arguments are settings of :class:`LoaderConfig`, which documents them.
     """
-    config = LoaderConfig.from_dict({"data": data, **settings})
+    arguments = locals()
+    _check_names(unknown, ("processor", "model", "world", "group", "counts"))
+    config = LoaderConfig(**{field.name: arguments[field.name] for field in fields(LoaderConfig)})
     return config.build(processor, model=model, world=world, group=group, counts=counts)
+
+
+def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a torch dtype by its name.
+
+    Raises:
+        ConfigError: torch has none of this name.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch dtype, such as 'bfloat16'")
+    return dtype
+
+
+def _check_names(names: Iterable[str], others: Sequence[str] = ()) -> None:
+    """Raise for names that are no settings, with the setting that was probably meant."""
+    known = [*(field.name for field in fields(LoaderConfig)), *others]
+    unknown = sorted(str(name) for name in names if name not in known)
+    if unknown:
+        hints = [f"{name!r}{_suggest(name, known, _OTHER_NAMES)}" for name in unknown]
+        raise ConfigError(f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}")
+
+
+def _suggest(name: object, choices: Sequence[str], other_names: Mapping[str, str] | None = None) -> str:
+    """Return `` (did you mean 'x'?)``, or an empty string if nothing is similar."""
+    other = (other_names or {}).get(str(name))
+    similar = [other] if other else get_close_matches(str(name), [*choices, *(other_names or {})], 1)
+    meant = [(other_names or {}).get(match, match) for match in similar]
+    return f" (did you mean {meant[0]!r}?)" if meant else ""
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(LoaderConfig)
+
+
+def _check_value(name: str, value: Any, hint: Any) -> None:
+    """Raise if a value is not of the field's type or below its minimum."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    or_none = ", or None" if type(None) in options else ""
+    if value is None and or_none:
+        return
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    if choices:
+        if value not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise ConfigError(
+                f"{name}={value!r}: expected one of {expected}{or_none}{_suggest(value, choices)}"
+            )
+        return
+    kinds = tuple(get_origin(option) or option for option in options)
+    if int not in kinds and float not in kinds:
+        if not isinstance(value, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+            raise ConfigError(f"{name}={value!r}: expected {names}{or_none}")
+        return
+    whole = float not in kinds
+    minimum = float("-inf") if name == "seed" else 1 if name in _AT_LEAST_ONE else 0
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not value >= minimum or (name in _ABOVE_ZERO and not value):
+        limit = " above 0" if name in _ABOVE_ZERO else "" if name == "seed" else f" of at least {minimum}"
+        raise ConfigError(f"{name}={value!r}: expected a {'whole ' if whole else ''}number{limit}{or_none}")

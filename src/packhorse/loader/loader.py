@@ -1,45 +1,53 @@
-"""The front door: data in, batches out, each sample exactly once, and a run can be taken up anywhere.
+"""The loader: data in, batches out, each sample exactly once, resumable at any step.
 
-Opening counts what was not counted before, plans the epoch and deals its packs to the ranks. Batches are then
-built in workers. How far the run has come is a handful of numbers.
+Opening counts what was not counted before, plans the epoch and schedules its packs. Batches are then built in
+workers. The resume state is a handful of integers.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from packhorse.count.columns import CountColumns
+from packhorse.count.rank_engine import share_cores
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.build import BatchReport, Built, make_builder
+from packhorse.loader.build import Built, make_builder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.epoch_stats import (
     BadSampleBudget,
     EpochStats,
     StepFile,
-    TooManyBad,
-    close_epoch,
-    counted_before,
-    lost_before,
+    count_lost,
+    count_used,
     rank_file,
+    reconcile,
     restore_entries,
     restore_epoch,
     roll_back,
 )
 from packhorse.loader.metrics import Metrics
-from packhorse.loader.startup import check_batches, open_data, start_up
+from packhorse.loader.startup import attn_backend, check_batches, open_data, start_up
 from packhorse.loader.state import LoaderState, Tally, describe_state
-from packhorse.loader.worker_pool import WorkerPool, WorkerSettings
+from packhorse.loader.worker_pool import WorkerPool, default_num_workers
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.schedule import BatchLayout, Packs, PackSchedule
 from packhorse.types import Batch, Drop, MediaMask, WorkItem, World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = getLogger("packhorse.loader")
 
 
 @dataclass
@@ -47,56 +55,54 @@ class Epoch:
     """The epoch that is being delivered.
 
     Attributes:
-        packs: of its plan.
-        schedule: who gets them when.
-        guard: stops it when too much fails.
-        first: the micro-step at which this process began with it.
-        before: what was delivered and lost before ``first``, over all ranks; None if unknown.
-        tallies: what this rank was given since ``first``, up to each micro-step.
+        packs: its packs.
+        schedule: assigns them to micro-steps and ranks.
+        budget: stops the run if too many samples are bad.
+        first: the micro-step at which this process started.
+        before: samples delivered and lost before ``first``, over all ranks; None if unknown.
+        tallies: samples delivered to this rank and lost since ``first``, up to each micro-step.
         over: whether all of it was delivered.
     """
 
     packs: Packs
     schedule: PackSchedule
-    guard: BadSampleBudget
+    budget: BadSampleBudget
     first: int
     before: Tally | None
     tallies: list[Tally] = field(default_factory=lambda: [Tally()])
     over: bool = False
 
 
-def work_item_of(
+def make_work_item(
     schedule: PackSchedule, epoch: int, rank: int, media_mask: MediaMask | None, step: int
 ) -> WorkItem:
-    """What a rank is to build in a step; ``media_mask`` of None is what any rank has in it."""
+    """Return what a rank builds in a step; ``media_mask`` of None is that of all ranks in this step."""
     packs = tuple(map(tuple, schedule.samples(step, rank)))
     return WorkItem(epoch, step, packs, schedule.media_mask(step) if media_mask is None else media_mask)
 
 
-logger = getLogger("packhorse.loader")
-
-
 class Loader:
-    """Batches of a dataset for one rank; iterate over it.
+    """Iterate over it for the batches of one rank.
 
-    Each sample of the plan reaches exactly one rank exactly once in an epoch, or is in the ledger with its
-    reason. All ranks make the same number of steps. ``iter`` goes on where the last one stopped; when the
-    epoch is over, the next ``iter`` begins the next one.
+    Each planned sample reaches exactly one rank exactly once per epoch, or is in the ledger with a reason.
+    All ranks have the same number of steps. ``iter`` continues where the last iterator stopped; after the end
+    of an epoch it starts the next one.
 
     Made by :meth:`LoaderConfig.build` or :func:`packhorse.load`.
 
     Attributes:
         config: the settings.
-        world: this rank's place.
+        world: this process's rank and the number of ranks.
         dataset: the examples.
-        counts: their exact counts.
-        model_name: class of the model (or of its config) that batches are made for; ``"unchecked"`` if the
-            user opted out of checking one.
-        ledger: what was dropped on this rank, and why; after a resume with ``ledger_dir`` also what the
-            rank's file has on the epoch that goes on.
-        metrics: fill, speed and waiting of the last steps.
-        last: the ``info`` of the batch delivered last; None before the first.
-        account: where the samples of the last finished epoch went; None before that.
+        processor: encodes them.
+        counts: their exact token counts.
+        num_workers: processes that build batches.
+        model_name: class of the model (or config) that batches are made for; ``"unchecked"`` if the caller
+            opted out of checking it.
+        ledger: samples dropped on this rank, with reasons; after a resume with ``ledger_dir`` also the
+            entries that the rank's file has about the resumed epoch.
+        metrics: fill, speed and waiting time of the last steps.
+        epoch_stats: what became of the samples of the last finished epoch; None before that.
     """
 
     def __init__(
@@ -106,98 +112,125 @@ class Loader:
         *,
         model: Any = None,
         world: World | None = None,
-        group: Any = None,
+        group: ProcessGroup | None = None,
         counts: CountColumns | None = None,
     ) -> None:
         self.config = config
         self.world = World.detect() if world is None else world
         self._ranks = Collectives(self.world, group)
-        # What fails on one rank raises on all of them; steps that may take long have their own names.
+        # An error on one rank raises on all of them; steps that may take long have names of their own.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
     def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
         config, folder = self.config, self.config.ledger_dir
         # Buffer entries until iteration starts, so a loader that fails validation never writes to its file.
-        self.ledger = Ledger(None if folder is None else rank_file(Path(folder), self.world.rank)).buffer()
+        self.ledger = Ledger(None if folder is None else rank_file(folder, self.world.rank)).buffer()
         opened = open_data(config, processor, model, self._ranks, self.ledger)
         check_batches(config, opened)
-        self._start = start_up(config, opened, self._ranks, counts)
-        self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._start.counts
+        self._startup = start_up(config, opened, self._ranks, counts)
+        self.dataset, self.processor, self.counts = opened.dataset, opened.processor, self._startup.counts
         self.model_name = opened.model.name
-        self._samples, self._planner = self._start.samples, self._start.planner
-        # Schedule all packs over all ranks, or this rank's own rows on itself.
-        self._dealing = World() if config.shard_data else self.world
+        self._samples, self._planner = self._startup.samples, self._startup.planner
+        # Schedule all packs over all ranks; with shard_data each rank schedules its own.
+        self._plan_world = World() if config.shard_data else self.world
         self._layout = BatchLayout(
-            self._dealing.size, config.batch_size, config.gradient_accumulation_steps
+            self._plan_world.size, config.batch_size, config.gradient_accumulation_steps
         ).check()
+        builder = make_builder(config, self._samples, opened.model)
+        self._workers = WorkerPool(builder, config, self._choose_num_workers())
+        if config.pin_memory and not torch.cuda.is_available():
+            logger.warning("pin_memory=True has no effect: no GPU is available")
         self.metrics = Metrics(config.gradient_accumulation_steps)
-        self.last: BatchReport | None = None
-        self.account: EpochStats | None = None
-        self._told = False
-        self._steps = StepFile.of(self.ledger)
-        self._not_delivered: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
-        self._progress = LoaderState().under(self._layout)
-        self._now = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
+        self.epoch_stats: EpochStats | None = None
+        self._recorded_dropped = False
+        self._step_file = StepFile.of(self.ledger)
+        self._undelivered: tuple[Drop, ...] = ()  # entries of a batch at which the run was stopped
+        self._state = LoaderState().under(self._layout)
+        self._current = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
 
-    # What there is.
+    def _choose_num_workers(self) -> int:
+        cores = share_cores(self._ranks, None)  # a collective: called on every rank, whatever its settings
+        if not self._ranks.is_distributed and self.world.size > 1:
+            cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        rows = len(self.dataset) // self._plan_world.size
+        chosen = self.config.num_workers
+        return default_num_workers(rows, cores) if chosen is None else chosen
 
     def __len__(self) -> int:
-        """Micro-steps of the epoch under the present shape; the same on every rank.
+        """Micro-steps of the epoch under the current batch layout; the same on every rank.
 
-        After a resume under another shape these are the steps of what was left; else of the whole epoch.
+        After a resume under another layout these are the steps of the remaining packs.
         """
-        return len(self._now.schedule)
+        return len(self._current.schedule)
 
     def __repr__(self) -> str:
-        size = f"packs of {self.config.pack_size:,}" if self.config.mode == "pack" else "padded samples"
-        return (
-            f"<Loader: {len(self.dataset):,} rows, {size} tokens, {len(self):,} micro-steps of "
-            f"{self.config.batch_size}, rank {self.world.rank} of {self.world.size}, epoch {self.epoch}, "
-            f"step {self.cursor:,}, model {self.model_name}>"
-        )
+        config, data = self.config, self.config.data
+        attention = repr(attn_backend(config, self._startup.opened.model)) if config.mode == "pack" else None
+        model = {"unchecked": "unchecked", "none": None}.get(self.model_name, f"{self.model_name} (checked)")
+        described = {
+            "data": repr(os.fspath(data)) if isinstance(data, str | Path) else type(data).__name__,
+            "rows": len(self.dataset),
+            "mode": repr(config.mode),
+            "pack_size": config.pack_size,
+            "batch_size": config.batch_size,
+            "rank": f"{self.world.rank} of {self.world.size}",
+            "num_workers": self.num_workers,
+            "attn_implementation": attention,
+            "model": model,
+            "packs": len(self.plan),
+            "epoch": self.epoch,
+            "step": f"{self.cursor} of {len(self)}",
+        }
+        return f"Loader({', '.join(f'{name}={value}' for name, value in described.items())})"
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that build batches; 0 builds them in this process."""
+        return self._workers.num_workers
 
     @property
     def plan(self) -> PackPlan:
         """The packs of this epoch."""
-        return self._now.packs.plan
+        return self._current.packs.plan
 
     @property
     def plan_key(self) -> str:
-        """Names the plan: a state can be loaded where it is the same."""
+        """Identifies the plan: a state can be loaded if it is the same."""
         return self._planner.name
 
     @property
     def epoch(self) -> int:
-        """The epoch that is, or was last, delivered."""
-        return self._progress.epoch
+        """The current epoch, or the last one if it is over."""
+        return self._state.epoch
 
     @property
     def cursor(self) -> int:
-        """Micro-steps of this epoch that were delivered under the present shape."""
-        return self._progress.cursor
+        """Micro-steps of this epoch delivered under the current batch layout."""
+        return self._state.cursor
 
     @property
     def remaining(self) -> int:
-        """Micro-steps of this epoch that are still to come."""
+        """Micro-steps of this epoch that were not delivered yet."""
         return len(self) - self.cursor
 
     def key(self, index: int) -> str:
-        """The name of an example: dataset and row, ``coco/812``."""
+        """Return the key of an example: dataset and row, ``coco/812``."""
         return self._samples.key(index)
 
     def straggler_ratio(self) -> float:
-        """What the slowest rank of a step takes over the mean, as planned, over the epoch."""
-        return self._now.schedule.straggler_ratio()
+        """Return the planned cost of the slowest rank of a step over the mean, averaged over the epoch."""
+        return self._current.schedule.straggler_ratio()
 
     def describe(self) -> str:
-        """The plan, the steps and what was dropped, for reading."""
-        size, free = self.config.pack_size, self._planner.reserve_in(self.plan)
-        kept = f"; {free:,} of the {size:,} tokens of a pack are kept free for a placeholder" if free else ""
+        """Return the plan, the steps and what was dropped, as text."""
+        size, reserve = self.config.pack_size, self._planner.reserve_in(self.plan)
+        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are reserved for a placeholder"
+        rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}"
         lines = [
-            f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}{kept}",
+            rows + (reserved if reserve else ""),
             *self._planner.describe(self.plan),
-            f"{len(self):,} micro-steps of {self._layout.batch_size} x {self.world.size} ranks, straggler "
-            f"ratio {self.straggler_ratio():.4f}",
+            f"{len(self):,} micro-steps of {self._layout.batch_size} x {self.world.size} ranks, "
+            f"straggler ratio {self.straggler_ratio():.4f}",
             self.ledger.summary(len(self.dataset)),
         ]
         return "\n".join(lines)
@@ -205,292 +238,269 @@ class Loader:
     # Batches.
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this epoch that were not delivered yet, or those of the next one."""
-        if self._now.over:
-            self._go_to(LoaderState(self.epoch + 1))
+        """Iterate over the batches of this epoch that were not delivered yet, or over the next epoch."""
+        if self._current.over:
+            self._move_to(LoaderState(self.epoch + 1))
         self.metrics.paused()
-        return self._batches(self._now)
+        return self._batches(self._current)
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
-        if self.ledger.is_buffering:  # the run begins here, perhaps in the folder of an earlier one
+        if self.ledger.is_buffering:  # the run starts here, perhaps in the folder of an earlier one
             try:
-                roll_back(self.ledger, self.world, self.epoch, self._unused)
-            except OSError as error:  # raised again, on all ranks, when the epoch is reconciled
+                roll_back(self.ledger, self.world, self.epoch, self._remaining_keys)
+            except OSError as error:  # raised on all ranks when the epoch is reconciled
                 logger.warning("the ledger of an earlier run cannot be rolled back: %s", error)
             self.ledger.flush()
-        self._roll_back_stopped()
-        asked = time.perf_counter()
-        for built in self._feed.batches(self._work_items(epoch), self.cursor, len(epoch.schedule)):
-            if epoch is not self._now:
-                return  # set_epoch or load_state_dict in the middle: this iterator is of the past
-            self._hand_out(built, time.perf_counter() - asked)
+        if self._undelivered:  # the batch is rebuilt
+            self.ledger.roll_back(self.epoch, {drop.key for drop in self._undelivered})
+            self._undelivered = ()
+        requested = time.perf_counter()
+        for built in self._workers.batches(self._work_items(epoch), self.cursor, len(epoch.schedule)):
+            if epoch is not self._current:
+                return  # set_epoch or load_state_dict was called
+            self._deliver(built, time.perf_counter() - requested)
             yield built.batch
-            asked = time.perf_counter()
+            requested = time.perf_counter()
 
     def _work_items(self, epoch: Epoch) -> Callable[[int], WorkItem]:
-        """What orders the batches of an epoch.
+        """Return a function from a step to its work item.
 
-        It holds on to the epoch and not to the loader, whose workers end with the last reference to it.
+        Captures the epoch, not ``self``, so the loader (and its workers) can be garbage-collected.
         """
         media_mask: MediaMask | None = MediaMask.NONE
         if self.config.placeholder == "auto":
-            # With shards of their own ranks do not know what the others have in this step.
-            media_mask = self._start.media_mask if self.config.shard_data else None
-        return partial(work_item_of, epoch.schedule, self.epoch, self._dealing.rank, media_mask)
+            # With shard_data a rank does not know which media the others have in a step.
+            media_mask = self._startup.media_mask if self.config.shard_data else None
+        return partial(make_work_item, epoch.schedule, self.epoch, self._plan_world.rank, media_mask)
 
-    def _hand_out(self, built: Built, waited: float) -> None:
+    def _deliver(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, and reconcile the epoch after its last one.
 
         Raises:
-            PackhorseError: the run stops here, and the batch does not count; its entries say why until they
-                are rolled back by iterating again, or by resuming.
+            PackhorseError: the run stops, and the batch does not count; its ledger entries stay until
+                iterating or resuming rolls them back.
         """
-        now, before = self._now, (self._progress, self.last)
-        counted, delivered = now.guard.counted, len(now.tallies)
+        current, state = self._current, self._state
+        counters, delivered = current.budget.counters, len(current.tallies)
         try:
-            self._note(built, waited)
-            if not self.remaining:  # now: many trainers never ask for the end
-                self._ranks.run_on_all_ranks("reconcile the epoch", self._add_up)
-                now.over = True
+            self._count(built, waited)
+            if not self.remaining:  # now: many trainers never request the end
+                self._ranks.run_on_all_ranks("reconcile the epoch", self._reconcile)
+                current.over = True
         except BaseException:
-            self._progress, self.last = before
-            now.guard.counted = counted
-            del now.tallies[delivered:]
-            self._not_delivered = built.drops
+            self._state, current.budget.counters = state, counters
+            del current.tallies[delivered:]
+            self._undelivered = built.drops
             raise
 
-    def _note(self, built: Built, waited: float) -> None:
+    def _count(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, with its ledger entries."""
-        report, now = built.report, self._now
+        info, current = built.batch.info, self._current
         self.ledger.record_all(built.drops)
-        now.guard.update(report)
-        tally = Tally(len(report.samples), len(report.lost))
-        if self._steps is not None:
-            branch = self._progress.branch(len(self._progress.segments) - 1)
-            self._steps.append(branch, report.step, tally, built.drops)
-        costs = now.schedule.costs(report.step)
+        current.budget.update(info)
+        tally = Tally(len(info.samples), len(info.lost))
+        if self._step_file is not None:
+            branch = self._state.branch(len(self._state.segments) - 1)
+            self._step_file.append(branch, info.step, tally, built.drops)
+        costs = current.schedule.costs(info.step)
         mean = float(costs.mean())
-        self._progress = self._progress.at(report.step + 1)
-        now.tallies.append(now.tallies[-1].plus(tally))
-        self.last = report
-        self.metrics.delivered(report, float(costs.max()) / mean if mean else 1.0, waited)
+        self._state = self._state.at(info.step + 1)
+        current.tallies.append(current.tallies[-1].plus(tally))
+        self.metrics.delivered(info, float(costs.max()) / mean if mean else 1.0, waited)
 
-    def _roll_back_stopped(self) -> None:
-        """Forget the entries of a batch that was not delivered: it is built again."""
-        keys, self._not_delivered = {drop.key for drop in self._not_delivered}, ()
-        if keys:
-            self.ledger.roll_back(self.epoch, keys)
-
-    def _add_up(self) -> None:
-        now = self._now
-        mine = EpochStats(self.epoch, len(self.dataset), len(self.plan.indices), *now.tallies[-1])
-        self.account = close_epoch(
-            mine, now.before, shard_data=self.config.shard_data, ledger=self.ledger, ranks=self._ranks
+    def _reconcile(self) -> None:
+        current, shard_data = self._current, self.config.shard_data
+        stats = EpochStats(self.epoch, len(self.dataset), len(self.plan.indices), *current.tallies[-1])
+        self.epoch_stats = reconcile(
+            stats, current.before, shard_data=shard_data, ledger=self.ledger, ranks=self._ranks
         )
-        if not self.config.shard_data:
-            now.guard.check(self.account.lost)
+        if not shard_data:
+            current.budget.check(self.epoch_stats.lost)
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
-        if "_feed" in vars(self):
-            self._feed.close()
-
-    @cached_property
-    def _feed(self) -> WorkerPool:
-        """Builds batches, in workers; made when the first batch is asked for."""
-        config, samples = self.config, self._samples
-        settings = WorkerSettings(
-            config.num_workers,
-            config.prefetch_factor,
-            config.pin_memory,
-            config.timeout,
-            config.multiprocessing_context,
-        )
-        return WorkerPool(make_builder(config, samples, self._start.opened.model), settings, samples.key)
+        self._workers.close()
 
     # Epochs and resuming.
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the middle of that epoch nothing changes.
+        """Go to the start of an epoch; does nothing in the middle of that epoch.
 
-        What the ledger has on an earlier pass over that epoch, and on later ones, is rolled back; in a loader
-        that has delivered no batch yet, with its first one.
+        Ledger entries of an earlier pass over that epoch, and of later ones, are rolled back; before the
+        first batch of a loader, when that batch is requested.
         """
         if epoch < 0:
             raise ConfigError(f"epoch {epoch}: expected 0 or more")
-        if epoch != self.epoch or self._now.over:
-            self._go_to(LoaderState(epoch))
+        if epoch != self.epoch or self._current.over:
+            self._move_to(LoaderState(epoch))
             if not self.ledger.is_buffering:
-                roll_back(self.ledger, self.world, epoch, self._unused)
+                roll_back(self.ledger, self.world, epoch, self._remaining_keys)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """How far the run has come: small, plain, and the same on every rank (but with ``shard_data``).
+        """Return the resume state: small, plain, and the same on every rank (except with ``shard_data``).
 
         Args:
             consumed: micro-steps of this epoch that count as used since the loader was built or loaded; None
                 for all that were delivered. For trainers that fetch batches ahead of training on them.
 
         Raises:
-            ConfigError: more than were delivered.
+            ConfigError: fewer were delivered.
         """
-        now = self._now
-        delivered = self.cursor - now.first
+        current, planner = self._current, self._planner
+        delivered = self.cursor - current.first
         if consumed is None:
             consumed = delivered
         elif not 0 <= consumed <= delivered:
             raise ConfigError(f"{consumed=}: {delivered} micro-steps of this epoch were delivered")
-        used = now.before
+        used = current.before
         if used is not None and consumed:
-            # What other ranks were given is in their step files, see `counted_before`.
-            used = used.plus(now.tallies[consumed]) if self._dealing.size == 1 else None
-        progress = replace(self._progress.at(now.first + consumed), used=used)
-        planner = self._planner
-        state = progress.to_dict(self.plan_key, planner.key, planner.contents) | {"packs": now.packs.digest}
+            # What other ranks were given is in their step files, see `count_used`.
+            used = used.plus(current.tallies[consumed]) if self._plan_world.size == 1 else None
+        state = replace(self._state.at(current.first + consumed), used=used)
+        saved = state.to_dict(self.plan_key, planner.key, planner.contents) | {"packs": current.packs.digest}
         if self.config.shard_data:
-            state["shard"] = self._shard()
-        return state
+            saved["shard"] = self._shard()
+        return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken: the packs not used by then are dealt to this world.
+        """Resume from a state: the packs that were not used by then are scheduled for this world.
 
-        All ranks have to call it. Costs one dealing of the epoch (half a second for a million packs); no
-        sample is touched.
+        All ranks have to call it. Costs scheduling the epoch once (half a second for a million packs); no
+        sample is read.
 
         Raises:
             ConfigError: the ranks load different states; the data have changed, or the state belongs to
                 another plan (both are named); or it is no state of a loader.
         """
-        before = self._progress, self._now
+        before = self._state, self._current
         try:
-            self._ranks.run_on_all_ranks("load the state", partial(self._go_on_from, state))
+            self._ranks.run_on_all_ranks("load the state", partial(self._resume, state))
         except BaseException:
-            self._progress, self._now = before
+            self._state, self._current = before
             raise
 
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+    def _resume(self, saved: Mapping[str, Any]) -> None:
         planner, shard_data = self._planner, self.config.shard_data
-        self._ranks.assert_same(  # they would go on with different batches
+        self._ranks.assert_same(
             "load different states",
-            describe_state(state, own_rows=shard_data),
+            describe_state(saved, own_rows=shard_data),
             "A run that is killed while its ranks write their checkpoints leaves such states: load the last "
             "checkpoint that all ranks have finished",
         )
-        if shard_data and state.get("shard") != self._shard():
+        if shard_data and saved.get("shard") != self._shard():
             raise ConfigError(
-                "with shard_data=True each rank has a plan of its own: the state is of [rank, world size, "
-                f"batch size, accumulation] {state.get('shard')}, this is {self._shard()}. Without "
-                "shard_data any of them can go on"
+                "with shard_data=True each rank plans its own rows: the state has [rank, world size, batch "
+                f"size, gradient_accumulation_steps] {saved.get('shard')}, this loader has {self._shard()}. "
+                "Resume with the same ones; without shard_data they may change"
             )
-        progress = LoaderState.from_dict(state, self.plan_key, planner.key, planner.contents)
-        self._go_to(progress)
-        planned = self._now.packs.digest
-        if state.get("packs") != planned:
+        state = LoaderState.from_dict(saved, self.plan_key, planner.key, planner.contents)
+        self._move_to(state)
+        if saved.get("packs") != self._current.packs.digest:
             raise ConfigError(
-                f"the state belongs to packs {state.get('packs')}, this loader has planned packs "
-                f"{planned} from the same counts: another version of scipy may do that. Go on "
-                "with the version that the state was saved with, or set effort=0 from the beginning"
+                f"pack plan mismatch: the state has packs {saved.get('packs')}, this run planned "
+                f"{self._current.packs.digest} from the same counts (a different scipy version can do this). "
+                "Resume with the original version, or set effort=0 from the start"
             )
-        used = progress.used  # delivered and lost in the used steps: from the state, else from step files
+        used = state.used  # from the state, else from the step files
         if used is None and not shard_data:
-            used = counted_before(self.ledger, self._ranks, progress)
-        self._now.before, self._progress = used, replace(self._progress, used=used)
+            used = count_used(self.ledger, self._ranks, state)
+        self._current.before, self._state = used, replace(self._state, used=used)
         # Roll the ledger back, or forward, to the state.
-        roll_back(self.ledger, self.world, progress.epoch, self._unused)
-        restore_entries(self.ledger, self.world, progress)
+        roll_back(self.ledger, self.world, state.epoch, self._remaining_keys)
+        restore_entries(self.ledger, self.world, state)
         if self.remaining:
-            restore_epoch(self.ledger, progress.epoch)
-            self._now.guard = self._guard(self.plan)
+            restore_epoch(self.ledger, state.epoch)
+            self._current.budget = self._make_budget(self.plan)
         else:  # the epoch was over
-            self._go_to(LoaderState(self.epoch + 1))
+            self._move_to(LoaderState(self.epoch + 1))
 
-    def _unused(self) -> set[str]:
-        """The names of the samples of this epoch that are still to come."""
-        schedule = self._now.schedule
+    def _remaining_keys(self) -> set[str]:
+        """Return the keys of the samples of this epoch that were not delivered yet."""
+        schedule = self._current.schedule
         units = schedule.table[self.cursor :].reshape(-1).tolist()
         return {self.key(int(index)) for unit in units if unit >= 0 for index in schedule.units.samples(unit)}
 
     def _shard(self) -> list[int]:
-        """What has to stay the same where each rank has a plan of its own."""
-        return [
-            self.world.rank,
-            self.world.size,
-            self._layout.batch_size,
-            self._layout.gradient_accumulation_steps,
-        ]
+        """Return what must not change between runs with ``shard_data``."""
+        return [self.world.rank, self.world.size, *self._layout[1:]]
 
-    def _go_to(self, progress: LoaderState) -> None:
-        packs = self._now.packs if progress.epoch == self.epoch else None
-        before = self._progress
-        self._progress = progress.under(self._layout)
+    def _move_to(self, state: LoaderState) -> None:
+        packs = self._current.packs if state.epoch == self.epoch else None
+        before, self._state = self._state, state.under(self._layout)
         try:
-            plan = partial(self._plan_epoch, packs)
-            self._now = self._ranks.run_on_all_ranks("plan the packs", plan)
+            self._current = self._ranks.run_on_all_ranks("plan the packs", partial(self._plan_epoch, packs))
         except BaseException:
-            self._progress = before
+            self._state = before
             raise
-        self._not_delivered = ()
+        self._undelivered = ()
 
     def _plan_epoch(self, packs: Packs | None = None) -> Epoch:
-        """The epoch of the present progress, planned (unless it is) and scheduled."""
-        progress = self._progress
+        """Plan the epoch of the current state (unless its packs are given) and schedule it."""
+        state, planner = self._state, self._planner
         if packs is None:
-            packs = Packs(self._planner.plan(progress.epoch), self._planner.sample_info)
+            packs = Packs(planner.plan(state.epoch), planner.sample_info)
         if not self.config.shard_data:
             advice = "Install the same version of scipy on all of them, or set effort=0"
             self._ranks.assert_same("have different packs", packs.digest, advice)
-        guard = self._guard(packs.plan)
-        return Epoch(packs, self._dealt(packs, progress), guard, progress.cursor, progress.used)
+        self._check_plan(packs.plan)
+        budget = self._make_budget(packs.plan)
+        return Epoch(packs, self._schedule(packs, state), budget, state.cursor, state.used)
 
-    def _dealt(self, packs: Packs, progress: LoaderState) -> PackSchedule:
-        deal = partial(PackSchedule, packs, seed=self.config.seed, epoch=progress.epoch)
+    def _schedule(self, packs: Packs, state: LoaderState) -> PackSchedule:
+        schedule = partial(PackSchedule, packs, seed=self.config.seed, epoch=state.epoch)
         if not self.config.shard_data or self.world.size == 1:
-            return deal(progress.segments)
+            return schedule(state.segments)
         if not self._ranks.is_distributed:
             raise ConfigError(
                 f"shard_data=True on {self.world}: the ranks have to agree on the number of steps. "
                 "Initialise torch.distributed before building the loader and, if its default group has other "
-                "ranks, pass group=; or leave shard_data out"
+                "ranks, pass group=; or set shard_data=False"
             )
-        # As many as the rank with the most, which is the same whenever it is asked.
-        natural = len(deal(LoaderState().under(self._layout).segments))
-        most = max(self._ranks.gather(natural))
-        return deal(progress.segments, at_least=most)
+        # All ranks take as many steps as the one with the most, computed without the state.
+        steps = len(schedule(LoaderState().under(self._layout).segments))
+        return schedule(state.segments, at_least=max(self._ranks.gather(steps)))
 
-    def _guard(self, plan: PackPlan) -> BadSampleBudget:
+    def _check_plan(self, plan: PackPlan) -> None:
+        """Record what the plan drops; raise if the settings do not allow it, or nothing is left."""
         self._planner.check_overlong(plan)
         if self.config.on_bad == "raise":
             self._planner.check_bad()
-        # Which samples are in no pack depends on their counts alone: it is reported once.
-        if not self._told and (self.world.rank == 0 or self.config.shard_data):
+        # Which samples are in no pack depends on their counts alone: record it once.
+        if not self._recorded_dropped and (self.world.rank == 0 or self.config.shard_data):
             self._planner.warn_of_overlong(plan)
             self.ledger.record_all(self._planner.dropped(plan))
-        self._told = True
+        self._recorded_dropped = True
         if not len(plan):
-            told = self._dropped(plan)
-            first = next(iter(told), None)
-            example = "" if first is None else f"\nas {first.key}: {first.detail}"
+            dropped = self._dropped(plan)
+            first = next(iter(dropped), None)
+            example = "" if first is None else f"\nfor example {first.key}: {first.detail}"
             raise ConfigError(
-                f"no example can be used:\n{told.summary(len(self.dataset))}{example}\n"
-                "`packhorse check` says what to do"
+                f"no example can be used:\n{dropped.summary(len(self.dataset))}{example}\n"
+                "Run `packhorse check`, which says how to fix them"
             )
-        bad = int((~self.counts.ok).sum())
-        config, samples, ranks = self.config, len(self.counts), self._dealing.size
-        guard = partial(
-            BadSampleBudget, samples, bad, ranks, config.max_bad_share, config.max_consecutive_bad
-        )
-        lost, used = 0, self._progress.used
-        if used is not None and ranks == 1:
+
+    def _make_budget(self, plan: PackPlan) -> BadSampleBudget:
+        lost, used = 0, self._state.used
+        if used is not None and self._plan_world.size == 1:
             lost = used.lost
-        elif self._progress.cursor:
-            lost = lost_before(self.ledger, self.epoch)
-        try:
-            return guard(self.ledger, lost)
-        except TooManyBad:
-            pass  # said below, once and with the rows, which the ledger of the first rank alone has
-        return guard(self._dropped(plan))
+        elif self.cursor:
+            lost = count_lost(self.ledger, self.epoch)
+        budget = BadSampleBudget(
+            len(self.counts),
+            int((~self.counts.ok).sum()),
+            self._plan_world.size,
+            self.config.max_bad_share,
+            self.config.max_consecutive_bad,
+            self.ledger,
+            lost,
+        )
+        if budget.is_exceeded(0):
+            budget.ledger = self._dropped(plan)
+            budget.check(0)
+        return budget
 
     def _dropped(self, plan: PackPlan) -> Ledger:
-        """What is in no pack; the ledger of the first rank alone has it."""
+        """Return the entries of the rows that are in no pack, which only the ledger of rank 0 has."""
         ledger = Ledger()
         ledger.record_all(self._planner.dropped(plan))
         return ledger

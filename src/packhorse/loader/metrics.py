@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from packhorse.loader.build import BatchReport
+from packhorse.types import BatchInfo
 
 _WINDOW = 50
 
@@ -70,16 +70,16 @@ class Metrics:
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
 
-    def delivered(self, report: BatchReport, straggler: float, waited: float) -> None:
+    def delivered(self, info: BatchInfo, straggler: float, waited: float) -> None:
         """A batch is about to be delivered, for which the loop has waited so many seconds."""
         now = time.perf_counter()
         # The first step's time began when its batch was asked for.
         took = now - self._last if self._last is not None else waited
         self._last = now
         self.steps += 1
-        self.samples += len(report.samples)
-        self.lost += len(report.lost)
-        self._steps.append(_Step(report.tokens, report.slots, report.supervised, straggler, waited, took))
+        self.samples += len(info.samples)
+        self.lost += len(info.lost)
+        self._steps.append(_Step(info.tokens, info.slots, info.supervised, straggler, waited, took))
 
     def paused(self) -> None:
         """The time until the next batch belongs to no step (between epochs)."""

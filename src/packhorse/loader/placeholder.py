@@ -17,11 +17,10 @@ from typing import Any
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import Encoder, Family, MediaSize
-from packhorse.families.encoder import REFUSALS
-from packhorse.families.media_sizes import placeholder_ref
+from packhorse.families import Encoder, Family
+from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.ledger import Ledger
-from packhorse.media import VideoInfo
+from packhorse.media import MediaSize, VideoInfo, placeholder_media
 from packhorse.types import MediaKind, MediaMask, Sample
 
 _SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
@@ -53,7 +52,7 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
         return sizes[kind][-1]
     counted: list[tuple[int, int]] = []
     for place, size in enumerate(sizes[kind]):
-        with suppress(*REFUSALS):
+        with suppress(*PROCESSOR_ERRORS):
             tokens = encoder.media_tokens(kind, size)
             if tokens:
                 counted.append((tokens, place))
@@ -65,9 +64,9 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
 def placeholder_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
     """A conversation with one blank media item of a size, or with none."""
     media = []
-    if kind is not None:
-        blank = placeholder_ref(kind, size, sampling_rate)
-        media = [{"type": kind, kind: blank.source, **blank.options}]
+    if kind is not None and size is not None:
+        placeholder = placeholder_media(kind, size, sampling_rate)
+        media = [{"type": kind, kind: placeholder.source, **placeholder.options}]
     full_stop = {"type": "text", "text": "."}
     turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
     return {"conversation": [{"role": role, "content": content} for role, content in turns]}

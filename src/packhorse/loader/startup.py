@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from packhorse.chat import is_tokenizer
+from packhorse.collate.packed import ATTENTION
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
@@ -31,23 +32,22 @@ from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
 from packhorse.families import family_of
 from packhorse.families.models import (
     EXPECTED,
     UNCHECKED,
+    as_whole_processor,
     check_packable,
     check_router_loss,
+    check_shift_labels,
     is_unchecked,
     media_parts,
     resolve_model,
     text_config,
 )
-from packhorse.families.positions import RopeIndex, rope_index
-from packhorse.families.processors import as_whole_processor
-from packhorse.families.shift_labels import check_shift_labels
+from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
@@ -325,7 +325,6 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
             packed batches do not have.
     """
     model, family = opened.model, family_of(opened.processor)
-    as_dtype(config.pixel_dtype)
     if config.mode == "pad":
         return
     pad_token_id(opened.processor)
@@ -345,21 +344,17 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
             f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
             f"alignment={config.alignment}: the last document could not be divided. Make it one"
         )
+    if attn_backend(config, model) not in ATTENTION:
+        raise ConfigError(
+            f"packs cannot be collated for attn_implementation={model.attn_implementation!r} of "
+            f"{model.name}: load the model with one of {', '.join(ATTENTION)}"
+        )
     check_router_loss(model.config)
 
 
-def as_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A torch dtype by its name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"pixel_dtype={name!r}: expected the name of a torch type, as 'bfloat16'")
-    return found
+def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
+    """Return the attention backend that packs are collated for."""
+    return config.attn_implementation or model.attn_implementation
 
 
 # The rows.
@@ -580,7 +575,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
     with data_errors(key=str(index)) as outcome:
-        example = with_audio_placed(dataset[index], counter.encoder, str(index))
+        example = counter.encoder.place_audio(dataset[index], str(index))
         return counter.count(parse_conversation(example, str(index)))
     assert outcome.error is not None
     return outcome.error

@@ -1,19 +1,20 @@
-"""Builds batches in worker processes and hands them out in order.
+"""Build batches in worker processes and yield them in order.
 
 A worker that dies (a decoder that crashes, the out-of-memory killer) is replaced and its batches are rebuilt.
-Only batches that were delivered count as used, so nothing is lost or delivered twice. A batch that keeps
-killing its worker stops the run with the names of its samples.
+Only delivered batches count as used, so nothing is lost or delivered twice. A batch that keeps killing its
+worker stops the run with the names of its samples.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
+import multiprocessing
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from logging import getLogger
 from typing import Any
 
 import numpy as np
@@ -21,60 +22,42 @@ import torch
 
 from packhorse.errors import SystemFault
 from packhorse.loader.build import NO_SAMPLE, BatchBuilder, Built
+from packhorse.loader.config import LoaderConfig
 from packhorse.types import Batch, WorkItem
-from packhorse.utils.pool import ProcessPool, ResultTimeout, WorkerDied, in_worker
+from packhorse.utils.pool import EngineError, ProcessPool, ResultTimeout, WorkerDied, in_worker
 
-# What malloc.h of glibc calls them.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_LARGEST_IN_HEAP = 1 << 25  # bytes; the most that glibc allows: what is larger always comes fresh
-_KEPT = 1 << 28  # bytes at the end of the heap that are free and are kept all the same
-
-_SAID_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-
-
-def keep_freed_memory() -> bool:
-    """Have this process keep the memory that one sample needed for the next one.
-
-    A processor makes and frees tensors of some ten megabytes for each image. By itself glibc gives the end
-    of the heap back to the system when it is larger than about 64 MB, so it is luck what happens: the same
-    work was seen to take one page fault or a million, which is a quarter of its time. This is for processes
-    that do nothing else; it holds until they end.
-
-    Returns:
-        Whether it was done: not where the user has said something on it (``MALLOC_TRIM_THRESHOLD_`` and its
-        like), nor with another C library than glibc.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if any(name in os.environ for name in _SAID_BY_USER) or "_threshold" in tunables:
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all([mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP), mallopt(_M_TRIM_THRESHOLD, _KEPT)])
-
-
+_MAX_WORKERS = 8
+_MIN_ROWS = 1000  # fewer are encoded sooner than worker processes have started
 _RETRIES = 2  # of a batch whose worker died
-_tune_malloc = cache(keep_freed_memory)  # once per process
+
+logger = getLogger("packhorse.loader")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """How batches are built.
+def default_num_workers(rows: int, cores: int) -> int:
+    """Return the number of worker processes for ``num_workers=None``.
 
-    Attributes:
-        num_workers: processes that build batches; 0 builds them in this process, on request.
-        prefetch: batches that each worker builds ahead.
-        pin_memory: copy batches to pinned memory, from which copies to a GPU are asynchronous.
-        timeout: seconds to wait for a batch before the run stops; None waits forever.
-        context: start method: ``"fork"``, ``"spawn"`` or ``"forkserver"``; None for Python's default.
+    One per core, at most 8; 0 with a single core, with fewer than 1,000 rows, and in a daemonic process,
+    which must not start others.
+
+    Args:
+        rows: rows of this rank.
+        cores: cores for this rank, see :func:`~packhorse.count.rank_engine.share_cores`.
     """
+    if cores < 2 or rows < _MIN_ROWS:
+        return 0
+    if multiprocessing.current_process().daemon and not _is_importing_main():
+        logger.info("num_workers=0: this is a daemonic process, which cannot start worker processes")
+        return 0
+    return min(cores, _MAX_WORKERS)
 
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    pin_memory: bool = False
-    timeout: float | None = None
-    context: str | None = None
+
+def _is_importing_main() -> bool:
+    """Whether this is a started process that runs the main module, which lacks ``if __name__ == "__main__"``.
+
+    There the start of workers must fail, as multiprocessing makes it: with 0 workers the script would run a
+    second time.
+    """
+    return "__mp_main__" in sys.modules and sys.modules["__main__"] is not sys.modules["__mp_main__"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +73,6 @@ class StagedBuilder:
     def __call__(self, item: WorkItem) -> Built:
         """Build the batch of a work item."""
         if in_worker():
-            _tune_malloc()
             _seed(item.epoch, item.step)  # the same numbers in any worker, and in a retry
         with self.builder.samples.ledger.staged() as drops:
             built = self.builder[item]
@@ -101,52 +83,64 @@ def _seed(*key: int) -> None:
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed prepares the GPUs too
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds the GPUs, which initialises them
 
 
 class WorkerPool:
-    """Hands out the batches of work items, in order.
+    """Yields the batches of work items in order.
 
     Args:
         builder: builds them.
-        settings: how.
-        name: the name of a sample, for messages.
+        config: ``prefetch_factor``, ``pin_memory``, ``timeout`` and ``multiprocessing_context``. If its
+            ``num_workers`` is None and workers cannot be started, batches are built in this process.
+        num_workers: processes; 0 builds batches in this process, on request.
     """
 
-    def __init__(self, builder: BatchBuilder, settings: WorkerSettings, name: Callable[[int], str]) -> None:
-        self.builder, self.settings, self.name = builder, settings, name
+    def __init__(self, builder: BatchBuilder, config: LoaderConfig, num_workers: int) -> None:
+        self.builder, self.config, self.num_workers = builder, config, num_workers
         self._build = StagedBuilder(builder)
         self._processes: ProcessPool[WorkItem, Built] = ProcessPool(
-            self._build, settings.num_workers, settings.context, _RETRIES
+            self._build, num_workers, config.multiprocessing_context, _RETRIES
         )
-        self._turn = 0
+        self._iteration = 0
 
     def batches(self, make: Callable[[int], WorkItem], first: int, last: int) -> Iterator[Built]:
-        """The batches of the steps from ``first`` up to ``last``, which is excluded.
+        """Yield the batches of the steps from ``first`` up to ``last``, which is excluded.
 
         Args:
-            make: the work item of a step.
+            make: returns the work item of a step.
             first: the first step.
             last: the step after the last one.
 
         Raises:
-            SystemFault: a batch kills its worker each time, or does not come in time; names its samples.
+            SystemFault: a batch killed its worker on every attempt, or did not arrive in time.
         """
-        self._turn += 1
-        turn = self._turn
-        for built in self._built(make, range(first, last)):
+        self._iteration += 1
+        iteration, pin = self._iteration, self.config.pin_memory and torch.cuda.is_available()
+        for built in self._built(make, range(first, last), pin):
             yield built
-            if turn != self._turn:
+            if iteration != self._iteration:
                 return  # another iterator uses the workers now
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
         self._processes.close()
 
-    def _built(self, make: Callable[[int], WorkItem], steps: range) -> Iterator[Built]:
-        settings = self.settings
-        pin = settings.pin_memory and torch.cuda.is_available()
-        if not settings.num_workers:
+    def _start(self) -> None:
+        """Start the workers; if that fails and their number was chosen by default, do without."""
+        try:
+            self._processes.start()
+        except (EngineError, OSError) as error:
+            if self.config.num_workers is not None:
+                raise
+            logger.warning("num_workers=0: worker processes cannot be started (%s)", error)
+            self.close()
+            self.num_workers = 0
+
+    def _built(self, make: Callable[[int], WorkItem], steps: range, pin: bool) -> Iterator[Built]:
+        if self.num_workers and steps:
+            self._start()
+        if not self.num_workers:
             for step in steps:
                 built = self._build(make(step))
                 yield pin_batch(built) if pin else built
@@ -158,8 +152,8 @@ class WorkerPool:
                 make,
                 steps,
                 ordered=True,
-                prefetch_factor=settings.prefetch_factor,
-                timeout=settings.timeout,
+                prefetch_factor=self.config.prefetch_factor,
+                timeout=self.config.timeout,
                 receive=(lambda built: thread.submit(pin_batch, built)) if pin else None,
             )
             try:
@@ -167,32 +161,32 @@ class WorkerPool:
                     yield result.result() if pin else result
             except (WorkerDied, ResultTimeout) as error:
                 self.close()
-                raise self._fault(error, make) from error
+                raise self._system_fault(error, make) from error
 
-    def _fault(self, error: WorkerDied | ResultTimeout, make: Callable[[int], WorkItem]) -> SystemFault:
+    def _system_fault(
+        self, error: WorkerDied | ResultTimeout, make: Callable[[int], WorkItem]
+    ) -> SystemFault:
         if error.position is None:
             return SystemFault(str(error))
-        item = make(error.position)
+        item, key = make(error.position), self.builder.samples.key
+        keys = [key(index) for index in item.samples]
+        more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
+        samples = f"samples {', '.join(keys[:20])}{more}" if keys else "a batch without samples"
         if isinstance(error, ResultTimeout):
             return SystemFault(
-                f"micro-step {item.step} did not come within {self.settings.timeout:g} s (timeout): "
-                f"{self._describe(item)}. A read hangs, or workers are too few: see sample_timeout"
+                f"micro-step {item.step} did not arrive within timeout={self.config.timeout:g} s: {samples}. "
+                "A read hangs, or there are too few workers: set sample_timeout or raise num_workers"
             )
-        current = "between two samples" if error.note == NO_SAMPLE else f"at work on {self.name(error.note)}"
+        current = "between two samples" if error.note == NO_SAMPLE else f"while encoding {key(error.note)}"
         return SystemFault(
             f"workers died {error.deaths} times over micro-step {item.step} ({error.exit_reason}), "
-            f"{current}: {self._describe(item)}. A media item that crashes its decoder, or too little "
-            "memory (use fewer workers, a smaller prefetch, or more shared memory)"
+            f"{current}: {samples}. A media item crashes its decoder, or memory is short (use fewer "
+            "workers, a smaller prefetch_factor, or more shared memory)"
         )
-
-    def _describe(self, item: WorkItem) -> str:
-        names = [self.name(index) for index in item.samples]
-        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        return f"samples {shown}" if names else "a batch without samples"
 
 
 def pin_batch(built: Built) -> Built:
-    """The same with the tensors of the batch in pinned memory; a tensor under two keys stays one."""
+    """Copy the tensors of a batch to pinned memory; a tensor under two keys stays one."""
     pinned: dict[int, torch.Tensor] = {}
 
     def pin(value: Any) -> Any:

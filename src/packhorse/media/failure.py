@@ -1,4 +1,4 @@
-"""The two ways this stage fails: a sample is rejected, or the machine is at fault and stops the run."""
+"""Errors of media: a bad media item rejects its sample, a fault of the machine stops the run."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ import errno
 from packhorse.errors import BadSample, PackhorseError, SystemFault
 from packhorse.types import Reason
 
-# What the system says about itself and not about the file that was asked for: any other sample would meet the
-# same, so leaving this one out would lose good data without end. Network errors are not among them: a dead
-# link is a property of its row.
+# Errors of the machine, not of one file: every other sample would fail too, so dropping samples would lose
+# good data. Network errors are not in the list: a dead link is a property of its row.
 _MACHINE_FAULTS = {
     errno.EMFILE: "close files, use fewer workers, or raise the limit (ulimit -n)",
     errno.ENFILE: "close files on this machine, or raise its limit (fs.file-max)",
     errno.ENOMEM: "free memory, or use fewer workers",
     errno.ENOSPC: "free disk space",
     errno.EDQUOT: "free disk space, or raise the quota",
-    errno.EIO: "look at the disk or the mount",
-    errno.ESTALE: "mount the file system again",
-    errno.ENOTCONN: "mount the file system again",
+    errno.EIO: "check the disk or the mount",
+    errno.ESTALE: "remount the file system",
+    errno.ENOTCONN: "remount the file system",
 }
+
+DEFAULT_MAX_BYTES = 8 << 30
+"""8 GiB: 1,380 frames of 1920 x 1080 as bytes, or 37 hours of audio at 16 kHz as floats."""
 
 
 class RemoteError(OSError):
-    """An address cannot be reached.
+    """Raised when an address cannot be reached.
 
     Attributes:
-        missing: the store says that nothing is there, or the address makes no sense.
-        may_pass: another try may succeed.
+        missing: the store reports that nothing is there, or the address is invalid.
+        may_pass: a retry may succeed.
     """
 
     def __init__(self, detail: str, *, missing: bool = False, may_pass: bool = False) -> None:
@@ -35,15 +37,15 @@ class RemoteError(OSError):
         self.missing, self.may_pass = missing, may_pass
 
 
-def bad(detail: str, reason: Reason) -> BadSample:
-    """The error for a media item that cannot be used, ready to raise; ``detail`` names the source."""
+def bad_media(detail: str, reason: Reason = "broken_media") -> BadSample:
+    """Return the error for a media item that cannot be used; ``detail`` names the source."""
     return BadSample(detail, reason=reason, stage="media")
 
 
 def machine_fault(error: BaseException, detail: str) -> SystemFault | None:
-    """The error to raise where ``error`` is the machine's fault (no handles left, a failing disk), or None.
+    """Return the error to raise if ``error`` is a fault of the machine (no file handles, a failing disk).
 
-    Do not ask about FFmpeg's errors: its "I/O error" and "out of memory" mostly mean damaged data.
+    Not for FFmpeg's errors: its "I/O error" and "out of memory" mostly mean damaged data.
     """
     advice = _MACHINE_FAULTS.get(error.errno or 0) if isinstance(error, OSError) else None
     if advice is None:
@@ -51,36 +53,32 @@ def machine_fault(error: BaseException, detail: str) -> SystemFault | None:
     return SystemFault(f"{detail}: the machine is at fault, not the sample; {advice}")
 
 
-def outside_fault(error: BaseException, detail: str) -> PackhorseError | None:
-    """The error to raise where ``error`` says nothing about the media item, or None.
+def access_error(error: BaseException, detail: str) -> PackhorseError | None:
+    """Return the error to raise if ``error`` is about the access to a media item and not about its content.
 
-    That is a fault of the machine, a refusal (no permission), or an address that does not answer.
+    That is a fault of the machine, a missing permission, or an address that does not answer.
     """
     if isinstance(error, PermissionError) or (isinstance(error, RemoteError) and not error.missing):
-        return bad(detail, "unreachable_media")
+        return bad_media(detail, "unreachable_media")
     return machine_fault(error, detail)
 
 
-def unreadable(error: BaseException, detail: str, reason: Reason) -> PackhorseError:
-    """The error for a media item that could not be read, ready to raise: of others, or of its own."""
-    return outside_fault(error, detail) or bad(detail, reason)
-
-
-DEFAULT_MAX_BYTES = 8 << 30
-"""8 GiB: 1,380 frames of 1920 x 1080 as bytes, or 37 hours of sound at 16 kHz as floats."""
+def read_error(error: BaseException, detail: str, reason: Reason = "broken_media") -> PackhorseError:
+    """Return the error to raise for a media item that could not be read because of ``error``."""
+    return access_error(error, detail) or bad_media(detail, reason)
 
 
 def check_bytes(needed: int, max_bytes: int | None, what: str, advice: str) -> None:
-    """Raise ``media_too_large`` where ``needed`` is above the limit; None is no limit.
+    """Raise ``media_too_large`` if a decoded media item needs more than ``max_bytes``.
 
     Args:
         needed: bytes of the decoded media item.
-        max_bytes: the limit.
-        what: the media item and what there is of it, for the message.
+        max_bytes: the limit; None for no limit.
+        what: the media item and its size, for the message.
         advice: how to make it smaller.
     """
     if max_bytes is not None and needed > max_bytes:
-        raise bad(
+        raise bad_media(
             f"{what} would take {needed / (1 << 30):,.1f} GiB of memory, more than max_bytes={max_bytes:,}: "
             f"{advice}, or raise max_bytes",
             "media_too_large",

@@ -1,17 +1,15 @@
-"""The size of an image from its first bytes: a file or a path goes in, (width, height) comes out, or None.
+"""Read the size of an image, (width, height), from its first bytes.
 
-PNG, JPEG, GIF, WebP and BMP are read here in 5 to 10 microseconds; PIL's lazy open takes 25 to 150. The
-answer is the size after ``ImageOps.exif_transpose``: a photo that is stored sideways has its upright size.
-What PIL would refuse to open has no size here either: the headers are
-followed as far as PIL follows them, up to the pixels. Whatever is not plainly one of these formats, is cut
-off, or has something unusual about it gives None. The caller then asks PIL. (A size that PIL finds too large
-is given: limits are the caller's.)
+PNG, JPEG, GIF, WebP and BMP take 5 to 10 microseconds; PIL's lazy open takes 25 to 150. The promise of
+``benchmarks/headers.py`` needs this: counting a dataset reads one header per image.
+The size is the one after ``ImageOps.exif_transpose``. The headers are followed as far as PIL follows them, up
+to the pixels, so a file that PIL cannot open has no size here either. Any other format, a truncated file and
+unusual contents give None; the caller then uses PIL. Limits on the size are the caller's.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import zlib
 from collections.abc import Callable
 from struct import Struct, iter_unpack, unpack_from
@@ -20,48 +18,48 @@ from typing import BinaryIO
 
 Size = tuple[int, int]
 Read = Callable[[int, int], bytes]
-"""At most so many bytes (second) from a position in the file (first)."""
+"""``read(position, size)`` returns up to ``size`` bytes of the file."""
 
 _WINDOW = 1024
-_QUIETLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+# Without O_NONBLOCK, opening a FIFO could block forever.
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _GIF_EXTENSION, _GIF_IMAGE, _GIF_CONTROL, _GIF_COMMENT, _GIF_APPLICATION = 0x21, 0x2C, 0xF9, 0xFE, 0xFF
 _JPEG_DQT, _JPEG_SOS, _JPEG_FILL = 0xFFDB, 0xFFDA, 0xFFFF
 _JPEG_FRAMES = frozenset(range(0xFFC0, 0xFFD0)) - {0xFFC4, 0xFFC8, 0xFFCC}
 # Segments with contents that PIL reads: EXIF, colour profile or several images, Photoshop's resources.
 _JPEG_EXIF, _JPEG_PROFILE, _JPEG_PHOTOSHOP = _JPEG_METADATA = (0xFFE1, 0xFFE2, 0xFFED)
-# Segments to step over, and how long they must be at least for PIL to like them: tables, restart interval,
-# comment, and the other application segments.
+# Segments to skip and the least length that PIL accepts: tables, restart interval, comment, and the other
+# application segments.
 _JPEG_SKIPPED = {0xFFC4: 2, 0xFFCC: 2, 0xFFDD: 2, 0xFFFE: 2}
 _JPEG_SKIPPED |= {mark: 2 for mark in range(0xFFE0, 0xFFF0) if mark not in _JPEG_METADATA}
 _JPEG_SKIPPED |= {0xFFE0: 16, 0xFFEE: 14}
 _jpeg_segment, _jpeg_frame = Struct(">HH").unpack_from, Struct(">BHHB").unpack_from
-# EXIF tags, with the type and the number of their values where they are as the standard says.
+# EXIF tags with the type and the number of values of the standard.
 _EXIF_ORIENTATION, _EXIF_SHORT = 0x0112, (3, 1)
 _EXIF_RESOLUTION, _EXIF_FRACTION = 0x011A, (5, 1)
 _EXIF_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
-_UPRIGHT, _FIRST_SIDEWAYS, _LAST_SIDEWAYS = 1, 5, 8
-_XMP = b"http://ns.adobe."  # as much of the name as is in the window for certain
+_UPRIGHT, _FIRST_SIDEWAYS, _LAST_SIDEWAYS = 1, 5, 8  # orientations
+_XMP = b"http://ns.adobe."  # the part of the name that is always in the window
 _PNG_KINDS = frozenset(
     (bits, colour)
     for colour, depths in {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}.items()
     for bits in depths
 )
-# Chunks to step over and their least length.
 _PNG_METADATA = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # texts that may hold an orientation
-_PNG_SKIPPED = {
+_PNG_SKIPPED = {  # chunks to skip and their least length
     **{b"PLTE": 0, b"tRNS": 6, b"gAMA": 4, b"cHRM": 32, b"sRGB": 1, b"pHYs": 9, b"tEXt": 0},
     **{b"bKGD": 0, b"sBIT": 0, b"tIME": 0, b"hIST": 0, b"eXIf": 0},
 }
 _WEBP_STILL = 0x3C  # flags of colour profile, transparency, EXIF and XMP
 _WEBP_EXIF, _WEBP_XMP = 0x08, 0x04
-_WEBP_BESIDE = (b"ICCP", b"ALPH", b"EXIF", b"XMP ")
+_WEBP_EXTRA_CHUNKS = (b"ICCP", b"ALPH", b"EXIF", b"XMP ")
 _BMP_INFO_HEADERS = (40, 52, 56, 64, 108, 124)
 
 
 def header_size(file: BinaryIO) -> Size | None:
-    """(width, height) from the header of a seekable file, or None where PIL should be asked.
+    """Return (width, height) from the header of a seekable file, or None if PIL has to read it.
 
-    Reads 1 KiB from the start, and as much again after large metadata, which are skipped.
+    Reads 1 KiB from the start, and another after large metadata, which are skipped.
     """
 
     def read(at: int, size: int) -> bytes:
@@ -72,21 +70,14 @@ def header_size(file: BinaryIO) -> Size | None:
 
 
 def path_header_size(path: str) -> Size | None:
-    """As :func:`header_size`, for a local file that is not open: half the time of opening it with ``open``.
-
-    None also where there is no such file, or reading it fails: opening it the usual way tells why.
-    """
+    """Return the same for a local file, in half the time of ``open``; None also if it cannot be read."""
     try:
-        # Without O_NONBLOCK, opening a FIFO could wait for ever.
-        handle = os.open(path, _QUIETLY)
+        handle = os.open(path, _OPEN_FLAGS)
     except (OSError, ValueError):
         return None
     try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        head = os.read(handle, _WINDOW)
-        return _size(head, lambda at, size: os.pread(handle, size, at), lambda: status.st_size)
+        head = os.pread(handle, _WINDOW, 0)  # fails for a FIFO, a terminal and a directory
+        return _size(head, lambda at, size: os.pread(handle, size, at), lambda: os.fstat(handle).st_size)
     except OSError:
         return None
     finally:
@@ -121,14 +112,14 @@ def _png(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
     length, name, width, height, bits, colour, _, filters, _, checksum = unpack_from(">I4sIIBBBBBI", head, 8)
     if name != b"IHDR" or length != 13 or filters != 0 or (bits, colour) not in _PNG_KINDS:
         return None
-    # PIL refuses a chunk with a wrong checksum, in front of the pixels.
+    # PIL rejects a chunk with a wrong checksum before the pixels.
     if zlib.crc32(head[12:29]) != checksum:
         return None
     start, at, orientation = 0, 33, 0  # 0: there is no EXIF chunk
     while True:
         length, name = unpack_from(">I4s", head, at)
         if name == b"IDAT":
-            # Metadata after the pixels count too.
+            # Metadata after the pixels may hold an orientation too.
             plain = _png_ends_with_pixels(start + at, length, read, total())
             return _upright((width, height), orientation) if plain else None
         if length < _PNG_SKIPPED.get(name, 1 << 32) and not (name == b"tRNS" and colour == 3):
@@ -143,7 +134,7 @@ def _png(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
         if name == b"eXIf":
             found = None if orientation else _exif_orientation(head[at + 8 : at + 8 + length], length)
             if not found:
-                return None  # a second one, or one that does not settle it
+                return None  # a second chunk, or one without a plain orientation
             orientation = found
         elif name == b"tEXt" and head.startswith(_PNG_METADATA, at + 8):
             return None
@@ -151,10 +142,10 @@ def _png(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
 
 
 def _png_ends_with_pixels(at: int, length: int, read: Read, total: int) -> bool:
-    """Whether no chunk follows the pixels, which start at ``at`` with a chunk of ``length`` bytes.
+    """Return whether no chunk follows the pixels, which start at ``at`` with a chunk of ``length`` bytes.
 
-    Encoders write pixels in chunks of one length and a shorter last one, so that one is where it has to be;
-    False where it is not found there.
+    Encoders write pixels in chunks of one length and a shorter last one, whose position follows from that;
+    False if it is not there.
     """
     end, stride = total - 12, 12 + length  # the last chunk is empty
     last = at + max(end - at - 1, 0) // stride * stride
@@ -165,7 +156,7 @@ def _png_ends_with_pixels(at: int, length: int, read: Read, total: int) -> bool:
 
 
 def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
-    # ``start`` is where ``head`` lies in the file; ``at`` is the position in ``head`` of the next marker.
+    # ``start`` is the position of ``head`` in the file, ``at`` that of the next marker in ``head``.
     start, at, size = 0, 2, None
     orientation, has_exif, has_xmp = 0, False, False
     while True:
@@ -188,7 +179,7 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
             end = at + 2 + length
             if size is None or length < 2 or (end > len(head) and start + end > total()):
                 return None
-            # XMP data count where there is no orientation in EXIF; they are PIL's to read.
+            # Without an orientation in EXIF data, XMP data may have one; PIL reads them.
             return None if has_xmp and not orientation else _upright(size, orientation)
         elif mark == _JPEG_EXIF and head.startswith(b"Exif\0\0", at + 4):
             found = None if has_exif else _exif_orientation(head[at + 10 : at + 2 + length], length - 8)
@@ -203,7 +194,7 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
             if not _plain_metadata(mark, length, head[at + 4 : at + 2 + length], read, start + at + 4):
                 return None
         elif mark == _JPEG_FILL:
-            at += 1  # a fill byte
+            at += 1
             continue
         else:
             return None
@@ -211,25 +202,25 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
 
 
 def _plain_metadata(mark: int, length: int, begin: bytes, read: Read, at: int) -> bool:
-    """Whether PIL gets through a segment, of which ``begin`` is what the window holds."""
+    """Return whether PIL can parse a segment; ``begin`` is the part of it that is in the window."""
     if mark == _JPEG_PROFILE:
         return length >= 16 and not begin.startswith(b"MPF\0")
     return length >= 2 and _resources_end_well(read(at, length - 2))
 
 
 def _whole_tables(head: bytes, at: int, end: int) -> bool:
-    """Whether quantization tables fill their segment."""
+    """Return whether quantization tables fill their segment."""
     while at < end:
         at += 129 if head[at] >= 16 else 65
     return at == end
 
 
 def _exif_orientation(exif: bytes, total: int) -> int | None:
-    """The orientation in EXIF data, 0 where they have none, None where PIL should be asked.
+    """Return the orientation in EXIF data, 0 if they have none, None if PIL has to read them.
 
     Args:
-        exif: the data, as much of them as the window holds.
-        total: how many bytes there are.
+        exif: the part of the data that is in the window.
+        total: the number of bytes of all data.
     """
     order = ">" if exif.startswith(b"MM\0*") else "<"
     if order == "<" and not exif.startswith(b"II*\0"):
@@ -244,17 +235,17 @@ def _exif_orientation(exif: bytes, total: int) -> int | None:
         if tag == _EXIF_ORIENTATION and not orientation:
             if (kind, count) != _EXIF_SHORT:
                 return None
-            # Two bytes at the start of the field of four.
+            # The value is in the first two of the field's four bytes.
             orientation = (value >> 16 if order == ">" else value & 0xFFFF) or _UPRIGHT
         elif tag == _EXIF_RESOLUTION and (kind, count) != _EXIF_FRACTION:
-            return None  # PIL falls over an empty one
+            return None  # PIL fails on an empty one
         elif (size := count * _EXIF_BYTES.get(kind, 0)) > 4 and value + size > total:
-            return None  # PIL reads no further than to a value that is cut off
+            return None  # PIL stops at a truncated value
     return orientation
 
 
 def _resources_end_well(segment: bytes) -> bool:
-    """Whether PIL gets through the resources of Photoshop: it falls over a list cut off before a name."""
+    """Return whether PIL can parse Photoshop's resources: it fails on a list that ends before a name."""
     at = 14
     while segment.startswith(b"8BIM", at):
         if at + 12 > len(segment):
@@ -272,7 +263,7 @@ def _gif(head: bytes, read: Read) -> Size | None:
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     while head[at] == _GIF_EXTENSION:
         kind, first = head[at + 1], head[at + 2]
-        # PIL reads a control block without looking at its length, and beyond the end of an empty extension.
+        # PIL ignores the length of a control block, and reads beyond the end of an empty extension.
         if first == 0 or (kind == _GIF_CONTROL and first != 4):
             return None
         at += 3 + first
@@ -283,7 +274,7 @@ def _gif(head: bytes, read: Read) -> Size | None:
         at += 1
     if head[at] != _GIF_IMAGE:
         return None
-    # A first frame that sticks out of the declared screen makes the screen larger.
+    # A first frame that exceeds the declared screen enlarges it.
     left, top, frame_width, frame_height, flags = unpack_from("<HHHHB", head, at + 1)
     at += 10 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     if at >= len(head) and not read(at, 1):
@@ -292,7 +283,7 @@ def _gif(head: bytes, read: Read) -> Size | None:
 
 
 def _webp(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
-    # libwebp opens no file that is cut off, wherever that is.
+    # libwebp opens no truncated file.
     riff, form, kind, length = unpack_from("<I4s4sI", head, 4)
     if form != b"WEBP" or riff + 8 > total():
         return None
@@ -305,7 +296,7 @@ def _webp(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
 def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
     flags, low_width, high_width, low_height, high_height = unpack_from("<IHBHB", head, 20)
     if flags & ~_WEBP_STILL:
-        return None  # an animation, or something new
+        return None  # an animation, or unknown flags
     size = (high_width << 16 | low_width) + 1, (high_height << 16 | low_height) + 1
     at, before = 30, b""
     frame, orientation, has_exif = None, 0, False
@@ -318,11 +309,14 @@ def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
             frame = _webp_frame(kind, chunk, 8, length)
             if frame != size:
                 return None
-        elif kind not in _WEBP_BESIDE or before == b"ALPH" or (kind == b"ALPH" and (frame or not length)):
+        elif (
+            kind not in _WEBP_EXTRA_CHUNKS or before == b"ALPH" or (kind == b"ALPH" and (frame or not length))
+        ):
             return None
         elif kind == b"EXIF" and flags & _WEBP_EXIF:
-            exif, total = _webp_exif(read(at + 8, min(length, _WINDOW)), length)
-            found = None if has_exif else _exif_orientation(exif, total)
+            exif = read(at + 8, min(length, _WINDOW))
+            prefix = 6 if exif.startswith(b"Exif\0\0") else 0  # some encoders write that of a JPEG
+            found = None if has_exif else _exif_orientation(exif[prefix:], length - prefix)
             if found is None:
                 return None
             orientation, has_exif = found, True
@@ -333,31 +327,19 @@ def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
     return _upright(frame, orientation)
 
 
-def _webp_exif(begin: bytes, length: int) -> tuple[bytes, int]:
-    """EXIF data of a WebP without the prefix of a JPEG's, which some encoders write, and their length."""
-    return (begin[6:], length - 6) if begin.startswith(b"Exif\0\0") else (begin, length)
-
-
 def _webp_frame(kind: bytes, head: bytes, at: int, length: int) -> Size | None:
     if kind == b"VP8 ":
-        return _vp8(head, at, length)
-    return _vp8l(head, at, length) if kind == b"VP8L" else None
-
-
-def _vp8(head: bytes, at: int, length: int) -> Size | None:
-    low, high, mark, width, height = unpack_from("<HB3sHH", head, at)
-    frame = high << 16 | low
-    # A key frame that is shown, of a known profile, its first partition inside of the chunk.
-    if mark != b"\x9d\x01\x2a" or frame & 0x11 != 0x10 or frame >> 1 & 7 > 3 or frame >> 5 >= length:
-        return None
-    return (width & 0x3FFF, height & 0x3FFF) if length >= 10 else None  # the two bits above hold a scale
-
-
-def _vp8l(head: bytes, at: int, length: int) -> Size | None:
-    mark, bits = unpack_from("<BI", head, at)
-    if mark != 0x2F or bits >> 29 or length < 5:
-        return None
-    return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        low, high, mark, width, height = unpack_from("<HB3sHH", head, at)
+        frame = high << 16 | low
+        # A key frame that is shown, of a known profile, its first partition inside the chunk.
+        valid = mark == b"\x9d\x01\x2a" and frame & 0x11 == 0x10 and frame >> 1 & 7 <= 3
+        # The upper two bits of width and height hold a scale.
+        return (width & 0x3FFF, height & 0x3FFF) if valid and frame >> 5 < length >= 10 else None
+    if kind == b"VP8L":
+        start, bits = unpack_from("<BI", head, at)
+        valid = start == 0x2F and not bits >> 29 and length >= 5
+        return ((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1) if valid else None
+    return None
 
 
 def _bmp(head: bytes) -> Size | None:
@@ -372,7 +354,7 @@ def _bmp(head: bytes) -> Size | None:
         height = abs(height)  # negative: the rows are stored from the top
     else:
         return None
-    # Bit fields and the rarer compressions are for PIL to accept or refuse.
+    # Bit fields and the rarer compressions are left to PIL.
     if bits not in (1, 4, 8, 16, 24, 32) or compression not in (0, 1, 2) or (bits <= 8 and colours > 65536):
         return None
     return (width, height) if len(head) >= 14 + header else None

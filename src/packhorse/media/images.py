@@ -1,9 +1,9 @@
-"""Images: a source goes in, an RGB PIL image or its size comes out.
+"""Decode images with PIL, and read their sizes.
 
 Loading gives what ``transformers.image_utils.load_image`` gives: RGB, turned upright by the EXIF orientation,
-and decoded to the last pixel, so that a truncated file is found here and not inside a processor. A size costs
-about 10 microseconds for a common local file and decodes no pixel. What is passed in is never changed.
-Only the raster formats listed here are opened: PIL hands others (EPS) to an external program.
+and decoded to the last pixel, so that a truncated file raises here and not inside a processor. A size costs
+about 10 microseconds for a common local file and decodes no pixel. The source is never changed.
+Only the raster formats listed here are opened: PIL passes others (EPS) to an external program.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from packhorse.media.failure import bad, outside_fault, unreadable
+from packhorse.media.failure import access_error, bad_media, read_error
 from packhorse.media.image_headers import header_size, path_header_size
-from packhorse.media.source import describe, open_source
+from packhorse.media.source import describe, open_source, reading
 
 DEFAULT_MAX_PIXELS = 2 * 89_478_485
 """PIL's own limit against decompression bombs (twice its ``MAX_IMAGE_PIXELS``): it opens nothing larger."""
 
-# What PIL's plugins raise on damaged files. Everything else would be a mistake in a program.
+# What PIL's plugins raise on damaged files. Everything else is a bug.
 _DECODE_ERRORS = (
     OSError,
     SyntaxError,
@@ -36,25 +36,14 @@ _DECODE_ERRORS = (
     zlib.error,
 )
 
-# Formats that PIL decodes in this process, from this file alone. The order is that of how common they are.
+# Formats that PIL decodes in this process, from this file alone; the most common ones first.
 _FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-    "AVIF",
-    "JPEG2000",
-    "MPO",
-    "ICO",
-    "TGA",
-    "DIB",
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"),
+    *("JPEG2000", "MPO", "ICO", "TGA", "DIB"),
 )
 
-# What a file that is no image often is, by its first bytes (in lower case). The bytes themselves stay out of
-# messages: a row may name any file.
+# What other files are, by their first bytes in lower case. Messages never contain the bytes themselves: a row
+# may name any file.
 _NOT_IMAGES = (
     (b"<!doctype html", "an HTML page"),
     (b"<html", "an HTML page"),
@@ -81,7 +70,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
-# Where PIL looks for an orientation.
+# The keys of ``image.info`` in which PIL looks for an orientation.
 _EXIF_INFO = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 
 
@@ -89,17 +78,17 @@ def load_image(source: Any, *, exif: bool = True, max_pixels: int | None = DEFAU
     """Decode one image into RGB.
 
     Args:
-        source: anything :func:`~packhorse.media.open_source` opens, a PIL image (an RGB one comes back
+        source: anything :func:`~packhorse.media.open_source` opens, a PIL image (an RGB one is returned
             itself), or an array of height x width x 3 bytes.
-        exif: turn the image upright by its EXIF (or XMP) orientation. Damaged EXIF data turn nothing. (PIL
-            turns a TIFF whatever this says.)
-        max_pixels: reject a larger image before a pixel is decoded; None leaves only PIL's own limit.
+        exif: turn the image upright by its EXIF (or XMP) orientation. Damaged EXIF data are ignored. (PIL
+            turns a TIFF in any case.)
+        max_pixels: raise for a larger image before a pixel is decoded; None leaves only PIL's own limit.
 
     Raises:
         BadSample: ``missing_media``, ``broken_media`` or ``media_too_large``.
     """
     if isinstance(source, np.ndarray):
-        image = Image.fromarray(_checked_array(source))
+        image = Image.fromarray(_check_array(source))
         _check_pixels(image.size, max_pixels, source)
         return image
     if isinstance(source, Image.Image):
@@ -111,63 +100,53 @@ def load_image(source: Any, *, exif: bool = True, max_pixels: int | None = DEFAU
 def image_size(
     source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> tuple[int, int]:
-    """(height, width) of an image as :func:`load_image` gives it, from its header alone.
+    """Return (height, width) of an image as :func:`load_image` gives it, from its header alone.
 
-    The limits are those of :func:`load_image`, so that no size is given for what loading would refuse to
-    open. A file whose body is damaged still has a size.
+    The limits are those of :func:`load_image`, which raises for the same headers. A file with damaged pixels
+    still has a size.
     """
-    # The common case, a local path, needs no file object; what it does not settle goes the general way.
+    # The common case, a local path, needs no file object.
     plain = exif and type(source) is str and "::" not in source and "://" not in source
-    if plain and (known := path_header_size(source)) is not None:
-        size = known
+    size = path_header_size(source) if plain else None
+    if size is not None:
+        pass
     elif isinstance(source, np.ndarray):
-        height, width = _checked_array(source).shape[:2]
-        size = (width, height)
+        size = _check_array(source).shape[1::-1]
     elif isinstance(source, Image.Image):
         size = _size_of(source, exif, source)
     else:
         with open_source(source, buffering=0, block_size=1 << 16) as file:
-            found = _own_header_size(file, source) if exif and not plain else None
-            if found is None:
+            if exif and not plain:
+                with reading(source):
+                    size = header_size(file)
+            if size is None:
                 file.seek(0)
                 with _pil_open(file, source) as image:
-                    found = _size_of(image, exif, source, file)
-            size = found
+                    size = _size_of(image, exif, source, file)
     _check_pixels(size, max_pixels, source)
     return size[1], size[0]
-
-
-def _own_header_size(file: BinaryIO, source: Any) -> tuple[int, int] | None:
-    try:
-        return header_size(file)
-    except OSError as error:
-        raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from error
 
 
 def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
     try:
         return Image.open(file, formats=_formats())
     except Image.DecompressionBombError as error:
-        raise bad(f"{describe(source)}: {error}", "media_too_large") from error
+        raise bad_media(f"{describe(source)}: {error}", "media_too_large") from error
     except UnidentifiedImageError as error:
-        raise bad(
-            f"{describe(source)} is not an image in a format that is read ({_what_instead(file)})",
-            "broken_media",
-        ) from error
+        detail = f"{describe(source)} is not an image in a supported format ({_describe_content(file)})"
+        raise bad_media(detail) from error
     except _DECODE_ERRORS as error:
-        raise unreadable(
-            error, f"{describe(source)}: the image header cannot be read ({error})", "broken_media"
-        ) from error
+        raise read_error(error, f"{describe(source)}: the image header cannot be read ({error})") from error
 
 
 @lru_cache(maxsize=1)
 def _formats() -> tuple[str, ...]:
-    """The formats that this PIL can open; it raises KeyError for one that it was built without."""
+    """Return the formats that this PIL can open; it raises KeyError for one that it was built without."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def _what_instead(file: BinaryIO) -> str:
+def _describe_content(file: BinaryIO) -> str:
     file.seek(0)
     head = file.read(32).lower()
     kind = next((kind for start, kind in _NOT_IMAGES if head.startswith(start)), None)
@@ -175,12 +154,11 @@ def _what_instead(file: BinaryIO) -> str:
 
 
 def _check_format(image: Image.Image, source: Any) -> None:
-    """Reject an image that the caller opened and did not decode, in a format that may start a program."""
+    """Raise if an image that the caller opened and did not decode has a format that may start a program."""
     if image.format is not None and image.format not in _FORMATS and getattr(image, "tile", None):
-        raise bad(
-            f"{describe(source)} is an image in the format {image.format}, which is not read; convert it to "
-            "PNG or JPEG",
-            "broken_media",
+        raise bad_media(
+            f"{describe(source)} is an image in the format {image.format}, which is not supported: convert "
+            "it to PNG or JPEG"
         )
 
 
@@ -191,26 +169,25 @@ def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any)
         image.load()
         if exif and (turn := _UPRIGHT.get(_orientation(image))) is not None:
             image = image.transpose(turn)
-            for name in _EXIF_INFO:  # or whoever gets the image would turn it once more
+            for name in _EXIF_INFO:  # otherwise a processor could turn the image once more
                 image.info.pop(name, None)
         if image.mode != "RGB":
             return image.convert("RGB")
-        # What PIL's copy() does, without copying the pixels: a plain image that knows nothing of its file.
+        # PIL's copy() without a copy of the pixels: a plain image without its file. Image.Image has no
+        # public constructor for existing pixels.
         return image if image is source else image._new(image.im)
     except Image.DecompressionBombError as error:
-        raise bad(f"{describe(source)}: {error}", "media_too_large") from error
+        raise bad_media(f"{describe(source)}: {error}", "media_too_large") from error
     except _DECODE_ERRORS as error:
-        raise unreadable(
-            error,
-            f"{describe(source)}: cannot be decoded ({error}); its header says {_named_size(image.size)}",
-            "broken_media",
-        ) from error
+        size = _format_size(image.size)
+        detail = f"{describe(source)}: cannot be decoded ({error}); the size in its header is {size}"
+        raise read_error(error, detail) from error
 
 
 def _size_of(image: Image.Image, exif: bool, source: Any, file: BinaryIO | None = None) -> tuple[int, int]:
     _check_format(image, source)
     width, height = image.size
-    # PIL gives the size of a TIFF with an orientation tag as it is after loading, which turns it.
+    # PIL turns a TIFF with an orientation tag when it loads it, and gives the size after that.
     if not exif or _ORIENTATION in getattr(image, "tag_v2", ()):
         return width, height
     if isinstance(image, PngImagePlugin.PngImageFile) and not _may_have_exif(image, file, source):
@@ -219,21 +196,19 @@ def _size_of(image: Image.Image, exif: bool, source: Any, file: BinaryIO | None 
 
 
 def _orientation(image: Image.Image) -> Any:
-    """The EXIF orientation as PIL reads it: a number, or whatever else the tag holds."""
+    """Return the EXIF orientation as PIL reads it: a number, or any other content of the tag."""
     try:
         return image.getexif().get(_ORIENTATION, 1)
     except _DECODE_ERRORS as error:
-        fault = outside_fault(error, f"reading the EXIF data failed ({error})")
-        if fault is not None:
-            raise fault from error
+        if (failure := access_error(error, f"reading the EXIF data failed ({error})")) is not None:
+            raise failure from error
         return 1
 
 
 def _may_have_exif(image: PngImagePlugin.PngImageFile, file: BinaryIO | None, source: Any) -> bool:
-    """Whether a PNG has metadata that may hold an orientation, before or after its pixels.
+    """Return whether a PNG has metadata that may hold an orientation, before or after its pixels.
 
-    PIL decodes the whole image to look for metadata after the pixels. The chunk names tell the same for a few
-    reads.
+    PIL decodes the whole image to look for metadata after the pixels; the chunk names take a few reads.
     """
     if any(name in image.info for name in _EXIF_INFO):
         return True
@@ -241,47 +216,43 @@ def _may_have_exif(image: PngImagePlugin.PngImageFile, file: BinaryIO | None, so
     if file is None:
         return False  # it is decoded already
     before = file.tell()
-    at, seen_pixels = 8, False
+    position, seen_pixels = 8, False
     try:
-        while True:
-            file.seek(at)
-            chunk = file.read(8)
-            if len(chunk) < 8 or chunk[4:] == b"IEND":
-                return False
-            if chunk[4:] == b"IDAT":
-                seen_pixels = True
-            elif seen_pixels and chunk[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-                return True
-            at += 12 + int.from_bytes(chunk[:4], "big")
-    except OSError as error:
-        raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from error
+        with reading(source):
+            while True:
+                file.seek(position)
+                chunk = file.read(8)
+                if len(chunk) < 8 or chunk[4:] == b"IEND":
+                    return False
+                if chunk[4:] == b"IDAT":
+                    seen_pixels = True
+                elif seen_pixels and chunk[4:] in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                    return True
+                position += 12 + int.from_bytes(chunk[:4], "big")
     finally:
-        file.seek(before)  # the file may be the one that PIL continues to read
+        file.seek(before)  # PIL may continue to read the file
 
 
-def _checked_array(array: np.ndarray) -> np.ndarray:
+def _check_array(array: np.ndarray) -> np.ndarray:
     if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8 or array.size == 0:
-        raise bad(f"{describe(array)} is not an image: expected height x width x 3 of uint8", "broken_media")
+        raise bad_media(f"{describe(array)} is not an image: expected height x width x 3 of uint8")
     return array
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int | None, source: Any) -> None:
     pixels = size[0] * size[1]
     if max_pixels is not None and pixels > max_pixels:
-        raise bad(
-            f"{describe(source)} is {_named_size(size)} = {pixels:,} pixels, "
-            f"more than max_pixels={max_pixels:,}",
-            "media_too_large",
-        )
+        detail = f"{_format_size(size)} = {pixels:,} pixels, more than max_pixels={max_pixels:,}"
+        raise bad_media(f"{describe(source)} is {detail}", "media_too_large")
 
 
-def _named_size(size: tuple[int, int]) -> str:
+def _format_size(size: tuple[int, int]) -> str:
     return f"{size[0]:,} x {size[1]:,}"
 
 
-# --- resizing: as transformers' Qwen2-VL image processor and Qwen3-VL video processor round ---------------
+# --- resizing, with the rounding of transformers' Qwen2-VL image and Qwen3-VL video processors ----------
 
-MOST_UNEVEN = 200
+MAX_ASPECT_RATIO = 200
 
 
 def resize_image(
@@ -291,15 +262,15 @@ def resize_image(
     min_pixels: int = 56 * 56,
     max_pixels: int = 14 * 14 * 4 * 1280,
 ) -> tuple[int, int]:
-    """(height, width) of an image after resizing.
+    """Return (height, width) of an image after resizing.
 
     >>> resize_image(480, 640)
     (476, 644)
 
     Raises:
-        ValueError: one side is more than 200 times the other, which the processors refuse too.
+        ValueError: one side is more than 200 times the other, as in the processors.
     """
-    _check_shape(height, width)
+    _check_aspect_ratio(height, width)
     rows, columns = round(height / factor), round(width / factor)
     area = rows * columns * factor * factor
     return _within(height, width, factor, (rows, columns), area, 1, min_pixels, max_pixels)
@@ -314,7 +285,7 @@ def resize_video(
     min_pixels: int = 128 * 128,
     max_pixels: int = 16 * 16 * 2 * 2 * 2 * 6144,
 ) -> tuple[int, int]:
-    """(height, width) of the frames of a video after resizing; the budget is for all frames together.
+    """Return (height, width) of the frames of a video after resizing; the budget is for all frames together.
 
     Raises:
         ValueError: fewer frames than ``temporal_factor``, or one side more than 200 times the other.
@@ -324,7 +295,7 @@ def resize_video(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    _check_shape(height, width)
+    _check_aspect_ratio(height, width)
     rows, columns = round(height / factor), round(width / factor)
     area = round(num_frames / temporal_factor) * temporal_factor * rows * columns * factor * factor
     return _within(height, width, factor, (rows, columns), area, num_frames, min_pixels, max_pixels)
@@ -340,20 +311,18 @@ def _within(
     min_pixels: int,
     max_pixels: int,
 ) -> tuple[int, int]:
-    """The rounded size, shrunk or grown where its area is outside the budget."""
+    """Return the rounded size, scaled down or up if its area is outside the budget."""
+    rows, columns = cells
     if area > max_pixels:
-        shrink = math.sqrt(frames * height * width / max_pixels)
-        cells = (
-            max(1, math.floor(height / shrink / factor)),
-            max(1, math.floor(width / shrink / factor)),
-        )
+        scale = math.sqrt(frames * height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / scale / factor)) for side in (height, width))
     elif area < min_pixels:
-        grow = math.sqrt(min_pixels / (frames * height * width))
-        cells = (math.ceil(height * grow / factor), math.ceil(width * grow / factor))
-    return cells[0] * factor, cells[1] * factor
+        scale = math.sqrt(min_pixels / (frames * height * width))
+        rows, columns = (math.ceil(side * scale / factor) for side in (height, width))
+    return rows * factor, columns * factor
 
 
-def _check_shape(height: int, width: int) -> None:
-    uneven = max(height, width) / min(height, width)
-    if uneven > MOST_UNEVEN:
-        raise ValueError(f"{height} x {width}: sides of 1 to {uneven:.0f}, expected at most {MOST_UNEVEN}")
+def _check_aspect_ratio(height: int, width: int) -> None:
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise ValueError(f"{height} x {width}: aspect ratio {ratio:.0f}, expected at most {MAX_ASPECT_RATIO}")

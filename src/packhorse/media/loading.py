@@ -1,7 +1,7 @@
-"""From a reference to pixels or sound: one door for all kinds of media.
+"""Decode or measure a media item of any kind, and make placeholders.
 
-``ref.source`` says where a media item is, ``ref.options`` what its row wishes (``fps``, ``frame_indices``,
-…). The result is new; the reference and the row it came from stay as they were.
+``ref.source`` is the source of a media item, ``ref.options`` are the settings in its row (``fps``,
+``frame_indices``, …). The reference and its row are not changed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from PIL import Image
 
 from packhorse.errors import ConfigError
 from packhorse.media.audio import audio_info, load_audio
-from packhorse.media.failure import DEFAULT_MAX_BYTES, bad
+from packhorse.media.failure import DEFAULT_MAX_BYTES, bad_media
 from packhorse.media.images import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.sampling import VideoInfo, VideoSampling
 from packhorse.media.source import describe
 from packhorse.media.video import VideoFrames, VideoMetadata, load_video, probe_video
-from packhorse.types import MediaRef
+from packhorse.types import MediaKind, MediaRef
 
-_VIDEO_WISHES = ("fps", "min_frames", "max_frames", "num_frames")
+MediaSize = tuple[int, int] | VideoInfo | int
+"""(height, width) of an image; the :class:`VideoInfo` of the frames that the model gets (``total_frames`` is
+their number, ``indices`` their positions in the original video); the number of samples of an audio clip."""
+
+_VIDEO_OPTIONS = ("fps", "min_frames", "max_frames", "num_frames")
 
 
 def load_media(
@@ -39,27 +43,27 @@ def load_media(
 
     Args:
         ref: the media item. A video's options ``fps``, ``min_frames``, ``max_frames``, ``num_frames`` and
-            ``frame_indices`` override ``sampling``; a video that was preloaded (it has ``video_metadata``)
-            is not sampled again. Sound given as a bare array has its rate in the option ``sampling_rate``.
+            ``frame_indices`` override ``sampling``; a preloaded video (with ``video_metadata``) is not
+            sampled. An audio clip as a bare array has its rate in the option ``sampling_rate``.
         sampling: how many frames of a video to take; None takes all.
-        sampling_rate: the rate to resample sound to; None keeps its own.
+        sampling_rate: resample audio to this rate; None keeps its own.
         exif: turn images upright by their EXIF orientation.
         backend: the decoder for videos.
         max_pixels: the largest image or video frame that is decoded.
         max_bytes: the most memory that a decoded video or clip may take.
 
     Raises:
-        BadSample: the media item is missing, broken or too large, or its options make no sense.
+        BadSample: the media item is missing, broken or too large, or its options are invalid.
     """
     if ref.kind == "image":
         return load_image(ref.source, exif=exif, max_pixels=max_pixels)
     if ref.kind == "audio":
-        return load_audio(_sound(ref), sampling_rate=sampling_rate, max_bytes=max_bytes)
-    metadata = _preloaded(ref)
+        return load_audio(_audio_source(ref), sampling_rate=sampling_rate, max_bytes=max_bytes)
+    metadata = preloaded_metadata(ref)
     if metadata is not None:
         loaded = load_video(ref.source, max_pixels=max_pixels, max_bytes=max_bytes)
         return VideoFrames(loaded.frames, metadata)
-    sampling_of(ref, sampling)  # a wish that makes no sense is the row's fault, not the caller's
+    sampling_of(ref, sampling)  # an invalid option is the row's fault, not the caller's
     return load_video(
         ref.source,
         sampling=sampling,
@@ -67,51 +71,78 @@ def load_media(
         backend=backend,
         max_pixels=max_pixels,
         max_bytes=max_bytes,
-        **_wishes(ref),
+        **_video_options(ref),
     )
 
 
 def media_size(
     ref: MediaRef, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> tuple[int, int] | VideoInfo:
-    """What can be told about a media item without decoding it.
+    """Return the size of a media item without decoding it.
 
     Returns:
-        (height, width) of an image, the :class:`VideoInfo` of a video, (samples, rate) of sound.
+        (height, width) of an image, the :class:`VideoInfo` of a video, (samples, rate) of an audio clip.
     """
     if ref.kind == "image":
         return image_size(ref.source, exif=exif, max_pixels=max_pixels)
     if ref.kind == "audio":
-        return audio_info(_sound(ref))
-    metadata = _preloaded(ref)
+        return audio_info(_audio_source(ref))
+    metadata = preloaded_metadata(ref)
     if metadata is not None:
         return VideoInfo(
             metadata.total_num_frames, metadata.height, metadata.width, metadata.fps, metadata.duration
         )
-    sampling_of(ref, None)  # as above
+    sampling_of(ref, None)  # raises for an invalid option
     return probe_video(ref.source, fps=ref.options.get("fps"), max_pixels=max_pixels)
 
 
+def placeholder_media(kind: MediaKind, size: MediaSize, sampling_rate: int = 16_000) -> MediaRef:
+    """Return a media item of the given size without content: a white image or video, or silence.
+
+    Args:
+        kind: the kind of media.
+        size: its size.
+        sampling_rate: of an audio clip.
+    """
+    if isinstance(size, tuple):
+        height, width = size
+        return MediaRef(kind, Image.new("RGB", (width, height), "white"))
+    if not isinstance(size, VideoInfo):
+        return MediaRef(kind, (np.zeros(size, np.float32), sampling_rate))
+    frames = np.full((size.total_frames, size.height, size.width, 3), 255, np.uint8)
+    indices = list(range(size.total_frames) if size.indices is None else size.indices)
+    # With complete metadata the frames count as already sampled, and keep their times.
+    metadata = {
+        "total_num_frames": max(indices) + 1,
+        "fps": size.fps,
+        "height": size.height,
+        "width": size.width,
+        "duration": size.duration,
+        "frames_indices": indices,
+    }
+    return MediaRef(kind, frames, {"video_metadata": metadata})
+
+
 def sampling_of(ref: MediaRef, sampling: VideoSampling | None) -> VideoSampling:
-    """``sampling`` with the wishes of the video's own row in its place; a wish that makes no sense raises."""
+    """Return ``sampling`` with the options of the video's row; raise ``wrong_format`` for an invalid one."""
     try:
-        return (sampling or VideoSampling()).override(**_wishes(ref))
+        return (sampling or VideoSampling()).override(**_video_options(ref))
     except ConfigError as error:
-        raise bad(f"{describe(ref.source)}: {error}", "wrong_format") from error
+        raise bad_media(f"{describe(ref.source)}: {error}", "wrong_format") from error
 
 
-def _wishes(ref: MediaRef) -> dict[str, Any]:
-    return {name: ref.options.get(name) for name in _VIDEO_WISHES}
+def _video_options(ref: MediaRef) -> dict[str, Any]:
+    return {name: ref.options.get(name) for name in _VIDEO_OPTIONS}
 
 
-def _sound(ref: MediaRef) -> Any:
+def _audio_source(ref: MediaRef) -> Any:
     rate = ref.options.get("sampling_rate")
     bare = hasattr(ref.source, "shape") or (isinstance(ref.source, list) and len(ref.source) != 2)
     return (ref.source, rate) if bare and rate is not None else ref.source
 
 
-def _preloaded(ref: MediaRef) -> VideoMetadata | None:
-    """The metadata of frames that were sampled before; incomplete ones do not count as such."""
+def preloaded_metadata(ref: MediaRef) -> VideoMetadata | None:
+    """Return the metadata of frames that are already sampled, or None if there are none or too few."""
     metadata = ref.options.get("video_metadata")
     names = [field.name for field in fields(VideoMetadata)]
     if not isinstance(ref.source, list | tuple | np.ndarray) or not isinstance(metadata, Mapping):
@@ -121,7 +152,7 @@ def _preloaded(ref: MediaRef) -> VideoMetadata | None:
         return None
     indices = tuple(known["frames_indices"])
     if len(indices) != len(ref.source):
-        raise bad(
+        raise bad_media(
             f"{describe(ref.source)}: video_metadata does not describe these frames: it has {len(indices)} "
             f"frames_indices, expected {len(ref.source)}",
             "wrong_format",

@@ -1,8 +1,8 @@
 """Choose the frames of a video that the model sees, from the video's header and the settings.
 
-Nothing is opened, so a plan that counts frames and a loader that reads them agree by construction. With a
-transformers processor its video processor's own ``sample_frames`` chooses the frames of a video file, so that
-they are those that the released processor takes from the same file. Costs a fraction of reading the header.
+Counting and loading use the same functions, so they agree. With a transformers processor, the
+``sample_frames`` of its video processor chooses the frames of a file, so they are those of the released
+processor.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from typing import Any
 import numpy as np
 
 from packhorse.errors import ConfigError
-from packhorse.media.failure import bad
+from packhorse.media.failure import bad_media
 
 _SETTINGS = ("fps", "min_frames", "max_frames", "num_frames", "temporal_patch_size")
 _LIMIT_CLASSES = frozenset({"SmolVLMVideoProcessor"})
 """Video processors that sample by ``fps`` and take ``num_frames`` as a limit; others use one of the two."""
 _WHOLE_PATCH_CLASSES = frozenset({"Qwen3VLVideoProcessor"})
-"""Video processors that reject a video shorter than one temporal patch; others fill it up themselves."""
+"""Video processors that reject a video shorter than one temporal patch; others pad it themselves."""
 _CALL_ONLY = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
 """Arguments of a video processor's call that it does not pass on to ``sample_frames``."""
 
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:
-    """What the header of a video tells.
+    """The header of a video.
 
-    ``fps`` is None where nobody knows it: a folder or list of frames without a rate. Where this describes
-    frames that were taken, ``total_frames`` is their number and ``indices`` says which they are, counted in
-    the original video; None stands for all of them. ``is_file`` is False for a folder or list of frames,
-    which no processor samples by rate.
+    Attributes:
+        total_frames: frames of the video, or of the sampled part of it.
+        height: of a frame, in pixels.
+        width: of a frame, in pixels.
+        fps: None if unknown: a folder or list of frames without a rate.
+        duration: in seconds.
+        indices: positions of sampled frames in the original video; None for all frames.
+        is_file: False for a folder or list of frames, which no processor samples by rate.
     """
 
     total_frames: int
@@ -54,10 +58,10 @@ class VideoSampling:
 
     Args:
         fps: frames to take per second of video; None takes all frames (up to ``max_frames``).
-        min_frames: take at least so many where the video has them (only with ``fps``).
-        max_frames: take at most so many (with ``fps``, or when all frames are taken).
-        num_frames: take exactly so many where the video has them, whatever its length; wins over ``fps``.
-        temporal_patch_size: the number of frames is made a multiple of this, as the model's patches need.
+        min_frames: the least number of frames, if the video has them (only with ``fps``).
+        max_frames: the largest number of frames (with ``fps``, or if all frames are taken).
+        num_frames: the exact number of frames, if the video has them; takes precedence over ``fps``.
+        temporal_patch_size: the number of frames is rounded up to a multiple of this.
         video_processor: transformers' video processor, whose ``sample_frames`` chooses the frames of a file.
         overridden: the settings that :meth:`override` has set.
     """
@@ -81,11 +85,11 @@ class VideoSampling:
 
     @classmethod
     def from_processor(cls, processor: Any) -> VideoSampling:
-        """Sample as ``processor.video_processor``, or a video processor itself, does.
+        """Return the settings of ``processor.video_processor``, or of a video processor itself.
 
         Frames of a file are those of its ``sample_frames`` if ``do_sample_frames`` is true or ``fps`` or
         ``num_frames`` is set, and all frames otherwise, as in the processor's own call. A setting that the
-        processor does not have, or has as None, does not limit anything.
+        processor does not have, or has as None, is no limit.
 
         Raises:
             ConfigError: there is no video processor, or one of its settings is invalid.
@@ -98,11 +102,11 @@ class VideoSampling:
                 f"{type(processor).__name__} has no video_processor and none of {', '.join(_SETTINGS)}: "
                 "pass a processor for videos, or VideoSampling(...) with the values"
             )
-        found = {name: getattr(owner, name, None) for name in _SETTINGS}
+        settings = {name: getattr(owner, name, None) for name in _SETTINGS}
         if hasattr(owner, "sample_frames"):
-            # The processor fills its temporal patches itself.
-            found |= {"temporal_patch_size": None, "video_processor": owner}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+            # The processor pads its temporal patches itself.
+            settings |= {"temporal_patch_size": None, "video_processor": owner}
+        return cls(**{name: value for name, value in settings.items() if value is not None})
 
     def override(
         self,
@@ -112,7 +116,7 @@ class VideoSampling:
         max_frames: int | None = None,
         num_frames: int | None = None,
     ) -> VideoSampling:
-        """These settings with the given ones in their place.
+        """Return a copy with the given settings.
 
         ``fps`` also replaces ``num_frames``, except for a video processor that uses both (SmolVLM's).
         """
@@ -132,10 +136,10 @@ class VideoSampling:
 def count_sampled_frames(
     info: VideoInfo, sampling: VideoSampling, frame_indices: Sequence[int] | np.ndarray | None = None
 ) -> int:
-    """How many frames :func:`sample_frame_indices` takes.
+    """Return how many frames :func:`sample_frame_indices` takes.
 
     Without a video processor and with ``fps`` it is ``int(total / video fps * fps)``, at least
-    ``min_frames``, at most ``max_frames`` and the video's own number, then rounded up to
+    ``min_frames``, at most ``max_frames`` and the frames of the video, then rounded up to
     ``temporal_patch_size``.
     """
     if sampling.video_processor is not None:
@@ -147,42 +151,40 @@ def count_sampled_frames(
         count = min(sampling.num_frames, total)
     else:
         count = most = total if sampling.max_frames is None else min(total, sampling.max_frames)
-        # A video of unknown rate cannot be thinned out to a rate: its frames were chosen by someone.
+        # A video of unknown rate cannot be sampled by rate.
         if sampling.fps is not None and info.fps is not None and sampling.fps != info.fps:
             count = min(max(int(total / info.fps * sampling.fps), sampling.min_frames or 1), most)
-    return _rounded_up(count, sampling.temporal_patch_size)
+    return _round_up(count, sampling.temporal_patch_size)
 
 
 def sample_frame_indices(
     info: VideoInfo, sampling: VideoSampling, frame_indices: Sequence[int] | np.ndarray | None = None
 ) -> np.ndarray:
-    """The numbers of the frames to read, ascending, counted from 0 in the original video.
+    """Return the positions of the frames to read in the original video, ascending, from 0.
 
     >>> sample_frame_indices(VideoInfo(60, 48, 64, 30.0, 2.0), VideoSampling(fps=2, min_frames=4)).tolist()
     [0, 20, 39, 59]
 
     With a video processor, the frames of a file are those that it takes. Otherwise, for a list of frames, and
-    where the video processor raises (most do if the video is shorter than the number of frames asked for),
-    frames are spread evenly from the first to the last one (rounded ``linspace``). Where the count is rounded
-    up beyond the frames there are, the last one is repeated, which is what the processors do to fill a
-    temporal patch.
+    if the video processor raises (most do if the video is shorter than the requested number of frames),
+    frames are spread evenly from the first to the last one (rounded ``linspace``). If the count is rounded up
+    beyond the frames of the video, the last one is repeated, as the processors do to fill a temporal patch.
 
     Args:
         info: the video.
         sampling: how many frames.
-        frame_indices: take these frames, in this order, instead; only the filling of the last temporal patch
-            is still done.
+        frame_indices: take these frames, in this order, instead; the last temporal patch is still padded.
 
     Raises:
-        BadSample: ``broken_media`` where the video has no frames, or not those that ``frame_indices`` names;
-            ``wrong_format`` where ``frame_indices`` are not whole numbers.
-        ConfigError: the video processor is to sample frames and has neither ``fps`` nor ``num_frames``.
+        BadSample: ``broken_media`` if the video has no frames, or not those of ``frame_indices``;
+            ``wrong_format`` if ``frame_indices`` are not whole numbers.
+        ConfigError: the video processor samples frames and has neither ``fps`` nor ``num_frames``.
     """
     if info.total_frames < 1:
-        raise bad("the video has no frames", "broken_media")
+        raise bad_media("the video has no frames")
     if frame_indices is not None:
-        chosen = _checked_indices(frame_indices, info.total_frames)
-        count = _rounded_up(len(chosen), sampling.temporal_patch_size)
+        chosen = _check_indices(frame_indices, info.total_frames)
+        count = _round_up(len(chosen), sampling.temporal_patch_size)
     else:
         taken = _indices_of_processor(info, sampling) if info.is_file else None
         chosen = _spread_evenly(info, sampling) if taken is None else taken
@@ -193,7 +195,7 @@ def sample_frame_indices(
 
 
 def _spread_evenly(info: VideoInfo, sampling: VideoSampling) -> np.ndarray:
-    """The frames by the rule of :func:`count_sampled_frames`."""
+    """Return the frames by the rule of :func:`count_sampled_frames`."""
     count = count_sampled_frames(info, replace(sampling, video_processor=None))
     spread = np.linspace(0, info.total_frames - 1, min(count, info.total_frames))
     chosen = spread.round().astype(np.int64)
@@ -201,7 +203,7 @@ def _spread_evenly(info: VideoInfo, sampling: VideoSampling) -> np.ndarray:
 
 
 def _indices_of_processor(info: VideoInfo, sampling: VideoSampling) -> np.ndarray | None:
-    """The frames that the video processor takes from a file; None without one, and where it raises."""
+    """Return the frames that the video processor takes from a file; None without one, and if it raises."""
     owner = sampling.video_processor
     if owner is None:
         return None
@@ -211,10 +213,10 @@ def _indices_of_processor(info: VideoInfo, sampling: VideoSampling) -> np.ndarra
         taken = _call_sample_frames(info, sampling)
     if taken is None:
         return None
-    # Not every processor knows these two; a row that asks for them gets them.
-    asked = {name: getattr(sampling, name) for name in sampling.overridden}
-    count = max(len(taken), min(asked.get("min_frames", 1), info.total_frames))
-    count = min(count, asked.get("max_frames", count))
+    # Not every processor has these two settings; a row may set them all the same.
+    requested = {name: getattr(sampling, name) for name in sampling.overridden}
+    count = max(len(taken), min(requested.get("min_frames", 1), info.total_frames))
+    count = min(count, requested.get("max_frames", count))
     if count == len(taken):
         return taken
     if count > len(taken) and sampling._is_a(_LIMIT_CLASSES):
@@ -223,17 +225,17 @@ def _indices_of_processor(info: VideoInfo, sampling: VideoSampling) -> np.ndarra
 
 
 def _call_sample_frames(info: VideoInfo, sampling: VideoSampling) -> np.ndarray | None:
-    """``sample_frames`` of the video processor with the arguments of its own call; None where it raises."""
+    """Call ``sample_frames`` of the video processor with the arguments of its own call; None if it raises."""
     from transformers.video_utils import VideoMetadata
 
-    # Settings that are not given are read from the object, so it is a copy that has ours.
+    # sample_frames reads settings from the processor, so a copy gets ours.
     owner = copy(sampling.video_processor)
     for name in ("fps", "num_frames", "min_frames", "max_frames"):
         value = getattr(sampling, name)
         if hasattr(owner, name) or value is not None:
             setattr(owner, name, value)
     if sampling.num_frames is not None and not sampling._is_a(_LIMIT_CLASSES):
-        owner.fps = None  # most raise if both are set; a row or a setting that has num_frames means it
+        owner.fps = None  # most raise if both are set; num_frames takes precedence
     names = getattr(getattr(owner, "valid_kwargs", None), "__annotations__", ())
     settings = {name: getattr(owner, name, None) for name in names if name not in _CALL_ONLY}
     metadata = VideoMetadata(
@@ -255,28 +257,27 @@ def _call_sample_frames(info: VideoInfo, sampling: VideoSampling) -> np.ndarray 
             "them on processor.video_processor, or do_sample_frames=False for all frames"
         ) from error
     indices = np.asarray(taken, np.int64)
-    # Steps of float32 may end one frame after the last, which every decoder rejects.
+    # Steps in float32 may end one frame after the last, which every decoder rejects.
     indices = indices[indices < info.total_frames]
     return indices if len(indices) else None
 
 
-def _checked_indices(frame_indices: Sequence[int] | np.ndarray, total: int) -> np.ndarray:
+def _check_indices(frame_indices: Sequence[int] | np.ndarray, total: int) -> np.ndarray:
     try:
         indices = np.asarray(frame_indices)
     except ValueError as error:
-        raise bad(f"frame_indices are not a list of whole numbers ({error})", "wrong_format") from error
+        raise bad_media(f"frame_indices are not a list of whole numbers ({error})", "wrong_format") from error
     if indices.ndim != 1 or len(indices) == 0 or indices.dtype.kind not in "iu":
-        raise bad(
-            f"frame_indices are {str(frame_indices)[:80]}, expected a list of whole numbers", "wrong_format"
-        )
+        detail = f"frame_indices are {str(frame_indices)[:80]}, expected a list of whole numbers"
+        raise bad_media(detail, "wrong_format")
     outside = indices[(indices < 0) | (indices >= total)]
     if len(outside):
         named = ", ".join(map(str, outside[:8].tolist())) + (", …" if len(outside) > 8 else "")
-        raise bad(f"frame_indices {named} are not in the video's {total:,} frames", "broken_media")
+        raise bad_media(f"frame_indices {named} are not in the video's {total:,} frames")
     return indices.astype(np.int64)
 
 
-def _rounded_up(count: int, multiple: int) -> int:
+def _round_up(count: int, multiple: int) -> int:
     return math.ceil(max(count, 1) / multiple) * multiple
 
 

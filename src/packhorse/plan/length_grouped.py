@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Sampler, Subset
 from packhorse.count.sidecar import counts_of
 from packhorse.distributed import Collectives, is_distributed
 from packhorse.errors import ConfigError
-from packhorse.families.processors import as_processor
+from packhorse.families.models import as_processor
 from packhorse.formats.estimate import (
     columns_of,
     estimate_image_tokens,

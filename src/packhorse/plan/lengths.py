@@ -21,11 +21,10 @@ from torch.utils.data import ConcatDataset, Subset
 from packhorse.count.columns import CountColumns
 from packhorse.count.sidecar import counts_of, is_counted
 from packhorse.count.token_counter import TokenCounter
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.robust import ReplacingDataset, load_sample
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError, data_errors
-from packhorse.families.processors import as_processor
+from packhorse.families.models import as_processor
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.estimate import (
     ColumnsBuilder,
@@ -281,7 +280,7 @@ def _examples_at(dataset: Rows, rows: Integers) -> Iterator[tuple[int, Any]]:
         read = source.file.read(source.selection.row(number) for number in inside)
         for position, number, row in zip(positions.tolist(), inside, read, strict=True):
             try:
-                example = source.convert(row, number, dataset.ledger)
+                example = source.convert(row, source.key(number), dataset.ledger)
             except BadSample:
                 example = None
             yield position, example
@@ -423,7 +422,7 @@ class LazyLengths:
 def _encoded_conversation(dataset: PreTokenizedDatasetWrapper, index: int) -> Conversation:
     """Return what is encoded for a sample, its fake image included."""
     key = dataset.key(index)
-    example = with_audio_placed(dataset.dataset[index], dataset.encoder, key)
+    example = dataset.encoder.place_audio(dataset.dataset[index], key)
     if dataset.inject_fake_images and "image" in dataset.family.kinds:
         example = inject_fake_image(example)
     return parse_conversation(example, key)

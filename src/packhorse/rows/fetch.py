@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from packhorse.errors import ConfigError
 from packhorse.media.failure import RemoteError
-from packhorse.media.remote import WRONG_PATH, RemoteFile, ask, find_store
+from packhorse.media.remote import INVALID_PATH, RemoteFile, call_store, find_store
 from packhorse.media.source import is_address, local_path
 from packhorse.types import mask_secrets
 from packhorse.utils.files import _PIECE, _STATE, Fingerprint, build_once, digest, logger
@@ -42,7 +42,7 @@ def _fetched(address: str) -> str:
         return path
     with _named(address):
         fs, path = find_store(address)
-        info = ask(address, lambda: fs.info(path), WRONG_PATH)
+        info = call_store(address, lambda: fs.info(path), INVALID_PATH)
     # Not the store's own key alone: for some stores it is the address, whatever lies there.
     state = {name: str(info[name]) for name in _STATE if info.get(name) is not None}
     key = digest(address, str(fs.ukey(path)), str(sorted(state.items())))
@@ -52,7 +52,7 @@ def _fetched(address: str) -> str:
         came, size = 0, info.get("size")
         with contextlib.ExitStack() as stack:
             with _named(address):
-                opened = ask(address, lambda: fs.open(path, "rb"), WRONG_PATH)
+                opened = call_store(address, lambda: fs.open(path, "rb"), INVALID_PATH)
                 remote = stack.enter_context(RemoteFile(address, opened))
             while True:
                 with _named(address):

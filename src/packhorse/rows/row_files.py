@@ -115,6 +115,7 @@ class JsonRows(RowFile):
     def _open(self, onlooker: Onlooker | None = None) -> None:
         self._index, self._fingerprint = open_index(self.path, self.layout, self.index_dir, onlooker)
         self._fd = os.open(self.path, os.O_RDONLY)
+        self._max_bytes = limit_of("PACKHORSE_MAX_ROW_BYTES", MAX_ROW_BYTES)
         self._counted = (0, 1)  # up to this byte so many lines were counted
 
     def __len__(self) -> int:
@@ -123,18 +124,14 @@ class JsonRows(RowFile):
     def __getitem__(self, row: int) -> Row:
         row = self._checked(row)
         start, stop = self._index.span(row)
-        if stop - start > (most := self._most_bytes()):
-            raise self._too_large(row, stop - start, most)
+        if stop - start > self._max_bytes:
+            raise self._too_large(row, stop - start)
         return self._parse(self._fetch(start, stop), row)
 
-    @staticmethod
-    def _most_bytes() -> int:
-        return limit_of("PACKHORSE_MAX_ROW_BYTES", MAX_ROW_BYTES)
-
-    def _too_large(self, row: int, size: int, most: int) -> BadSample:
+    def _too_large(self, row: int, size: int) -> BadSample:
         return BadSample(
-            f"{self.location(row)}: the row has {size:,} bytes, more than the limit of {most:,}; is a line "
-            "end missing? Split it, or raise PACKHORSE_MAX_ROW_BYTES",
+            f"{self.location(row)}: the row has {size:,} bytes, more than the limit of {self._max_bytes:,}; "
+            "is a line end missing? Split it, or raise PACKHORSE_MAX_ROW_BYTES",
             reason="row_too_large",
             stage="read",
         )
@@ -145,7 +142,7 @@ class JsonRows(RowFile):
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
         """As :meth:`RowFile.read`; neighbouring rows are fetched with one call."""
-        numbers, most = iter(rows), self._most_bytes()
+        numbers = iter(rows)
         while block := list(itertools.islice(numbers, _BLOCK)):
             at = self._all_checked(block)
             starts, stops = self._index.spans(at)
@@ -153,7 +150,8 @@ class JsonRows(RowFile):
             first_bytes, after = starts.tolist(), stops.tolist()
             for first, last in zip(firsts, [*firsts[1:], len(block)], strict=True):
                 base = first_bytes[first]
-                if after[last - 1] - base > most:  # a run of its own, or one that ends with such a row
+                # A run of its own, or one that ends with such a row.
+                if after[last - 1] - base > self._max_bytes:
                     yield from map(self._get_or_error, block[first:last])
                     continue
                 data = self._fetch(base, after[last - 1])

@@ -141,6 +141,10 @@ class RowSelection:
         """Which repetition of its row this is: 0 unless the ratio is above 1."""
         return self._copy_of_entry(self.world.rank + position * self.world.size)
 
+    def key(self, dataset: str, position: int) -> str:
+        """The key of this rank's ``position``-th row; see :func:`row_key`."""
+        return row_key(dataset, self.row(position), self.copy(position))
+
     def rows(self) -> RowNumbers:
         """The numbers of all this rank's rows, in order."""
         entries = self.world.rank + np.arange(len(self), dtype=np.int64) * self.world.size

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from packhorse.errors import BadSample
-from packhorse.formats.meta_file import DatasetConfig
+from packhorse.formats.meta import DatasetConfig
 from packhorse.media.source import LmdbEntry, LocalFile, is_address, locate
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key

@@ -25,7 +25,7 @@ from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.families.models import check_packable, known_problems
-from packhorse.families.positions import RopeIndex, mrope_position_ids, rope_index
+from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids, rope_index
 from packhorse.integrations.attention import attention_of, check_attention, use_attention
 from packhorse.ledger import Ledger
 from packhorse.types import to_device
@@ -123,7 +123,7 @@ def _of_positions(packed: Packed, samples: Any, own_rope: RopeIndex | None) -> I
         yield (
             f"position_ids are one row {tuple(positions.shape)}, but {type(packed.model).__name__} has "
             "mRoPE, positions in three rows [3, B, S]: pass "
-            "get_rope_index=packhorse.families.positions.rope_index(model)"
+            "get_rope_index=packhorse.families.qwen_vl.rope_index(model)"
         )
         return
     for row, document, sample in packed.places():

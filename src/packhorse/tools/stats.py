@@ -33,7 +33,7 @@ from packhorse.count.sidecar import data_source
 from packhorse.errors import BadSample, ConfigError
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
-from packhorse.formats.meta_file import Meta, read_meta
+from packhorse.formats.meta import Meta, read_meta
 from packhorse.formats.sharegpt import convert_row
 from packhorse.media import media_size
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows

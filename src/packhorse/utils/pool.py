@@ -344,6 +344,15 @@ class ProcessPool(Generic[T, R]):
         self._retry.extend(position for worker in self._workers for position in self._positions_at(worker))
         _end_workers(self._workers, self._owner)
 
+    def start(self) -> None:
+        """Start the workers, unless they run; :meth:`run` does it if this was not called.
+
+        Raises:
+            EngineError: the work cannot be sent to another process.
+        """
+        while len(self._workers) < self.size:
+            self._workers.append(_Worker(self._work, self._start))
+
     def _positions_at(self, worker: _Worker) -> list[int]:
         """The positions of this run's tasks that a worker holds."""
         return [position for run, position in worker.held if run == self._run]
@@ -400,8 +409,7 @@ class ProcessPool(Generic[T, R]):
 
     def _send_tasks(self) -> None:
         """Send tasks to the workers that hold the fewest; start workers first if there are none."""
-        while len(self._workers) < self.size:
-            self._workers.append(_Worker(self._work, self._start))
+        self.start()
         sent = sum(len(self._positions_at(worker)) for worker in self._workers) + len(self._done)
         # The last tasks are not queued after another one: whichever worker is free first takes them.
         last = not self._ordered and self._left - sent <= self._prefetch * self.size

@@ -85,7 +85,7 @@ def test_a_sidecar_that_may_not_grow_is_a_clear_error_and_none_is_left(
     meta = write_chats(tmp_path / "data", 1000)
     with no_file_larger_than(32_000):  # enough for each part, not for all of them together
         error = the_error(count(meta, saved))
-    assert "a file may not grow so large" in error
+    assert "the file size limit is reached" in error
     assert sidecars(meta.parent) == []
     assert len(parts(meta.parent)) == 1000 // PART
     assert json.loads(count(meta, saved).stdout)["counted_rows"] == 0

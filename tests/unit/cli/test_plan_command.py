@@ -300,8 +300,8 @@ def test_packs_as_they_are_delivered_waste_nothing_but_what_alignment_adds(
     made = json.loads(run(meta, saved, "--json", "--dataset", "chats", "--out", tmp_path / "p").stdout)
     assert made["name"] == loader.plan_key
     delivered = 0
-    for _ in loader:
-        delivered += loader.last.slots
+    for batch in loader:
+        delivered += batch.info.slots
     assert made["padding"]["packed_unpadded"]["slots"] == delivered
     aligned = json.loads(run(meta, saved, "--json", "--alignment", 16, "--out", tmp_path / "p").stdout)
     assert aligned["padding"]["packed_unpadded"]["slots"] % 16 == 0

@@ -396,7 +396,7 @@ def test_an_example_in_another_format_is_rejected(example):
 
 def test_a_placeholder_typed_by_a_user_is_rejected():
     typed = {"conversation": turns(question="What is <|image_pad|>?")}
-    with pytest.raises(BadSample, match="cannot be told from a media item"):
+    with pytest.raises(BadSample, match="not distinguishable from a media item"):
         default_collate_fn([typed], processor("qwen2_vl"))
 
 

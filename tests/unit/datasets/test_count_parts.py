@@ -12,7 +12,7 @@ from count_samples import chat, sidecars, write_chats
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import Sidecar, batch_digest
 from packhorse.errors import ConfigError
-from packhorse.families.processors import open_processor
+from packhorse.families.models import open_processor
 
 
 @pytest.fixture(scope="module")

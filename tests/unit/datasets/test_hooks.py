@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from packhorse.encode.preparation import run_hook
+from packhorse.encode.tokenized import run_hook
 from packhorse.errors import ConfigError, is_data_error
 
 GIVEN = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1, 1]])}

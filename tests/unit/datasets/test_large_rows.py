@@ -88,7 +88,7 @@ def test_rows_of_a_hundred_megabytes_are_in_the_ledger_and_the_others_are_delive
     )
     found = {drop.key: drop.reason for drop in loader.ledger}
     assert found == dict.fromkeys(("a/1", "a/2", "a/3"), "row_too_large")
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [0, 4]
     assert check_meta(meta).files[0].counts == {("row_too_large", "error"): 3}
     planned = make_plan(Request(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p")))

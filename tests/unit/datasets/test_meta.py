@@ -278,13 +278,44 @@ def test_strict_and_confine_are_set_in_the_meta_file(tmp_path: Path) -> None:
     assert len(make_meta_dataset(write_meta(tmp_path, {"a": entry}, a=rows))) == 3
 
 
-def test_a_media_folder_is_found_beside_the_meta_file(tmp_path: Path) -> None:
-    (tmp_path / "media").mkdir()
-    turns = [{"role": "user", "content": "<image>"}]
-    for folder, expected in (("media", str(tmp_path / "media" / "x.jpg")), ("elsewhere", "elsewhere/x.jpg")):
-        meta = {"a": {"file_name": "a.jsonl", "media_dir": folder}}
-        path = write_meta(tmp_path, meta, a=[{"messages": turns, "images": ["x.jpg"]}])
-        assert open_meta_dataset(path)[0]["conversation"][0]["content"][0]["image"] == expected
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("both", "data/both/x.jpg"),
+        ("next_to_meta", "data/next_to_meta/x.jpg"),
+        ("neither", "data/neither/x.jpg"),
+    ],
+)
+def test_a_relative_media_dir_is_next_to_the_meta_file(
+    name: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for folder in ("both", "data/both", "data/next_to_meta"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert _image_with_media_dir(tmp_path / "data", name) == str(tmp_path / expected)
+    assert "working directory" not in caplog.text
+
+
+def test_a_media_dir_that_only_the_working_directory_has_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in ("data", "images"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert _image_with_media_dir(tmp_path / "data", "images") == "images/x.jpg"
+    expected = "media_dir images is not next to the meta file; using the one in the working directory"
+    assert expected in caplog.text
+
+
+def _image_with_media_dir(folder: Path, media_dir: str) -> str:
+    row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["x.jpg"]}
+    meta = write_meta(folder, {"a": {"file_name": "a.jsonl", "media_dir": media_dir}}, a=[row])
+    image: str = open_meta_dataset(meta)[0]["conversation"][0]["content"][0]["image"]
+    return image
 
 
 def test_a_dot_for_the_folder_of_the_meta_file_is_in_no_path_and_dots_for_the_one_above_stay(

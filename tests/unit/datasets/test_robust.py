@@ -217,17 +217,17 @@ def test_a_batch_that_never_collates_stops_with_its_cause() -> None:
 
 def test_skipping_everything_stops_instead_of_training_on_nothing() -> None:
     broken = {i: OSError(f"gone {i}") for i in range(20) if i != 4}
-    wrapper = RobustDatasetWrapper(Numbers(20, broken), on_bad="skip", max_in_a_row=5, ledger=Ledger())
+    wrapper = RobustDatasetWrapper(Numbers(20, broken), on_bad="skip", max_consecutive_bad=5, ledger=Ledger())
     assert [wrapper[i] for i in range(9)].count(None) == 8, "a good sample in between begins the count anew"
     with pytest.raises(
-        RuntimeError, match="5 samples in a row were dropped; the last: OSError: gone 9"
+        RuntimeError, match="5 consecutive samples were dropped; the last: OSError: gone 9"
     ) as error:
         wrapper[9]
     assert isinstance(error.value.__cause__, OSError)
-    wrapper = RobustDatasetWrapper(Numbers(9), on_bad="skip", max_in_a_row=2, ledger=Ledger())
+    wrapper = RobustDatasetWrapper(Numbers(9), on_bad="skip", max_consecutive_bad=2, ledger=Ledger())
     collate = wrapper.robust_collate(picky({0, 1}, RuntimeError("sizes differ")))
     assert collate([wrapper[0]]) is None
-    with pytest.raises(RuntimeError, match="2 batches in a row"):
+    with pytest.raises(RuntimeError, match="2 consecutive batches"):
         collate([wrapper[1]])
 
 

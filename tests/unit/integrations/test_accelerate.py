@@ -104,7 +104,7 @@ def test_a_run_saved_after_a_step_goes_on_to_the_same_weights(tmp_path: Path) ->
     for group, tokens in steps(resumed.accelerator, resumed.loader):
         for batch in group:
             resumed.train(batch, tokens)
-    assert resumed.loader.account is not None
-    assert resumed.loader.account.delivered == ROWS
+    assert resumed.loader.epoch_stats is not None
+    assert resumed.loader.epoch_stats.delivered == ROWS
     for ours, theirs in zip(resumed.weights(), whole.weights(), strict=True):
         assert torch.equal(ours, theirs)

@@ -16,7 +16,7 @@ from contract.tiny_models import MODELS, tiny_model
 from contract.torchvision_ops import make_torchvision_importable
 from noise_floor import CONTROL, FACTOR, largest_difference, noise_floor
 from packhorse.errors import ConfigError
-from packhorse.families.shift_labels import check_shift_labels, honours_shift_labels, make_honour_shift_labels
+from packhorse.families.models import check_shift_labels, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.transformers import prepare
 
 make_torchvision_importable()

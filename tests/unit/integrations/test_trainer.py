@@ -172,7 +172,7 @@ def test_a_checkpoint_within_a_step_counts_whole_steps_only(tmp_path: Path, hook
     resumed = trainer(tmp_path / "stopped")
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert losses(resumed)[-6:] == losses(whole)[-6:]
-    assert resumed.loader.account.delivered == 8
+    assert resumed.loader.epoch_stats.delivered == 8
 
 
 def test_a_trainer_stopped_within_a_step_loses_none_of_its_batches(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_meta_file_is_counted_planned_and_delivered_and_bad_rows_are_in_the_le
         loader.dataset.key(n) for n in range(len(loader.dataset))
     }
     assert len(seen) == len(set(seen)) == 48
-    account = loader.account
+    account = loader.epoch_stats
     assert (account.rows, account.planned, account.delivered, account.lost) == (50, 48, 48, 0)
     assert account.reasons == {"missing_media": 1, "malformed_row": 1}
     assert list(meta.parent.glob("*.phcount")), "counts are kept for the next start"
@@ -78,7 +78,7 @@ def test_batches_are_what_the_processor_makes_of_the_samples(mode):
     loader = load(rows, mode=mode, batch_size=2)
     expected = count_examples(rows, processor("qwen2_vl"))
     for batch in loader:
-        report = loader.last
+        report = batch.info
         supervised = (batch["labels"] != IGNORE_INDEX).sum()
         assert report.supervised == supervised == expected.supervised[list(report.samples)].sum()
         assert report.tokens == expected.total[list(report.samples)].sum() - len(report.samples)
@@ -127,9 +127,9 @@ def test_a_single_sample_on_many_ranks_is_delivered_once_and_all_ranks_step():
         loader = load(texts(1), rank, 4, gradient_accumulation_steps=2)
         assert len(loader) == 2
         for batch in loader:
-            seen += loader.last.samples
-            fillers += loader.last.is_padding
-            assert loader.last.is_padding == bool((batch["labels"] == IGNORE_INDEX).all())
+            seen += batch.info.samples
+            fillers += batch.info.is_padding
+            assert batch.info.is_padding == bool((batch["labels"] == IGNORE_INDEX).all())
     assert seen == [0]
     assert fillers == 7
 
@@ -144,7 +144,7 @@ def test_all_ranks_have_the_same_media_in_a_step(caplog):
             loader = load(rows, rank, 4, placeholder=placeholder)
             for batch in loader:
                 there = frozenset(kinds[key] for key in batch if key in kinds)
-                steps.setdefault(loader.last.step, set()).add(there)
+                steps.setdefault(batch.info.step, set()).add(there)
         mixed_steps = sum(len(found) > 1 for found in steps.values())
         assert (mixed_steps == 0) == (placeholder == "auto"), "the data do not test anything"
         differ += mixed_steps
@@ -228,25 +228,25 @@ def test_a_sample_that_fails_on_the_way_is_dropped_of_its_batch_and_named(mode):
     rows.counted = True
     lost = []
     seen = []
-    for _ in loader:
-        seen += loader.last.samples
-        lost += loader.last.lost
+    for batch in loader:
+        seen += batch.info.samples
+        lost += batch.info.lost
     assert sorted(seen + lost) == list(range(30))
     assert sorted(lost) == [3, 17]
     assert sorted(drop.key for drop in loader.ledger) == ["17", "3"]
     assert {drop.epoch for drop in loader.ledger} == {0}
-    assert loader.account.delivered == 28
-    assert loader.account.lost == 2
+    assert loader.epoch_stats.delivered == 28
+    assert loader.epoch_stats.lost == 2
 
 
 def test_a_batch_of_which_nothing_can_be_used_is_still_a_step():
     rows = Breaking(texts(6), range(6))
     loader = load(rows, mode="pad", max_bad_share=None, max_consecutive_bad=None)
     rows.counted = True
-    reports = [loader.last for _ in loader]
+    reports = [batch.info for batch in loader]
     assert len(reports) == 6
     assert all(report.is_padding for report in reports)
-    assert loader.account.lost == 6
+    assert loader.epoch_stats.lost == 6
 
 
 def test_a_bad_sample_can_stop_the_run():
@@ -269,18 +269,41 @@ def test_too_many_bad_samples_stop_the_run_with_the_reasons():
 
 
 def test_too_many_rows_that_cannot_be_counted_stop_the_run_at_once():
-    rows = texts(20)
-    rows[4] = chat("look", "so", {"type": "image", "image": "no/such.png"})
-    with pytest.raises(TooManyBad, match=r"1 of 20 samples .*missing_media"):
+    rows = texts(100)
+    for index in (4, 5):
+        rows[index] = chat("look", "so", {"type": "image", "image": "no/such.png"})
+    with pytest.raises(TooManyBad, match=r"2 of 100 samples .*missing_media") as caught:
         load(rows)
-    assert len(delivered_rows(load(rows, max_bad_share=0.05))) == 19
+    error = caught.value
+    assert (error.setting, error.bad, error.samples) == ("max_bad_share", 2, 100)
+    assert error.reasons == {"missing_media": 2}
+    assert len(delivered_rows(load(rows, max_bad_share=0.02))) == 98
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_below_100_rows_three_bad_samples_are_tolerated(counted):
+    rows = Breaking(texts(99), {5, 50, 70})
+    loader = load(rows) if not counted else None
+    rows.counted = True
+    loader = load(rows) if counted else loader
+    assert len(delivered_rows(loader)) == 96
+    rows.counted, rows.bad = False, {5, 50, 70, 80}
+    loader = load(rows)
+    rows.counted = True
+    with pytest.raises(TooManyBad, match=r"4 of 99 samples.*max_bad_share=1.00%"):
+        delivered_rows(loader)
+    rows.counted = False
+    loader = load(rows, max_bad_share=0.0)
+    rows.counted = True
+    with pytest.raises(TooManyBad, match=r"1 of 99 samples"):
+        delivered_rows(loader)
 
 
 def test_failures_in_a_row_stop_the_run():
     rows = Breaking(texts(40), range(40))
     loader = load(rows, mode="pad", max_bad_share=None, max_consecutive_bad=7)
     rows.counted = True
-    with pytest.raises(TooManyBad, match="8 samples in a row"):
+    with pytest.raises(TooManyBad, match="8 consecutive samples failed"):
         delivered_rows(loader)
 
 
@@ -298,10 +321,10 @@ def test_limits_of_a_pack_hold():
     draw = __import__("random").Random(0)
     rows = [chat("why", "so", image(draw)) for _ in range(20)]
     loader = load(rows, max_media=2, max_documents=2, pack_size=512)
-    assert all(len(loader.last.samples) <= 2 for _ in loader)
+    assert all(len(batch.info.samples) <= 2 for batch in loader)
     patches = loader.counts.patches
     loader = load(rows, max_patches=int(patches.max()) + 10, pack_size=512)
-    assert all(patches[list(loader.last.samples)].sum() <= patches.max() + 10 for _ in loader)
+    assert all(patches[list(batch.info.samples)].sum() <= patches.max() + 10 for batch in loader)
 
 
 def test_documents_can_be_aligned():
@@ -326,7 +349,7 @@ def test_an_epoch_that_begins_again_in_the_same_folder_does_not_count_what_the_e
     loader = load(rows, ledger_dir=tmp_path)
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 2  # nothing begun yet
     delivered_rows(loader)
-    assert (loader.account.delivered, loader.account.reasons) == (30, {})
+    assert (loader.epoch_stats.delivered, loader.epoch_stats.reasons) == (30, {})
     assert sum(len(Ledger.load(file)) for file in tmp_path.glob("rank-*.jsonl")) == 0
 
 
@@ -389,9 +412,9 @@ def test_metrics_add_up_and_go_to_tensorboard(tmp_path):
 
     loader = load(texts(30), pad_to_size=True)
     tokens = slots = 0
-    for _ in loader:
-        tokens += loader.last.tokens
-        slots += loader.last.slots
+    for batch in loader:
+        tokens += batch.info.tokens
+        slots += batch.info.slots
     numbers = loader.metrics.numbers()
     assert numbers.fill == pytest.approx(tokens / slots)
     assert numbers.fill + numbers.padding == pytest.approx(1)
@@ -538,7 +561,7 @@ def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
     rows.counted = True
     for epoch in range(3):
         delivered_rows(loader)
-        assert (loader.account.epoch, loader.account.reasons) == (epoch, {"sample_failed": 1})
+        assert (loader.epoch_stats.epoch, loader.epoch_stats.reasons) == (epoch, {"sample_failed": 1})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -548,16 +571,16 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     settings = {"max_bad_share": None, "ledger_dir": tmp_path, "mode": "pad"}
     loaders = [load(rows, rank, ranks, **settings) for rank in range(ranks)]
     order = [
-        [loader._now.schedule.samples(step, rank)[0][0] for step in range(6)]
+        [loader._current.schedule.samples(step, rank)[0][0] for step in range(6)]
         for rank, loader in enumerate(loaders)
     ]
     early, mended, late = order[-1][0], order[-1][4], order[-1][5]
     rows.counted, rows.bad = True, {early, mended, late}
     before, state = [], None
     for loader in loaders:
-        for step, _ in enumerate(loader, 1):
+        for step, batch in enumerate(loader, 1):
             if step <= 3:
-                before += loader.last.samples
+                before += batch.info.samples
             if step == 3:
                 state = loader.state_dict()
             if step == 6:
@@ -569,7 +592,7 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     after = delivered_rows(again)
 
     assert sorted(before + after) == [n for n in range(40) if n not in (early, late)]
-    account = again.account
+    account = again.epoch_stats
     assert (account.delivered, account.lost, account.dropped) == (38, 2, 0)
     assert account.reasons == {"sample_failed": 2}
     from packhorse.ledger import read_ledgers
@@ -589,7 +612,7 @@ def test_a_run_of_one_rank_that_goes_on_without_a_ledger_folder_knows_what_it_de
     rows.counted = True
     again.load_state_dict(state)
     delivered_rows(again)
-    assert (again.account.delivered, again.account.lost) == (19, 1)
+    assert (again.epoch_stats.delivered, again.epoch_stats.lost) == (19, 1)
 
 
 def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta):
@@ -606,7 +629,7 @@ def test_losses_before_a_restart_count(tmp_path):
     rows = Breaking(texts(60), set())
     settings = {"max_bad_share": 0.05, "ledger_dir": tmp_path, "mode": "pad"}
     loader = load(rows, **settings)
-    order = [loader._now.schedule.samples(step, 0)[0][0] for step in range(60)]
+    order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(60)]
     rows.counted, rows.bad = True, {order[1], order[2], order[30], order[31]}
     delivered_rows(loader, 10)
     rows.counted = False
@@ -621,7 +644,7 @@ def test_losses_before_a_restart_count(tmp_path):
 def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(tmp_path, how):
     rows = Breaking(texts(30), set())
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
-    rows.counted, rows.bad = True, {loader._now.schedule.samples(0, 0)[0][0]}
+    rows.counted, rows.bad = True, {loader._current.schedule.samples(0, 0)[0][0]}
     beginning = loader.state_dict()
     delivered_rows(loader, 2)
     state, file = loader.state_dict(), tmp_path / "rank-00000.jsonl"
@@ -638,15 +661,15 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
 
 
 def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
-    from packhorse.loader.build import BatchReport
     from packhorse.loader.epoch_stats import BadSampleBudget
+    from packhorse.types import BatchInfo
 
-    guard = BadSampleBudget(1_000_000, 0, 1024, 0.01, None, Ledger())
+    budget = BadSampleBudget(1_000_000, 0, 1024, 0.01, None, Ledger())
     for step in range(30):  # three times its share
-        guard.update(BatchReport(0, step, (), (step,), (False,)))
+        budget.update(BatchInfo(0, step, (), (step,), (False,)))
     more = tuple(range(30, 60))
     with pytest.raises(TooManyBad, match="on this rank"):
-        guard.update(BatchReport(0, 30, (), more, (False,) * len(more)))
+        budget.update(BatchInfo(0, 30, (), more, (False,) * len(more)))
 
 
 def test_datasets_of_the_same_lengths_have_plans_of_different_names():

@@ -197,8 +197,8 @@ def test_breaking_off_and_iterating_again_goes_on():
 
 def test_after_an_epoch_comes_the_next_with_other_packs():
     loader = load(texts(60))
-    first = [loader.last.samples for _ in loader]
-    second = [loader.last.samples for _ in loader]
+    first = [batch.info.samples for batch in loader]
+    second = [batch.info.samples for batch in loader]
     assert loader.epoch == 1
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(60))
     assert first != second
@@ -211,9 +211,9 @@ def test_setting_the_present_epoch_changes_nothing_and_another_starts_it():
     assert loader.cursor == 2
     loader.set_epoch(3)
     assert (loader.epoch, loader.cursor) == (3, 0)
-    third = [loader.last.samples for _ in loader]
+    third = [batch.info.samples for batch in loader]
     loader.set_epoch(3)  # it is over: once more
-    assert [loader.last.samples for _ in loader] == third
+    assert [batch.info.samples for batch in loader] == third
     with pytest.raises(ConfigError, match="epoch -1"):
         loader.set_epoch(-1)
 
@@ -243,8 +243,8 @@ def test_no_sample_is_touched_to_resume():
     before = Counting.reads
     again.load_state_dict(state)
     assert Counting.reads == before
-    next(iter(again))
-    assert Counting.reads - before == len(again.last.samples)
+    batch = next(iter(again))
+    assert Counting.reads - before == len(batch.info.samples)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -253,11 +253,10 @@ def test_of_two_iterators_the_younger_goes_on_and_the_other_ends(num_workers):
     old, new = iter(loader), iter(loader)
     seen = []
     for iterator in (old, old, new, new):
-        next(iterator)
-        seen += loader.last.samples
+        seen += next(iterator).info.samples
     assert list(old) == []
-    for _ in new:
-        seen += loader.last.samples
+    for batch in new:
+        seen += batch.info.samples
     assert sorted(seen) == list(range(30))
     loader.close()
 
@@ -269,11 +268,10 @@ def test_an_iterator_that_was_left_takes_no_batch_of_the_next_epoch(num_workers)
     next(old)
     loader.set_epoch(5)
     new = iter(loader)
-    next(new)
-    seen = list(loader.last.samples)
+    seen = list(next(new).info.samples)
     assert list(old) == []
-    for _ in new:
-        seen += loader.last.samples
+    for batch in new:
+        seen += batch.info.samples
     assert sorted(seen) == list(range(30))
     loader.close()
 
@@ -282,10 +280,10 @@ def test_taking_exactly_as_many_batches_as_there_are_ends_the_epoch():
     loader = load(texts(30))
     for epoch in range(3):
         seen = []
-        for _ in itertools.islice(loader, len(loader)):
-            seen += loader.last.samples
+        for batch in itertools.islice(loader, len(loader)):
+            seen += batch.info.samples
         assert (loader.epoch, sorted(seen)) == (epoch, list(range(30)))
-        assert loader.account.epoch == epoch
+        assert loader.epoch_stats.epoch == epoch
 
 
 def test_packs_that_another_solver_has_planned_are_rejected():

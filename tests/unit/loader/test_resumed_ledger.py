@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_has_in_its_ledger_what_failed_before(
     again.close()
 
     gone = sorted([*never, *(f"mules/{row}" for row in early + late)])
-    account = again.account
+    account = again.epoch_stats
     assert account is not None
     assert (account.epoch, account.delivered, account.lost, account.dropped) == (epoch, ROWS - 6, 4, 2)
     assert account.delivered == len(before) + len(after)
@@ -99,10 +99,10 @@ def test_a_run_that_goes_on_has_in_its_ledger_what_failed_before(
     assert sorted(line["key"] for line in lines_of(meta)) == gone, "nothing is written twice"
 
     delivered_rows(again)  # the next epoch: all four fail once more
-    assert again.account is not None
-    assert (again.account.delivered, again.account.lost) == (ROWS - 6, 4)
+    assert again.epoch_stats is not None
+    assert (again.epoch_stats.delivered, again.epoch_stats.lost) == (ROWS - 6, 4)
     assert keys_of(again.ledger, epoch + 1) == gone
-    assert again.account.delivered + again.ledger.of_epoch(epoch + 1).lost() == ROWS
+    assert again.epoch_stats.delivered + again.ledger.of_epoch(epoch + 1).lost() == ROWS
     again.close()
 
 
@@ -119,8 +119,8 @@ def test_what_an_epoch_recorded_that_the_state_knows_nothing_of_is_taken_back(me
     again = opened(meta)
     again.load_state_dict(state)
     delivered_rows(again)
-    assert again.account is not None
-    assert (again.account.epoch, again.account.delivered, again.account.lost) == (1, ROWS - 2, 0)
+    assert again.epoch_stats is not None
+    assert (again.epoch_stats.epoch, again.epoch_stats.delivered, again.epoch_stats.lost) == (1, ROWS - 2, 0)
     assert keys_of(again.ledger) == sorted(line["key"] for line in lines_of(meta)) == sorted(NEVER_PLANNED)
 
 
@@ -181,12 +181,12 @@ def test_an_account_without_delivered_says_how_to_have_it() -> None:
     again.load_state_dict(loader.state_dict())
     delivered_rows(again)
     assert "20 in the plan, delivered not known (part of the epoch was before a restart: set " in str(
-        again.account
+        again.epoch_stats
     )
-    assert "set ledger_dir to have it" in str(again.account)
+    assert "set ledger_dir to have it" in str(again.epoch_stats)
     part = load(texts(20), 0, 2)
     delivered_rows(part)
-    assert "delivered not known (this rank's part alone" in str(part.account)
+    assert "delivered not known (this rank's part alone" in str(part.epoch_stats)
 
 
 def test_rows_that_are_counted_again_stop_a_resume_which_says_so_and_how_to_go_on(meta: Path) -> None:

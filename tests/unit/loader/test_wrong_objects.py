@@ -248,7 +248,7 @@ def test_the_loader_shows_which_model_it_makes_batches_for() -> None:
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 def test_a_tokenizer_is_enough_for_texts_and_a_model_without_media(mode: Any) -> None:
     loader = packhorse.load(texts(8), words(), model=text_model(), world=World(), mode=mode)
-    seen = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    seen = [index for batch in loader for index in batch.info.samples]
     assert sorted(seen) == list(range(8))
 
 
@@ -288,7 +288,7 @@ def test_media_that_the_processor_makes_no_tensor_of_are_bad_samples() -> None:
         if all(part["type"] == "text" for part in row["conversation"][0]["content"])
     }
     loader = packhorse.load(rows, Blind(), model="unchecked", world=World(), max_bad_share=None)
-    seen = {index for _ in loader for index in loader.last.samples}  # type: ignore[union-attr]
+    seen = {index for batch in loader for index in batch.info.samples}
     assert seen == plain
     assert {int(drop.key): drop.reason for drop in loader.ledger} == dict.fromkeys(
         set(range(20)) - plain, "media_mismatch"

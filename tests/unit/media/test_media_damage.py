@@ -78,8 +78,8 @@ def mp3_that_promises(frames: int) -> bytes:
 @pytest.mark.parametrize(
     ("damaged", "words"),
     [
-        (unknown_codec, "no decoder for its sound"),
-        (lambda: flac_that_promises(0xF_0000_EA60), "promises 64,424,569,440 samples"),
+        (unknown_codec, "no decoder for its audio stream"),
+        (lambda: flac_that_promises(0xF_0000_EA60), "gives 64,424,569,440 samples"),
         (lambda: mp3_that_promises(0x4000_0000), "more than any codec packs into a file of"),
     ],
     ids=["wav-codec", "flac-length", "mp3-length"],
@@ -96,7 +96,7 @@ def test_a_header_that_makes_no_sense_is_broken_for_the_length_and_for_the_sound
 def test_a_length_that_is_possible_and_wrong_costs_no_memory_and_is_broken() -> None:
     data = flac_that_promises(400_000_000)
     assert audio_info(data) == (400_000_000, RATE)
-    with pytest.raises(BadSample, match=r"promises 400,000,000 samples|cannot be decoded") as caught:
+    with pytest.raises(BadSample, match=r"gives 400,000,000 samples|cannot be decoded") as caught:
         load_audio(data)
     assert caught.value.reason == "broken_media"
 
@@ -133,7 +133,7 @@ def test_an_mp3_that_does_not_tell_its_length_names_the_package_that_reads_it(
 ) -> None:
     data = mp3_without_length(20_000)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MissingDependency, match=r"does not tell its length.*packhorse\[video\]"):
+    with pytest.raises(MissingDependency, match=r"has no length in its header.*packhorse\[video\]"):
         load_audio(data)
 
 

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_image_is_named_by_its_kind_and_never_quoted(
     for call in (load_image, image_size):
         error = rejected(path, call)
         assert error.reason == "broken_media"
-        assert f"page.jpg is not an image in a format that is read ({kind}" in str(error)
+        assert f"page.jpg is not an image in a supported format ({kind}" in str(error)
         assert "root" not in error.detail.removeprefix(str(path))
 
 

@@ -2,19 +2,45 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from packhorse.errors import BadSample
-from packhorse.formats.example_media import FAKE_IMAGE_SIZE, fake_image, inject_fake_image
+from packhorse.formats.example_media import FAKE_IMAGE_SIZE, inject_fake_image
+from packhorse.media import VideoInfo, load_media, placeholder_media
 
 
 def roles(example: dict) -> list[str]:
     return [turn["role"] for turn in example["conversation"]]
 
 
+def test_a_placeholder_image_is_white_and_of_the_given_size() -> None:
+    image = placeholder_media("image", (40, 60)).source
+    assert (image.mode, image.size) == ("RGB", (60, 40))
+    assert image.getcolors() == [(40 * 60, (255, 255, 255))]
+
+
+def test_a_placeholder_video_keeps_frame_positions_and_times() -> None:
+    info = VideoInfo(3, 40, 60, 10.0, 9.0, (0, 30, 61))
+    video = load_media(placeholder_media("video", info))
+    assert video.frames.shape == (3, 40, 60, 3)
+    assert (video.frames == 255).all()
+    assert video.metadata.frames_indices == (0, 30, 61)
+    assert video.metadata.timestamps == [0.0, 3.0, 6.1]
+    whole = placeholder_media("video", VideoInfo(2, 40, 60, None, None))
+    assert whole.options["video_metadata"]["frames_indices"] == [0, 1]
+
+
+def test_a_placeholder_audio_clip_is_silent_at_the_given_rate() -> None:
+    samples, rate = load_media(placeholder_media("audio", 800, 8_000))
+    assert (len(samples), samples.dtype, rate) == (800, np.float32, 8_000)
+    assert not samples.any()
+
+
 def test_the_fake_image_is_a_small_white_square() -> None:
-    image = fake_image()
+    injected = inject_fake_image({"conversation": [{"role": "user", "content": "Hi"}]})
+    image = injected["conversation"][0]["content"][0]["image"]
     assert FAKE_IMAGE_SIZE == 56
     assert (image.mode, image.size) == ("RGB", (56, 56))
     assert image.getcolors() == [(56 * 56, (255, 255, 255))]

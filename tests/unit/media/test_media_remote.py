@@ -274,10 +274,10 @@ def test_a_file_that_is_sent_as_a_stream_is_read(
     assert load_image(url).size == (60, 40)
     assert image_size(url) == (40, 60)
     assert read_bytes(url) == server.image
-    monkeypatch.setattr(remote, "_MOST_IN_MEMORY", len(server.image) - 1)
-    monkeypatch.setattr(remote, "_PIECE", 100)
+    monkeypatch.setattr(remote, "_MAX_IN_MEMORY", len(server.image) - 1)
+    monkeypatch.setattr(remote, "_CHUNK_BYTES", 100)
     assert rejected(url).reason == "media_too_large"
-    monkeypatch.setattr(remote, "_MOST_IN_MEMORY", len(server.image))
+    monkeypatch.setattr(remote, "_MAX_IN_MEMORY", len(server.image))
     assert read_bytes(url) == server.image
 
 
@@ -316,7 +316,7 @@ def test_odd_addresses_are_in_the_ledger_with_their_rows_and_the_others_are_deli
     hub, gone = "hf://datasets/someone/photos/a.png", f"{server.url}/404/a.png"
     images = ["reference://x", hub, f"{server.url}/403/a.png", gone, "good.png", f"{server.url}/good/a.png"]
     loader = load(write_data(tmp_path, images), qwen)
-    delivered = [index for _ in loader for index in loader.last.samples]  # type: ignore[union-attr]
+    delivered = [index for batch in loader for index in batch.info.samples]
     assert sorted(delivered) == [4, 5]
     found = {drop.key: (drop.reason, drop.detail) for drop in loader.ledger}
     assert {key: reason for key, (reason, _) in found.items()} == {

@@ -11,7 +11,7 @@ from packhorse.collate.packer import Packer, join, pack_to_dict, to_pack, to_sam
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import FAMILIES, Family
 from packhorse.families.llava_onevision import LlavaOnevision
-from packhorse.families.positions import mrope_position_ids
+from packhorse.families.qwen_vl import mrope_position_ids
 from packhorse.neat_packing_vlm import (
     MEDIA_KEYS,
     _build_packed_vlm_sample,

@@ -244,7 +244,7 @@ class Demo:
     def check_parity(self) -> None:
         """Compare packed with unpacked training."""
         from packhorse.cli.parity import choose_samples, load_model
-        from packhorse.families.processors import open_processor
+        from packhorse.families.models import open_processor
         from packhorse.tools.parity import check_parity
 
         command = self._command("parity", "--model", self.model)

@@ -70,7 +70,7 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
     import torch
 
     from packhorse.cli.demo.data import tiny_model
-    from packhorse.families.processors import open_processor
+    from packhorse.families.models import open_processor
     from packhorse.integrations.transformers import prepare
 
     torch.set_num_threads(1)  # as quick for so small a model, and two runs share the machine

@@ -18,7 +18,7 @@ import torch
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
-from packhorse.families.positions import RopeIndex
+from packhorse.families.qwen_vl import RopeIndex
 from packhorse.integrations.loss import supervised
 from packhorse.pp_media import VLM_PP_MEDIA_KEY
 

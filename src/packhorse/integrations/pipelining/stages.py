@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from packhorse.errors import ConfigError
-from packhorse.families.positions import rope_index
+from packhorse.families.qwen_vl import rope_index
 from packhorse.integrations.pipelining.microbatches import varlen_arguments
 
 SPLITTABLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

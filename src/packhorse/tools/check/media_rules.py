@@ -22,8 +22,8 @@ from packhorse.media import (
     open_source,
     read_bytes,
 )
-from packhorse.media.failure import unreadable
-from packhorse.media.images import MOST_UNEVEN
+from packhorse.media.failure import read_error
+from packhorse.media.images import MAX_ASPECT_RATIO
 from packhorse.tools.check.rules import RULES, Found, Severity, found
 from packhorse.types import MediaRef
 
@@ -121,10 +121,10 @@ class MediaChecker:
         height, width = size
         findings = []
         uneven = max(size) / min(size)
-        if uneven > MOST_UNEVEN and not self.has_processor:
+        if uneven > MAX_ASPECT_RATIO and not self.has_processor:
             what = (
                 f"{describe(ref.source)} is {width:,} x {height:,}, sides of 1 to {uneven:,.0f}; the Qwen "
-                f"processors take at most {MOST_UNEVEN}"
+                f"processors take at most {MAX_ASPECT_RATIO}"
             )
             findings.append(found("extreme_aspect_ratio", what))
         if min(size) < self.tiny:
@@ -158,7 +158,7 @@ def _file_digest(source: Any) -> bytes | None:
             while piece := file.read(_PIECE):
                 state.update(piece)
     except OSError as error:
-        raise unreadable(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from None
+        raise read_error(error, f"{describe(source)}: reading it failed ({error})", "broken_media") from None
     except BadSample:
         return None  # a folder of frames, which was just decoded
     return state.digest()

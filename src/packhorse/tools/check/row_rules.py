@@ -15,9 +15,9 @@ from typing import Any
 
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.errors import BadSample
-from packhorse.families.encoder import REFUSALS
+from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.formats.conversation import parse_conversation
-from packhorse.formats.meta_file import DatasetConfig
+from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.sharegpt import PLACEHOLDER, ShareGptFormat, convert_row
 from packhorse.rows.row_files import Row
 from packhorse.tools.check.rules import Found, found
@@ -196,7 +196,7 @@ class EncodingRules:
             return []
         try:
             encoder.media_tokens(kind, size, images)
-        except REFUSALS as error:
+        except PROCESSOR_ERRORS as error:
             height, width = size
             what = (
                 f"{name} is {width:,} x {height:,}, sides of 1 to {max(size) / min(size):,.0f}; "

@@ -22,7 +22,7 @@ from packhorse.count.counting import Runner
 from packhorse.count.parts import PartTask, check_media_dir, opened_counter, opened_rows, with_absolute_paths
 from packhorse.count.sidecar import data_source
 from packhorse.errors import ConfigError, MissingDependency, plain_error
-from packhorse.formats.meta_file import DatasetConfig, Meta, read_meta
+from packhorse.formats.meta import DatasetConfig, Meta, read_meta
 from packhorse.rows.row_files import RowFile, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import (

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.errors import BadSample, ConfigError
-from packhorse.formats.meta import MetaDataset, Source
-from packhorse.formats.meta_file import read_meta
+from packhorse.formats.meta import MetaDataset, Source, read_meta
 from packhorse.ledger import Ledger, read_ledgers
 from packhorse.loader.build import make_packer
 from packhorse.loader.config import LoaderConfig

@@ -17,7 +17,6 @@ from typing import Any
 
 from packhorse.chat import IGNORE_INDEX, PRIVATE_USE, CannotAlign, label_tokens, template_errors
 from packhorse.collate.packer import Packer
-from packhorse.encode.preparation import with_audio_placed
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
 from packhorse.families import Encoder
@@ -271,7 +270,7 @@ class RowEncoder:
             BadSample: it cannot be read.
         """
         key = self.samples.key(index)
-        example = with_audio_placed(self.samples.dataset[index], self.samples.encoder, key)
+        example = self.samples.encoder.place_audio(self.samples.dataset[index], key)
         return parse_conversation(example, key)
 
     def show(self, index: int) -> Shown:
