@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import template_errors, token_keys
+from packhorse.chat import Processor, template_errors, token_keys
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import media_keys
 from packhorse.collate.padded import pad_samples
@@ -34,7 +34,7 @@ from packhorse.families import Encoder
 
 def default_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     _post_tokenize_hook: Hook | None = None,
     *,
@@ -125,7 +125,7 @@ def _apply_chat_template(examples: Sequence[Example], encoder: Encoder) -> Mappi
 
 def llava_onevision_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
@@ -137,7 +137,7 @@ def llava_onevision_collate_fn(
     return default_collate_fn(examples, processor, max_length, drop_overlong=drop_overlong)
 
 
-def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) -> Batch:
+def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> Batch:
     """Collate raw examples for Qwen2.5-VL.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, tokenizer_of
+from packhorse.chat import IGNORE_INDEX, Processor, Tokenizer, tokenizer_of
 from packhorse.collate.packer import stack_tokens
 from packhorse.collate.processor_call import text_ids
 from packhorse.collate.raw_default import default_collate_fn
@@ -26,7 +26,7 @@ _GEMMA4_THINKING_PREFIX = "<|channel>thought\n<channel|>"
 
 def gemma4_prefix_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
@@ -52,7 +52,7 @@ def gemma4_prefix_collate_fn(
     return batch
 
 
-def gemma4_inject_thinking_prefix(batch: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+def gemma4_inject_thinking_prefix(batch: Mapping[str, Any], processor: Processor) -> dict[str, Any]:
     r"""Insert Gemma 4's thinking prefix after every ``<|turn>model\n``, as a hook after tokenization.
 
     For ``PreTokenizedDatasetWrapper(…, post_tokenize_hook=gemma4_inject_thinking_prefix)`` and
@@ -70,7 +70,7 @@ def gemma4_inject_thinking_prefix(batch: Mapping[str, Any], processor: Any) -> d
     return _inject_thinking_prefix_tokens(batch, tokenizer)
 
 
-def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     r"""Insert ``<|channel>thought\n<channel|>`` after every ``<|turn>model\n`` that is not followed by it.
 
     Args:
@@ -115,7 +115,7 @@ def _inject_thinking_prefix_tokens(batch: Mapping[str, Any], tokenizer: Any) -> 
     return {**batch, **stack_tokens(rows, width, pad or 0, "left" if left else "right")}
 
 
-def _patterns(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _patterns(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return text_ids(tokenizer, _GEMMA4_MODEL_TURN), text_ids(tokenizer, _GEMMA4_THINKING_PREFIX)
 
 

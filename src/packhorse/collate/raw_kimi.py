@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import is_transformers
+from packhorse.chat import Processor, is_transformers
 from packhorse.collate.padded import pad_samples
 from packhorse.collate.processor_call import call, can_encode, has_parameter, pad_token_id, text_ids
 from packhorse.collate.raw_batched import collate_batched, decode, render_examples
@@ -18,7 +18,7 @@ from packhorse.families.kimi_k25 import media_pad_id
 
 def kimi_vl_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
@@ -96,7 +96,7 @@ def _expand_image_tokens(
 
 
 def kimi_k25_vl_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None
+    examples: Sequence[Mapping[str, Any]], processor: Processor, max_length: int | None = None
 ) -> Batch:
     """Collate raw examples for Kimi K2.5, with expanded image placeholders.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from packhorse.chat import Processor
 from packhorse.collate.processor_call import call, can_encode, plain_turns
 from packhorse.collate.raw_batched import collate_batched, decode
 from packhorse.collate.raw_default import default_collate_fn
@@ -22,7 +23,7 @@ _FRAME_OPTIONS = ("frame_indices", "video_metadata")  # a part with one of these
 
 def nemotron_omni_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     max_video_frames: int | None = 8,
     *,
@@ -80,7 +81,7 @@ def _limit_frames(part: Any, max_frames: int) -> Any:
 
 def nemotron_parse_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     task_prompt: str = TASK_PROMPT,
     *,
     pixel_dtype: torch.dtype | None = torch.bfloat16,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import is_transformers, tokenizer_of
+from packhorse.chat import Processor, is_transformers, tokenizer_of
 from packhorse.collate.finish import sample_key
 from packhorse.collate.processor_call import call, can_encode, has_parameter
 from packhorse.collate.raw_batched import collate_batched, decode, render_examples, with_padding
@@ -24,7 +24,7 @@ _IMAGE_KEYS = ("input_image_embeds", "image_pixel_values", "image_sizes", "image
 _TEXT, _IMAGE, _AUDIO = 0, 1, 2  # input_mode; an image and audio together are 3
 
 
-def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) -> Batch:
+def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> Batch:
     """Collate raw examples for Phi-4-multimodal.
 
     Args:
@@ -63,7 +63,7 @@ def phi4_mm_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) ->
     return batch
 
 
-def _with_template(processor: Any) -> Any:
+def _with_template(processor: Processor) -> Any:
     """Return the processor, or a copy that renders with its tokenizer's template if it has none itself."""
     tokenizer = tokenizer_of(processor)
     renders = hasattr(processor, "apply_chat_template") and (
@@ -80,7 +80,7 @@ def _with_template(processor: Any) -> Any:
         texts = [{**turn, "content": _as_text(turn["content"], placeholders, numbers)} for turn in turns]
         return call(tokenizer.apply_chat_template, texts, **options)
 
-    copied = copy.copy(processor)
+    copied: Any = copy.copy(processor)
     copied.chat_template = tokenizer.chat_template
     copied.apply_chat_template = apply_chat_template
     return copied
