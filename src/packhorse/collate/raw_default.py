@@ -21,6 +21,7 @@ from packhorse.collate.processor_call import (
 )
 from packhorse.collate.raw_batched import (
     Hook,
+    call_with_texts,
     collate_batched,
     decode,
     media_options,
@@ -167,7 +168,4 @@ def _call_with_texts(examples: Sequence[Example], encoder: Encoder) -> Mapping[s
     images = [image for item in decoded for image in item.media.images]
     videos = [video.frames for item in decoded for video in item.media.videos]
     options = with_padding(media_options(decoded, encoder), encoder)
-    options |= {name: media for name, media in (("images", images), ("videos", videos)) if media}
-    texts = render_examples(examples, encoder)
-    batch: Mapping[str, Any] = call(encoder.processor, text=texts, return_tensors="pt", **options)
-    return batch
+    return call_with_texts(examples, encoder, images=images, videos=videos, **options)

@@ -14,10 +14,9 @@ from PIL import Image
 
 from packhorse.chat import Processor
 from packhorse.collate.finish import records_of
-from packhorse.collate.padded import collate_samples
-from packhorse.collate.processor_call import call, can_encode, pad_token_id, padding_side
+from packhorse.collate.processor_call import call, can_encode
 from packhorse.collate.raw_batched import collate_batched, fake_span, fill_media, render_examples
-from packhorse.collate.raw_examples import Batch, Example, read_examples
+from packhorse.collate.raw_examples import Batch, Example, pad_labelled, read_examples
 from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
 from packhorse.media import load_image, local_path, probe_video
@@ -79,10 +78,7 @@ def qwen3_omni_collate_fn(
         _encode(example, load(example), encoder, use_audio_in_video)
         for example in read_examples(examples, encoder)
     ]
-    labels, keys = [sample.per_token["labels"] for sample in samples], [sample.key for sample in samples]
-    records_of(examples).record_unsupervised(labels, keys)
-    pad, side = pad_token_id(processor), padding_side(processor)
-    return collate_samples(samples, encoder.family, pad, side=side, pixel_dtype=None)
+    return pad_labelled(samples, encoder, records_of(examples))
 
 
 def _import_process_mm_info() -> ProcessMedia:
