@@ -56,7 +56,8 @@ def gemma4_prefix_collate_fn(
 ) -> Batch:
     """Collate raw examples for Gemma 4 models that open every answer with an empty thinking channel.
 
-    Training data without it starts with a high loss, so it is inserted in every answer. The prefix counts towards ``max_length``; its tokens are not supervised. Everything else is as in
+    Training data without it starts with a high loss, so it is inserted in every answer. The prefix counts
+    towards ``max_length``; its tokens are not supervised. Everything else is as in
     :func:`~packhorse.collate_fns.default_collate_fn`.
     """
     if not examples:
