@@ -126,7 +126,6 @@ def test_every_case_is_counted_as_it_is_encoded_by_a_tokenizer_with_a_known_patt
     made = cutting_by_pattern(name)
     asked = parse_conversation({"conversation": conversation(name, case, files)}, "row/7")
     expected = real(name, asked, made)
-    # The second and third go the short way, if there is one.
     assert list(map(counted, TokenCounter(Encoder(made)).count_many([asked] * 3))) == [expected] * 3
 
 
@@ -135,8 +134,7 @@ def test_random_texts_are_counted_as_they_are_encoded_by_a_tokenizer_with_a_know
     made = cutting_by_pattern(name)
     counter = TokenCounter(Encoder(made))
     asked = random_texts(name)
-    counter.count_many(asked)  # a shape must come again to be worth a program
-    with mock.patch.object(TokenCounter, "_count_whole", return_value="long") as long_way:
+    with mock.patch.object(TokenCounter, "_tokenize", return_value="long") as long_way:
         results = counter.count_many(asked)
     short = [(one, result) for one, result in zip(asked, results, strict=True) if result != "long"]
     assert len(short) + long_way.call_count == len(asked)
@@ -164,7 +162,7 @@ def test_random_texts_are_counted_as_they_are_encoded(name):
         expected = real(name, one)
         assert counted(result) == expected, one
     # The same, each on the long way.
-    with mock.patch.object(TokenCounter, "_assembled", return_value=None):
+    with mock.patch.object(TokenCounter, "_split", return_value=None):
         again = counter_of(name).count_many(asked)
     assert list(map(counted, again)) == list(map(counted, counter.count_many(asked)))
 
@@ -173,8 +171,7 @@ def test_most_conversations_go_the_short_way_with_a_tokenizer_that_cuts_by_a_kno
     made = cutting_by_pattern("qwen2_vl")
     counter = TokenCounter(Encoder(made))
     said = [Message("user", (TextPart("What is it?"),)), Message("assistant", (TextPart("A cat."),))]
-    counter.count(Conversation(tuple(said)))  # a shape must come again to be worth a program
-    with mock.patch.object(TokenCounter, "_count_whole", side_effect=AssertionError):
+    with mock.patch.object(TokenCounter, "_tokenize", side_effect=AssertionError):
         assert counter.count(Conversation(tuple(said))).count.supervised == 4
 
 

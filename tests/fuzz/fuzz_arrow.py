@@ -68,12 +68,12 @@ def read_count_file(data: bytes, path: Path) -> None:
 
 def read_part(data: bytes, path: Path) -> None:
     from packhorse.count.columns import CountColumns, MediaColumns
-    from packhorse.count.part_files import Part, is_bad, needs_no_media
+    from packhorse.count.counting import Part, has_bad, needs_no_media
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
     batch = Part("", path).batch()
-    CountColumns.of(batch), MediaColumns.of([batch]), is_bad(batch), needs_no_media(batch)
+    CountColumns.of(batch), MediaColumns.of([batch]), has_bad([batch]), needs_no_media(batch)
 
 
 def copy_seeds(folder: Path) -> list[bytes]:

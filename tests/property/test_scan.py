@@ -79,7 +79,7 @@ def test_a_rank_that_parses_while_scanning_gets_the_rows_that_reading_gives_it(
         with open(path, "wb") as file:
             file.write(data)
         with (
-            mock.patch.object(index, "_LOOKED_AT_CHUNK", chunk),
+            mock.patch.object(index, "_OBSERVED_CHUNK", chunk),
             mock.patch.object(scan_module, "_LONG_LINE", long_line),
         ):
             got, total = _load_jsonl_for_rank(path, 1.0, rank, size, ledger=Ledger())

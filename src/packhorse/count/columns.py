@@ -92,7 +92,7 @@ class CountColumns:
         return CountColumns(*(getattr(self, column.name)[at] for column in fields(self)))
 
     @classmethod
-    def joined(cls, parts: Sequence[CountColumns]) -> CountColumns:
+    def concat(cls, parts: Sequence[CountColumns]) -> CountColumns:
         """Several one after the other; a single one as it is, without a copy."""
         if len(parts) == 1:
             return parts[0]
@@ -194,7 +194,7 @@ class Distribution:
         return cls(np.bincount(array))
 
     @classmethod
-    def joined(cls, parts: Iterable[Distribution]) -> Distribution:
+    def concat(cls, parts: Iterable[Distribution]) -> Distribution:
         """Return the distribution of all values together."""
         counts = [part.counts for part in parts]
         total = np.zeros(max(map(len, counts), default=0), np.int64)

@@ -12,8 +12,7 @@ from typing import Any
 from packhorse.errors import ConfigError, naming
 from packhorse.formats.sharegpt import ShareGptFormat
 from packhorse.media.source import is_address
-from packhorse.rows.fetch import local_file
-from packhorse.rows.row_files import RowFile, open_rows
+from packhorse.rows.row_files import RowFile, local_file, open_rows
 
 _META_KEYS = ("file_name", "columns", "tags", "media_dir", "sample_ratio", "strict", "confine")
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")

@@ -25,9 +25,9 @@ from packhorse.chat import is_tokenizer
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
-from packhorse.count.counting import Runner, count_meta
+from packhorse.count.counting import count_meta
+from packhorse.count.engines import RankEngine, share_cores
 from packhorse.count.parts import CountedRows, PartCounter, make_counter
-from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
@@ -57,7 +57,7 @@ from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
 from packhorse.types import MEDIA_KINDS, World
-from packhorse.utils.pool import LocalEngine
+from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.loader")
@@ -486,8 +486,8 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
     if not isinstance(dataset, MetaDataset):
         return _count_slices(dataset, processor, ranks)
     retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
-    tell = ranks.world.rank == 0
-    look = partial(counts_of, dataset, processor, tell=tell, retry_unreachable=retry)
+    first = ranks.world.rank == 0
+    look = partial(counts_of, dataset, processor, log_missing=first, retry_unreachable=retry)
     found = ranks.run_on_all_ranks("read the count files", look)
     if ranks.all_agree(found is not None) and found is not None:
         return found
@@ -496,7 +496,7 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
     processes = share_cores(ranks, config.count_workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _IN_THIS_PROCESS else 1)
     ranks.run_on_all_ranks(_COUNT, partial(_count_meta, config, opened, ranks, local))
-    look = partial(counts_of, dataset, processor, tell=False)  # only rank 0 may see the files
+    look = partial(counts_of, dataset, processor, log_missing=False)  # only rank 0 may see the files
     found = ranks.run_on_all_ranks("read the count files", look)
     if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone
         whole = ranks.from_first("read the count files", partial(_whole_counts, dataset, processor))
@@ -511,11 +511,11 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
 
 def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, local: LocalEngine) -> None:
     """Count the files of a meta file; on several ranks, each counts a share of their parts."""
-    engine: Runner = local
+    engine: Engine = local
     if ranks.can_talk and ranks.rendezvous is not None:
         engine = RankEngine(ranks, ranks.rendezvous, local)
         if ranks.world.rank:
-            return engine.serve(PartCounter.of(opened.processor))
+            return engine.serve(PartCounter(opened.processor))
     elif ranks.can_talk and ranks.world.rank:
         return None  # without a store rank 0 counts alone
     rows, names = f"{len(opened.dataset):,}", config.dataset_names
@@ -553,7 +553,7 @@ def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColu
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.can_talk else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
     counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor, rows))
-    return CountColumns.joined(ranks.gather(counted))
+    return CountColumns.concat(ranks.gather(counted))
 
 
 def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> CountColumns:
@@ -575,7 +575,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
             parts.append(CountColumns.of(counted.batch()))
             done = min(first + _BLOCK, len(rows))
             progress(done)
-    return CountColumns.joined(parts)
+    return CountColumns.concat(parts)
 
 
 def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:

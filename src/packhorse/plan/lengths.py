@@ -96,7 +96,7 @@ class Lengths:
             np.concatenate([part.exact for part in parts])[order],
             np.concatenate([part.text_only for part in parts])[order],
             np.concatenate([part.source for part in parts])[order],
-            CountColumns.joined(counts).take(order) if len(counts) == len(parts) else None,
+            CountColumns.concat(counts).take(order) if len(counts) == len(parts) else None,
         )
 
     @property

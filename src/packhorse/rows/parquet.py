@@ -141,7 +141,7 @@ class ParquetRows(RowFile):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, row: int) -> Row:
-        row = self._checked(row)
+        row = self._check_index(row)
         start, batch = self._batch_of(row)
         try:
             values: list[Row] = batch.slice(row - start, 1).to_pylist()
@@ -155,7 +155,7 @@ class ParquetRows(RowFile):
         import pyarrow
         import pyarrow.parquet
 
-        numbers = [self._checked(row) for row in rows]
+        numbers = [self._check_index(row) for row in rows]
         pieces, done = [], 0
         while done < len(numbers):
             start, batch = self._batch_of(numbers[done])
@@ -176,7 +176,7 @@ class ParquetRows(RowFile):
 
     def location(self, row: int) -> str:
         """File and row number."""
-        return f"{self.name}, row {self._checked(row)}"
+        return f"{self.name}, row {self._check_index(row)}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"name": self.name, "path": self.path, "_fingerprint": self._fingerprint}

@@ -105,7 +105,7 @@ def test_the_shape_that_a_processor_refuses_is_an_error_that_names_its_family(tm
     assert "4,200 x 20, sides of 1 to 210" in alone.found
     (rejected,) = check_meta(meta, processor("qwen2_vl")).findings()
     assert (rejected.rule, rejected.severity) == ("extreme_aspect_ratio", "error")
-    assert "Qwen2VLProcessor (family qwen2_vl) refuses it" in rejected.found
+    assert "Qwen2VLProcessor (family qwen2_vl) rejects it" in rejected.found
     assert list(check_meta(meta, processor("gemma3")).findings()) == []  # which squeezes any shape
 
 

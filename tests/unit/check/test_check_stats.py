@@ -24,7 +24,7 @@ NUMBERS = st.lists(st.integers(0, 5_000), max_size=60)
 
 @given(NUMBERS, NUMBERS)
 def test_a_distribution_tells_what_the_values_themselves_tell(some: list[int], more: list[int]) -> None:
-    spread = Distribution.joined([Distribution.of(some), Distribution.of(more)])
+    spread = Distribution.concat([Distribution.of(some), Distribution.of(more)])
     values = sorted(some + more)
     assert (spread.n, spread.sum) == (len(values), sum(values))
     assert (spread.min, spread.max) == ((values[0], values[-1]) if values else (0, 0))

@@ -93,7 +93,7 @@ def test_a_new_part_is_looked_through_once_before_and_once_in_its_count_file(
         looked.append(batch_digest(batch))
         return looked[-1]
 
-    for module in ("part_files", "sidecar", "counting"):
+    for module in ("sidecar", "counting"):
         monkeypatch.setattr(f"packhorse.count.{module}.batch_digest", counted, raising=False)
     meta = write_chats(tmp_path, 12)
     if with_settings_of_a_folder:

@@ -484,6 +484,6 @@ def test_an_index_that_cannot_be_kept_does_not_double_rows(tmp_path: Path, monke
         scans.append(home)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_module, "write_whole", full_disk)
+    monkeypatch.setattr(index_module, "write_atomic", full_disk)
     rows, total = _load_jsonl_for_rank(path, 1.0, 1, 3, ledger=Ledger())
     assert (rows, total, len(scans)) == ([{"id": 1}, {"id": 4}, {"id": 7}], 9, 2)

@@ -89,8 +89,8 @@ def test_rows_can_be_taken_in_any_order_and_more_than_once(demo: Path, qwen: Any
     assert columns is not None
     assert rows_of(columns.take([3, 3, 0])) == [rows_of(columns)[place] for place in (3, 3, 0)]
     assert len(columns.take([])) == 0
-    assert len(CountColumns.joined([])) == 0
-    assert rows_of(CountColumns.joined([columns, columns])) == rows_of(columns) * 2
+    assert len(CountColumns.concat([])) == 0
+    assert rows_of(CountColumns.concat([columns, columns])) == rows_of(columns) * 2
 
 
 def test_a_sidecar_keeps_the_sizes_of_the_media_as_flat_columns(demo: Path) -> None:

@@ -16,11 +16,10 @@ from PIL import Image
 from contract.processors import processor
 from count_samples import chat, leavings, sidecars, write_chats, write_meta, write_rows
 from packhorse.count import counting
-from packhorse.count.count_jsonl import write_counted_jsonl
-from packhorse.count.counting import count_meta
-from packhorse.count.part_files import save_part
+from packhorse.count.count_report import write_counted_jsonl
+from packhorse.count.counting import count_meta, save_part
 from packhorse.count.parts import PartCounter
-from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, places_of
+from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, sidecar_locations
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import SystemFault
 
@@ -84,8 +83,8 @@ def test_a_worker_that_lives_on_reads_a_replaced_file_anew(
 ) -> None:
     write_rows(tmp_path / "a.jsonl", [chat(n) | {"id": "x" * 200} for n in range(1000)])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
-    worker = PartCounter.of(qwen)  # made once, as in a process of a cluster
-    monkeypatch.setattr(PartCounter, "of", lambda *_: worker)
+    worker = PartCounter(qwen)  # made once, as in a process of a cluster
+    monkeypatch.setattr(counting, "PartCounter", lambda *_: worker)
     assert count_meta(meta, qwen).datasets[0].bad == {}
     replaced_in_the_middle(tmp_path / "a.jsonl", 500)
     assert count_meta(meta, qwen, fresh=True).datasets[0].bad == {"malformed_row": 1}
@@ -153,8 +152,8 @@ def test_a_fresh_count_in_the_cache_counts_more_than_an_old_one_beside_the_data(
     counts = counts_of(open_meta_dataset(images), qwen)
     assert counts is not None
     assert counts.image.tolist() == [new]
-    (place,) = places_of(open_meta_dataset(images), qwen)
-    recorded = place.recorded_parts()
+    (location,) = sidecar_locations(open_meta_dataset(images), qwen)
+    recorded = location.recorded_parts()
     assert recorded is not None
     assert recorded[0] == 7
 
@@ -236,7 +235,7 @@ def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.Monk
         return fail
 
     for code, asks in ((errno.ENOENT, False), (errno.EIO, False), (errno.ENOSPC, True)):
-        monkeypatch.setattr("packhorse.count.part_files.write_whole", failing(code))
+        monkeypatch.setattr("packhorse.count.counting.write_atomic", failing(code))
         with pytest.raises(SystemFault) as caught:
             save_part(tmp_path / "part", b"")
         assert ("make room" in str(caught.value)) is asks
@@ -276,7 +275,7 @@ def test_a_file_that_does_not_say_what_it_holds_is_passed_over(tmp_path: Path, q
     lacking = [{key: about[key] for key in about if key != name} for name in needed]
     for mangled in (*lacking, about | {"parts": 1}, [], "{", "null"):
         with_about(path, mangled)
-        with pytest.raises(ValueError, match=r"is no count file of packhorse|of another format, or damaged"):
+        with pytest.raises(ValueError, match=r"is not a count file|of another format, or damaged"):
             Sidecar(path)
         assert open_sidecar(path) is None
         assert counts_of(open_meta_dataset(meta), qwen) is None

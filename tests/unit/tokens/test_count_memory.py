@@ -38,7 +38,7 @@ def test_media_are_forgotten_by_their_number_and_every_count_stays_the_same(
 ) -> None:
     made = processor("qwen2_vl")
     expected = [TokenCounter(Encoder(made)).count(one) for one in asked]
-    monkeypatch.setattr(count, "_MOST_MEDIA", most)
+    monkeypatch.setattr(count, "_MAX_MEDIA", most)
     counter = TokenCounter(Encoder(made))
     for one, wanted in zip([*asked, *asked], [*expected, *expected], strict=True):
         assert counter.count(one) == wanted
