@@ -138,7 +138,7 @@ def count_meta(
         of_dataset.append(stores.setdefault(location.targets()[0], store))
     counting_seconds = _count_files(stores, work, engine, progress or Progress("counting"), retry_bad, fresh)
     counted = [
-        CountedFile(config, file, store.finished(), len(file) - store.counted_rows)
+        CountedFile(config, file, store.finished_sidecar(), len(file) - store.counted_rows)
         for config, file, store in zip(configs, files, of_dataset, strict=True)
     ]
     return CountReport(
@@ -294,7 +294,7 @@ class PartStore:
         remove_files([other.path for other in self.location.others()])  # of older states of the file
         self._parts.clear()
 
-    def finished(self) -> Sidecar:
+    def finished_sidecar(self) -> Sidecar:
         """Return the sidecar after the pass."""
         assert self.sidecar is not None, "every file is finished when the pass is"
         return self.sidecar
@@ -548,7 +548,7 @@ def report_full_disk(path: Path) -> Iterator[None]:
 
 def _write_fault(error: OSError, path: Path) -> SystemFault:
     reason = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
-    remedy = "make room and count again" if error.errno in FULL_DISK else "count again"
+    remedy = "free some space and count again" if error.errno in FULL_DISK else "count again"
     return SystemFault(
         f"{path} cannot be written: {reason}. No count file is incomplete; {remedy} (finished parts are kept)"
     )

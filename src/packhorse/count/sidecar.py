@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from glob import escape
 from logging import INFO, WARNING, getLogger
 from pathlib import Path
@@ -123,14 +122,9 @@ class Sidecar:
         """Yield all parts in order."""
         return map(self.part, range(len(self.parts)))
 
-    @cached_property
-    def table(self) -> pa.Table:
-        """All counts; memory-mapped, so nothing is read yet."""
-        return self._reader.read_all()
-
     def columns(self) -> CountColumns:
         """Return the counts of all rows: about 110 bytes per row."""
-        return CountColumns.of(self.table)
+        return CountColumns.of(self._reader.read_all())  # memory-mapped
 
     def media(self) -> MediaColumns:
         """Return the sizes and tokens of all media, as flat arrays."""

@@ -50,7 +50,7 @@ QWEN2_PATTERN = _pattern(r"\p{L}", r"\p{N}")
 # Qwen2 to Qwen3, Llama 3, Qwen3.5, …
 _KNOWN_PATTERNS = frozenset(_pattern(letter, number) for letter in _LETTERS for number in _NUMBERS)
 
-_BLANK_BEFORE_SPACE = re.compile(r"\s ")
+_TWO_SPACES = re.compile(r"\s ")
 _WORD_STARTS = re.compile(r"(?<=\S)(?= )")
 _MAX_WORDS = 500_000  # under 100 MB
 _MAX_WORD_LENGTH = 32
@@ -144,7 +144,7 @@ def _split_lines(text: str) -> list[str]:
 
 def _split_words(line: str) -> tuple[str, list[str]]:
     """Return the first word, and the words after a space, without that space."""
-    if _BLANK_BEFORE_SPACE.search(line):
+    if _TWO_SPACES.search(line):
         words = _WORD_STARTS.split(line)
         first = words.pop(0)
         return first, [word[1:] for word in words]
@@ -393,7 +393,7 @@ class TokenCounter:
         spans: Sequence[Span],
         media: tuple[MediaItemCount, ...],
     ) -> Counted:
-        """Tokenize and label a rendered text as encoding does, with repeated media tokens left out."""
+        """Tokenize and label a rendered text as encoding does, without repeated media tokens."""
         encoder, content = self.encoder, self.encoder.media_token_ids
         outline, omitted = encoder.outline(text, [(item.kind, item.size) for item in media], conversation.key)
         ids = encoder.tokenize(outline, rendered=text)

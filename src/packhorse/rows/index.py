@@ -40,17 +40,17 @@ LineObserver = Callable[[memoryview, int, list[int]], None]
 """Called with each piece of a file while it is scanned: its bytes, its offset, the starts of lines in it."""
 
 
-class BlankLines:
+class EmptyLines:
     """Records whether any row follows a blank line; if none does, row ``i`` is line ``i + 1`` of its file."""
 
     def __init__(self) -> None:
         self.before_rows = self._any = False
 
-    def update(self, blank: npt.NDArray[np.bool_]) -> None:
-        """Add the next lines of the file, each blank or a row."""
-        first = int(blank.argmax()) if blank.any() else len(blank)
-        self.before_rows |= not blank[0 if self._any else first :].all()
-        self._any |= first < len(blank)
+    def update(self, empty: npt.NDArray[np.bool_]) -> None:
+        """Add the next lines of the file: True for a blank line, False for a row."""
+        first = int(empty.argmax()) if empty.any() else len(empty)
+        self.before_rows |= not empty[0 if self._any else first :].all()
+        self._any |= first < len(empty)
 
 
 def scan_lines(
@@ -59,16 +59,15 @@ def scan_lines(
     name: str,
     chunk: int = CHUNK,
     observer: LineObserver | None = None,
-    blank_lines: BlankLines | None = None,
+    empty_lines: EmptyLines | None = None,
 ) -> Iterator[Offsets]:
-    """Yield the offsets of the lines of a JSONL file that are not blank, then the size of the file.
+    """Yield the offsets of the lines of a JSONL file without blank lines, then the size of the file.
 
     CRLF line ends, blank lines, a byte-order mark and a last line without a newline are accepted.
-    ``blank_lines`` is updated with every line.
+    ``empty_lines`` is updated with every line.
     """
     mean_line = 0.0  # of the chunk before; most files are uniform
-    chunks = _chunks if observer is None else _chunks_ahead
-    for data, offset, got in chunks(fd, size, name, chunk, _AHEAD):
+    for data, offset, got in _chunks(fd, size, name, chunk, _AHEAD, ahead=observer is not None):
         array = np.frombuffer(data, np.uint8, got)
         inside = min(got, chunk)
         if offset == 0:
@@ -81,10 +80,10 @@ def scan_lines(
         if offset == 0:
             starts = np.concatenate([[len(_BOM) if data.startswith(_BOM) else 0], starts])
         starts = starts[starts < got]  # after the file's last newline there is no line
-        blank = _blank(fd, array, starts, offset, size)
-        starts = starts[~blank]
-        if blank_lines is not None:
-            blank_lines.update(blank)
+        empty = _find_empty_lines(fd, array, starts, offset, size)
+        starts = starts[~empty]
+        if empty_lines is not None:
+            empty_lines.update(empty)
         if observer is not None:
             observer(memoryview(data)[:inside], offset, starts.tolist())
         yield starts + offset
@@ -103,55 +102,46 @@ def _search_breaks(data: bytearray, stop: int) -> Offsets:
     return np.array(offsets, np.int64)
 
 
-Chunks = Iterator[tuple[bytearray, int, int]]
+def _chunks(
+    fd: int, size: int, name: str, chunk: int, extra: int = 0, ahead: bool = False
+) -> Iterator[tuple[bytearray, int, int]]:
+    """Yield the file in pieces: buffer, offset, bytes in it (``extra`` belong to the next).
 
-
-def _chunks(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks:
-    """Yield the file in pieces: buffer (always the same), offset, bytes in it (``extra`` belong to the next).
-
-    In one thread: reading ahead costs more than it saves if little is done with a piece.
+    ``ahead`` reads the next piece in a thread, into a second buffer. It pays if pieces are parsed; it costs
+    more than it saves if they are only scanned.
     """
     report = Progress(f"indexing {name}", size)
-    buffer = bytearray(min(chunk, size) + extra)
-    for offset in range(0, size, chunk):
-        got = _read_into(fd, buffer, offset, min(len(buffer), size - offset), name)
-        yield buffer, offset, got
-        report(offset + got)
-
-
-def _chunks_ahead(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks:
-    """As :func:`_chunks`, with two buffers in turn: the next piece is read while one is processed."""
-    report = Progress(f"indexing {name}", size)
     offsets = range(0, size, chunk)
-    buffers = [bytearray(min(chunk, size) + extra) for _ in offsets[:2]]
+    buffers = [bytearray(min(chunk, size) + extra) for _ in offsets[: 1 + ahead]]
 
-    def read(pool: ThreadPoolExecutor, number: int) -> Future[int]:
-        buffer, offset = buffers[number % 2], number * chunk
-        reading = pool.submit(_read_into, fd, buffer, offset, min(len(buffer), size - offset), name)
-        time.sleep(0)  # lets the thread start
-        return reading
+    def read(number: int) -> int:
+        buffer, offset = buffers[number % len(buffers)], number * chunk
+        return _read_into(fd, buffer, offset, min(len(buffer), size - offset), name)
 
-    with ThreadPoolExecutor(1) as pool:
-        reading = read(pool, 0) if offsets else None
+    with ThreadPoolExecutor(1) if ahead else contextlib.nullcontext() as pool:
+        reading: Future[int] | None = None
         for number, offset in enumerate(offsets):
-            assert reading is not None
-            got = reading.result()
-            reading = read(pool, number + 1) if number + 1 < len(offsets) else None
-            yield buffers[number % 2], offset, got
+            got = read(number) if reading is None else reading.result()
+            if pool is not None and number + 1 < len(offsets):
+                reading = pool.submit(read, number + 1)
+                time.sleep(0)  # lets the thread start
+            yield buffers[number % len(buffers)], offset, got
             report(offset + got)
 
 
-def _blank(fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int) -> np.ndarray:
+def _find_empty_lines(
+    fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int
+) -> npt.NDArray[np.bool_]:
     """Return which of the lines at ``starts`` are white space only."""
     first = data[starts]
     second = data[np.minimum(starts + 1, len(data) - 1)]
-    blank: np.ndarray = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
-    for i in np.flatnonzero((first <= _SPACE) & ~blank):  # rare: lines that begin with white space
-        blank[i] = _is_blank_line(fd, offset + int(starts[i]), size)
-    return blank
+    empty: npt.NDArray[np.bool_] = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
+    for i in np.flatnonzero((first <= _SPACE) & ~empty):  # rare: lines that begin with white space
+        empty[i] = _is_empty_line(fd, offset + int(starts[i]), size)
+    return empty
 
 
-def _is_blank_line(fd: int, start: int, size: int) -> bool:
+def _is_empty_line(fd: int, start: int, size: int) -> bool:
     while start < size:
         piece = os.pread(fd, 4096, start)
         line, newline, _ = piece.partition(b"\n")
@@ -422,13 +412,17 @@ def _build_and_save(
 
 
 def _scan(path: str, layout: Layout, fingerprint: Fingerprint, observer: LineObserver | None) -> RowIndex:
-    blank = BlankLines()
-    offsets = np.concatenate(list(_pieces(path, layout, fingerprint, observer, blank)))
-    return RowIndex(offsets, every_line=layout == "lines" and not blank.before_rows)
+    empty_lines = EmptyLines()
+    offsets = np.concatenate(list(_pieces(path, layout, fingerprint, observer, empty_lines)))
+    return RowIndex(offsets, every_line=layout == "lines" and not empty_lines.before_rows)
 
 
 def _pieces(
-    path: str, layout: Layout, fingerprint: Fingerprint, observer: LineObserver | None, blank: BlankLines
+    path: str,
+    layout: Layout,
+    fingerprint: Fingerprint,
+    observer: LineObserver | None,
+    empty_lines: EmptyLines,
 ) -> Iterator[Offsets]:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -436,7 +430,7 @@ def _pieces(
             yield from scan_array(fd, fingerprint.size, path)
         else:
             chunk = CHUNK if observer is None else _OBSERVED_CHUNK
-            yield from scan_lines(fd, fingerprint.size, path, chunk, observer, blank)
+            yield from scan_lines(fd, fingerprint.size, path, chunk, observer, empty_lines)
     finally:
         os.close(fd)
 
@@ -446,13 +440,13 @@ def _write(
 ) -> None:
     file.write(b" " * _HEADER_BYTES)
     count = crc = 0
-    blank = BlankLines()
-    for piece in _pieces(path, layout, fingerprint, observer, blank):
+    empty_lines = EmptyLines()
+    for piece in _pieces(path, layout, fingerprint, observer, empty_lines):
         data = piece.astype("<i8").tobytes()
         file.write(data)
         count += len(piece)
         crc = zlib.crc32(data, crc)
-    every_line = layout == "lines" and not blank.before_rows
+    every_line = layout == "lines" and not empty_lines.before_rows
     header = _header(layout, fingerprint) | {"offsets": count, "crc": crc, "every_line": every_line}
     file.seek(0)
     file.write(json.dumps(header).encode())

@@ -260,7 +260,7 @@ class JsonRows(RowFile):
             value = self._parse_leniently(self._strip(data), row)
         if type(value) is dict:
             return value
-        raise self._malformed(row, f"expected an object, found {type(value).__name__}")
+        raise self._malformed_row(row, f"expected an object, found {type(value).__name__}")
 
     def _parse_leniently(self, data: bytes, row: int) -> Any:
         """Parse what orjson rejects and Python's parser accepts (NaN, huge integers); else raise."""
@@ -269,14 +269,14 @@ class JsonRows(RowFile):
             # A lone surrogate is accepted here but by no tokenizer later.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeDecodeError as error:
-            raise self._malformed(row, f"not UTF-8: {error}") from error
+            raise self._malformed_row(row, f"not UTF-8: {error}") from error
         except UnicodeEncodeError as error:
-            raise self._malformed(row, f"a lone surrogate escape: {error}") from error
+            raise self._malformed_row(row, f"a lone surrogate escape: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise self._malformed(row, f"not valid JSON: {error}") from error
+            raise self._malformed_row(row, f"not valid JSON: {error}") from error
         return value
 
-    def _malformed(self, row: int, problem: str) -> BadSample:
+    def _malformed_row(self, row: int, problem: str) -> BadSample:
         detail = f"{self.location(row)}: {problem}"
         stat = os.stat(self.path)
         if (stat.st_size, stat.st_mtime_ns) != (self._fingerprint.size, self._fingerprint.mtime_ns):

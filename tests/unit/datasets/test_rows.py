@@ -23,7 +23,7 @@ import packhorse.rows.index as index_module
 from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
-from packhorse.rows.index import BlankLines, scan_lines
+from packhorse.rows.index import EmptyLines, scan_lines
 from packhorse.rows.row_files import JsonRows, RowFile, gc_paused, open_rows
 from row_files import WRITERS
 
@@ -199,7 +199,7 @@ def test_blank_lines_before_rows_are_seen_wherever_pieces_end(
     chunk: int, data: bytes, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "x.jsonl", data)
-    seen = BlankLines()
+    seen = EmptyLines()
     with open(path, "rb") as file:
         list(scan_lines(file.fileno(), len(data), path, chunk, None, seen))
     assert seen.before_rows == (b"\n\n{" in data or b"\n \n" in data)

@@ -211,7 +211,7 @@ def test_parts_that_somebody_removes_again_and_again_are_one_fitting_error(tmp_p
     # Every round two parts are left, and the last of them is asked for after the others are gone.
     with pytest.raises(SystemFault, match="parts were removed while the count was running") as caught:
         count_meta(meta, qwen, part_rows=3, engine=RemovesFirst(tmp_path))
-    assert "make room" not in str(caught.value)
+    assert "free some space" not in str(caught.value)
 
 
 class RemovesFirst:
@@ -238,7 +238,7 @@ def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("packhorse.count.counting.write_atomic", failing(code))
         with pytest.raises(SystemFault) as caught:
             save_part(tmp_path / "part", b"")
-        assert ("make room" in str(caught.value)) is asks
+        assert ("free some space" in str(caught.value)) is asks
 
 
 def test_a_fresh_count_that_was_interrupted_goes_on(

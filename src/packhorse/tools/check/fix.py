@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from packhorse.count.parts import with_absolute_paths
 from packhorse.count.sidecar import data_source
@@ -140,18 +140,7 @@ def _write_datasets(
     return datasets
 
 
-class _Copy(Protocol):
-    """A data file being written."""
-
-    def keep(self, row: int, repair: Repair | None) -> None:
-        """Add a row as it was, or repaired."""
-
-    def __enter__(self) -> _Copy: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-def _open_copy(checked: CheckedFile, target: Path) -> _Copy:
+def _open_copy(checked: CheckedFile, target: Path) -> _JsonlCopy | _ParquetCopy:
     if isinstance(checked.file, ParquetRows):
         return _ParquetCopy(checked.file, target)
     return _JsonlCopy(checked.file, target)
@@ -218,7 +207,12 @@ class _Writer:
     """Writes one dataset."""
 
     def __init__(
-        self, report: CheckReport, index: int, fixed: FixedDataset, copy: _Copy, ledger: IO[bytes]
+        self,
+        report: CheckReport,
+        index: int,
+        fixed: FixedDataset,
+        copy: _JsonlCopy | _ParquetCopy,
+        ledger: IO[bytes],
     ) -> None:
         self.report, self.index, self.fixed = report, index, fixed
         self.copy, self.ledger = copy, ledger

@@ -116,7 +116,7 @@ _ALL = (
         "turns_out_of_order",
         "warning",
         "user and assistant do not take turns, or a system turn is not the first",
-        "put the turns in order, or join neighbours; some chat templates refuse such rows",
+        "put the turns in order, or join neighbours; some chat templates reject such rows",
         "convert",
     ),
     Rule(
@@ -143,7 +143,7 @@ _ALL = (
     Rule(
         "extreme_aspect_ratio",
         "warning",
-        "an image's sides differ so much that processors refuse it; an error where the given one does",
+        "an image's sides differ so much that processors reject it; an error where the given one does",
         "crop or cut the image, or delete the row",
         "media",
     ),
@@ -175,7 +175,7 @@ _ALL = (
     Rule(
         "sample_failed",
         "error",
-        "the processor or its chat template refuses the row",
+        "the processor or its chat template rejects the row",
         "correct or delete the row",
         "encode",
         needs="processor",
