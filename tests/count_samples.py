@@ -66,7 +66,7 @@ def sidecars(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.phcount"))
 
 
-def leavings(folder: Path) -> list[str]:
+def stale_files(folder: Path) -> list[str]:
     """What a finished or failed run must not leave: half files, and folders of parts without parts."""
     return sorted(
         path.name for path in folder.iterdir() if path.name.startswith(".") or path.suffix == ".parts"

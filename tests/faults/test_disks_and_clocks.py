@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from contract.processors import processor
 from count_samples import (
     chat,
-    leavings,
     no_file_larger_than,
     save_processor,
     sidecars,
+    stale_files,
     write_chats,
     write_rows,
 )
@@ -352,7 +352,7 @@ def test_parts_of_a_second_count_stay_though_the_clock_is_after_that_of_the_firs
     assert [len(before) for before, _ in seen] == [0, 1, 2, 3, 0]
     assert all(before == after for before, after in seen), "parts were removed under the hands of the other"
     assert first.read_bytes() == whole
-    assert leavings(tmp_path / "data") == []
+    assert stale_files(tmp_path / "data") == []
 
 
 def test_a_file_that_is_being_written_survives_a_clock_that_jumps_and_what_was_killed_does_not(
@@ -386,10 +386,10 @@ def test_a_file_that_is_being_written_survives_a_clock_that_jumps_and_what_was_k
         if not pid:
             write_atomic(target, killed)
         os.waitpid(pid, 0)
-        (left,) = leavings(tmp_path)
+        (left,) = stale_files(tmp_path)
         os.utime(tmp_path / left, (when, when))
         write_atomic(target, lambda file: file.write(b"next"))
-        assert leavings(tmp_path) == []
+        assert stale_files(tmp_path) == []
     assert target.read_bytes() == b"next"
 
 
@@ -408,7 +408,7 @@ def test_processes_that_make_the_same_file_at_once_find_the_same_and_leave_one(
     assert len(made) == 1
     assert work(folder) == found[0]
     assert states(folder, pattern) == made, "made again"
-    assert [name for name in leavings(folder) if name != "cache"] == []
+    assert [name for name in stale_files(folder) if name != "cache"] == []
 
 
 def test_processes_that_want_the_same_copy_fetch_it_once(tmp_path: Path, cache: Path) -> None:

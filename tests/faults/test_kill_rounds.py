@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from contract.processors import processor
-from count_samples import leavings, write_chats
+from count_samples import stale_files, write_chats
 from faults.faulty_data import Faulty, Once
 from faults.kill_desk import Desk, open_desk
 from faults.kill_rounds import ROUNDS, kept_rows
@@ -133,7 +133,7 @@ def test_a_count_killed_when_its_file_was_done_leaves_no_parts_after_the_next_on
         count_meta(str(meta), processor("qwen2_vl"), part_rows=5)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    assert leavings(tmp_path), "nothing was left to remove"
+    assert stale_files(tmp_path), "nothing was left to remove"
     assert kept_rows(tmp_path, part=5) == 20, "each row once, though it is in a part and in the file"
     assert count_meta(str(meta), processor("qwen2_vl"), part_rows=5).counted_rows == 0
-    assert leavings(tmp_path) == []
+    assert stale_files(tmp_path) == []

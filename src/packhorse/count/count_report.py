@@ -167,12 +167,7 @@ class CountReport:
 
 
 def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetReport:
-    """Sum up one sidecar.
-
-    Args:
-        counted: the dataset.
-        bad_rows: number of bad rows to name for each reason.
-    """
+    """Sum up one sidecar; name at most ``bad_rows`` bad rows for each reason."""
     name, sidecar = counted.config.name, counted.sidecar
     sums: Counter[str] = Counter()
     bad: Counter[str] = Counter()

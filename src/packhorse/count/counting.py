@@ -183,16 +183,10 @@ def _count_files(
 class PartStore:
     """The counted parts of one data file, saved until its sidecar replaces them.
 
-    Args:
-        config: the dataset, with absolute paths.
-        file: its rows.
-        location: of the sidecar.
-        part_rows: 0 for the size of the parts that can be reused.
-        index_dir: as for :func:`count_meta`.
+    ``part_rows`` of 0 is replaced by the size of the parts that can be reused.
 
     Attributes:
         missing: the numbers of the parts that are not counted.
-        counted_rows: the number of rows that this pass has counted.
         sidecar: the finished sidecar; None until it is written or found.
     """
 
@@ -210,7 +204,7 @@ class PartStore:
         self.sidecar: Sidecar | None = None
         self._home = 0  # index of the folder that can be written
         self._parts: dict[int, Part] = {}
-        self._counted: set[int] = set()
+        self._counted: dict[int, int] = {}  # rows by part
         self._files: set[Path] = set()  # of parts: written by this pass, or found when it started
         self._previous: tuple[Path, int] | None = None  # the old sidecar: path, modification time
         self._keeps_previous = False
@@ -259,7 +253,7 @@ class PartStore:
         self._files.add(path)
         self._parts[number] = Part(result.digest, path)
         self.missing.discard(number)
-        self._counted.add(number)
+        self._counted[number] = task.stop - task.first
 
     def write_sidecar_if_complete(self) -> None:
         """Write the sidecar and remove the parts, if none is missing.
@@ -276,7 +270,9 @@ class PartStore:
                 "change are kept)"
             )
         try:
-            location = self._final_location()
+            location, anywhere = self.location, self.location.anywhere
+            if anywhere is not None and all(needs_no_media(part.batch()) for part in self._parts.values()):
+                location = anywhere  # counts of rows without media hold in every working directory
             target = location.targets()[self._home]
             with report_full_disk(target):
                 if self._keeps_previous and self._previous is not None:
@@ -302,8 +298,7 @@ class PartStore:
     @property
     def counted_rows(self) -> int:
         """Number of rows that this pass has counted."""
-        tasks = self._split() if self._counted else []
-        return sum(tasks[number].stop - tasks[number].first for number in self._counted)
+        return sum(self._counted.values())
 
     def remove_empty_folders(self) -> None:
         """Remove stale files and empty folders, whether or not the pass succeeded."""
@@ -347,7 +342,7 @@ class PartStore:
         """Return the parts that were counted before with these settings, by digest."""
         saved = (Part(path.stem.partition("-")[0], path) for path in self._part_files())
         parts = [
-            *(Part(name, (one, n)) for one in reversed(sidecars) for n, name in enumerate(one.parts)),
+            *(part for sidecar in reversed(sidecars) for part in _parts_of(sidecar)),
             *(part for part in saved if part.is_whole()),
         ]
         known = {part.digest: part for part in parts}
@@ -358,13 +353,6 @@ class PartStore:
             if not has_unreachable([part.batch()]) and not (retry_bad and has_bad([part.batch()]))
         }
 
-    def _final_location(self) -> SidecarLocation:
-        """Return where the sidecar goes: counts of rows without media hold in every working directory."""
-        anywhere = self.location.anywhere
-        if anywhere is None or not all(needs_no_media(part.batch()) for part in self._parts.values()):
-            return self.location
-        return anywhere
-
     def _replace_removed_parts(self, error: FileNotFoundError) -> None:
         """Use the sidecar of a faster process, which has removed the parts; else mark them as missing."""
         sidecar = self.location.find()
@@ -373,7 +361,8 @@ class PartStore:
             logger.info("%s was written by another process: using it", sidecar.path)
             self.sidecar = sidecar
             return
-        lost = {number for number, part in self._parts.items() if part.is_gone()}
+        paths = {number: part.source for number, part in self._parts.items() if isinstance(part.source, Path)}
+        lost = {number for number, path in paths.items() if not path.exists()}
         self._losses += 1
         if self._losses > _MAX_LOSSES or not lost:
             raise SystemFault(
@@ -387,7 +376,7 @@ class PartStore:
         import pyarrow as pa
 
         parts = [self._parts[number] for number in range(len(self._parts))]
-        digests, checks = [part.digest for part in parts], [part.check() for part in parts]
+        digests, checks = [part.digest for part in parts], [part.counts_digest() for part in parts]
         metadata = sidecar_metadata(
             settings, self.location.state, len(self.file), self.part_rows, digests, checks
         )
@@ -453,26 +442,23 @@ class Part:
             raise as_damage(error, str(self.source)) from error
         return batch
 
-    def check(self) -> str:
+    def counts_digest(self) -> str:
         """Return the digest of its counts; raises as :meth:`batch`."""
-        if not isinstance(self.source, Path):
-            sidecar, number = self.source
-            return str(sidecar.about["checks"][number])
         if not self._check:
             self.batch()
         return self._check
 
-    def is_gone(self) -> bool:
-        """Return whether its file was removed."""
-        return isinstance(self.source, Path) and not self.source.exists()
-
     def is_whole(self) -> bool:
         """Return whether it can be reused."""
         try:
-            self.batch()
+            return self.batch() is not None
         except (OSError, ValueError):
             return False
-        return True
+
+
+def _parts_of(sidecar: Sidecar) -> Iterator[Part]:
+    for number, (part, check) in enumerate(zip(sidecar.parts, sidecar.about["checks"], strict=True)):
+        yield Part(part, (sidecar, number), check)
 
 
 def has_bad(batches: Iterable[pa.RecordBatch]) -> bool:
@@ -510,12 +496,7 @@ def may_write(folder: Path) -> bool:
 
 
 def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
-    """Write a part, complete or not at all.
-
-    Args:
-        path: its file.
-        data: its content.
-        newer_than: count files whose modification time must be older, whatever the clock says.
+    """Write a part, complete or not at all, and newer than these count files, whatever the clock says.
 
     Raises:
         SystemFault: it cannot be written.

@@ -230,13 +230,7 @@ def _join(ray: Any, address: str, num_workers: int | None) -> None:
 
 
 class RankEngine:
-    """Run tasks on all ranks: rank 0 calls :meth:`run`, the others call :meth:`serve`.
-
-    Args:
-        ranks: that share the tasks.
-        rendezvous: of these ranks.
-        local: runs this rank's share.
-    """
+    """Run tasks on all ranks: rank 0 calls :meth:`run`, the others call :meth:`serve`."""
 
     def __init__(self, ranks: Collectives, rendezvous: Rendezvous, local: LocalEngine) -> None:
         self.ranks, self.rendezvous, self.local = ranks, rendezvous, local

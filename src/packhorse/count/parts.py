@@ -56,16 +56,14 @@ class PartTask:
 
     Attributes:
         config: the dataset, with absolute paths: a worker may start in another folder.
-        size: bytes of the data file when the task was created; with
-        edges: a hash of its first and last bytes, to detect that a worker sees another file.
+        state: of the data file when the task was created, to detect that a worker sees another file.
         index_dir: as for :func:`~packhorse.datasets.open_rows`.
     """
 
     config: DatasetConfig
     first: int
     stop: int
-    size: int
-    edges: str
+    state: Fingerprint
     index_dir: str | None = None
 
 
@@ -75,7 +73,7 @@ def split_parts(
     """Return the parts of a dataset's file, which has ``rows`` rows and is in this state."""
     config = with_absolute_paths(config)
     return [
-        PartTask(config, first, min(rows, first + part_rows), state.size, state.edges, index_dir)
+        PartTask(config, first, min(rows, first + part_rows), state, index_dir)
         for first in range(0, rows, part_rows)
     ]
 
@@ -112,7 +110,7 @@ def map_parts(
 
 def current_rows(task: PartTask) -> RowFile:
     """Return the data file of a task as it is now: an open file shows what was there when it was opened."""
-    key = task.config.file_name, task.index_dir, task.size, task.edges
+    key = task.config.file_name, task.index_dir, task.state.size, task.state.edges
     rows, state = _open_file(*key)
     if Fingerprint.of(data_source(rows)) != state:
         _open_file.cache_clear()

@@ -60,9 +60,6 @@ _KEY_DIGITS = 12
 class Sidecar:
     """An open count file.
 
-    Args:
-        path: of the file.
-
     Raises:
         ConfigError: (a ``ValueError``) it is not a count file, or damaged.
         OSError: it cannot be read.
@@ -219,13 +216,7 @@ def sidecar_metadata(
 ) -> dict[str, str]:
     """Return the metadata of a sidecar. No time and no path: the same data give the same bytes.
 
-    Args:
-        settings: what was counted with.
-        state: of the data file.
-        rows: number of rows in it.
-        part_rows: rows of each part but the last.
-        parts: the digest of each part's bytes in the data file.
-        checks: the digest of each part's counts.
+    ``parts`` are the digests of each part's bytes in the data file, ``checks`` those of its counts.
     """
     about = {
         "format": FORMAT,

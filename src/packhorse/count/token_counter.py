@@ -60,10 +60,7 @@ class TokenLengths:
     """Lengths of texts under one fast tokenizer, without the special tokens that it adds to a text.
 
     The lengths of words are remembered: the counting promise (1.5 times the speed of encoding each row) needs
-    it, benchmarks/count.py measures 0.4 without.
-
-    Args:
-        backend: the tokenizer's Rust implementation.
+    it, benchmarks/count.py measures 0.4 without. ``backend`` is the tokenizer's Rust implementation.
 
     Attributes:
         by_word: whether words are remembered. If so, texts must not contain special or added tokens.
@@ -237,11 +234,7 @@ def _compile_tokens(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 class TokenCounter:
-    """Counts conversations for one processor.
-
-    Args:
-        encoder: the processor that will encode them.
-    """
+    """Counts conversations for the processor that will encode them."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.family = encoder, encoder.family

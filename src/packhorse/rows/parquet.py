@@ -49,8 +49,11 @@ class ParquetRows(RowFile):
                 with pyarrow.ipc.new_file(file, schema.with_metadata({_CHECK: check})) as writer:
                     for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH):
                         # Not a cast of the whole, which fails for fields without values.
-                        columns = map(_values, batch.columns)
-                        writer.write_batch(pyarrow.RecordBatch.from_arrays(list(columns), schema=schema))
+                        columns = [
+                            column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+                            for column in batch.columns
+                        ]
+                        writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
             self._check_unchanged()  # the name of the copy is that of the opened state
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
             if is_machine_error(error):
@@ -96,7 +99,8 @@ class ParquetRows(RowFile):
         """
         import pyarrow
 
-        if is_machine_error(error) and _is_not_empty(path):  # an empty file cannot be mapped
+        is_empty = not path.exists() or not path.stat().st_size  # then it cannot be mapped
+        if is_machine_error(error) and not is_empty:
             raise error
         self._check_unchanged()
         logger.warning("%s, the copy of %s, is damaged (%s): rebuilding it", path, self.name, error)
@@ -183,14 +187,6 @@ class ParquetRows(RowFile):
         self._open()
 
 
-def _is_not_empty(path: Path) -> bool:
-    """Return whether a file exists and is not empty."""
-    try:
-        return path.stat().st_size > 0
-    except FileNotFoundError:
-        return False
-
-
 def _plain(schema: Any) -> Any:
     """Return the schema without dictionary encoding: batches may have different dictionaries."""
     import pyarrow
@@ -201,13 +197,6 @@ def _plain(schema: Any) -> Any:
             for field in schema
         ]
     )
-
-
-def _values(column: Any) -> Any:
-    """Return a column of a batch without dictionary encoding."""
-    import pyarrow
-
-    return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
 
 
 def _check(schema: Any, rows: int) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from count_samples import chat, leavings, save_processor, sidecars, write_chats
+from count_samples import chat, save_processor, sidecars, stale_files, write_chats
 from packhorse.cli.app import app
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.token_counter import TokenCounter
@@ -151,7 +151,7 @@ def test_errors_are_one_line_and_leave_nothing_after(tmp_path: Path, saved: str)
     assert "media_dir" in failure(run(meta, "--processor", saved))
     mute = save_processor(tmp_path / "mute", change=lambda one: setattr(one, "chat_template", None))
     assert "has no chat template" in failure(run(write_chats(tmp_path / "chats", 3), "--processor", mute))
-    assert sidecars(tmp_path) == leavings(tmp_path) == []
+    assert sidecars(tmp_path) == stale_files(tmp_path) == []
 
 
 def test_the_command_line_starts_as_a_module() -> None:

@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 
 from contract.processors import processor
 from count_samples import (
-    leavings,
     no_file_larger_than,
     python_path,
     save_processor,
     sidecars,
+    stale_files,
     write_chats,
 )
 from packhorse.cli.app import app
@@ -113,9 +113,9 @@ def test_a_full_disk_is_a_clear_error_and_no_partial_sidecar_is_left(
     (small_disk / "ballast").write_bytes(bytes(disk.f_bavail * disk.f_bsize - room))
     assert "the disk is full" in the_error(count(meta, saved))
     assert sidecars(small_disk) == []
-    assert [name for name in leavings(small_disk) if name.startswith(".")] == []
+    assert [name for name in stale_files(small_disk) if name.startswith(".")] == []
     assert len(parts(small_disk)) >= finished
     (small_disk / "ballast").unlink()
     if not finished:
-        assert leavings(small_disk) == []  # no empty folder either
+        assert stale_files(small_disk) == []  # no empty folder either
         assert count(meta, saved).exit_code == 0

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import packhorse
-from count_samples import leavings, python_path, save_processor, sidecars, write_chats, write_rows
+from count_samples import python_path, save_processor, sidecars, stale_files, write_chats, write_rows
 from packhorse.cli.app import app
 
 PACKHORSE = str(Path(sys.executable).with_name("packhorse"))
@@ -234,7 +234,7 @@ def test_ctrl_c_in_a_count_is_exit_code_130_and_leaves_no_half_file(tmp_path: Pa
     assert started.returncode == 130, errors
     assert (out, errors) == ("", "packhorse count: stopped; the next run continues with what is finished\n")
     assert sidecars(meta.parent) == []
-    assert [name for name in leavings(meta.parent) if name.startswith(".")] == []
+    assert [name for name in stale_files(meta.parent) if name.startswith(".")] == []
     assert not (tmp_path / "copies").exists()
 
 

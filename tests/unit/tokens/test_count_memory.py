@@ -27,7 +27,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
         chosen = [files[(number * step + step) % len(files)] for step in range(1, 2 + number % 5)]
         images: list[dict[str, Any]] = [{"type": "image", "image": str(file)} for file in chosen]
         question = {"role": "user", "content": [*images, {"type": "text", "text": "What is it?"}]}
-        answer = {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
         rows.append(parse_conversation({"conversation": [question, answer]}, f"row/{number}"))
     return rows
 

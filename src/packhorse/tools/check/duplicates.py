@@ -57,12 +57,7 @@ class Duplicates:
 
 
 class DigestStore:
-    """Digests of the rows and images of datasets, added part by part.
-
-    Args:
-        names: of the datasets.
-        rows: number of rows of each.
-    """
+    """Digests of the rows and images of datasets, added part by part."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self.names = tuple(names)

@@ -60,26 +60,14 @@ class CheckedMedia:
 
 
 class MediaChecker:
-    """Checks media items.
-
-    Args:
-        decode: decode them; otherwise only their headers are read.
-        tiny: report images with a side below this.
-        has_processor: whether a processor decides which shapes it rejects.
-    """
+    """Checks media items; with a processor, that decides which shapes it rejects."""
 
     def __init__(self, decode: bool, tiny: int = TINY, has_processor: bool = False) -> None:
         self.decode, self.tiny, self.has_processor = decode, tiny, has_processor
         self._known: dict[Any, CheckedMedia] = {}
 
     def check(self, ref: MediaRef, media_dir: str | None, confined: bool) -> CheckedMedia:
-        """Check one media item.
-
-        Args:
-            ref: the media item, with its resolved path.
-            media_dir: the folder it belongs to; None if the dataset has none.
-            confined: whether the dataset rejects media outside it.
-        """
+        """Check one media item, which belongs in ``media_dir``; ``confined`` rejects it anywhere else."""
         key = None
         if isinstance(ref.source, str):
             key = (ref.kind, ref.source, repr(ref.options) if ref.options else "", media_dir, confined)

@@ -36,10 +36,7 @@ _MIN_EXTREME_RATIO = 10
 def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation], Conversation | None]:
     """Return everything that is wrong with a row's content, and its conversation (None if it has none).
 
-    Args:
-        row: as it is in the file.
-        config: of its dataset; whether it is strict or confined does not matter here.
-        key: of the row.
+    Whether the dataset is strict or confined does not matter here.
     """
     drops: list[Drop] = []
     try:
@@ -96,12 +93,7 @@ def _check_texts(conversation: Conversation) -> Iterator[Violation]:
 
 
 def repair_row(row: Row, rules: ShareGptFormat) -> tuple[Row, list[str]] | None:
-    """Return the repaired row and what was changed; None if there is nothing to repair.
-
-    Args:
-        row: as it is in the file; it is not modified.
-        rules: of its dataset.
-    """
+    """Return a repaired copy of the row and what was changed; None if there is nothing to repair."""
     turns = row.get(rules.columns.messages)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return None
@@ -151,12 +143,7 @@ def _add_placeholders(
 
 
 class EncodingRules:
-    """The rules that need a processor.
-
-    Args:
-        counter: of the processor.
-        max_length: the most tokens of a row; None for no limit.
-    """
+    """The rules that need a processor; rows may have at most ``max_length`` tokens."""
 
     def __init__(self, counter: TokenCounter, max_length: int | None = None) -> None:
         self.counter, self.max_length = counter, max_length
