@@ -246,15 +246,15 @@ MUTANTS = (
     Mutant(
         "the content of a row file does not count",
         "count/contents.py",
-        "whole = digest(str(len(source.file)), *parts)",
-        "whole = digest(str(len(source.file)))",
+        "rows_digest = digest(str(len(source.file)), *parts)",
+        "rows_digest = digest(str(len(source.file)))",
         ("tests/unit/loader/test_changed_data.py",),
         quick=True,
     ),
     Mutant(
         "rows in memory are not hashed",
         "count/contents.py",
-        "        hashed.update(row)\n",
+        "        state.update(row)\n",
         "",
         ("tests/unit/loader/test_changed_data.py",),
         quick=True,

@@ -31,7 +31,7 @@ def failing_once(folder: Path, rows: range = range(ROWS)) -> Faulty:
     return Faulty(texts(ROWS), faults)
 
 
-def built(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
+def make_loader(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.Loader:
     rows.armed = False
     loader = load(rows, rank, size, **{**SETTINGS, **options})
     rows.armed = True
@@ -46,11 +46,11 @@ def until_built_ahead(folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("between", ["close", "iterate again", "worker killed", "same state", "resume"])
 def test_a_failure_of_a_batch_that_was_not_delivered_is_in_no_ledger(tmp_path: Path, between: str) -> None:
-    """The worker builds six batches ahead, in vain; they are built again, and delivered."""
+    """The worker builds six batches ahead, which fail; they are rebuilt and delivered."""
     rows = failing_once(tmp_path / "faults")
     options = {"num_workers": 1, "prefetch_factor": 6, "ledger_dir": tmp_path / "ledger"}
     others = set(children())  # of tests before this one
-    loader = built(rows, **options)
+    loader = make_loader(rows, **options)
     batches = iter(loader)
     first = next(batches).info.lost
     assert len(first) == 1, "this one is delivered: it is lost"
@@ -65,7 +65,7 @@ def test_a_failure_of_a_batch_that_was_not_delivered_is_in_no_ledger(tmp_path: P
     if between == "same state":
         loader.load_state_dict(state)
     if between == "resume":
-        loader = built(rows, **options)
+        loader = make_loader(rows, **options)
         loader.load_state_dict(state)
     delivered: list[int] = []
     lost = list(first)
@@ -87,7 +87,7 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
     tmp_path: Path,
 ) -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
+    loader = make_loader(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
     order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     rows.faults = dict.fromkeys(order[5:8], raising(OSError("the store does not answer")))
     with pytest.raises(TooManyBad, match="3 consecutive samples failed"):
@@ -103,7 +103,7 @@ def test_entries_of_a_batch_at_which_the_run_was_stopped_are_rolled_back_when_it
 
 def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    loader = built(rows, 0, 2, max_bad_share=0.0)  # two ranks are checked together, at the end
+    loader = make_loader(rows, 0, 2, max_bad_share=0.0)  # two ranks are checked together, at the end
     mine = [loader._current.schedule.samples(step, 0)[0][0] for step in range(len(loader))]
     rows.faults = {mine[-1]: raising(OSError("gone"))}
     with pytest.raises(TooManyBad):
@@ -119,9 +119,9 @@ def test_an_epoch_that_is_too_bad_at_its_end_counts_its_last_batch_once() -> Non
 def test_a_batch_that_files_prevented_is_delivered_later_and_its_failures_count_once(
     tmp_path: Path, last: bool
 ) -> None:
-    """Two samples fail in a row; with the second of them a file of the run cannot be used."""
+    """Two consecutive samples fail; with the second one a file of the run cannot be used."""
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    loader = built(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
+    loader = make_loader(rows, max_consecutive_bad=2, ledger_dir=tmp_path)
     order = [loader._current.schedule.samples(step, 0)[0][0] for step in range(ROWS)]
     stop = ROWS - 1 if last else 6
     rows.faults = dict.fromkeys(order[stop - 1 : stop + 1], raising(OSError("gone")))
@@ -154,7 +154,7 @@ def test_what_was_delivered_is_counted_over_restarts_with_other_ranks(
     for number, world in enumerate(worlds):
         ranks = []
         for rank in range(world):
-            loader = built(rows, rank, world, ledger_dir=tmp_path, batch_size=2)
+            loader = make_loader(rows, rank, world, ledger_dir=tmp_path, batch_size=2)
             if state is not None:
                 loader.load_state_dict(state)
             ranks.append(loader)
@@ -179,7 +179,7 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = Faulty(texts(ROWS), {}, only_workers=False)
-    ranks = [built(rows, rank, 2, ledger_dir=tmp_path) for rank in range(2)]
+    ranks = [make_loader(rows, rank, 2, ledger_dir=tmp_path) for rank in range(2)]
     for loader in ranks:
         delivered_rows(loader, 4)
     file = tmp_path / "rank-00001.steps"
@@ -187,7 +187,7 @@ def test_a_step_file_that_is_not_whole_makes_delivered_unknown_and_is_named(
     for content, known in ((whole, ROWS), (whole[:-3], None), (b"", None)):
         file.write_bytes(content)
         caplog.clear()
-        again = built(rows, ledger_dir=tmp_path)
+        again = make_loader(rows, ledger_dir=tmp_path)
         again.load_state_dict(ranks[0].state_dict())
         delivered_rows(again)
         assert again.epoch_stats is not None
@@ -214,11 +214,11 @@ def test_a_step_that_is_written_in_part_only_is_reported_and_can_be_written_agai
 
 
 def test_a_step_file_with_half_a_line_is_continued(tmp_path: Path) -> None:
-    loader = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
+    loader = make_loader(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
     delivered_rows(loader, 2)
     file = tmp_path / "rank-00000.steps"
     file.write_bytes(file.read_bytes() + b'["half')
-    again = built(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
+    again = make_loader(Faulty(texts(ROWS), {}), ledger_dir=tmp_path)
     again.load_state_dict(loader.state_dict())
     delivered_rows(again, 1)
     assert StepFile(file).read(again._state) == [dict.fromkeys(range(3), ((1, 0), []))]

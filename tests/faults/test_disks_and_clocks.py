@@ -42,7 +42,7 @@ from packhorse.datasets import open_rows
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
 from packhorse.neat_packing_vlm import PackPlan, plan_packs
-from packhorse.rows.fetch import local_file
+from packhorse.rows.row_files import local_file
 from packhorse.types import Drop
 from packhorse.utils.files import write_atomic
 

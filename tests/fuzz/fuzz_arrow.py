@@ -12,15 +12,15 @@ from fuzz_json import mutate_json
 
 def count_file_seeds(folder: Path) -> list[bytes]:
     """Count files of a small dataset with an image and a broken row, in one part and in several."""
-    return [_counted(folder, part_rows)[0] for part_rows in (4, 100)]
+    return [_count(folder, part_rows)[0] for part_rows in (4, 100)]
 
 
 def part_seeds(folder: Path) -> list[bytes]:
     """The files in which parts wait for the others."""
-    return _counted(folder, 4)[1]
+    return _count(folder, 4)[1]
 
 
-def _counted(folder: Path, part_rows: int) -> tuple[bytes, list[bytes]]:
+def _count(folder: Path, part_rows: int) -> tuple[bytes, list[bytes]]:
     """A count file, and the parts that it was made of, which are gone when it is finished."""
     from PIL import Image
 
@@ -68,20 +68,20 @@ def read_count_file(data: bytes, path: Path) -> None:
 
 def read_part(data: bytes, path: Path) -> None:
     from packhorse.count.columns import CountColumns, MediaColumns
-    from packhorse.count.part_files import Part, is_bad, needs_no_media
+    from packhorse.count.counting import Part, has_bad, needs_no_media
 
     path.unlink(missing_ok=True)
     path.write_bytes(data)
     batch = Part("", path).batch()
-    CountColumns.of(batch), MediaColumns.of([batch]), is_bad(batch), needs_no_media(batch)
+    CountColumns.of(batch), MediaColumns.of([batch]), has_bad([batch]), needs_no_media(batch)
 
 
 def copy_seeds(folder: Path) -> list[bytes]:
     """The Arrow copy of a Parquet file with texts, numbers, lists and images."""
-    return [_copied(folder).read_bytes()]
+    return [_copy_path(folder).read_bytes()]
 
 
-def _copied(folder: Path) -> Path:
+def _copy_path(folder: Path) -> Path:
     """Where the copy of a Parquet file lies; both are made once."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -105,18 +105,18 @@ def _copied(folder: Path) -> Path:
 
 
 def read_copy(data: bytes, path: Path) -> None:
-    """Read all rows of a Parquet file whose copy was damaged; one that is made anew counts as rejected."""
+    """Read all rows of a Parquet file whose copy was damaged; a rebuilt copy counts as rejected."""
     from packhorse.errors import BadSample, ConfigError
     from packhorse.rows.parquet import ParquetRows
 
-    copy, file = _copied(path.parent), str(path.parent / "rows.parquet")
+    copy, file = _copy_path(path.parent), str(path.parent / "rows.parquet")
     copy.unlink()
     copy.write_bytes(data)
     written = copy.stat().st_ino
     rows = ParquetRows(file, file)
     assert sum(isinstance(row, dict | BadSample) for row in rows.read(range(len(rows)))) == 7
     if rows._inode != written:
-        raise ConfigError("it was made anew")
+        raise ConfigError("it was rebuilt")
 
 
 def plan_seeds(folder: Path) -> list[bytes]:

@@ -53,7 +53,7 @@ def main() -> None:
             read += 1
         COUNTS.pack_into(counts, 0, tried, read, rejected)
 
-    def mutated(data: bytes, max_size: int, seed: int) -> bytes:
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         rng = random.Random(seed)
         changed = target.mutate(data, rng) if target.mutate is not None and rng.random() < 0.6 else None
         if changed is None or len(changed) > max_size:
@@ -70,7 +70,7 @@ def main() -> None:
         "-rss_limit_mb=0",
         str(folder / "corpus"),
     ]
-    atheris.Setup([sys.argv[0], *options], one_input, custom_mutator=mutated)
+    atheris.Setup([sys.argv[0], *options], one_input, custom_mutator=mutate)
     limit_memory()
     atheris.Fuzz()
 

@@ -19,15 +19,15 @@ _VALUES: tuple[Any, ...] = (
 
 def rows() -> list[dict[str, Any]]:
     """ShareGPT rows with everything the format knows."""
-    talk = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A mule."}]
+    messages = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
     return [
-        {"messages": talk, "images": ["a.png"]},
-        {"messages": [{"role": "system", "content": "Be kind."}, *talk], "images": [{"path": "a.png"}]},
+        {"messages": messages, "images": ["a.png"]},
+        {"messages": [{"role": "system", "content": "Be kind."}, *messages], "images": [{"path": "a.png"}]},
         {"messages": [{"role": "user", "content": "<video><audio>"}], "videos": [["1.png", "2.png"]]},
-        {"messages": [{"role": "user", "content": parts}, talk[1]], "audios": "a.wav"},
+        {"messages": [{"role": "user", "content": parts}, messages[1]], "audios": "a.wav"},
         {
-            "messages": talk,
+            "messages": messages,
             "images": [{"bytes": None, "path": "a.png", "fps": 2}],
             "_text_tokens": 3,
             "mm_inputs_meta": {"images_meta": [[1, 2], {"n_tokens": 4}, None], "videos_meta": []},
@@ -93,7 +93,7 @@ def array_seeds(folder: Path) -> list[bytes]:
 
 
 def read_rows(data: bytes, path: Path) -> None:
-    """All rows in both ways, and where each one is."""
+    """Read all rows, one by one and together, and locate each."""
     from packhorse.errors import BadSample
     from packhorse.rows.row_files import open_rows
 
@@ -139,7 +139,7 @@ def read_sharegpt(data: bytes, path: Path) -> None:
 
 
 def read_index(data: bytes, path: Path) -> None:
-    """A mangled index is not believed: the rows are those of the file. One that somebody made up is safe."""
+    """A damaged index is rebuilt: the rows are those of the file. A forged one is safe."""
     from packhorse.errors import ConfigError
     from packhorse.rows import index
     from packhorse.rows.row_files import open_rows
@@ -155,7 +155,7 @@ def read_index(data: bytes, path: Path) -> None:
     if b"made_up" not in data[:512]:
         assert found == [json.loads(line) for line in source.read_bytes().splitlines()]
     if kept is None:
-        raise ConfigError("it was built anew")
+        raise ConfigError("it was rebuilt")
 
 
 def index_source(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Media as fuzzers give them: the headers of images, sound and videos."""
+"""Fuzzed media: the headers of images, audio and videos."""
 
 import io
 from pathlib import Path
@@ -28,7 +28,7 @@ def read_image(data: bytes, path: Path) -> None:
     assert load_image(data, max_pixels=1 << 20).size == (width, height)
 
 
-def sound_seeds(folder: Path) -> list[bytes]:
+def audio_seeds(folder: Path) -> list[bytes]:
     import numpy as np
     import soundfile
 
@@ -40,7 +40,7 @@ def sound_seeds(folder: Path) -> list[bytes]:
     return found
 
 
-def read_sound(data: bytes, path: Path) -> None:
+def read_audio(data: bytes, path: Path) -> None:
     from packhorse.media import audio_info
 
     audio_info(data)

@@ -1,6 +1,6 @@
 """What is fuzzed: for each reader its seeds (real files), mutations of its own, and how it is read.
 
-A reader is given bytes. It reads them, or refuses them with an error of Packhorse; anything else is a bug.
+A reader is given bytes. It reads them, or rejects them with an error of Packhorse; anything else is a bug.
 """
 
 import json
@@ -61,7 +61,7 @@ TARGETS: dict[str, Target] = {
     "arrow_copy": Target(arrow.copy_seeds, arrow.read_copy, _DATASETS, arrow.mutate_arrow),
     "plan": Target(arrow.plan_seeds, arrow.read_plan, ("packhorse.neat_packing_vlm",), arrow.mutate_plan),
     "image": Target(media.image_seeds, media.read_image, ("packhorse.media", "PIL")),
-    "sound": Target(media.sound_seeds, media.read_sound, ("packhorse.media",)),
+    "audio": Target(media.audio_seeds, media.read_audio, ("packhorse.media",)),
     "video": Target(media.video_seeds, media.read_video, ("packhorse.media",)),
 }
 

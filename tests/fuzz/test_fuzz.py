@@ -1,4 +1,4 @@
-"""Whatever bytes a reader is given, it reads them or refuses them with an error of Packhorse, and comes back.
+"""Whatever bytes a reader is given, it reads them or rejects them with an error of Packhorse, and comes back.
 
 Coverage-guided, a few seconds for each reader; ``make fuzz SECONDS=600`` goes on for longer.
 """
@@ -24,14 +24,14 @@ def test_mangled_input_is_read_or_rejected_and_never_more(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "told"),
+    ("name", "found", "detail"),
     [
         ("raises", (1, 0), "KeyError: 'found'"),
         ("crashes", (0, 1), "Fatal Python error: Aborted"),
         ("is greedy", (1, 0), "MemoryError"),
     ],
 )
-def test_a_reader_that_fails_is_found(name: str, found: tuple[int, int], told: str, tmp_path: Path) -> None:
+def test_a_reader_that_fails_is_found(name: str, found: tuple[int, int], detail: str, tmp_path: Path) -> None:
     report = fuzz(name, SECONDS, tmp_path / "run")
     assert (report.unexpected, report.crashes) == found, report.detail
-    assert told in report.detail
+    assert detail in report.detail

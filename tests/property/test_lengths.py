@@ -49,7 +49,7 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(ODD, max_size=20).map("".join))
 @given(texts=st.lists(TEXTS, max_size=6))
 def test_lengths_by_words_are_those_of_the_encoded_texts(pattern, texts):
     made = TOKENIZERS[pattern]
-    lengths = TokenLengths(made)
+    lengths = TokenLengths(made._tokenizer)
     assert lengths.by_word
     assert lengths.lengths(texts) == [len(one) for one in made._tokenizer.encode_batch(texts)]
 
@@ -58,7 +58,7 @@ def test_lengths_by_words_are_those_of_the_encoded_texts(pattern, texts):
 @settings(max_examples=400, deadline=None)
 @given(left=TEXTS, right=TEXTS)
 def test_where_a_cut_is_certain_the_parts_are_as_long_as_the_whole(pattern, left, right):
-    lengths = TokenLengths(TOKENIZERS[pattern])
+    lengths = TokenLengths(TOKENIZERS[pattern]._tokenizer)
     if lengths.cut_between(left, right):
         parts = lengths.lengths([left, right])
         assert lengths.lengths([left + right]) == [sum(parts)]
@@ -75,10 +75,10 @@ def test_a_tokenizer_of_another_kind_encodes_every_text():
     ):
         engine = Made(QWEN2_PATTERN)
         change(engine._tokenizer)
-        lengths = TokenLengths(engine)
+        lengths = TokenLengths(engine._tokenizer)
         assert not lengths.by_word
         assert lengths.lengths(texts) == [len(one) for one in engine._tokenizer.encode_batch(texts)]
-    assert expected == TokenLengths(Made(QWEN2_PATTERN)).lengths(texts)
+    assert expected == TokenLengths(Made(QWEN2_PATTERN)._tokenizer).lengths(texts)
 
 
 def test_truncation_and_padding_that_somebody_set_do_not_reach_the_counts():
@@ -86,4 +86,6 @@ def test_truncation_and_padding_that_somebody_set_do_not_reach_the_counts():
     made._tokenizer.enable_truncation(2)
     made._tokenizer.enable_padding(length=50)
     texts = ["the mule carries a bale"]
-    assert TokenLengths(made).lengths(texts) == TokenLengths(Made(QWEN2_PATTERN)).lengths(texts)
+    assert TokenLengths(made._tokenizer).lengths(texts) == TokenLengths(
+        Made(QWEN2_PATTERN)._tokenizer
+    ).lengths(texts)

@@ -25,7 +25,7 @@ JSON = st.recursive(
 )
 OBJECTS = st.dictionaries(st.text('ab"\\,[]{}\n é漢', max_size=6), JSON, max_size=4)
 LONG_LINES = st.sampled_from([-1, 0, 200])  # with -1 newlines are searched for, with 200 bytes compared
-BLANK = st.sampled_from([b"", b" ", b"\t ", b"\r", b" \r", b"  \t\r"])
+WHITE_SPACE = st.sampled_from([b"", b" ", b"\t ", b"\r", b" \r", b"  \t\r"])
 
 
 def scan(function, data: bytes, chunk: int) -> list[int]:
@@ -37,7 +37,7 @@ def scan(function, data: bytes, chunk: int) -> list[int]:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    lines=st.lists(st.one_of(OBJECTS.map(lambda o: json.dumps(o).encode()), BLANK), max_size=12),
+    lines=st.lists(st.one_of(OBJECTS.map(lambda o: json.dumps(o).encode()), WHITE_SPACE), max_size=12),
     ends=st.lists(st.sampled_from([b"\n", b"\r\n"]), min_size=12, max_size=12),
     last_newline=st.booleans(),
     bom=st.booleans(),
@@ -59,7 +59,7 @@ def test_lines_are_found_as_a_text_file_has_them(lines, ends, last_newline, bom,
 
 @settings(max_examples=300, deadline=None)
 @given(
-    lines=st.lists(st.one_of(OBJECTS.map(lambda o: json.dumps(o).encode()), BLANK), max_size=20),
+    lines=st.lists(st.one_of(OBJECTS.map(lambda o: json.dumps(o).encode()), WHITE_SPACE), max_size=20),
     last_newline=st.booleans(),
     bom=st.booleans(),
     chunk=st.integers(1, 64),
@@ -79,7 +79,7 @@ def test_a_rank_that_parses_while_scanning_gets_the_rows_that_reading_gives_it(
         with open(path, "wb") as file:
             file.write(data)
         with (
-            mock.patch.object(index, "_LOOKED_AT_CHUNK", chunk),
+            mock.patch.object(index, "_OBSERVED_CHUNK", chunk),
             mock.patch.object(scan_module, "_LONG_LINE", long_line),
         ):
             got, total = _load_jsonl_for_rank(path, 1.0, rank, size, ledger=Ledger())

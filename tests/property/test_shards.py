@@ -27,25 +27,25 @@ def expected_entries(total: int, ratio: float) -> int:
 @settings(max_examples=400, deadline=None)
 @given(total=st.integers(0, 300), ratio=RATIOS, size=st.integers(1, 9))
 def test_shards_are_disjoint_equal_and_with_the_ledger_complete(total: int, ratio: float, size: int) -> None:
-    ledger, dealt = Ledger(), Counter()
+    ledger, assigned = Ledger(), Counter()
     lengths = set()
     for rank in range(size):
         selection = RowSelection(total, ratio, World(rank, size))
         selection.record_losses("set", ledger)
         keys = [row_key("set", selection.row(p), selection.copy(p)) for p in range(len(selection))]
         assert [selection.row(p) for p in range(len(selection))] == selection.rows().tolist()
-        dealt.update(keys)
+        assigned.update(keys)
         lengths.add(len(keys))
     assert len(lengths) == 1, "every rank gets the same number"
-    assert not [key for key, n in dealt.items() if n > 1], "no entry goes to two ranks"
+    assert not [key for key, n in assigned.items() if n > 1], "no entry goes to two ranks"
 
     left_over = {drop.key for drop in ledger if drop.reason == "left_over"}
     assert len(left_over) < size
-    assert not left_over & dealt.keys()
-    assert len(dealt) + len(left_over) == expected_entries(total, ratio)
+    assert not left_over & assigned.keys()
+    assert len(assigned) + len(left_over) == expected_entries(total, ratio)
 
-    rows_named = {int(key.split("/")[1].split("#")[0]) for key in [*dealt, *(d.key for d in ledger)]}
-    assert rows_named == set(range(total)), "every row of the file is dealt or named"
+    rows_named = {int(key.split("/")[1].split("#")[0]) for key in [*assigned, *(d.key for d in ledger)]}
+    assert rows_named == set(range(total)), "every row of the file is assigned or recorded"
 
 
 @settings(max_examples=200, deadline=None)
@@ -64,7 +64,7 @@ def test_keeping_the_remainder_loses_nothing_of_the_selection(total: int, ratio:
     ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 2.0, 2.7]),
     size=st.integers(1, 9),
 )
-def test_every_file_type_is_dealt_the_same_way(kind: str, total: int, ratio: float, size: int) -> None:
+def test_every_file_type_is_sharded_the_same_way(kind: str, total: int, ratio: float, size: int) -> None:
     rows = [{"id": i, "messages": [{"role": "assistant", "content": str(i)}]} for i in range(total)]
     with tempfile.TemporaryDirectory() as folder:
         path = WRITERS[kind](Path(folder), rows)

@@ -99,7 +99,7 @@ def count(
     A second run takes over what has not changed; an interrupted one continues where it stopped.
     """
     with one_line_errors("count", "the next run continues with what is finished"):
-        from packhorse.count.count_jsonl import write_counted_jsonl
+        from packhorse.count.count_report import write_counted_jsonl
         from packhorse.count.counting import count_meta
         from packhorse.count.engines import make_engine
         from packhorse.errors import ConfigError

@@ -1,16 +1,19 @@
-"""The columns of a count file: as Arrow has them, as arrays, and how their values are distributed."""
+"""The columns of a count file: their Arrow schema, arrays of their values, and distributions of these."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packhorse.types import Flags, Floats, Integers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Texts = npt.NDArray[np.object_]
 
@@ -21,11 +24,11 @@ _MEDIA_INTEGERS = ("height", "width", "frames", "samples", "tokens", "patches")
 _MEDIA_NUMBERS = ("fps", "duration")
 
 
-def count_schema(metadata: Mapping[str, str] | None = None) -> Any:
-    """The columns of a sidecar, as an Arrow schema.
+def count_schema(metadata: Mapping[str, str] | None = None) -> pa.Schema:
+    """Return the Arrow schema of a sidecar.
 
-    ``media`` has the media of a row in the order of the text; ``kind`` is a place in ``MEDIA_KINDS``, and
-    what does not apply to a kind, or is not known, is 0.
+    ``media`` has the media of a row in the order of the text; ``kind`` is an index of ``MEDIA_KINDS``, and
+    what does not apply to a kind, or is unknown, is 0.
     """
     import pyarrow as pa
 
@@ -49,8 +52,8 @@ def count_schema(metadata: Mapping[str, str] | None = None) -> Any:
 class CountColumns:
     """The counts of many rows, one array each; see :class:`packhorse.types.TokenCount` for their meaning.
 
-    A row whose ``status`` is not ``"ok"`` could not be counted: ``status`` is then the reason as the ledger
-    has it, ``detail`` what was found (empty for good rows), and its counts are 0.
+    A row whose ``status`` is not ``"ok"`` could not be counted: ``status`` is the ledger's reason, ``detail``
+    what was found (empty for valid rows), and its counts are 0.
     """
 
     text: Integers
@@ -77,23 +80,23 @@ class CountColumns:
 
     @property
     def total(self) -> Integers:
-        """The length of each row's ``input_ids``."""
+        """Length of each row's ``input_ids``."""
         return self.text + self.image + self.video + self.audio
 
     def take(self, positions: npt.ArrayLike) -> CountColumns:
-        """The counts of these rows, in this order; a row may come more than once.
+        """Return the counts of these rows, in this order; a row may occur more than once.
 
-        All rows as they stand are given without a copy: of a large file, which mostly is taken whole, another
-        hundred bytes a row would be the most memory that opening it needs.
+        All rows in their order are returned without a copy: large files mostly are taken whole, and a copy
+        would double the peak memory of opening them.
         """
-        at = np.asarray(positions, np.int64)
-        if len(at) == len(self) and np.array_equal(at, np.arange(len(at))):
+        rows = np.asarray(positions, np.int64)
+        if len(rows) == len(self) and np.array_equal(rows, np.arange(len(rows))):
             return self
-        return CountColumns(*(getattr(self, column.name)[at] for column in fields(self)))
+        return CountColumns(*(getattr(self, column.name)[rows] for column in fields(self)))
 
     @classmethod
-    def joined(cls, parts: Sequence[CountColumns]) -> CountColumns:
-        """Several one after the other; a single one as it is, without a copy."""
+    def concat(cls, parts: Sequence[CountColumns]) -> CountColumns:
+        """Concatenate counts; a single one is returned without a copy."""
         if len(parts) == 1:
             return parts[0]
         if not parts:
@@ -101,14 +104,16 @@ class CountColumns:
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
 
     @classmethod
-    def of(cls, table: Any) -> CountColumns:
-        """From a table or a record batch of a sidecar."""
-        integers = {name: _numbers(table.column(name)) for name in (*COUNTS, "off_by")}
-        status = _shared_texts(table.column("status"))
-        exact, ok = _array(table.column("exact"), np.bool_), np.asarray(status == OK, np.bool_)
-        # Good rows have none, and most rows are good: only the others' are read.
+    def of(cls, table: pa.Table | pa.RecordBatch) -> CountColumns:
+        """Return the counts in a table or a record batch of a sidecar."""
+        import pyarrow as pa
+
+        integers = {name: _to_array(table.column(name), np.int64) for name in (*COUNTS, "off_by")}
+        status = _to_texts(table.column("status"))
+        exact, ok = _to_array(table.column("exact"), np.bool_), np.asarray(status == OK, np.bool_)
+        # Only bad rows have a detail, and they are few.
         detail, bad = np.full(len(status), "", object), np.flatnonzero(~ok)
-        detail[bad] = table.column("detail").take(_arrow_integers(bad)).to_pylist()
+        detail[bad] = table.column("detail").take(pa.array(bad, pa.int64())).to_pylist()
         return cls(**integers, status=status, ok=ok, exact=exact, detail=detail)
 
 
@@ -116,9 +121,9 @@ class CountColumns:
 class MediaColumns:
     """The media of many rows, flat: those of row ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
 
-    ``kind`` is a place in :data:`packhorse.types.MEDIA_KINDS`; ``height``, ``width`` and ``frames`` are 0 for
-    sound, ``samples`` for images; ``frames`` are those that are fed to the model, ``fps`` and ``duration``
-    the video's own (0 where nobody knows them).
+    ``kind`` is an index of :data:`packhorse.types.MEDIA_KINDS`; ``height``, ``width`` and ``frames`` are 0
+    for audio, ``samples`` for images; ``frames`` are those that the model gets, ``fps`` and ``duration`` the
+    video's own (0 if unknown).
     """
 
     offsets: Integers
@@ -133,51 +138,46 @@ class MediaColumns:
     duration: Floats
 
     @classmethod
-    def of(cls, batches: Sequence[Any]) -> MediaColumns:
-        """From the record batches of a sidecar."""
+    def of(cls, batches: Sequence[pa.RecordBatch]) -> MediaColumns:
+        """Return the media in record batches of a sidecar."""
         lists = [batch.column("media") for batch in batches]
-        lengths = [_numbers(media.value_lengths()) for media in lists]
-        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
+        lengths = [_to_array(media.value_lengths(), np.int64) for media in lists]
+        offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
         flat = [media.flatten() for media in lists]
 
-        def joined(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-            return np.concatenate([np.empty(0, dtype), *(_array(part.field(name), dtype) for part in flat)])
+        def concat(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+            arrays = (_to_array(part.field(name), dtype) for part in flat)
+            return np.concatenate([np.empty(0, dtype), *arrays])
 
-        integers = {name: joined(name, np.int64) for name in _MEDIA_INTEGERS}
-        numbers = {name: joined(name, np.float64) for name in _MEDIA_NUMBERS}
-        return cls(offsets=ends, kind=joined("kind", np.int8), **integers, **numbers)
-
-
-def _arrow_integers(numbers: npt.NDArray[Any]) -> Any:
-    import pyarrow as pa
-
-    return pa.array(numbers, pa.int64())
+        integers = {name: concat(name, np.int64) for name in _MEDIA_INTEGERS}
+        numbers = {name: concat(name, np.float64) for name in _MEDIA_NUMBERS}
+        return cls(offsets=offsets, kind=concat("kind", np.int8), **integers, **numbers)
 
 
-def _numbers(column: Any) -> Integers:
-    return _array(column, np.int64)
+def _to_array(column: pa.Array | pa.ChunkedArray, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    # A chunked array always copies, and rejects the argument.
+    array = column.to_numpy() if hasattr(column, "chunks") else column.to_numpy(zero_copy_only=False)
+    return np.asarray(array, dtype)
 
 
-def _array(column: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    # A chunked array always copies, and does not take the argument.
-    plain = column.to_numpy() if hasattr(column, "chunks") else column.to_numpy(zero_copy_only=False)
-    return np.asarray(plain, dtype)
-
-
-def _shared_texts(column: Any) -> Texts:
-    """Texts of which there are few different ones, each once in memory."""
+def _to_texts(column: pa.Array | pa.ChunkedArray) -> Texts:
+    """Return an array of texts that shares equal ones, of which there are few."""
     encoded = column.dictionary_encode()
     chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
-    parts = [np.array(c.dictionary.to_pylist(), object)[_numbers(c.indices)] for c in chunks if len(c)]
+    parts = [
+        np.array(chunk.dictionary.to_pylist(), object)[_to_array(chunk.indices, np.int64)]
+        for chunk in chunks
+        if len(chunk)
+    ]
     return np.concatenate([np.empty(0, object), *parts])
 
 
 PERCENTILES = (50, 90, 99)
-_MOST = (1 << 24) - 1  # a row may claim any number of tokens; memory grows with the largest
+_MAX_VALUE = (1 << 24) - 1  # a row may claim any number of tokens; memory grows with the largest
 
 
 class Distribution:
-    """Whole numbers from 0 upwards and how often each comes.
+    """Frequencies of integers from 0.
 
     >>> lengths = Distribution.of([3, 1, 2, 2])
     >>> lengths.percentile(50), lengths.max, lengths.mean
@@ -189,12 +189,12 @@ class Distribution:
 
     @classmethod
     def of(cls, values: npt.ArrayLike) -> Distribution:
-        """Count the values; one below 0 or above 16 million counts as 0 or 16 million."""
-        array = np.clip(np.asarray(values, np.int64).reshape(-1), 0, _MOST)
+        """Count values; they are clipped to 0 and 16 million."""
+        array = np.clip(np.asarray(values, np.int64).reshape(-1), 0, _MAX_VALUE)
         return cls(np.bincount(array))
 
     @classmethod
-    def joined(cls, parts: Iterable[Distribution]) -> Distribution:
+    def concat(cls, parts: Iterable[Distribution]) -> Distribution:
         """Return the distribution of all values together."""
         counts = [part.counts for part in parts]
         total = np.zeros(max(map(len, counts), default=0), np.int64)
@@ -228,7 +228,7 @@ class Distribution:
         return self.percentile(100)
 
     def percentile(self, percent: int) -> int:
-        """Return the smallest value that at least so many percent of all do not exceed."""
+        """Return the smallest value that at least ``percent`` percent of all values do not exceed."""
         if not self.n:
             return 0
         rank = max(1, -(-self.n * percent // 100))
@@ -237,7 +237,7 @@ class Distribution:
     def doubling_edges(self) -> list[int]:
         """Return edges for a histogram in which each bin is twice as wide as the one before.
 
-        Zeros have a bin of their own, and what lies empty between them and the next value is one bin.
+        Zeros have their own bin, and so has the empty range between them and the next value.
         """
         used = np.flatnonzero(self.counts)
         positive = used[used > 0]

@@ -1,9 +1,9 @@
-"""What the rows of a dataset hold, as digests: a resumed run must read exactly the rows it began with.
+"""Digests of the rows of a dataset: a resumed run must read exactly the rows it began with.
 
-The digest of a row file is made of the digests of its parts of ``PART_ROWS`` rows. Counting takes these while
-it reads the rows and keeps them in the count file, so a start reads no row again while the size, the time of
-change (remote: the ETag) and the first and last bytes of the file stay the same. Rows in memory are always
-hashed.
+The digest of a row file is made of the digests of its parts of ``PART_ROWS`` rows. Counting computes these
+while it reads the rows and saves them in the count file, so starting a run reads no row while the size, the
+modification time (remote: the ETag) and the first and last bytes of the file stay the same. Rows in memory
+are always hashed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from packhorse.count.counting import PART_ROWS
-from packhorse.count.parts import part_digest
-from packhorse.count.sidecar import places_of
+from packhorse.count.parts import PART_ROWS, part_digest
+from packhorse.count.sidecar import sidecar_locations
 from packhorse.errors import ConfigError, data_errors
 from packhorse.formats.meta import MetaDataset, Source
 from packhorse.rows.row_files import RowFile
@@ -42,7 +41,7 @@ class Content:
         name: the dataset, for messages and for the resume state.
         digest: of all rows, in order.
         file: the address of the row file; empty for rows in memory.
-        reading: a digest of how rows are chosen and read: share, columns, tags.
+        reading: a digest of how rows are selected and read: share, columns, tags.
     """
 
     name: str
@@ -55,70 +54,70 @@ class Content:
 
 
 def contents_of(dataset: Any, processor: Any, *, hash_all: bool = False) -> tuple[Content, ...]:
-    """The content of each row file of a mixture, or of a sequence of examples.
+    """Return the content of each row file of a mixture, or of a sequence of examples.
 
     Args:
         dataset: a :class:`~packhorse.formats.meta.MetaDataset`, or examples with ``len`` and ``[index]``.
         processor: what the rows were counted with; finds the count files.
-        hash_all: read and hash every row file, also where a count file has the digests of this state.
+        hash_all: read and hash every row file, even if a count file has the digests of this state.
 
     Raises:
         ConfigError: ``hash_all`` finds rows that are not those that were counted.
     """
     if not isinstance(dataset, MetaDataset):
         return (Content(IN_MEMORY, digest_of_examples(dataset)),)
-    found = []
-    for source, place in zip(dataset.sources, places_of(dataset, processor), strict=True):
-        recorded = place.recorded_parts()
+    contents = []
+    for source, location in zip(dataset.sources, sidecar_locations(dataset, processor), strict=True):
+        recorded = location.recorded_parts()
         if recorded is not None and hash_all:
-            _check_parts(source.file, *recorded)
-        # Parts of another size (`packhorse count --part-rows`) have other digests: the file is read.
+            _compare_parts(source.file, *recorded)
+        # Parts of another size (`packhorse count --part-rows`) have other digests: read the file.
         known = recorded is not None and recorded[0] == PART_ROWS
         parts = recorded[1] if recorded is not None and known else _part_digests(source.file)
-        whole = digest(str(len(source.file)), *parts)
-        found.append(Content(source.config.name, whole, source.file.name, _reading(source)))
-    return tuple(found)
+        rows_digest = digest(str(len(source.file)), *parts)
+        contents.append(Content(source.config.name, rows_digest, source.file.name, _reading_digest(source)))
+    return tuple(contents)
 
 
 def _part_digests(file: RowFile, part_rows: int = PART_ROWS) -> Iterator[str]:
-    """The digest of each part, read from the file now: about a second per gigabyte."""
+    """Yield the digest of each part, read from the file: about a second per gigabyte."""
     for first in range(0, len(file), part_rows):
         yield part_digest(file, first, min(len(file), first + part_rows))
 
 
-def _check_parts(file: RowFile, part_rows: int, parts: Sequence[str]) -> None:
+def _compare_parts(file: RowFile, part_rows: int, parts: Sequence[str]) -> None:
     for number, (then, now) in enumerate(zip(parts, _part_digests(file, part_rows), strict=True)):
         if then != now:
             first = number * part_rows
             raise ConfigError(
                 f"{file.name}: rows {first} to {min(len(file), first + part_rows) - 1} have changed since "
                 f"they were counted (digest {then} then, {now} now), though the file has the same size and "
-                "time of change. Count it again with `packhorse count --fresh`"
+                "modification time. Count it again with `packhorse count --fresh`"
             )
 
 
-def _reading(source: Source) -> str:
-    """How rows are chosen and read. Without the media folder, so that the data may move."""
+def _reading_digest(source: Source) -> str:
+    """Return a digest of how rows are selected and read, without the media folder, so that data may move."""
     rules = {name: value for name, value in asdict(source.config.rules).items() if name != "media_dir"}
-    world, selection = source.selection.world, source.selection
-    chosen = [selection.ratio, world.rank, world.size, selection.remainder]
-    return digest(json.dumps([chosen, rules], sort_keys=True, default=str))
+    selection = source.selection
+    selected = [selection.ratio, selection.world.rank, selection.world.size, selection.remainder]
+    return digest(json.dumps([selected, rules], sort_keys=True, default=str))
 
 
 def digest_of_examples(examples: Any) -> str:
-    """A digest of all examples, in order: text, numbers, and the pixels and samples of media in memory."""
-    hashed = hashlib.blake2b(str(len(examples)).encode(), digest_size=16)
-    for example in _each(examples):
-        row = _serialized(example)
-        hashed.update(len(row).to_bytes(8, "little"))
-        hashed.update(row)
-    return hashed.hexdigest()
+    """Return a digest of all examples, in order: text, numbers, and the pixels and samples of media."""
+    state = hashlib.blake2b(str(len(examples)).encode(), digest_size=16)
+    for example in _iterate(examples):
+        row = _serialize(example)
+        state.update(len(row).to_bytes(8, "little"))
+        state.update(row)
+    return state.hexdigest()
 
 
-def _each(examples: Any) -> Iterator[Any]:
+def _iterate(examples: Any) -> Iterator[Any]:
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(examples, datasets.Dataset):
-        # As Arrow holds them: images stay the bytes of their files, nothing is decoded.
+        # As Arrow has them: images stay the bytes of their files, nothing is decoded.
         for table in examples.with_format("arrow").iter(_BATCH):
             yield from table.to_pylist()
         return
@@ -132,15 +131,15 @@ def _example_at(examples: Any, index: int) -> Any:
     return None  # counting records it
 
 
-def _serialized(value: Any) -> bytes:
+def _serialize(value: Any) -> bytes:
     try:
-        return orjson.dumps(value, default=_plain, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(value, default=_as_json, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     except orjson.JSONEncodeError:  # a lone surrogate, an integer of more than 64 bits, deep nesting
-        return _serialized_by_parts(value)
+        return _serialize_by_parts(value)
 
 
-def _serialized_by_parts(value: Any) -> bytes:
-    """A value that holds something JSON cannot: each part of it alone, so that no other part is shortened."""
+def _serialize_by_parts(value: Any) -> bytes:
+    """Serialize a value that orjson rejects: each part separately, so that no other is affected."""
     if isinstance(value, str):
         return b"str" + repr(value).encode("utf-8", "backslashreplace")
     if isinstance(value, int):
@@ -148,34 +147,34 @@ def _serialized_by_parts(value: Any) -> bytes:
     if is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        pairs = ((_serialized(key), _serialized(held)) for key, held in value.items())
+        pairs = ((_serialize(key), _serialize(item)) for key, item in value.items())
         parts = [part for pair in sorted(pairs) for part in pair]
     elif isinstance(value, list | tuple):
-        parts = [_serialized(held) for held in value]
+        parts = [_serialize(item) for item in value]
     else:
-        return _serialized(_plain(value))
-    hashed = hashlib.blake2b(type(value).__name__.encode(), digest_size=16)
+        return _serialize(_as_json(value))
+    state = hashlib.blake2b(type(value).__name__.encode(), digest_size=16)
     for part in parts:
-        hashed.update(len(part).to_bytes(8, "little") + part)
-    return hashed.digest()
+        state.update(len(part).to_bytes(8, "little") + part)
+    return state.digest()
 
 
-def _plain(value: Any) -> Any:
-    """What JSON cannot hold, as what it can; big data by a digest."""
+def _as_json(value: Any) -> Any:
+    """Return JSON values for a value that is none; large data as a digest."""
     if isinstance(value, Image.Image):
-        # A file that was only opened is named: decoding every image would cost hours.
-        named = getattr(value, "filename", "")
-        return ["image", value.mode, value.size, str(named) if named else _pixels_digest(value)]
+        # A file that was only opened is named: decoding every image would take hours.
+        name = getattr(value, "filename", "")
+        return ["image", value.mode, value.size, str(name) if name else _pixels_digest(value)]
     if isinstance(value, bytes | bytearray | memoryview):
         return ["bytes", _bytes_digest(value)]
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.to_dense() if str(value.layout) != "torch.strided" else value).contiguous()
-        held = value.flatten().view(sys.modules["torch"].uint8).numpy()
-        return ["tensor", str(value.dtype), list(value.shape), _bytes_digest(held)]
+        data = value.flatten().view(sys.modules["torch"].uint8).numpy()
+        return ["tensor", str(value.dtype), list(value.shape), _bytes_digest(data)]
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:  # its bytes are memory addresses
-            return ["array", str(value.dtype), value.shape, _bytes_digest(_serialized(value.tolist()))]
+            return ["array", str(value.dtype), value.shape, _bytes_digest(_serialize(value.tolist()))]
         return ["array", str(value.dtype), value.shape, _bytes_digest(np.ascontiguousarray(value))]
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # longdouble stays one
         return value.item()
@@ -184,7 +183,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):
-        return ["set", *sorted(_serialized(held).hex() for held in value)]
+        return ["set", *sorted(_serialize(item).hex() for item in value)]
     if isinstance(value, Iterable) and hasattr(value, "__len__"):
         return list(value)
     return [type(value).__qualname__, _ADDRESS.sub("", repr(value))]

@@ -1,21 +1,29 @@
-"""What a counting pass has found, ready to print: one pass over the sidecars, a part at a time."""
+"""Results of a counting pass: the report, its verification, and copies of the data with counts.
+
+The report reads the sidecars one part at a time, so memory does not grow with the number of rows.
+"""
 
 from __future__ import annotations
 
 import bisect
+import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
+import orjson
 
 from packhorse.chat import IGNORE_INDEX, CannotAlign
 from packhorse.count.columns import COUNTS, OK, CountColumns
 from packhorse.count.sidecar import Sidecar
-from packhorse.errors import BadSample
+from packhorse.errors import BadSample, ConfigError, SystemFault
 from packhorse.families import Encoder
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import DatasetConfig
@@ -23,14 +31,16 @@ from packhorse.formats.sharegpt import convert_row
 from packhorse.ledger import Ledger
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS, Conversation, MediaKind, mask_secrets
+from packhorse.types import MEDIA_KINDS, Conversation, mask_secrets
+from packhorse.utils.files import write_atomic
+from packhorse.utils.progress import OnProgress, Progress
 
 _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CountedFile:
-    """A dataset, its open file, the counts of it, and how many of them an earlier run has made."""
+    """A dataset, its open file, its counts, and the number of rows that an earlier run has counted."""
 
     config: DatasetConfig
     file: RowFile
@@ -40,7 +50,7 @@ class CountedFile:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that could not be counted, and where it stands now: ``train.jsonl:812 (byte 40213)``."""
+    """A row that could not be counted, and its current location: ``train.jsonl:812 (byte 40213)``."""
 
     key: str
     reason: str
@@ -50,17 +60,16 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReport:
-    """One dataset: sums over all rows of its file.
+    """Sums over all rows of one dataset's file.
 
     Attributes:
         tokens: by kind: ``text``, ``image``, ``video``, ``audio``.
         media: by kind: ``images``, ``videos``, ``audios``.
         longest: the most tokens of a row, ``longest_row`` its key (empty if there is none).
         bad: rows that could not be counted, by reason; some of them in ``examples``.
-        unsupervised: rows without a token that is supervised; the keys of some in ``unsupervised_rows``.
+        unsupervised: rows without a supervised token; the keys of some in ``unsupervised_rows``.
         reused: rows that an earlier run has counted.
-        off_by: 0 where all counts are exact; else by how many tokens the worst may be off, -1 if nobody can
-            tell.
+        off_by: 0 if all counts are exact; else the largest possible error in tokens, -1 if unknown.
     """
 
     name: str
@@ -88,12 +97,12 @@ class DatasetReport:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Random rows through the real processor.
+    """Comparison of random rows with the real processor.
 
     Attributes:
-        checked: rows that were compared.
-        failed: what differs, a line for each row.
-        not_encoded: rows whose media could not be decoded, which a header does not tell.
+        checked: number of compared rows.
+        failed: the differences, one line per row.
+        not_encoded: rows whose media could not be decoded, which their headers do not show.
     """
 
     checked: int = 0
@@ -103,13 +112,13 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class CountReport:
-    """A whole pass.
+    """A counting pass.
 
     Attributes:
         datasets: in the order of their names.
-        seconds: for all of it, opening the processor included.
-        counting_seconds: from the first row that had to be counted to the last.
-        counted_rows: how many rows were counted now; the others were reused.
+        seconds: of the whole pass, opening the processor included.
+        counting_seconds: from the first counted row to the last.
+        counted_rows: rows that this pass has counted; the others were reused.
         verified: None if nothing was verified.
         files: the datasets with their open files and sidecars.
     """
@@ -123,11 +132,11 @@ class CountReport:
 
     @property
     def opening_seconds(self) -> float:
-        """For all but the counting: opening processor and files, looking what there is, summing up."""
+        """Seconds without the counting: opening processor and files, finding earlier counts, summing up."""
         return max(0.0, self.seconds - self.counting_seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report for JSON."""
         return {
             "seconds": round(self.seconds, 3),
             "counting_seconds": round(self.counting_seconds, 3),
@@ -138,49 +147,32 @@ class CountReport:
         }
 
     def totals(self) -> dict[str, Any]:
-        """Sums over the datasets, under the names they have there."""
-        every = self.datasets
-        longest = max(every, key=lambda one: one.longest, default=None)
-        sums = {
-            name: sum(getattr(one, name) for one in every)
+        """Return sums over the datasets, under the names of :class:`DatasetReport`."""
+        totals: dict[str, Any] = {
+            name: sum(getattr(dataset, name) for dataset in self.datasets)
             for name in ("rows", "total", "supervised", "unsupervised", "patches", "reused")
         }
-        by_kind = {
-            name: _added_up([getattr(one, name) for one in every]) for name in ("tokens", "media", "bad")
+        for name in ("tokens", "media", "bad"):
+            sums: Counter[str] = Counter()
+            for dataset in self.datasets:
+                sums.update(getattr(dataset, name))
+            totals[name] = dict(sums)
+        longest = max(self.datasets, key=lambda dataset: dataset.longest, default=None)
+        errors = [dataset.off_by for dataset in self.datasets]
+        return totals | {
+            "longest": 0 if longest is None else longest.longest,
+            "longest_row": "" if longest is None else longest.longest_row,
+            "off_by": -1 if min(errors, default=0) < 0 else max(errors, default=0),
         }
-        return (
-            sums
-            | by_kind
-            | {
-                "longest": 0 if longest is None else longest.longest,
-                "longest_row": "" if longest is None else longest.longest_row,
-                "off_by": -1
-                if any(one.off_by < 0 for one in every)
-                else max((one.off_by for one in every), default=0),
-            }
-        )
-
-
-def _added_up(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Sums by name; a name whose sum is 0 is there too."""
-    sums: Counter[str] = Counter()
-    for one in counts:
-        sums.update(one)
-    return dict(sums)
 
 
 def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetReport:
-    """Sum up one sidecar; memory does not grow with its rows.
-
-    Args:
-        counted: the dataset.
-        bad_rows: so many bad rows of each reason are named.
-    """
+    """Sum up one sidecar; name at most ``bad_rows`` bad rows for each reason."""
     name, sidecar = counted.config.name, counted.sidecar
     sums: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     examples: list[BadRow] = []
-    silent: list[str] = []
+    unsupervised: list[str] = []
     longest, longest_row, off_by = 0, "", 0
     for number, batch in enumerate(sidecar.batches()):
         first, columns = number * sidecar.part_rows, CountColumns.of(batch)
@@ -189,59 +181,58 @@ def dataset_report(counted: CountedFile, bad_rows: int = _EXAMPLES) -> DatasetRe
         off_by = -1 if unknown else max(off_by, int(columns.off_by.max(initial=0)))
         total = columns.total
         if total.max(initial=0) > longest:
-            place = int(total.argmax())
-            longest, longest_row = int(total[place]), row_key(name, first + place)
-        nothing_supervised = np.flatnonzero(columns.ok & (columns.supervised == 0))
-        sums["unsupervised"] += len(nothing_supervised)
-        silent += [
-            row_key(name, first + place) for place in nothing_supervised[: _EXAMPLES - len(silent)].tolist()
-        ]
-        for place in np.flatnonzero(~columns.ok).tolist():
-            reason = columns.status[place]
+            index = int(total.argmax())
+            longest, longest_row = int(total[index]), row_key(name, first + index)
+        rows = first + np.flatnonzero(columns.ok & (columns.supervised == 0))
+        sums["unsupervised"] += len(rows)
+        unsupervised += [row_key(name, row) for row in rows[: _EXAMPLES - len(unsupervised)].tolist()]
+        for index in np.flatnonzero(~columns.ok).tolist():
+            reason = columns.status[index]
             bad[reason] += 1
             if bad[reason] <= bad_rows:
-                where = counted.file.location(first + place)
-                examples.append(BadRow(row_key(name, first + place), reason, columns.detail[place], where))
+                key, location = row_key(name, first + index), counted.file.location(first + index)
+                examples.append(BadRow(key, reason, columns.detail[index], location))
     return DatasetReport(
-        name,
-        mask_secrets(counted.config.file_name),
-        str(sidecar.path),
-        len(sidecar),
-        {kind: sums[kind] for kind in ("text", "image", "video", "audio")},
-        sums["supervised"],
-        {kind: sums[kind] for kind in ("images", "videos", "audios")},
-        sums["patches"],
-        longest,
-        longest_row,
-        dict(bad.most_common()),
-        tuple(examples),
-        sums["unsupervised"],
-        tuple(silent),
-        counted.reused,
-        off_by,
+        name=name,
+        file=mask_secrets(counted.config.file_name),
+        sidecar=str(sidecar.path),
+        rows=len(sidecar),
+        tokens={kind: sums[kind] for kind in ("text", "image", "video", "audio")},
+        supervised=sums["supervised"],
+        media={kind: sums[kind] for kind in ("images", "videos", "audios")},
+        patches=sums["patches"],
+        longest=longest,
+        longest_row=longest_row,
+        bad=dict(bad.most_common()),
+        examples=tuple(examples),
+        unsupervised=sums["unsupervised"],
+        unsupervised_rows=tuple(unsupervised),
+        reused=counted.reused,
+        off_by=off_by,
     )
 
 
-# What only decoding can tell: a header is in order, what follows it is not.
+# Verification.
+
+# Reasons that only decoding finds: the header is valid, what follows it is not.
 _NOT_IN_HEADERS = ("broken_media", "missing_media", "media_too_large")
 
 
 def verify_counts(files: Sequence[CountedFile], encoder: Encoder, rows: int, seed: int) -> Verified:
-    """Encode ``rows`` random rows and compare their counts; costs what encoding them costs.
+    """Encode ``rows`` random rows and compare all their counts.
 
-    Compared are the numbers that the head of this module lists. A row that was counted but that
-    the processor refuses, or the other way round, is a difference too.
+    A row that was counted but that the processor rejects, or the other way round, is a difference too.
     """
     ends = list(accumulate(len(counted.sidecar) for counted in files))
     total = ends[-1] if ends else 0
     failed, not_encoded = [], []
     drawn = sorted(random.Random(seed).sample(range(total), min(rows, total)))
-    for place in drawn:
-        which = bisect.bisect_right(ends, place)
-        counted, row = files[which], place - (ends[which - 1] if which else 0)
+    for position in drawn:
+        index = bisect.bisect_right(ends, position)
+        counted, row = files[index], position - (ends[index - 1] if index else 0)
         key = row_key(counted.config.name, row)
         predicted = counted.sidecar.row(row)
-        real = _real_counts(counted, row, encoder)
+        real = _encode_and_count(counted, row, encoder)
         if isinstance(real, BadSample) and real.reason in _NOT_IN_HEADERS and predicted["status"] == OK:
             not_encoded.append(f"{key}: {real.detail}")
         elif differences := "; ".join(_differences(predicted, real)):
@@ -252,25 +243,25 @@ def verify_counts(files: Sequence[CountedFile], encoder: Encoder, rows: int, see
 def _differences(predicted: dict[str, Any], real: dict[str, int] | BadSample) -> Iterator[str]:
     if isinstance(real, BadSample):
         if predicted["status"] == OK:
-            yield f"counted, but the processor refuses it ({real.reason}: {real.detail})"
+            yield f"counted, but the processor rejects it ({real.reason}: {real.detail})"
         return
     if predicted["status"] != OK:
         yield f"{predicted['status']} ({predicted['detail']}), but the processor makes {real['total']} tokens"
         return
-    predicted["total"] = sum(predicted[kind] for kind in ("text", *MEDIA_KINDS))
     predicted["media"] = sum(predicted[kind] for kind in MEDIA_KINDS)
-    for name, found in real.items():
-        # An inexact count tells how far off its length may be, and promises nothing else.
+    predicted["total"] = predicted["text"] + predicted["media"]
+    for name, number in real.items():
+        # An inexact count has an error bound for its length, and none for anything else.
         wrong = (
-            predicted[name] != found
+            predicted[name] != number
             if predicted["exact"]
-            else name == "total" and 0 <= predicted["off_by"] < abs(predicted[name] - found)
+            else name == "total" and 0 <= predicted["off_by"] < abs(predicted[name] - number)
         )
         if wrong:
-            yield f"{name} predicted {predicted[name]}, real {found}"
+            yield f"{name} predicted {predicted[name]}, real {number}"
 
 
-def _real_counts(counted: CountedFile, row: int, encoder: Encoder) -> dict[str, int] | BadSample:
+def _encode_and_count(counted: CountedFile, row: int, encoder: Encoder) -> dict[str, int] | BadSample:
     config, key = counted.config, row_key(counted.config.name, row)
     try:
         example = convert_row(
@@ -286,24 +277,109 @@ def _real_counts(counted: CountedFile, row: int, encoder: Encoder) -> dict[str, 
     ids = encoded.tokens["input_ids"].tolist()
     media = sum(token in encoder.media_token_ids for token in ids)
     real = {"total": len(ids), "text": len(ids) - media, "media": media}
-    real |= _by_kind(encoder, conversation, ids, media)
+    real |= _count_by_kind(encoder, conversation, ids, media)
     return real | {"supervised": int((labels != IGNORE_INDEX).sum())}
 
 
-def _by_kind(encoder: Encoder, conversation: Conversation, ids: Sequence[int], media: int) -> dict[str, int]:
-    """Media tokens of each kind, as far as the ids alone tell kinds apart."""
+def _count_by_kind(
+    encoder: Encoder, conversation: Conversation, ids: Sequence[int], media: int
+) -> dict[str, int]:
+    """Return the media tokens of each kind; nothing if ids alone do not distinguish the kinds."""
     kinds = {ref.kind for ref in conversation.media}
     if len(kinds) < 2:
         return {kind: media if kind in kinds else 0 for kind in MEDIA_KINDS}
-    content, tokens = encoder.media_token_ids, _kind_tokens(encoder)
-    # A kind without a token of its own is written with that of another.
-    apart = kinds <= set(tokens) and set(tokens.values()) == content and len(tokens) == len(content)
-    return {kind: ids.count(token) for kind, token in tokens.items()} if apart else {}
-
-
-def _kind_tokens(encoder: Encoder) -> dict[MediaKind, int]:
-    """The token of each kind that has one under its own name."""
-    texts = {kind: encoder.find_token(f"{kind}_token") for kind in encoder.family.kinds}
+    names = {kind: encoder.find_token(f"{kind}_token") for kind in encoder.family.kinds}
     convert = encoder.tokenizer.convert_tokens_to_ids
-    ids = {kind: convert(text) for kind, text in texts.items() if text is not None}
-    return {kind: number for kind, number in ids.items() if isinstance(number, int)}
+    tokens = {kind: convert(name) for kind, name in names.items() if name is not None}
+    tokens = {kind: token for kind, token in tokens.items() if isinstance(token, int)}
+    # A kind without a token of its own is written with that of another.
+    content = encoder.media_token_ids
+    distinct = kinds <= set(tokens) and set(tokens.values()) == content and len(tokens) == len(content)
+    return {kind: ids.count(token) for kind, token in tokens.items()} if distinct else {}
+
+
+# Copies of the data files with counts (`packhorse count --write-jsonl`).
+
+_FIELDS = ("_text_tokens", "mm_inputs_meta")
+_META_FIELDS = {
+    "image": ("height", "width"),
+    "video": ("frames", "height", "width", "fps", "duration"),
+    "audio": ("samples",),
+}
+
+
+def write_counted_jsonl(
+    files: Sequence[CountedFile],
+    folder: str | os.PathLike[str],
+    progress: OnProgress | None = None,
+) -> list[Path]:
+    """Write ``<dataset>.jsonl`` for each dataset, and a ``meta.json`` that names them.
+
+    A row gets ``_text_tokens`` and ``mm_inputs_meta``; together they are its exact length. The rest of its
+    bytes stays as it is, and so does a row that could not be counted. Each file appears when it is complete;
+    memory is one part of a file.
+
+    Raises:
+        ConfigError: a row contains what JSON cannot represent (the bytes of an image in a Parquet file), or
+            two datasets would get the same file.
+        SystemFault: the files cannot be written.
+    """
+    home = Path(folder)
+    targets = [home / f"{counted.config.name.replace(os.sep, '_')}.jsonl" for counted in files]
+    if len(set(targets)) < len(targets):
+        raise ConfigError(f"two datasets would be written to one of {', '.join(map(str, targets))}")
+    for counted, target in zip(files, targets, strict=True):
+        if os.path.realpath(target) == os.path.realpath(counted.file.path):
+            raise ConfigError(f"{target} is the data file itself: write the copies to another folder")
+    meta = {
+        counted.config.name: counted.config.entry(target.name)
+        for counted, target in zip(files, targets, strict=True)
+    }
+    report = progress or Progress("writing")
+    total, done = sum(len(counted.file) for counted in files), 0
+
+    def write_rows(counted: CountedFile, file: IO[bytes]) -> None:
+        nonlocal done
+        for lines in _counted_lines(counted):
+            file.writelines(lines)
+            done += len(lines)
+            report(done, total)
+
+    try:
+        for counted, target in zip(files, targets, strict=True):
+            write_atomic(target, partial(write_rows, counted))
+        text = json.dumps(meta, indent=2, ensure_ascii=False) + "\n"
+        write_atomic(home / "meta.json", lambda file: file.writelines([text.encode()]))
+    except OSError as error:
+        raise SystemFault(f"{error.filename or home} cannot be written ({error.strerror})") from error
+    return targets
+
+
+def _counted_lines(counted: CountedFile) -> Iterator[list[bytes]]:
+    """Yield the lines of the copy, one part of the file at a time."""
+    first = 0
+    for batch in counted.sidecar.batches():
+        counts = batch.select(["text", "status", "media"]).to_pylist()
+        rows = [(counted.file.json_line(row), count) for row, count in enumerate(counts, first)]
+        yield [(_add_counts(row, count) if count["status"] == OK else row) + b"\n" for row, count in rows]
+        first += len(counts)
+
+
+def _add_counts(row: bytes, counts: dict[str, Any]) -> bytes:
+    fields = orjson.dumps({"_text_tokens": counts["text"], "mm_inputs_meta": inputs_meta(counts["media"])})
+    if any(name.encode() in row for name in _FIELDS):
+        values = json.loads(row)
+        kept = {name: value for name, value in values.items() if name not in _FIELDS}
+        if len(kept) < len(values):  # fields of an earlier count, not just text that mentions them
+            row = json.dumps(kept, ensure_ascii=False).encode()
+    return row[: row.rindex(b"}")].rstrip() + b"," + fields[1:]
+
+
+def inputs_meta(media: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return ``mm_inputs_meta`` of a row: sizes and tokens of its media by kind, in the order of the text."""
+    meta: dict[str, list[dict[str, Any]]] = {"images_meta": [], "videos_meta": []}
+    for item in media:
+        kind = MEDIA_KINDS[item["kind"]]
+        entry = {name: item[name] for name in _META_FIELDS[kind]} | {"n_tokens": item["tokens"]}
+        meta.setdefault(f"{kind}s_meta", []).append(entry)
+    return meta

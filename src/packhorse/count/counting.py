@@ -1,76 +1,80 @@
-"""The counting pass: the datasets of a meta file go in, one sidecar for each data file comes out.
+"""The counting pass: read the datasets of a meta file, write one sidecar for each data file.
 
-A file is cut into parts of a fixed number of rows. A part is known by the digest of its bytes: parts that an
-interrupted run has finished, and parts that an older state of the file has in common with this one, are taken
-over, and only the rest is counted, in this process or on an engine. The sidecar appears when all its parts
-are there, whole and under its own name; its bytes are the same whatever was reused and whoever counted.
+A part is identified by the digest of its bytes. Parts that an interrupted run has finished, and parts that an
+older state of the file shares with this one, are reused; only the rest is counted. A sidecar appears complete
+under its name once all its parts are counted, and its bytes do not depend on what was reused or where it was
+counted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
-from packhorse.count.columns import count_schema
+from packhorse.count.columns import OK, count_schema
 from packhorse.count.count_report import CountedFile, CountReport, dataset_report, verify_counts
-from packhorse.count.part_files import (
-    Part,
-    has_bad,
-    has_unreachable,
-    is_bad,
-    mark_newest,
-    may_write,
-    needs_no_media,
-    older_than,
-    remove_files,
-    remove_stale_files,
-    report_full_disk,
-    save_part,
-)
 from packhorse.count.parts import (
+    PART_ROWS,
     PartCounter,
     PartResult,
     PartTask,
     check_media_dir,
+    map_parts,
     part_digest,
+    split_parts,
     with_absolute_paths,
 )
-from packhorse.count.sidecar import Place, Settings, Sidecar, data_source, sidecar_metadata
-from packhorse.errors import ConfigError, SystemFault
+from packhorse.count.sidecar import (
+    CHECK,
+    Settings,
+    Sidecar,
+    SidecarLocation,
+    as_damage,
+    batch_digest,
+    data_source,
+    open_batches,
+    sidecar_metadata,
+)
+from packhorse.errors import FULL_DISK, ConfigError, SystemFault
 from packhorse.formats.meta import DatasetConfig, Meta, open_dataset_rows, read_meta
 from packhorse.rows.row_files import RowFile
-from packhorse.utils.files import Fingerprint, cache_lock, write_atomic
+from packhorse.utils.files import Fingerprint, cache_lock, remove_if_idle, write_atomic
+from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = getLogger("packhorse.datasets")
 
-PART_ROWS = 4096
-"""Rows of a part: a second or two of work, which is what an interruption costs a worker."""
-
 BEFORE = ".before"
-"""Added to the name of counts with unreachable media when they are replaced."""
+"""Suffix of counts with unreachable media after they are replaced."""
 
-_MOST_LOSSES = 3
+_MAX_LOSSES = 3
+_TICK = 2_000_000_000  # nanoseconds that every file system can distinguish
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Runner(Protocol):
-    """Where tasks run; :mod:`packhorse.count.engines` has them."""
-
-    def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
-        """(position of the task, result) as they get ready."""
-        ...
+# Reasons that do not depend on the media folder.
+_ROW_REASONS = {
+    OK,
+    "malformed_row",
+    "row_too_large",
+    "wrong_format",
+    "empty_conversation",
+    "no_assistant_turn",
+    "unknown_role",
+    "surplus_placeholder",
+}
 
 
 def count_meta(
@@ -78,7 +82,7 @@ def count_meta(
     processor: Any,
     *,
     dataset_names: Sequence[str] | None = None,
-    engine: Runner | None = None,
+    engine: Engine | None = None,
     part_rows: int | None = None,
     verify: int = 0,
     seed: int = 0,
@@ -89,11 +93,11 @@ def count_meta(
     index_dir: str | None = None,
     progress: OnProgress | None = None,
 ) -> CountReport:
-    """Count the tokens of every row, and keep the result beside the data.
+    """Count the tokens of every row and save the counts next to the data.
 
-    What has been counted before, in the same state and with the same settings, is not counted again. Media
-    are looked at once: if they have changed under the same names, ask for a ``fresh`` count. Parts with a
-    media item that could not be reached (no permission, no answer) are counted again every time.
+    Rows that were counted before, in the same state and with the same settings, are not recounted. Media are
+    inspected once: if they have changed under the same names, request a ``fresh`` count. Parts with a media
+    item that could not be reached (no permission, no answer) are recounted every time.
 
     Args:
         meta: the meta file, or a dict with its content. All rows of a file are counted, whatever share of
@@ -101,284 +105,286 @@ def count_meta(
         processor: a processor, or the path of one.
         dataset_names: only these datasets.
         engine: where to count (see :mod:`packhorse.count.engines`); None counts in this process.
-        part_rows: how many rows are counted, kept and reused together. None for the size that a file's
-            earlier counts with the same settings have, so that they can be reused, else 4,096.
-        verify: run the real processor on so many random rows and compare.
-        seed: which rows those are.
-        retry_bad: count parts with bad rows again (after missing media have arrived).
-        fresh: count everything again.
+        part_rows: rows that are counted, saved and reused together. None for the size that a file's earlier
+            counts with the same settings have, so that they can be reused, else 4,096.
+        verify: number of random rows to encode with the real processor and compare.
+        seed: selects these rows.
+        retry_bad: recount parts with bad rows (after missing media have arrived).
+        fresh: recount everything.
         trust_remote_code: run code that comes with the processor.
-        bad_rows: so many rows of each reason are named in the report, with their places in the file.
+        bad_rows: number of rows per reason that the report names, with their locations in the file.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
-        progress: told how far it is; None writes to the log every few seconds.
+        progress: called with the number of counted rows; None logs it every few seconds.
 
     Raises:
-        ConfigError: the meta file, the processor, its chat template or a media folder is not in order.
-        SystemFault: the disk is full. What was finished is kept, and no sidecar is incomplete.
+        ConfigError: the meta file, the processor, its chat template or a media folder is invalid.
+        SystemFault: the disk is full. Finished parts are kept, and no sidecar is incomplete.
     """
     if (part_rows is not None and part_rows < 1) or verify < 0:
         raise ConfigError(f"part_rows={part_rows}, verify={verify}: expected at least 1 and 0")
     started = time.monotonic()
-    # Settings come from the paths as they are named; the work gets absolute ones.
+    # Settings depend on the paths as the meta file has them; workers get absolute ones.
     named = read_meta(meta, dataset_names)
     for config in named:
         check_media_dir(config)
     configs = [with_absolute_paths(config) for config in named]
-    work = PartCounter.of(processor, trust_remote_code)
+    work = PartCounter(processor, trust_remote_code)
     files = [open_dataset_rows(config, index_dir) for config in configs]
-    places = [
-        Place.of(file, Settings.with_counter(work.settings, config))
-        for file, config in zip(files, named, strict=True)
-    ]
-    jobs: dict[Path, _Job] = {}  # one for each sidecar: datasets may share a file
-    for config, file, place in zip(configs, files, places, strict=True):
-        jobs.setdefault(place.targets()[0], _Job(config, file, place, part_rows or 0, index_dir))
-    with contextlib.ExitStack() as stack:
-        for target in sorted(jobs):
-            stack.enter_context(cache_lock(f"count {target}"))
-        for job in jobs.values():
-            stack.callback(job.tidy_up)
-        for job in jobs.values():
-            job.prepare(retry_bad=retry_bad, fresh=fresh)
-        before = time.monotonic()
-        _count_all(list(jobs.values()), work, engine, progress or Progress("counting"))
-        counting = time.monotonic() - before
-    owners = [jobs[place.targets()[0]] for place in places]
+    stores: dict[Path, PartStore] = {}  # by sidecar: datasets may share a file
+    of_dataset: list[PartStore] = []
+    for name_config, config, file in zip(named, configs, files, strict=True):
+        location = SidecarLocation.of(file, Settings.of(work.settings, name_config))
+        store = PartStore(config, file, location, part_rows or 0, index_dir)
+        of_dataset.append(stores.setdefault(location.targets()[0], store))
+    counting_seconds = _count_files(stores, work, engine, progress or Progress("counting"), retry_bad, fresh)
     counted = [
-        CountedFile(config, file, job.result(), len(file) - job.counted_rows)
-        for config, file, job in zip(configs, files, owners, strict=True)
+        CountedFile(config, file, store.finished_sidecar(), len(file) - store.counted_rows)
+        for config, file, store in zip(configs, files, of_dataset, strict=True)
     ]
     return CountReport(
-        tuple(dataset_report(one, bad_rows) for one in counted),
+        tuple(dataset_report(file, bad_rows) for file in counted),
         seconds=time.monotonic() - started,
-        counting_seconds=counting,
-        counted_rows=sum(job.counted_rows for job in jobs.values()),
-        verified=verify_counts(counted, work.counter().encoder, verify, seed) if verify else None,
+        counting_seconds=counting_seconds,
+        counted_rows=sum(store.counted_rows for store in stores.values()),
+        verified=verify_counts(counted, work.counter.encoder, verify, seed) if verify else None,
         files=tuple(counted),
     )
 
 
-def _count_all(jobs: list[_Job], work: PartCounter, engine: Runner | None, progress: OnProgress) -> None:
-    """Count the parts that are missing; finish each file as soon as its last part is there."""
-    for job in jobs:
-        job.finish_if_complete()
-    owners = [(job, number) for job in jobs for number in job.missing]
-    tasks = [job.task(number) for job, number in owners]
-    total, done = sum(task.stop - task.first for task in tasks), 0
-    if not tasks:
-        return
-    progress(0, total)
-    results = engine.run(work, tasks) if engine is not None else ((n, work(t)) for n, t in enumerate(tasks))
-    with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
-        for position, result in results:
-            job, number = owners[position]
-            job.keep(number, result)
-            job.finish_if_complete()
-            done += tasks[position].stop - tasks[position].first
-            progress(done, total)
-    if done == total and any(job.missing for job in jobs):  # somebody has removed parts
-        _count_all(jobs, work, engine, progress)
+def _count_files(
+    by_target: dict[Path, PartStore],
+    work: PartCounter,
+    engine: Engine | None,
+    progress: OnProgress,
+    retry_bad: bool,
+    fresh: bool,
+) -> float:
+    """Count the missing parts of all files; return the seconds that it took."""
+    stores = list(by_target.values())
+    with contextlib.ExitStack() as stack:
+        for target in sorted(by_target):
+            stack.enter_context(cache_lock(f"count {target}"))
+        for store in stores:
+            stack.callback(store.remove_empty_folders)
+        for store in stores:
+            store.find(retry_bad=retry_bad, fresh=fresh)
+        started = time.monotonic()
+        for store in stores:
+            store.write_sidecar_if_complete()
+        while any(store.missing for store in stores):  # again if another process has removed parts
+            tasks = [store.tasks() for store in stores]
+            with contextlib.closing(map_parts(tasks, work, engine, progress)) as results:
+                for index, task, result in results:
+                    stores[index].keep(task, result)
+                    stores[index].write_sidecar_if_complete()
+        return time.monotonic() - started
 
 
-@dataclass
-class _Job:
-    """One data file on its way to a sidecar; ``part_rows`` of 0 is chosen by what there is already."""
+class PartStore:
+    """The counted parts of one data file, saved until its sidecar replaces them.
 
-    config: DatasetConfig
-    file: RowFile
-    place: Place
-    part_rows: int
-    index_dir: str | None
-    home: int = 0
-    missing: set[int] = field(default_factory=set)
-    _done: Sidecar | None = None
-    _seen: tuple[Path, int] | None = None  # the sidecar that was there before
-    _counted: set[int] = field(default_factory=set)
-    _files: set[Path] = field(default_factory=set)  # of parts: made here, or found at the beginning
-    _losses: int = 0
-    _retries_unreachable: bool = False
-    _parts: dict[int, Part] = field(default_factory=dict)
+    ``part_rows`` of 0 is replaced by the size of the parts that can be reused.
 
-    def prepare(self, *, retry_bad: bool, fresh: bool) -> None:
-        """Find out what there is already; choose where to keep what will be made."""
+    Attributes:
+        missing: the numbers of the parts that are not counted.
+        sidecar: the finished sidecar; None until it is written or found.
+    """
+
+    def __init__(
+        self,
+        config: DatasetConfig,
+        file: RowFile,
+        location: SidecarLocation,
+        part_rows: int,
+        index_dir: str | None,
+    ) -> None:
+        self.config, self.file, self.location = config, file, location
+        self.part_rows, self.index_dir = part_rows, index_dir
+        self.missing: set[int] = set()
+        self.sidecar: Sidecar | None = None
+        self._home = 0  # index of the folder that can be written
+        self._parts: dict[int, Part] = {}
+        self._counted: dict[int, int] = {}  # rows by part
+        self._files: set[Path] = set()  # of parts: written by this pass, or found when it started
+        self._previous: tuple[Path, int] | None = None  # the old sidecar: path, modification time
+        self._keeps_previous = False
+        self._losses = 0
+
+    def find(self, *, retry_bad: bool, fresh: bool) -> None:
+        """Look for the sidecar, or for parts of it; choose the folder for new parts."""
+        if fresh:  # remove everything now, so that a rerun of an interrupted count continues with fresh parts
+            remove_files([*(other.path for other in self.location.others()), *self.location.all_targets()])
+            remove_files(self._part_files())
+        sidecar = self.location.find()
+        self._previous = None if sidecar is None else (sidecar.path, sidecar.mtime_ns)
+        sidecar = None if fresh else sidecar
+        self._keeps_previous = sidecar is not None and has_unreachable(sidecar.batches())
+        recount = self._keeps_previous or (retry_bad and sidecar is not None and has_bad(sidecar.batches()))
+        if sidecar is not None and len(sidecar) == len(self.file) and not recount:
+            self.sidecar = sidecar
+            # Of a run that was killed after it wrote the sidecar; newer ones belong to a running process.
+            remove_files(older_than(sidecar.mtime_ns, self._part_files()))
+            return
+        self._home = self._find_writable_folder()
+        others = [] if fresh else [*self.location.others()]
+        sidecars = others if sidecar is None else [sidecar, *others]
+        if not self.part_rows:
+            self.part_rows = PART_ROWS if fresh else self._find_part_rows(sidecars)
+        self.missing = set(range(len(self._split())))
         if fresh:
-            self._forget()
-        found = self.place.find()
-        self._seen = None if found is None else (found.path, found.mtime_ns)
-        found = None if fresh else found
-        self._retries_unreachable = found is not None and has_unreachable(found.batches())
-        again = self._retries_unreachable or (retry_bad and found is not None and has_bad(found))
-        if found is not None and len(found) == len(self.file) and not again:
-            self._done = found
-            # Of a run that was killed when its sidecar was there. Newer ones are somebody's at work.
-            remove_files(older_than(found.mtime_ns, self._kept()))
             return
-        self._choose_home()
-        self.part_rows = self.part_rows or (PART_ROWS if fresh else self._usual_part_rows(found))
-        self.missing = set(range(-(-len(self.file) // self.part_rows)))
-        if fresh:
-            return
-        self._files |= self._kept()
-        known = self._known_parts(found, retry_bad)
-        if not known:
-            return
-        for number in sorted(self.missing):
-            name = part_digest(self.file, *self._span(number))
-            if name in known:
-                self._parts[number] = known[name]
-        self.missing -= set(self._parts)
+        self._files |= self._part_files()
+        if known := self._find_parts(sidecars, retry_bad):
+            for number, task in enumerate(self._split()):
+                digest = part_digest(self.file, task.first, task.stop)
+                if digest in known:
+                    self._parts[number] = known[digest]
+            self.missing -= set(self._parts)
 
-    def _forget(self) -> None:
-        """Remove all that was counted with these settings, so that a rerun goes on with what is fresh."""
-        remove_files(sidecar.path for sidecar in [*self.place.others()])
-        remove_files(self.place.all_targets())
-        remove_files(self._kept())
+    def tasks(self) -> list[PartTask]:
+        """Return the missing parts."""
+        return [task for number, task in enumerate(self._split()) if number in self.missing]
 
-    def _kept(self) -> set[Path]:
-        return {path for folder in self.place.parts_folders() for path in folder.glob("*.arrow")}
-
-    @property
-    def counted_rows(self) -> int:
-        """How many rows this run has counted."""
-        return sum(stop - first for first, stop in map(self._span, self._counted))
-
-    def task(self, number: int) -> PartTask:
-        first, stop = self._span(number)
-        return PartTask(
-            self.config, first, stop, self.place.state.size, self.place.state.edges, self.index_dir
-        )
-
-    def keep(self, number: int, result: PartResult) -> None:
-        """Take in a counted part, and keep it for a later run until the sidecar is finished."""
-        path = self._folder / f"{result.digest}-{self.part_rows}.arrow"
-        save_part(path, result.data, self.place.all_targets())
+    def keep(self, task: PartTask, result: PartResult) -> None:
+        """Save a counted part, for a later run if this one does not finish the sidecar."""
+        path = self.location.parts_folders()[self._home] / f"{result.digest}-{self.part_rows}.arrow"
+        save_part(path, result.data, self.location.all_targets())
+        number = task.first // self.part_rows
         self._files.add(path)
         self._parts[number] = Part(result.digest, path)
         self.missing.discard(number)
-        self._counted.add(number)
+        self._counted[number] = task.stop - task.first
 
-    def finish_if_complete(self) -> None:
-        """Write the sidecar if all its parts are there."""
-        if self._done is not None or self.missing:
+    def write_sidecar_if_complete(self) -> None:
+        """Write the sidecar and remove the parts, if none is missing.
+
+        Raises:
+            ConfigError: the data file has changed.
+            SystemFault: the sidecar cannot be written, or parts were removed repeatedly.
+        """
+        if self.sidecar is not None or self.missing:
             return
-        if Fingerprint.of(data_source(self.file)) != self.place.state:
+        if Fingerprint.of(data_source(self.file)) != self.location.state:
             raise ConfigError(
                 f"{self.file.name} was changed while it was being counted; count again (parts that did not "
                 "change are kept)"
             )
         try:
-            place = self._final_place()
-            target = place.targets()[self.home]
+            location, anywhere = self.location, self.location.anywhere
+            if anywhere is not None and all(needs_no_media(part.batch()) for part in self._parts.values()):
+                location = anywhere  # counts of rows without media hold in every working directory
+            target = location.targets()[self._home]
             with report_full_disk(target):
-                if self._retries_unreachable and self._seen is not None:
-                    # A run that was planned from these counts can go on with them only.
+                if self._keeps_previous and self._previous is not None:
+                    # A run that was planned from these counts can resume with them only.
                     with contextlib.suppress(OSError):
-                        _keep_aside(self._seen[0])
-                write_atomic(target, lambda file: self._write_sidecar(file, place.settings), to_disk=True)
-                mark_newest(target, [*self.place.all_targets(), *self._files])
-            self._done = Sidecar(target)
+                        _keep_aside(self._previous[0])
+                write_atomic(target, lambda file: self._write(file, location.settings), to_disk=True)
+                mark_newest(target, [*self.location.all_targets(), *self._files])
+            self.sidecar = Sidecar(target)
         except FileNotFoundError as error:
-            self._done = self._of_another_machine()
-            if self._done is None:
-                self._count_lost_parts(error)
+            self._replace_removed_parts(error)
+            if self.sidecar is None:
                 return
         remove_files(self._files)
-        # Of states that the file is no longer in.
-        remove_files(other.path for other in [*self.place.others()])
+        remove_files([other.path for other in self.location.others()])  # of older states of the file
         self._parts.clear()
 
-    def _final_place(self) -> Place:
-        """Where the sidecar goes: counts of rows without media hold in whatever directory we are."""
-        anywhere = self.place.anywhere
-        if anywhere is None or not all(needs_no_media(part.batch()) for part in self._parts.values()):
-            return self.place
-        return anywhere
+    def finished_sidecar(self) -> Sidecar:
+        """Return the sidecar after the pass."""
+        assert self.sidecar is not None, "every file is finished when the pass is"
+        return self.sidecar
 
-    def _of_another_machine(self) -> Sidecar | None:
-        """The sidecar of somebody who was faster with the same file (and has removed the parts)."""
-        found = self.place.find()
-        if found is None or len(found) != len(self.file) or (found.path, found.mtime_ns) == self._seen:
-            return None
-        logger.info("%s was made by another process: taking it", found.path)
-        return found
+    @property
+    def counted_rows(self) -> int:
+        """Number of rows that this pass has counted."""
+        return sum(self._counted.values())
 
-    def _count_lost_parts(self, error: FileNotFoundError) -> None:
-        """Have parts counted again that somebody has removed."""
-        lost = {number for number, part in self._parts.items() if part.is_gone()}
-        self._losses += 1
-        if self._losses > _MOST_LOSSES or not lost:
-            raise SystemFault(
-                f"{self.file.name}: counted parts were removed while the count was running ({error}). Is "
-                "somebody else counting or clearing this folder? Count again when they are done"
-            ) from error
-        logger.warning("%s: %s counted parts were removed: counting them again", self.file.name, len(lost))
-        self.missing |= lost
-
-    def tidy_up(self) -> None:
-        """Leave no empty folder after, whatever happened."""
-        for folder in self.place.parts_folders():
-            if self._done is not None:
-                remove_stale_files(folder, self._done.mtime_ns)
+    def remove_empty_folders(self) -> None:
+        """Remove stale files and empty folders, whether or not the pass succeeded."""
+        for folder in self.location.parts_folders():
+            if self.sidecar is not None:
+                # Of killed processes; what a process is writing now is locked.
+                for path in older_than(self.sidecar.mtime_ns, folder.glob(".*.arrow.*")):
+                    with contextlib.suppress(OSError):  # already removed, or not ours to remove
+                        remove_if_idle(path)
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def result(self) -> Sidecar:
-        assert self._done is not None, "every file is finished when the pass is"
-        return self._done
+    def _split(self) -> list[PartTask]:
+        rows = len(self.file)
+        return split_parts(self.config, rows, self.part_rows, self.location.state, self.index_dir)
 
-    @property
-    def _folder(self) -> Path:
-        return self.place.parts_folders()[self.home]
+    def _part_files(self) -> set[Path]:
+        return {path for folder in self.location.parts_folders() for path in folder.glob("*.arrow")}
 
-    def _choose_home(self) -> None:
-        """The folder of the data, or the cache where that may not be written."""
-        folders = self.place.parts_folders()
-        writable = (number for number, folder in enumerate(folders) if may_write(folder))
-        home = next(writable, None)
+    def _find_writable_folder(self) -> int:
+        """Return the index of the data's folder, or of the cache if that cannot be written."""
+        folders = self.location.parts_folders()
+        home = next((index for index, folder in enumerate(folders) if may_write(folder)), None)
         if home is None:
-            where = " nor ".join(str(folder.parent) for folder in folders)
+            names = " nor ".join(str(folder.parent) for folder in folders)
             raise ConfigError(
-                f"neither {where} can be written: set PACKHORSE_CACHE to a folder for the counts"
+                f"neither {names} can be written: set PACKHORSE_CACHE to a folder for the counts"
             )
-        self.home = home
+        return home
 
-    def _usual_part_rows(self, found: Sidecar | None) -> int:
-        """The size of the parts that can be reused; the usual one if there are none."""
-        for sidecar in [*([found] if found is not None else []), *self.place.others()]:
-            return sidecar.part_rows
-        kept = (path.stem for folder in self.place.parts_folders() for path in folder.glob("*-*.arrow"))
-        # The last part of a file has fewer rows, so the name says how many the others have.
-        sizes = Counter(int(size) for name in sorted(kept) if (size := name.partition("-")[2]).isdigit())
+    def _find_part_rows(self, sidecars: Sequence[Sidecar]) -> int:
+        """Return the size of the parts that can be reused; the default if there are none."""
+        if sidecars:
+            return sidecars[0].part_rows
+        # The last part of a file has fewer rows, so the name has the size of the others.
+        names = sorted(path.stem for path in self._part_files())
+        sizes = Counter(int(size) for name in names if (size := name.partition("-")[2]).isdigit())
         return sizes.most_common(1)[0][0] if sizes else PART_ROWS
 
-    def _known_parts(self, found: Sidecar | None, retry_bad: bool) -> dict[str, Part]:
-        """Parts that were counted before with these settings, by digest."""
-        sidecars = [*self.place.others(), *([found] if found is not None else [])]
-        parts = [Part(name, (one, number)) for one in sidecars for number, name in enumerate(one.parts)]
-        paths = (path for folder in self.place.parts_folders() for path in folder.glob("*.arrow"))
-        kept = (Part(path.stem.partition("-")[0], path) for path in paths)
-        known = {part.name: part for part in [*parts, *(part for part in kept if part.is_whole())]}
-        # A timeout or a refusal is no fact about a row: ask again.
-        known = {name: part for name, part in known.items() if not has_unreachable([part.batch()])}
-        if retry_bad:
-            return {name: part for name, part in known.items() if not is_bad(part.batch())}
-        return known
+    def _find_parts(self, sidecars: Sequence[Sidecar], retry_bad: bool) -> dict[str, Part]:
+        """Return the parts that were counted before with these settings, by digest."""
+        saved = (Part(path.stem.partition("-")[0], path) for path in self._part_files())
+        parts = [
+            *(part for sidecar in reversed(sidecars) for part in _parts_of(sidecar)),
+            *(part for part in saved if part.is_whole()),
+        ]
+        known = {part.digest: part for part in parts}
+        # A timeout or a missing permission is not a property of the row: try again.
+        return {
+            digest: part
+            for digest, part in known.items()
+            if not has_unreachable([part.batch()]) and not (retry_bad and has_bad([part.batch()]))
+        }
 
-    def _span(self, number: int) -> tuple[int, int]:
-        return number * self.part_rows, min(len(self.file), (number + 1) * self.part_rows)
+    def _replace_removed_parts(self, error: FileNotFoundError) -> None:
+        """Use the sidecar of a faster process, which has removed the parts; else mark them as missing."""
+        sidecar = self.location.find()
+        is_new = sidecar is not None and (sidecar.path, sidecar.mtime_ns) != self._previous
+        if sidecar is not None and is_new and len(sidecar) == len(self.file):
+            logger.info("%s was written by another process: using it", sidecar.path)
+            self.sidecar = sidecar
+            return
+        paths = {number: part.source for number, part in self._parts.items() if isinstance(part.source, Path)}
+        lost = {number for number, path in paths.items() if not path.exists()}
+        self._losses += 1
+        if self._losses > _MAX_LOSSES or not lost:
+            raise SystemFault(
+                f"{self.file.name}: counted parts were removed while the count was running ({error}). Is "
+                "another process counting or clearing this folder? Count again when it is done"
+            ) from error
+        logger.warning("%s: %s counted parts were removed: recounting them", self.file.name, len(lost))
+        self.missing |= lost
 
-    def _write_sidecar(self, file: IO[bytes], settings: Settings) -> None:
+    def _write(self, file: IO[bytes], settings: Settings) -> None:
         import pyarrow as pa
 
-        order = [self._parts[number] for number in range(len(self._parts))]
-        names, checks = [part.name for part in order], [part.check() for part in order]
-        metadata = sidecar_metadata(settings, self.place.state, len(self.file), self.part_rows, names, checks)
+        parts = [self._parts[number] for number in range(len(self._parts))]
+        digests, checks = [part.digest for part in parts], [part.counts_digest() for part in parts]
+        metadata = sidecar_metadata(
+            settings, self.location.state, len(self.file), self.part_rows, digests, checks
+        )
         schema = count_schema(metadata)
         with pa.ipc.new_file(file, schema) as writer:
-            for number, part in enumerate(order):
+            for number, (part, task) in enumerate(zip(parts, self._split(), strict=True)):
                 batch = part.batch()
-                first, stop = self._span(number)
-                if batch.num_rows != stop - first:
+                if batch.num_rows != task.stop - task.first:
                     raise ConfigError(
                         f"part {number} of {self.file.name} has {batch.num_rows} rows; count fresh"
                     )
@@ -386,7 +392,7 @@ class _Job:
 
 
 def _keep_aside(counts: Path) -> None:
-    """Rename a count file so that it stays; beside those of earlier runs, which may still need theirs."""
+    """Rename a count file so that it stays, next to those of earlier runs, which may still need theirs."""
     for number in itertools.count(1):
         kept = Path(f"{counts}{BEFORE}{number if number > 1 else ''}")
         if not kept.exists():
@@ -394,3 +400,164 @@ def _keep_aside(counts: Path) -> None:
             return
         if filecmp.cmp(counts, kept, shallow=False):
             return
+
+
+# Files of parts.
+
+
+@dataclass
+class Part:
+    """A counted part in a file or in a sidecar; its content is verified once.
+
+    Attributes:
+        digest: of its bytes in the data file.
+        source: its file, or the open sidecar and its number there.
+    """
+
+    digest: str
+    source: Path | tuple[Sidecar, int]
+    _check: str = ""
+
+    def batch(self) -> pa.RecordBatch:
+        """Return its record batch.
+
+        Raises:
+            OSError: it cannot be read.
+            ConfigError: (a ``ValueError``) it is damaged.
+        """
+        import pyarrow as pa
+
+        if not isinstance(self.source, Path):
+            sidecar, number = self.source
+            return sidecar.part(number)
+        reader = open_batches(str(self.source))
+        try:
+            batch = reader.get_batch(0)
+            if not self._check:  # not again later: the sidecar that it becomes part of is verified as well
+                check = (reader.schema.metadata or {}).get(CHECK, b"").decode()
+                if check != batch_digest(batch):
+                    raise ValueError("its counts are not those that were written")
+                self._check = check
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise as_damage(error, str(self.source)) from error
+        return batch
+
+    def counts_digest(self) -> str:
+        """Return the digest of its counts; raises as :meth:`batch`."""
+        if not self._check:
+            self.batch()
+        return self._check
+
+    def is_whole(self) -> bool:
+        """Return whether it can be reused."""
+        try:
+            return self.batch() is not None
+        except (OSError, ValueError):
+            return False
+
+
+def _parts_of(sidecar: Sidecar) -> Iterator[Part]:
+    for number, (part, check) in enumerate(zip(sidecar.parts, sidecar.about["checks"], strict=True)):
+        yield Part(part, (sidecar, number), check)
+
+
+def has_bad(batches: Iterable[pa.RecordBatch]) -> bool:
+    """Return whether any row could not be counted."""
+    return any(_statuses(batch) - {OK} for batch in batches)
+
+
+def has_unreachable(batches: Iterable[pa.RecordBatch]) -> bool:
+    """Return whether a media item of any row could not be reached: the counts hold for one run only."""
+    return any("unreachable_media" in _statuses(batch) for batch in batches)
+
+
+def needs_no_media(batch: pa.RecordBatch) -> bool:
+    """Return whether no row of a part has media, or failed because of one."""
+    import pyarrow.compute as pc
+
+    media = sum(pc.sum(batch.column(name)).as_py() or 0 for name in ("images", "videos", "audios"))
+    return not media and _statuses(batch) <= _ROW_REASONS
+
+
+def _statuses(batch: pa.RecordBatch) -> set[str]:
+    return set(batch.column("status").unique().to_pylist())
+
+
+def may_write(folder: Path) -> bool:
+    """Create a folder for parts; return False if that is not permitted."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise _write_fault(error, folder) from error
+        logger.info("%s cannot be written (%s)", folder.parent, error.strerror)
+        return False
+    return os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def save_part(path: Path, data: bytes, newer_than: Iterable[Path] = ()) -> None:
+    """Write a part, complete or not at all, and newer than these count files, whatever the clock says.
+
+    Raises:
+        SystemFault: it cannot be written.
+    """
+
+    def write(file: IO[bytes]) -> None:
+        file.write(data)
+        file.flush()
+        mark_newest(file.fileno(), newer_than)  # before the file appears under its name
+
+    try:
+        with report_full_disk(path):
+            with contextlib.suppress(FileNotFoundError):
+                return write_atomic(path, write)
+            write_atomic(path, write)  # another process has just removed the folder, as it was empty
+    except FileNotFoundError as error:
+        raise _write_fault(error, path) from error
+
+
+@contextlib.contextmanager
+def report_full_disk(path: Path) -> Iterator[None]:
+    """Raise errors of writing ``path`` as SystemFault; a missing part is left to the caller."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _write_fault(error, path) from error
+
+
+def _write_fault(error: OSError, path: Path) -> SystemFault:
+    reason = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
+    remedy = "free some space and count again" if error.errno in FULL_DISK else "count again"
+    return SystemFault(
+        f"{path} cannot be written: {reason}. No count file is incomplete; {remedy} (finished parts are kept)"
+    )
+
+
+def mark_newest(path: Path | int, others: Iterable[Path]) -> None:
+    """Make a file (or an open one, by its descriptor) newer than others, even if clocks are set back.
+
+    The newest of several count files holds; parts that are newer than it belong to a running process.
+    """
+    modified = os.stat(path).st_mtime_ns
+    for other in others:
+        with contextlib.suppress(FileNotFoundError):
+            if other != path and (last := other.stat().st_mtime_ns) >= modified:
+                modified = last + _TICK
+                os.utime(path, ns=(modified, modified))
+
+
+def older_than(mtime_ns: int, paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files that are not newer."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime_ns <= mtime_ns:
+                yield path
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove the files that exist and may be removed."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()

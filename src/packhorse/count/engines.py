@@ -1,4 +1,7 @@
-"""Where a counting pass runs: processes on this machine, or a Ray cluster."""
+"""Engines of a counting pass: a Ray cluster, or all ranks of a process group.
+
+Processes of a Ray cluster import this module, so it imports neither torch nor the counter.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import ConfigError, require
 from packhorse.utils.pool import (
@@ -17,37 +22,66 @@ from packhorse.utils.pool import (
     Engine,
     EngineError,
     LocalEngine,
+    R,
+    T,
     name_task,
     read_message,
+    result_message,
     run_task,
     unsendable,
     use_one_thread,
 )
 
-# A handle of the work, and where the process that sent it finds its modules.
+if TYPE_CHECKING:
+    from packhorse.count.parts import PartCounter
+    from packhorse.distributed import Collectives, Rendezvous, Watch
+
+# A handle of the work, and the module search path of the process that sent it.
 _Parcel = tuple[Any, list[str]]
 
-# What tasks and results in flight may take on a Ray of our own; more goes to disk.
-_OBJECT_STORE = 256 << 20
-_PATIENCE = 10.0  # seconds for a cluster to answer
+_OBJECT_STORE = 256 << 20  # bytes for tasks and results of a Ray that we start; more is spilled to disk
+_CONNECT_TIMEOUT = 10.0  # seconds
 # Seconds without a result after which a run looks for a reason: soon if no CPU was free when tasks were sent;
 # otherwise later, as processes of the cluster may just be starting.
 _SILENCE, _LONG_SILENCE = 5.0, 60.0
+_POLL_INTERVAL = 0.05  # seconds between two looks for results of other ranks
 
 logger = getLogger("packhorse.count")
 
+ENGINES = ("local", "ray")
+
+
+def make_engine(name: str, num_workers: int | None = None, ray_address: str | None = None) -> Engine:
+    """Return the engine ``name`` ("local" or "ray").
+
+    Args:
+        name: one of :data:`ENGINES`.
+        num_workers: tasks that run at the same time; None for all cores, or for what the cluster has.
+        ray_address: an existing Ray cluster; None for that of ``RAY_ADDRESS``, else one on this machine.
+    """
+    if name == "local":
+        if ray_address is not None:
+            raise ConfigError(f"ray_address={ray_address!r} goes with the engine 'ray', not with 'local'")
+        # A command's own process has used no GPU, and forks start at once with all loaded modules.
+        return LocalEngine(
+            num_workers, multiprocessing_context="fork" if sys.platform == "linux" else "spawn"
+        )
+    if name == "ray":
+        return RayEngine(ray_address, num_workers)
+    raise ConfigError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
+
 
 class RayEngine:
-    """Tasks on Ray.
+    """Run tasks on Ray.
 
-    A Ray that this process has already joined is used as it is, and stays. Otherwise one is joined (or
+    If this process has already joined a Ray cluster, it is used and left running. Otherwise one is joined (or
     started) for the run and left (or stopped) after it.
 
     Args:
-        address: an existing cluster (``host:6379``, ``ray://host:10001``, ``auto``). None: what the variable
-            ``RAY_ADDRESS`` says, else a Ray on this machine for as long as the run takes.
-        num_workers: how many tasks may run at once; None for as many as the cluster has CPUs, those that join
-            during the run included.
+        address: an existing cluster (``host:6379``, ``ray://host:10001``, ``auto``). None: the value of
+            ``RAY_ADDRESS``, else a Ray on this machine for the duration of the run.
+        num_workers: tasks that run at the same time; None for as many as the cluster has CPUs, those that
+            join during the run included.
     """
 
     def __init__(self, address: str | None = None, num_workers: int | None = None) -> None:
@@ -57,37 +91,38 @@ class RayEngine:
         self.num_workers = num_workers
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
-        """See :meth:`packhorse.utils.pool.Engine.run`. Closing the iterator cancels what is under way."""
+        """See :meth:`packhorse.utils.pool.Engine.run`. Closing the iterator cancels running tasks."""
         if not tasks:
             return
         ray = require("ray", "ray")
         _membership.enter(ray, self.address, self.num_workers)
-        flying: dict[Any, int] = {}
+        running: dict[Any, int] = {}
         try:
             try:
                 handle = ray.put(work)
             except PICKLE_ERRORS as error:
                 raise unsendable("the work", error) from error
-            do = ray.remote(_do).options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=False)
+            remote = ray.remote(_run_on_node)
+            remote = remote.options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=False)
             # In a tuple, a handle is passed on as it is; alone, Ray would rebuild the work for each task.
             parcel = handle, sys.path
-            waiting = iter(range(len(tasks)))
+            positions = iter(range(len(tasks)))
             limit = 0
             silence = _SILENCE if _free_cpus(ray) < 1 else _LONG_SILENCE
             while True:
                 limit = self.num_workers or max(limit, 2 * int(ray.cluster_resources().get("CPU", 1)))
-                while len(flying) < limit and (position := next(waiting, None)) is not None:
-                    flying[_started(do, parcel, position, tasks[position])] = position
-                if not flying:
+                while len(running) < limit and (position := next(positions, None)) is not None:
+                    running[_send(remote, parcel, position, tasks[position])] = position
+                if not running:
                     return
-                ready = _wait_for_result(ray, list(flying), silence)
+                ready = _wait_for_result(ray, list(running), silence)
                 silence = _LONG_SILENCE
-                position = flying[ready]
-                received = _received(ray, ready, position, tasks)
-                del flying[ready]
-                yield position, read_message(received)
+                position = running[ready]
+                message = _receive(ray, ready, position, tasks)
+                del running[ready]
+                yield position, read_message(message)
         finally:
-            for reference in flying:
+            for reference in running:
                 ray.cancel(reference, force=True)
             _membership.leave(ray)
 
@@ -104,29 +139,28 @@ def _wait_for_result(ray: Any, references: list[Any], silence: float) -> Any:
         if ready:
             return ready[0]
         waited, silence = waited + silence, 2 * silence
-        free, total = _free_cpus(ray), ray.cluster_resources().get("CPU", 0)
-        if free < 1:
+        if _free_cpus(ray) < 1:
             logger.warning(
                 "no result from the Ray cluster for %.0f s: %s tasks are sent, and none of its %g CPUs is "
                 "free. Tasks start when other work gives CPUs back, or nodes join",
                 waited,
                 len(references),
-                total,
+                ray.cluster_resources().get("CPU", 0),
             )
 
 
-def _started(do: Any, parcel: _Parcel, position: int, task: Any) -> Any:
+def _send(remote: Any, parcel: _Parcel, position: int, task: Any) -> Any:
     try:
-        return do.remote(parcel, position, task)
+        return remote.remote(parcel, position, task)
     except PICKLE_ERRORS as error:
         raise unsendable(name_task(position, task), error) from error
 
 
-def _received(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> bytes:
+def _receive(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> bytes:
     try:
-        received: bytes = ray.get(reference)
+        message: bytes = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        # The work's own errors come as messages: this one is from before the work.
+        # Errors of the work arrive as messages: this one is from before the work.
         problem = str(error.cause).partition("\n")[0]
         raise EngineError(
             f"{name_task(position, tasks[position])} could not be started on a node of the Ray cluster "
@@ -137,44 +171,44 @@ def _received(ray: Any, reference: Any, position: int, tasks: Sequence[Any]) -> 
             f"{name_task(position, tasks[position])} was given up after {MAX_RETRIES} retries: the process "
             f"or the node that ran it died ({error})"
         ) from error
-    return received
+    return message
 
 
-_rebuilt: dict[Any, Callable[[Any], Any]] = {}
+_work_by_handle: dict[Any, Callable[[Any], Any]] = {}
 
 
-def _do(parcel: _Parcel, position: int, task: Any) -> bytes:
-    """One task, in a process of the cluster."""
+def _run_on_node(parcel: _Parcel, position: int, task: Any) -> bytes:
+    """Run one task in a process of the cluster."""
     import ray
 
     handle, path = parcel
-    if handle not in _rebuilt:
+    if handle not in _work_by_handle:
         sys.path += [folder for folder in path if folder not in sys.path]
         use_one_thread()
-        _rebuilt.clear()  # the work of an earlier run
-        _rebuilt[handle] = ray.get(handle)
-        use_one_thread()  # torch may have come with the work
-    return run_task(_rebuilt[handle], position, task)
+        _work_by_handle.clear()  # the work of an earlier run
+        _work_by_handle[handle] = ray.get(handle)
+        use_one_thread()  # the work may have imported torch
+    return run_task(_work_by_handle[handle], position, task)
 
 
 class _Membership:
-    """Joins Ray for the first run of this process that needs it, leaves after the last: runs may overlap."""
+    """Join Ray for the first run of this process, leave after the last: runs may overlap."""
 
     def __init__(self) -> None:
-        self.lock, self.runs, self.ours = threading.Lock(), 0, False
+        self.lock, self.runs, self.joined = threading.Lock(), 0, False
 
     def enter(self, ray: Any, address: str, num_workers: int | None) -> None:
         with self.lock:
             if not ray.is_initialized():
                 _join(ray, address, num_workers)
-                self.ours = True
+                self.joined = True
             self.runs += 1
 
     def leave(self, ray: Any) -> None:
         with self.lock:
             self.runs -= 1
-            if self.runs == 0 and self.ours:
-                self.ours = False
+            if self.runs == 0 and self.joined:
+                self.joined = False
                 ray.shutdown()
 
 
@@ -184,48 +218,95 @@ _membership = _Membership()
 def _join(ray: Any, address: str, num_workers: int | None) -> None:
     settings: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
     if address == "local":
-        settings |= {
-            "include_dashboard": False,
-            "num_cpus": num_workers,
-            "object_store_memory": _OBJECT_STORE,
-        }
+        settings["include_dashboard"] = False
+        settings |= {"num_cpus": num_workers, "object_store_memory": _OBJECT_STORE}
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        _knock(address)
+        if host and port.isdecimal():  # fail at once if there is no answer: Ray itself retries for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT).close()
         ray.init(**settings)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise EngineError(f"cannot join the Ray cluster at {address!r} ({error})") from error
 
 
-def _knock(address: str) -> None:
-    """Raise an OSError if nobody answers at ``host:port``; Ray itself would go on trying for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
+class RankEngine:
+    """Run tasks on all ranks: rank 0 calls :meth:`run`, the others call :meth:`serve`."""
+
+    def __init__(self, ranks: Collectives, rendezvous: Rendezvous, local: LocalEngine) -> None:
+        self.ranks, self.rendezvous, self.local = ranks, rendezvous, local
+        self._runs = 0
+
+    def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
+        """See :meth:`packhorse.utils.pool.Engine.run`; ``work`` is a ``PartCounter``.
+
+        Raises:
+            SystemFault: another rank has died. The results that arrived before were yielded.
+        """
+        from packhorse.distributed import Watch
+
+        run, self._runs = self._runs, self._runs + 1
+        message = result_message((getattr(work, "settings", None), list(tasks)))
+        self.rendezvous.send(f"tasks/{run}", message)
+        size = self.ranks.world.size
+        own = range(0, len(tasks), size)
+        expected, received, watch = len(tasks) - len(own), 0, Watch()
+        with closing(self.local.run(work, tasks[::size])) as results:  # type: ignore[type-var]
+            for number, result in results:
+                yield own[number], result
+                while received < expected and self.rendezvous.has_message(f"results/{run}/{received}"):
+                    yield self._receive(run, received)
+                    received += 1
+                self._check_others(watch)
+        while received < expected:
+            if self.rendezvous.has_message(f"results/{run}/{received}"):
+                yield self._receive(run, received)
+                received += 1
+            else:
+                self._check_others(watch)
+                time.sleep(_POLL_INTERVAL)
+
+    def serve(self, work: PartCounter) -> None:
+        """Count this rank's share of each run of rank 0, until rank 0 reaches the next rendezvous.
+
+        Raises:
+            ConfigError: this rank's processor differs from rank 0's.
+        """
+        world = self.ranks.world
+        while self.rendezvous.wait_for(f"tasks/{self._runs}", rank=0):
+            run, self._runs = self._runs, self._runs + 1
+            settings, tasks = read_message(self.rendezvous.receive(f"tasks/{run}"))
+            if settings != work.settings:
+                raise ConfigError(
+                    "the processor of this rank differs from that of rank 0 (its tokenizer, its template or "
+                    "its settings): let all ranks open the same processor with the same transformers version"
+                )
+            own = range(world.rank, len(tasks), world.size)
+            with closing(self.local.run(work, tasks[world.rank :: world.size])) as results:  # type: ignore[type-var]
+                for number, result in results:
+                    index = self.rendezvous.count_up(f"results/{run}")
+                    self.rendezvous.send(f"results/{run}/{index}", result_message((own[number], result)))
+                    if self.rendezvous.has_moved_on(0):
+                        return  # another rank has failed: the next rendezvous raises its error
+
+    def _receive(self, run: int, index: int) -> tuple[int, Any]:
+        message = self.rendezvous.receive(f"results/{run}/{index}", remove=True)
+        position, result = read_message(message)
+        return position, result
+
+    def _check_others(self, watch: Watch) -> None:
+        if self.rendezvous.look(range(1, self.ranks.world.size), watch):
+            self.ranks.gather(None)  # raises what the rank reports that has left the count
+            raise AssertionError("a rank leaves the count only when rank 0 has, or when it failed")
 
 
-ENGINES = ("local", "ray")
-
-
-def make_engine(name: str, num_workers: int | None = None, ray_address: str | None = None) -> Engine:
-    """The engine ``name`` ("local" or "ray").
+def share_cores(ranks: Collectives, num_workers: int | None) -> int:
+    """Return the number of processes for this rank, if several ranks of one machine share its cores.
 
     Args:
-        name: one of :data:`ENGINES`.
-        num_workers: tasks that run at the same time; None for all cores, or for what the cluster has.
-        ray_address: an existing Ray cluster; None takes that of ``RAY_ADDRESS``, else starts one on this
-            machine.
+        ranks: all of them have to call this.
+        num_workers: per machine; None for one per core.
     """
-    if name == "local":
-        if ray_address is not None:
-            raise ConfigError(f"ray_address={ray_address!r} goes with the engine 'ray', not with 'local'")
-        # The process of a command is our own: it has used no GPU, and forks start at once with all it loaded.
-        return LocalEngine(
-            num_workers, multiprocessing_context="fork" if sys.platform == "linux" else "spawn"
-        )
-    if name == "ray":
-        return RayEngine(ray_address, num_workers)
-    raise ConfigError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
-
-
-T = TypeVar("T")
-R = TypeVar("R")
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    host = socket.gethostname()
+    sharing = [name for name, theirs in ranks.gather((host, cores)) if name == host and cores & theirs]
+    return max(1, (len(cores) if num_workers is None else num_workers) // len(sharing))

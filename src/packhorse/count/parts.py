@@ -1,9 +1,8 @@
-"""Counting one part of a data file: a task goes in, an Arrow record batch comes out as bytes.
+"""Passes over row files, part by part: `map_parts`, and the counting of one part.
 
-This is what runs in the worker processes of an engine. A process opens the processor and each data file once.
-Rows are read and converted exactly as :class:`~packhorse.datasets.MetaDataset` does it; media are looked at
-through their headers. Every row comes out, with its counts or with the reason why it has none. Memory is a
-block of rows, whatever the size of a part.
+A part is a range of rows. `map_parts` runs the parts of many files in this process or on an engine; counting,
+checking and estimating use it. Workers open the processor and each data file once and hold one block of rows
+in memory, whatever the size of a part.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packhorse.chat import template_errors
 from packhorse.count.columns import COUNTS, OK, count_schema
@@ -32,14 +32,22 @@ from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.types import MEDIA_KINDS, Conversation, Drop
 from packhorse.utils.files import Fingerprint
+from packhorse.utils.pool import Engine, LocalEngine
+from packhorse.utils.progress import OnProgress
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from packhorse.count.token_counter import Counted, MediaItemCount, TokenCounter
 
+R = TypeVar("R")
+
+PART_ROWS = 4096
+"""Default rows per part: one or two seconds of work, which is what an interruption costs a worker."""
 
 _BLOCK = 512  # rows in memory at a time: enough for the tokenizer to work in bulk
-_LONGEST_DETAIL = 500
-_IN_ROW = re.compile(r"line (\d+) column (\d+) \(char \d+\)")
+_MAX_DETAIL = 500
+_POSITION_IN_JSON = re.compile(r"line (\d+) column (\d+) \(char \d+\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,107 +56,84 @@ class PartTask:
 
     Attributes:
         config: the dataset, with absolute paths: a worker may start in another folder.
-        size: bytes of the data file where the task was made; with
-        edges: a hash of its first and last bytes, to notice when a worker sees another file.
+        state: of the data file when the task was created, to detect that a worker sees another file.
         index_dir: as for :func:`~packhorse.datasets.open_rows`.
     """
 
     config: DatasetConfig
     first: int
     stop: int
-    size: int
-    edges: str
+    state: Fingerprint
     index_dir: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """A counted part: the digest of its bytes in the data file, and an Arrow IPC file with one batch."""
+def split_parts(
+    config: DatasetConfig, rows: int, part_rows: int, state: Fingerprint, index_dir: str | None
+) -> list[PartTask]:
+    """Return the parts of a dataset's file, which has ``rows`` rows and is in this state."""
+    config = with_absolute_paths(config)
+    return [
+        PartTask(config, first, min(rows, first + part_rows), state, index_dir)
+        for first in range(0, rows, part_rows)
+    ]
 
-    digest: str
-    data: bytes
 
+def map_parts(
+    files: Sequence[Sequence[PartTask]],
+    work: Callable[[PartTask], R],
+    engine: Engine | None,
+    progress: OnProgress,
+) -> Generator[tuple[int, PartTask, R]]:
+    """Apply ``work`` to parts of row files; yield (index of the file, part, result) as results arrive.
 
-@dataclass(frozen=True)
-class PartCounter:
-    """The work of an engine: call it with a :class:`PartTask`.
+    Iterate inside ``contextlib.closing``, so that an error ends the engine's processes at once.
 
     Args:
-        processor: a processor, or the path of one, which each process opens once.
-        settings: what the counter of the starting process counts with: another is rejected.
-        trust_remote_code: run code that comes with the processor.
+        files: the parts of each file.
+        work: picklable, unless the engine runs in this process.
+        engine: where to run (see :mod:`packhorse.count.engines`); None for this process.
+        progress: called with the number of finished rows.
     """
-
-    processor: Any
-    settings: dict[str, Any]
-    trust_remote_code: bool = False
-    _own: list[TokenCounter] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, processor: Any, trust_remote_code: bool = False) -> PartCounter:
-        """Open the processor, and take its settings for those of all processes."""
-        opened_rows.cache_clear()  # as for the processor: a file may be another one by now
-        if isinstance(processor, str | os.PathLike):
-            processor = os.fspath(processor)
-            opened_counter.cache_clear()  # the folder may hold another one since the last pass
-            return cls(processor, opened_counter(processor, trust_remote_code)[1], trust_remote_code)
-        counter = make_counter(processor)
-        work = cls(processor, counter_settings(counter))
-        work._own.append(counter)
-        return work
-
-    def __call__(self, task: PartTask) -> PartResult:
-        """Count the rows of one part."""
-        check_media_dir(task.config)
-        counter = self.counter()
-        rows = rows_now(task)
-        with gc_paused():
-            return PartResult(part_digest(rows, task.first, task.stop), _counted_bytes(counter, rows, task))
-
-    def counter(self) -> TokenCounter:
-        """The counter of this process.
-
-        Raises:
-            ConfigError: it would count with other settings.
-        """
-        if isinstance(self.processor, str):
-            counter, settings = opened_counter(self.processor, self.trust_remote_code)
-        else:
-            if not self._own:
-                self._own.append(make_counter(self.processor))
-            counter, settings = self._own[0], self.settings
-        if settings != self.settings:
-            raise ConfigError(
-                f"{self.processor}: this process finds other settings there than the one that started the "
-                "count; let all machines see the same processor and the same version of transformers"
-            )
-        return counter
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_own": []}
+    tasks = [(index, task) for index, parts in enumerate(files) for task in parts]
+    total, done = sum(task.stop - task.first for _, task in tasks), 0
+    if not tasks:
+        return
+    progress(0, total)
+    results = (engine or LocalEngine(1)).run(work, [task for _, task in tasks])
+    with closing(results):  # type: ignore[type-var]  # an engine's results are a generator
+        for position, result in results:
+            index, task = tasks[position]
+            yield index, task, result
+            done += task.stop - task.first
+            progress(done, total)
 
 
-def make_counter(processor: Any) -> TokenCounter:
-    """The counter for a processor.
+def current_rows(task: PartTask) -> RowFile:
+    """Return the data file of a task as it is now: an open file shows what was there when it was opened."""
+    key = task.config.file_name, task.index_dir, task.state.size, task.state.edges
+    rows, state = _open_file(*key)
+    if Fingerprint.of(data_source(rows)) != state:
+        _open_file.cache_clear()
+        rows, _ = _open_file(*key)
+    return rows
 
-    Raises:
-        ConfigError: it cannot write a conversation: it has no chat template.
-    """
-    from packhorse.count.token_counter import TokenCounter
 
-    encoder = Encoder(processor)
-    turns = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
-    try:
-        encoder.render(turns)
-    except template_errors():
-        pass  # there is a template, which wants more than this; rows will tell
-    except (ValueError, AttributeError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{type(processor).__name__} has no chat template, so its conversations cannot be counted: set "
-            f"tokenizer.chat_template and save the processor again ({why})"
-        ) from error
-    return TokenCounter(encoder)
+@lru_cache(maxsize=4)
+def _open_file(address: str, index_dir: str | None, size: int, edges: str) -> tuple[RowFile, Fingerprint]:
+    """Open a file; return it with its state, whose modification time may differ between machines."""
+    rows = open_rows(address, index_dir)
+    state = Fingerprint.of(data_source(rows))
+    if (state.size, state.edges) != (size, edges):
+        raise ConfigError(f"{address}: the file has changed since the count began; count again")
+    return rows, state
+
+
+def part_digest(rows: RowFile, first: int, stop: int) -> str:
+    """Return a digest of the file's content for these rows; about a gigabyte per second."""
+    state = hashlib.blake2b(digest_size=16)
+    for piece in rows.content(first, stop):
+        state.update(piece)
+    return state.hexdigest()
 
 
 def check_media_dir(config: DatasetConfig) -> None:
@@ -159,7 +144,7 @@ def check_media_dir(config: DatasetConfig) -> None:
     try:
         with os.scandir(folder) as entries:
             next(entries, None)
-        os.stat(os.path.join(folder, "."))  # listing needs another right than going in
+        os.stat(os.path.join(folder, "."))  # listing needs another permission than entering
     except OSError as error:
         raise ConfigError(
             f"dataset '{config.name}': the media_dir {folder} cannot be read ({error.strerror}): mount it, "
@@ -168,7 +153,7 @@ def check_media_dir(config: DatasetConfig) -> None:
 
 
 def with_absolute_paths(config: DatasetConfig) -> DatasetConfig:
-    """The same dataset for a process in another folder."""
+    """Return the same dataset for a process in another folder."""
     rules = config.rules
     media_dir = os.getcwd() if rules.media_dir is None else rules.media_dir
     if not is_address(media_dir):
@@ -177,49 +162,98 @@ def with_absolute_paths(config: DatasetConfig) -> DatasetConfig:
     return replace(config, file_name=file_name, rules=replace(rules, media_dir=media_dir))
 
 
-def part_digest(rows: RowFile, first: int, stop: int) -> str:
-    """A digest of what the file holds for these rows: about a gigabyte a second."""
-    state = hashlib.blake2b(digest_size=16)
-    for piece in rows.content(first, stop):
-        state.update(piece)
-    return state.hexdigest()
+# Counting one part.
 
 
-@lru_cache(maxsize=1)
-def opened_counter(path: str, trust_remote_code: bool) -> tuple[TokenCounter, dict[str, Any]]:
-    """The counter for the processor at ``path``, and what it counts with; opened once in a process."""
-    counter = make_counter(open_processor(path, trust_remote_code))
-    return counter, counter_settings(counter)
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """A counted part: the digest of its bytes in the data file, and an Arrow IPC file with one batch."""
+
+    digest: str
+    data: bytes
 
 
-def rows_now(task: PartTask) -> RowFile:
-    """The data file as it is now. One that stays open shows what lay there when it was opened."""
-    wanted = task.config.file_name, task.index_dir, task.size, task.edges
-    rows, state = opened_rows(*wanted)
-    if Fingerprint.of(data_source(rows)) != state:
-        opened_rows.cache_clear()
-        rows, _ = opened_rows(*wanted)
-    return rows
+class PartCounter:
+    """Count the rows of a :class:`PartTask`; runs in the processes of an engine.
+
+    Args:
+        processor: a processor, or the path of one, which each process opens once.
+        trust_remote_code: run code that comes with the processor.
+
+    Attributes:
+        settings: what the starting process counts with; a process that finds others raises.
+
+    Raises:
+        ConfigError: the processor cannot be opened, or has no chat template.
+    """
+
+    def __init__(self, processor: Any, trust_remote_code: bool = False) -> None:
+        self.processor = os.fspath(processor) if isinstance(processor, os.PathLike) else processor
+        self.trust_remote_code = trust_remote_code
+        self._counter: TokenCounter | None = make_counter(self.processor, trust_remote_code)
+        self.settings = counter_settings(self._counter)
+
+    def __call__(self, task: PartTask) -> PartResult:
+        """Count the rows of one part."""
+        check_media_dir(task.config)
+        counter = self.counter
+        rows = current_rows(task)
+        with gc_paused():
+            return PartResult(part_digest(rows, task.first, task.stop), _count_part(counter, rows, task))
+
+    @property
+    def counter(self) -> TokenCounter:
+        """The counter of this process.
+
+        Raises:
+            ConfigError: it would count with other settings.
+        """
+        if self._counter is None:
+            self._counter = make_counter(self.processor, self.trust_remote_code)
+            if isinstance(self.processor, str) and counter_settings(self._counter) != self.settings:
+                raise ConfigError(
+                    f"{self.processor}: this process finds other settings there than the one that started "
+                    "the count; let all machines see the same processor and the same version of transformers"
+                )
+        return self._counter
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_counter": None}
 
 
-@lru_cache(maxsize=4)
-def opened_rows(address: str, index_dir: str | None, size: int, edges: str) -> tuple[RowFile, Fingerprint]:
-    """An open file and its state; the time of change may be another on another machine."""
-    rows = open_rows(address, index_dir)
-    state = Fingerprint.of(data_source(rows))
-    if (state.size, state.edges) != (size, edges):
-        raise ConfigError(f"{address}: the file has changed since the count began; count again")
-    return rows, state
+def make_counter(processor: Any, trust_remote_code: bool = False) -> TokenCounter:
+    """Return the counter for a processor, or for the processor at a path.
+
+    Raises:
+        ConfigError: it has no chat template, so it cannot render a conversation.
+    """
+    from packhorse.count.token_counter import TokenCounter
+
+    if isinstance(processor, str):
+        processor = open_processor(processor, trust_remote_code)
+    encoder = Encoder(processor)
+    turns = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
+    try:
+        encoder.render(turns)
+    except template_errors():
+        pass  # there is a template, which rejects this conversation; rows are counted with theirs
+    except (ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{type(processor).__name__} has no chat template, so its conversations cannot be counted: set "
+            f"tokenizer.chat_template and save the processor again ({reason})"
+        ) from error
+    return TokenCounter(encoder)
 
 
-def _counted_bytes(counter: TokenCounter, rows: RowFile, task: PartTask) -> bytes:
-    """The part as an Arrow IPC file."""
+def _count_part(counter: TokenCounter, rows: RowFile, task: PartTask) -> bytes:
+    """Return the counts of a part as an Arrow IPC file."""
     import pyarrow as pa
 
     columns = CountedRows()
     for first in range(task.first, task.stop, _BLOCK):
         numbers = range(first, min(first + _BLOCK, task.stop))
-        for result in _counted(counter, rows, numbers, task.config):
+        for result in _count_rows(counter, rows, numbers, task.config):
             columns.add(result)
     sink = pa.BufferOutputStream()
     batch = columns.batch()
@@ -230,54 +264,56 @@ def _counted_bytes(counter: TokenCounter, rows: RowFile, task: PartTask) -> byte
     return data
 
 
-def _counted(
+def _count_rows(
     counter: TokenCounter, rows: RowFile, numbers: range, config: DatasetConfig
 ) -> Iterator[Counted | BadSample]:
-    """The count of each row, or what is wrong with it, in order."""
-    parsed = [_parsed(row, number, config) for number, row in zip(numbers, rows.read(numbers), strict=True)]
-    counted = iter(counter.count_many([entry for entry in parsed if isinstance(entry, Conversation)]))
+    """Yield the count of each row, or its error, in order."""
+    parsed = [_parse(row, number, config) for number, row in zip(numbers, rows.read(numbers), strict=True)]
+    counts = iter(counter.count_many([entry for entry in parsed if isinstance(entry, Conversation)]))
     for number, entry in zip(numbers, parsed, strict=True):
-        result = next(counted) if isinstance(entry, Conversation) else entry
-        yield _placeless(result, rows, number, config) if isinstance(result, BadSample) else result
+        result = next(counts) if isinstance(entry, Conversation) else entry
+        yield _without_paths(result, rows, number, config) if isinstance(result, BadSample) else result
 
 
-def _parsed(row: Row | BadSample, number: int, config: DatasetConfig) -> Conversation | BadSample:
+def _parse(row: Row | BadSample, number: int, config: DatasetConfig) -> Conversation | BadSample:
     if isinstance(row, BadSample):
         return row
     key = row_key(config.name, number)
     try:
-        example = convert_row(row, config.rules, key=key, dataset=config.name, record=no_remarks)
+        example = convert_row(row, config.rules, key=key, dataset=config.name, record=ignore_drop)
         return parse_conversation(example, key)
     except BadSample as error:
         return error
 
 
-def no_remarks(drop: Drop) -> None:
-    """Remarks on rows that are delivered are made, and kept, when the dataset is opened."""
+def ignore_drop(drop: Drop) -> None:
+    """Do nothing: what a conversion drops is recorded when the dataset is opened."""
 
 
-def _placeless(error: BadSample, rows: RowFile, number: int, config: DatasetConfig) -> BadSample:
-    """The error without paths and places, which may change while the row stays the same."""
+def _without_paths(error: BadSample, rows: RowFile, number: int, config: DatasetConfig) -> BadSample:
+    """Return the error without paths and lines of the file, which may change while the row stays the same."""
     detail = error.detail
     if error.reason in ("malformed_row", "row_too_large"):
         detail = detail.removeprefix(f"{rows.location(number)}: ")
-    detail = _IN_ROW.sub(_in_row, detail.replace(f"{config.rules.media_dir}{os.sep}", ""))
-    return BadSample(detail[:_LONGEST_DETAIL], reason=error.reason, stage=error.stage)
+    detail = _POSITION_IN_JSON.sub(
+        _describe_position, detail.replace(f"{config.rules.media_dir}{os.sep}", "")
+    )
+    return BadSample(detail[:_MAX_DETAIL], reason=error.reason, stage=error.stage)
 
 
-def _in_row(found: re.Match[str]) -> str:
-    """A place that the JSON parser tells is one in the row, not in the file."""
-    line, column = found.groups()
+def _describe_position(match: re.Match[str]) -> str:
+    """The JSON parser's position is one in the row, not in the file."""
+    line, column = match.groups()
     return f"{'' if line == '1' else f'line {line}, '}column {column} of the row"
 
 
 _FIELDS = (*COUNTS, "off_by", "exact")
-_values = attrgetter(*_FIELDS)
-_NOTHING = (*(0 for _ in COUNTS), 0, True)
+_get_fields = attrgetter(*_FIELDS)
+_NO_COUNTS = (*(0 for _ in COUNTS), 0, True)
 
 
 class CountedRows:
-    """Collects the counts of rows, to write them as Arrow columns."""
+    """Collect the counts of rows, to write them as Arrow columns."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
@@ -289,47 +325,39 @@ class CountedRows:
     def add(self, row: Counted | BadSample) -> None:
         """Append a row's count, or why it has none."""
         if isinstance(row, BadSample):
-            self.rows.append(_NOTHING)
+            self.rows.append(_NO_COUNTS)
             self.status.append(row.reason)
-            self.detail.append(_writable(row.detail))
+            # A file name may contain bytes that are not UTF-8.
+            self.detail.append(row.detail.encode("utf-8", "backslashreplace").decode())
         else:
-            self.rows.append(_values(row.count))
+            self.rows.append(_get_fields(row.count))
             self.status.append(OK)
             self.detail.append("")
-            if row.media:
-                self.media.extend(map(_media_item, row.media))
+            self.media.extend(map(_media_values, row.media))
         self.offsets.append(len(self.media))
 
-    def batch(self) -> Any:
-        """As one Arrow record batch."""
+    def batch(self) -> pa.RecordBatch:
+        """Return the rows as one Arrow record batch."""
         import pyarrow as pa
 
         schema = count_schema()
-        media_item = schema.field("media").type.value_field
-        columns = list(zip(*self.media, strict=True)) or [()] * media_item.type.num_fields
+        item = schema.field("media").type.value_field
+        columns = list(zip(*self.media, strict=True)) or [()] * item.type.num_fields
+        arrays = [pa.array(column, item.type.field(number).type) for number, column in enumerate(columns)]
+        structs = pa.StructArray.from_arrays(arrays, fields=list(item.type))
+        offsets = pa.array(self.offsets, pa.int32())
+        media = pa.ListArray.from_arrays(offsets, structs, type=schema.field("media").type)
+        values: dict[str, Any] = dict(zip(_FIELDS, zip(*self.rows, strict=True), strict=True))
+        values |= {"status": self.status, "detail": self.detail}
         arrays = [
-            pa.array(column, media_item.type.field(number).type) for number, column in enumerate(columns)
-        ]
-        structs = pa.StructArray.from_arrays(arrays, fields=list(media_item.type))
-        media = pa.ListArray.from_arrays(
-            pa.array(self.offsets, pa.int32()), structs, type=schema.field("media").type
-        )
-        plain: dict[str, Any] = dict(zip(_FIELDS, zip(*self.rows, strict=True), strict=True))
-        plain |= {"status": self.status, "detail": self.detail}
-        arrays = [
-            media if field.name == "media" else pa.array(plain[field.name], field.type) for field in schema
+            media if field.name == "media" else pa.array(values[field.name], field.type) for field in schema
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _writable(text: str) -> str:
-    """A file name may hold bytes that are no UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _media_item(media_item: MediaItemCount) -> tuple[int | float, ...]:
-    """A media item as ``count_schema`` has it."""
-    kind, size = MEDIA_KINDS.index(media_item.kind), media_item.size
+def _media_values(item: MediaItemCount) -> tuple[int | float, ...]:
+    """Return a media item's values in the order of ``count_schema``."""
+    size = item.size
     height = width = frames = samples = 0
     fps = duration = 0.0
     if isinstance(size, VideoInfo):
@@ -339,4 +367,5 @@ def _media_item(media_item: MediaItemCount) -> tuple[int | float, ...]:
         height, width = size
     else:
         samples = size
-    return kind, height, width, frames, samples, media_item.tokens, media_item.patches, fps, duration
+    kind = MEDIA_KINDS.index(item.kind)
+    return kind, height, width, frames, samples, item.tokens, item.patches, fps, duration

@@ -33,8 +33,7 @@ from packhorse.formats.summary import (
 from packhorse.ledger import Ledger
 from packhorse.media.remote import require_driver
 from packhorse.media.source import is_address
-from packhorse.rows.fetch import local_file
-from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
+from packhorse.rows.row_files import Row, RowFile, gc_paused, local_file, open_rows
 from packhorse.rows.selection import Remainder, RowSelection, row_key
 from packhorse.types import Drop, World
 from packhorse.utils.progress import Progress

@@ -26,9 +26,9 @@ from packhorse.collate.packed import ATTENTION
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
-from packhorse.count.counting import Runner, count_meta
+from packhorse.count.counting import count_meta
+from packhorse.count.engines import RankEngine, share_cores
 from packhorse.count.parts import CountedRows, PartCounter, make_counter
-from packhorse.count.rank_engine import RankEngine, share_cores
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.distributed import Collectives
@@ -57,7 +57,7 @@ from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
 from packhorse.types import MEDIA_KINDS, MediaMask, Rows, World
-from packhorse.utils.pool import LocalEngine
+from packhorse.utils.pool import Engine, LocalEngine
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.loader")
@@ -458,7 +458,7 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
     if not isinstance(dataset, MetaDataset):
         return _count_slices(dataset, processor, ranks)
     retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
-    read = partial(counts_of, dataset, processor, tell=ranks.world.rank == 0, retry_unreachable=retry)
+    read = partial(counts_of, dataset, processor, log_missing=ranks.world.rank == 0, retry_unreachable=retry)
     counts = run(_READ_COUNTS, read)
     if ranks.all_agree(counts is not None) and counts is not None:
         return counts
@@ -467,7 +467,7 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
     processes = share_cores(ranks, config.count_workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _MAX_ROWS_WITHOUT_PROCESSES else 1)
     run(_COUNT, partial(_count_meta, config, opened, ranks, local))
-    counts = run(_READ_COUNTS, partial(counts_of, dataset, processor, tell=False))
+    counts = run(_READ_COUNTS, partial(counts_of, dataset, processor, log_missing=False))
     if not ranks.all_agree(counts is not None):  # no shared folder: only rank 0 has the count files
         whole = ranks.broadcast(_READ_COUNTS, partial(_counts_of_all_ranks, dataset, processor))
         counts = None if whole is None else _own_counts(dataset, whole)
@@ -480,11 +480,11 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
 
 def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, local: LocalEngine) -> None:
     """Count the files of a meta file; on several ranks, each counts a share of their parts."""
-    engine: Runner = local
+    engine: Engine = local
     if ranks.is_distributed and ranks.rendezvous is not None:
         engine = RankEngine(ranks, ranks.rendezvous, local)
         if ranks.world.rank:
-            return engine.serve(PartCounter.of(opened.processor))
+            return engine.serve(PartCounter(opened.processor))
     elif ranks.is_distributed and ranks.world.rank:
         return None  # without a store rank 0 counts alone
     rows, names = f"{len(opened.dataset):,}", config.dataset_names
@@ -522,7 +522,7 @@ def _count_slices(dataset: Rows, processor: Processor, ranks: Collectives) -> Co
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.is_distributed else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
     counted = ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor, rows))
-    return CountColumns.joined(ranks.gather(counted))
+    return CountColumns.concat(ranks.gather(counted))
 
 
 def count_examples(dataset: Rows, processor: Processor, rows: range | None = None) -> CountColumns:
@@ -537,7 +537,7 @@ def count_examples(dataset: Rows, processor: Processor, rows: range | None = Non
                 block.add(_count_example(counter, dataset, index))
             parts.append(CountColumns.of(block.batch()))
             progress(min(first + _BLOCK, len(rows)))
-    return CountColumns.joined(parts)
+    return CountColumns.concat(parts)
 
 
 def _count_example(counter: TokenCounter, dataset: Rows, index: int) -> Counted | BadSample:

@@ -96,7 +96,7 @@ class Lengths:
             name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names
         }
         if len(counts) == len(parts):
-            columns["counts"] = CountColumns.joined(counts).take(order)
+            columns["counts"] = CountColumns.concat(counts).take(order)
         return cls(**columns)
 
     @property

@@ -1,8 +1,8 @@
-"""The index of a JSON file: where each row begins, built once and memory-mapped ever after.
+"""The index of a JSON file: the byte offset of each row, built once and memory-mapped.
 
-An index is eight bytes a row. It lies beside its file (``train.jsonl.phidx``) or, where that folder cannot be
-written, in the cache; all processes of a machine share its pages. It is believed only while the file has the
-same size, time of change and first and last 64 KiB. A mangled index is built anew.
+An index has eight bytes per row. It lies next to its file (``train.jsonl.phidx``), or in the cache if that
+folder cannot be written; all processes of a machine share its pages. It is valid while the file has the same
+size, modification time and first and last 64 KiB. A damaged index is rebuilt.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from packhorse.utils.progress import Progress
 Offsets = npt.NDArray[np.int64]
 
 CHUNK = 1 << 20
-_HEAD = 1 << 16  # bytes at the beginning of a file that tell how long its lines are
-_LONG_LINE = 200  # bytes, from which searching for each newline is quicker than comparing all bytes
+_HEAD = 1 << 16  # bytes from which the length of lines is estimated
+_LONG_LINE = 200  # bytes, above which searching for each newline is faster than comparing all bytes
 _NEWLINE, _RETURN, _SPACE, _QUOTE, _BACKSLASH = b'\n\r "\\'
 _BOM = b"\xef\xbb\xbf"
 _AHEAD = 4  # bytes read beyond a chunk: a line may start right after it, or after a byte-order mark
 
 
-# Sees each piece of a file as it is scanned: the bytes, the offset of the first, where in them lines begin.
-Onlooker = Callable[[memoryview, int, list[int]], None]
+LineObserver = Callable[[memoryview, int, list[int]], None]
+"""Called with each piece of a file while it is scanned: its bytes, its offset, the starts of lines in it."""
 
 
-class BlankLines:
-    """Whether rows come after blank lines; where none does, row ``i`` is line ``i + 1`` of its file."""
+class EmptyLines:
+    """Records whether any row follows a blank line; if none does, row ``i`` is line ``i + 1`` of its file."""
 
     def __init__(self) -> None:
         self.before_rows = self._any = False
 
-    def saw(self, blank: npt.NDArray[np.bool_]) -> None:
-        """The next lines of the file, each blank or a row."""
-        first = int(blank.argmax()) if blank.any() else len(blank)
-        self.before_rows |= not blank[0 if self._any else first :].all()
-        self._any |= first < len(blank)
+    def update(self, empty: npt.NDArray[np.bool_]) -> None:
+        """Add the next lines of the file: True for a blank line, False for a row."""
+        first = int(empty.argmax()) if empty.any() else len(empty)
+        self.before_rows |= not empty[0 if self._any else first :].all()
+        self._any |= first < len(empty)
 
 
 def scan_lines(
@@ -58,100 +58,90 @@ def scan_lines(
     size: int,
     name: str,
     chunk: int = CHUNK,
-    onlooker: Onlooker | None = None,
-    blank_lines: BlankLines | None = None,
+    observer: LineObserver | None = None,
+    empty_lines: EmptyLines | None = None,
 ) -> Iterator[Offsets]:
-    """Offsets of the lines of a JSONL file that are not blank, then the file's size as the closing bound.
+    """Yield the offsets of the lines of a JSONL file without blank lines, then the size of the file.
 
-    CRLF line ends, blank lines, a byte-order mark and a last line without a newline are all in order.
-    ``blank_lines`` is told of every line.
+    CRLF line ends, blank lines, a byte-order mark and a last line without a newline are accepted.
+    ``empty_lines`` is updated with every line.
     """
-    mean_line = 0.0  # of the chunk before, at first of its beginning: most files are alike from end to end
-    chunks = _chunks if onlooker is None else _chunks_ahead
-    for data, offset, got in chunks(fd, size, name, chunk, _AHEAD):
+    mean_line = 0.0  # of the chunk before; most files are uniform
+    for data, offset, got in _chunks(fd, size, name, chunk, _AHEAD, ahead=observer is not None):
         array = np.frombuffer(data, np.uint8, got)
         inside = min(got, chunk)
         if offset == 0:
             head = min(inside, _HEAD)
             mean_line = head / (data.count(b"\n", 0, head) + 1)
-        far_apart = mean_line > _LONG_LINE
-        breaks = _breaks_by_search(data, inside) if far_apart else np.flatnonzero(array[:inside] == _NEWLINE)
+        by_search = mean_line > _LONG_LINE
+        breaks = _search_breaks(data, inside) if by_search else np.flatnonzero(array[:inside] == _NEWLINE)
         mean_line = inside / (len(breaks) + 1)
         starts = breaks + 1
         if offset == 0:
             starts = np.concatenate([[len(_BOM) if data.startswith(_BOM) else 0], starts])
         starts = starts[starts < got]  # after the file's last newline there is no line
-        blank = _blank(fd, array, starts, offset, size)
-        starts = starts[~blank]
-        if blank_lines is not None:
-            blank_lines.saw(blank)
-        if onlooker is not None:
-            onlooker(memoryview(data)[:inside], offset, starts.tolist())
+        empty = _find_empty_lines(fd, array, starts, offset, size)
+        starts = starts[~empty]
+        if empty_lines is not None:
+            empty_lines.update(empty)
+        if observer is not None:
+            observer(memoryview(data)[:inside], offset, starts.tolist())
         yield starts + offset
     yield np.array([size], np.int64)
 
 
-def _breaks_by_search(data: bytearray, stop: int) -> Offsets:
-    """Where the newlines are, one search for each: the quicker way when they are far apart."""
-    found: list[int] = []
-    add, index = found.append, data.index
-    with contextlib.suppress(ValueError):  # there is none after the last: told once, not asked each time
-        at = -1
+def _search_breaks(data: bytearray, stop: int) -> Offsets:
+    """Return the offsets of newlines, by one search for each: faster if they are far apart."""
+    offsets: list[int] = []
+    append, index = offsets.append, data.index
+    with contextlib.suppress(ValueError):  # raised once, after the last
+        offset = -1
         while True:
-            at = index(_NEWLINE, at + 1, stop)
-            add(at)
-    return np.array(found, np.int64)
+            offset = index(_NEWLINE, offset + 1, stop)
+            append(offset)
+    return np.array(offsets, np.int64)
 
 
-Chunks = Iterator[tuple[bytearray, int, int]]
+def _chunks(
+    fd: int, size: int, name: str, chunk: int, extra: int = 0, ahead: bool = False
+) -> Iterator[tuple[bytearray, int, int]]:
+    """Yield the file in pieces: buffer, offset, bytes in it (``extra`` belong to the next).
 
-
-def _chunks(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks:
-    """The file in pieces: buffer (the same each time), offset, bytes in it (``extra`` belong to the next).
-
-    One thread: where little is done with a piece, reading ahead was measured to cost more than it saves.
+    ``ahead`` reads the next piece in a thread, into a second buffer. It pays if pieces are parsed; it costs
+    more than it saves if they are only scanned.
     """
     report = Progress(f"indexing {name}", size)
-    buffer = bytearray(min(chunk, size) + extra)
-    for offset in range(0, size, chunk):
-        got = _read_into(fd, buffer, offset, min(len(buffer), size - offset), name)
-        yield buffer, offset, got
-        report(offset + got)
-
-
-def _chunks_ahead(fd: int, size: int, name: str, chunk: int, extra: int = 0) -> Chunks:
-    """As :func:`_chunks`, with two buffers in turn: the next piece is read while one is looked at."""
-    report = Progress(f"indexing {name}", size)
     offsets = range(0, size, chunk)
-    buffers = [bytearray(min(chunk, size) + extra) for _ in offsets[:2]]
+    buffers = [bytearray(min(chunk, size) + extra) for _ in offsets[: 1 + ahead]]
 
-    def read(pool: ThreadPoolExecutor, number: int) -> Future[int]:
-        buffer, offset = buffers[number % 2], number * chunk
-        reading = pool.submit(_read_into, fd, buffer, offset, min(len(buffer), size - offset), name)
-        time.sleep(0)  # the thread needs the interpreter for a moment, to begin
-        return reading
+    def read(number: int) -> int:
+        buffer, offset = buffers[number % len(buffers)], number * chunk
+        return _read_into(fd, buffer, offset, min(len(buffer), size - offset), name)
 
-    with ThreadPoolExecutor(1) as pool:
-        reading = read(pool, 0) if offsets else None
+    with ThreadPoolExecutor(1) if ahead else contextlib.nullcontext() as pool:
+        reading: Future[int] | None = None
         for number, offset in enumerate(offsets):
-            assert reading is not None
-            got = reading.result()
-            reading = read(pool, number + 1) if number + 1 < len(offsets) else None
-            yield buffers[number % 2], offset, got
+            got = read(number) if reading is None else reading.result()
+            if pool is not None and number + 1 < len(offsets):
+                reading = pool.submit(read, number + 1)
+                time.sleep(0)  # lets the thread start
+            yield buffers[number % len(buffers)], offset, got
             report(offset + got)
 
 
-def _blank(fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int) -> np.ndarray:
-    """Which of the lines at ``starts`` hold white space only."""
+def _find_empty_lines(
+    fd: int, data: npt.NDArray[np.uint8], starts: Offsets, offset: int, size: int
+) -> npt.NDArray[np.bool_]:
+    """Return which of the lines at ``starts`` are white space only."""
     first = data[starts]
     second = data[np.minimum(starts + 1, len(data) - 1)]
-    blank: np.ndarray = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
-    for i in np.flatnonzero((first <= _SPACE) & ~blank):  # rare: a line that begins with white space
-        blank[i] = _is_blank_line(fd, offset + int(starts[i]), size)
-    return blank
+    empty: npt.NDArray[np.bool_] = (first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))
+    for i in np.flatnonzero((first <= _SPACE) & ~empty):  # rare: lines that begin with white space
+        empty[i] = _is_empty_line(fd, offset + int(starts[i]), size)
+    return empty
 
 
-def _is_blank_line(fd: int, start: int, size: int) -> bool:
+def _is_empty_line(fd: int, start: int, size: int) -> bool:
     while start < size:
         piece = os.pread(fd, 4096, start)
         line, newline, _ = piece.partition(b"\n")
@@ -164,13 +154,12 @@ def _is_blank_line(fd: int, start: int, size: int) -> bool:
 
 
 def scan_array(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Offsets]:
-    """Offsets of the elements of the JSON array that the file holds, then the offset of its ``]``.
+    """Yield the offsets of the elements of the file's JSON array, then the offset of its ``]``.
 
-    Only the outermost structure is looked at (quotes, escapes, brackets, commas); whether an element is valid
-    is found out when it is parsed.
+    Reads only the structure (quotes, escapes, brackets, commas); elements are validated when they are parsed.
 
     Raises:
-        ConfigError: the file does not hold one whole array.
+        ConfigError: the file is not one whole array.
     """
     state = _ArrayState(name)
     for data, offset, got in _chunks(fd, size, name, chunk):
@@ -179,7 +168,7 @@ def scan_array(fd: int, size: int, name: str, chunk: int = CHUNK) -> Iterator[Of
 
 
 class _ArrayState:
-    """What the scan of an array carries from one chunk to the next."""
+    """State of the scan of an array between two chunks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -190,14 +179,14 @@ class _ArrayState:
         self.seen_first = False
         self.closed_at = -1
         self.last_start = 0
-        self.first: int | None = None  # after '[', until we know that an element follows and not ']'
+        self.first: int | None = None  # offset after '[', until it is known whether an element or ']' follows
 
     def feed(self, data: npt.NDArray[np.uint8], offset: int) -> Offsets:
         if not self.opened:
             self._check_opening(data, offset)
         quotes = self._quotes(data)
         marks = np.flatnonzero(_STRUCTURAL[data])
-        # A mark is structure when an even number of quotes lies before it.
+        # A mark is part of the structure if an even number of quotes precedes it.
         outside = (np.searchsorted(quotes, marks) + self.in_string) % 2 == 0
         marks = marks[outside]
         self.in_string = bool((len(quotes) + self.in_string) % 2)
@@ -208,7 +197,7 @@ class _ArrayState:
         self._check_closing(data, marks, after, step, offset)
         if self.first is None and not self.seen_first and len(marks):
             self.first = offset + int(marks[0]) + 1
-        # After each comma between elements begins the next one.
+        # An element begins after each comma between elements.
         starts: Offsets = marks[(after == 1) & (data[marks] == ord(","))] + (offset + 1)
         if self.first is not None:
             follows = data[max(0, self.first - offset) :].tobytes().lstrip()
@@ -221,7 +210,7 @@ class _ArrayState:
         return starts
 
     def _quotes(self, data: npt.NDArray[np.uint8]) -> Offsets:
-        """Positions of the quotes that open or close a string, that is, which no backslash escapes."""
+        """Return the positions of quotes that no backslash escapes."""
         is_quote = data == _QUOTE
         slashes = np.flatnonzero(data == _BACKSLASH)
         if self.escaped:
@@ -232,12 +221,12 @@ class _ArrayState:
             first_of_run = np.concatenate([[True], np.diff(slashes) != 1])
             run = np.cumsum(first_of_run) - 1
             lengths = np.bincount(run)
-            behind = slashes[first_of_run] + lengths
-            behind = behind[lengths % 2 == 1]
-            if len(behind) and behind[-1] == len(data):
+            escaped = slashes[first_of_run] + lengths
+            escaped = escaped[lengths % 2 == 1]
+            if len(escaped) and escaped[-1] == len(data):
                 self.escaped = True
-                behind = behind[:-1]
-            is_quote[behind] = False
+                escaped = escaped[:-1]
+            is_quote[escaped] = False
         return np.flatnonzero(is_quote)
 
     def _check_opening(self, data: npt.NDArray[np.uint8], offset: int) -> None:
@@ -282,7 +271,7 @@ _DEPTH_STEP[list(b"}]")] = -1
 
 
 def _read_into(fd: int, buffer: bytearray, offset: int, length: int, name: str) -> int:
-    """Fill ``buffer`` from ``offset``; a file that has become shorter meanwhile is an error, not a crash."""
+    """Fill ``buffer`` from ``offset``; raise if the file has become shorter meanwhile."""
     view = memoryview(buffer)
     got = 0
     while got < length:
@@ -301,53 +290,53 @@ Layout = Literal["lines", "array"]
 
 _FORMAT = "packhorse-index-2"
 _HEADER_BYTES = 512
-# Where an onlooker parses, the next piece is read beside it; the interpreter goes from thread to thread with
-# each: larger pieces are quicker. They cost two buffers of this size, and the offsets of the lines in one.
-_LOOKED_AT_CHUNK = 1 << 23
-# A smaller file is indexed in milliseconds: not worth a second file beside it.
+# With an observer, the next piece is read in another thread. Larger pieces need fewer switches; they take two
+# buffers of this size, and the offsets of the lines in one.
+_OBSERVED_CHUNK = 1 << 23
+# A smaller file is indexed in milliseconds: not worth a second file next to it.
 KEEP_FROM_BYTES = 1 << 22
 
 
 class RowIndex:
-    """Where the rows of a file begin: row ``i`` lies from ``span(i)[0]`` to ``span(i)[1]``.
+    """The byte offsets of the rows of a file: row ``i`` is from ``span(i)[0]`` to ``span(i)[1]``.
 
     Args:
-        offsets: the beginnings, ascending, and after them the end of the last row; an array in memory, or a
-            memory map, of which only few pages are kept resident.
+        offsets: the starts, ascending, and the end of the last row; an array in memory, or a memory map, of
+            which only few pages are kept resident.
         every_line: whether row ``i`` is line ``i + 1`` of the file.
     """
 
-    # A page fault brings in a good deal around it, so that even few look-ups make megabytes resident.
+    # A page fault loads many pages around it, so that even few look-ups make megabytes resident.
     _LOOKUPS = 32
 
     def __init__(self, offsets: Offsets, *, every_line: bool = False) -> None:
         self.every_line = every_line
         self._offsets = np.asarray(offsets)
-        self._map: mmap.mmap | None = getattr(offsets, "_mmap", None)
+        base: Any = offsets.base
+        self._map: mmap.mmap | None = base if isinstance(base, mmap.mmap) else None
         self._looked_up = 0
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def span(self, row: int) -> tuple[int, int]:
-        """First byte of a row, and the byte after it."""
+        """Return the first byte of a row, and the byte after it."""
         start, stop = self._offsets[row : row + 2].tolist()
         self._looked_up += 1
         if self._looked_up >= self._LOOKUPS:
-            self._let_go()
+            self._release_pages()
         return start, stop
 
     def spans(self, rows: Offsets) -> tuple[Offsets, Offsets]:
-        """First bytes, and bytes after, of many rows."""
+        """Return the first bytes of rows, and the bytes after them."""
         starts, stops = self._offsets[rows], self._offsets[rows + 1]
-        self._let_go()
+        self._release_pages()
         return starts, stops
 
     def checksum(self, size: int) -> int | None:
-        """The CRC of all offsets, as the index file has it: about a millisecond for 100,000 rows.
+        """Return the CRC of all offsets, as in the index file: about a millisecond for 100,000 rows.
 
-        None where they cannot be right, whatever the file says: not ascending, or outside of a file of
-        ``size`` bytes.
+        None if they are invalid: not ascending, or outside of a file of ``size`` bytes.
         """
         crc, last = 0, 0
         for first in range(0, len(self._offsets), 1 << 20):
@@ -355,45 +344,44 @@ class RowIndex:
             if piece[0] < last or (piece[1:] < piece[:-1]).any():
                 return None
             crc, last = zlib.crc32(np.ascontiguousarray(piece).data, crc), int(piece[-1])
-            self._let_go()
+            self._release_pages()
         return crc if last <= size else None
 
-    def _let_go(self) -> None:
-        # Clean pages of a file: the system keeps them in its cache, they just no longer count as ours.
+    def _release_pages(self) -> None:
+        # They stay in the system's cache, but no longer count as this process's memory.
         self._looked_up = 0
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def open_index(
-    path: str, layout: Layout, index_dir: str | None = None, onlooker: Onlooker | None = None
+    path: str, layout: Layout, index_dir: str | None = None, observer: LineObserver | None = None
 ) -> tuple[RowIndex, Fingerprint]:
-    """The index of the rows of ``path``, and the state of the file that it holds for.
+    """Return the index of the rows of ``path``, and the state of the file that it is valid for.
 
     Args:
         path: a local file.
         layout: ``"lines"`` for JSONL, ``"array"`` for a JSON array.
-        index_dir: keep the index in this folder and look nowhere else.
-        onlooker: sees the lines as they are found, if the file has to be scanned: from the beginning, and
-            again from the beginning if an index could not be kept.
+        index_dir: keep the index in this folder only.
+        observer: called with the lines if the file has to be scanned; again from the beginning if the index
+            could not be saved.
     """
     fingerprint = Fingerprint.of(path)
     if fingerprint.size < KEEP_FROM_BYTES:
-        return _scan(path, layout, fingerprint, onlooker), fingerprint
-    homes = _homes(path, index_dir)
-    index = _first_valid(homes, layout, fingerprint)
-    if index is None:
-        # An onlooker is not made to wait while another process scans: it would have to read the file anyway.
-        with contextlib.nullcontext() if onlooker else cache_lock(f"index {homes[0]}"):
-            index = (
-                None if onlooker else _first_valid(homes, layout, fingerprint)
-            )  # another may have been first
+        return _scan(path, layout, fingerprint, observer), fingerprint
+    targets = _index_paths(path, index_dir)
+    index = _load_first(targets, layout, fingerprint)
+    if index is None and observer is not None:  # it reads the file anyway: do not wait for another process
+        index = _build_and_save(path, layout, fingerprint, targets, observer)
+    elif index is None:
+        with cache_lock(f"index {targets[0]}"):
+            index = _load_first(targets, layout, fingerprint)  # of another process
             if index is None:
-                index = _build_and_keep(path, layout, fingerprint, homes, onlooker)
+                index = _build_and_save(path, layout, fingerprint, targets, None)
     return index, fingerprint
 
 
-def _homes(path: str, index_dir: str | None) -> list[Path]:
+def _index_paths(path: str, index_dir: str | None) -> list[Path]:
     source = Path(os.path.realpath(path))
     in_folder = f"{source.name}.{digest(str(source))[:12]}.phidx"
     if index_dir is not None:
@@ -401,67 +389,64 @@ def _homes(path: str, index_dir: str | None) -> list[Path]:
     return [source.with_name(f"{source.name}.phidx"), cache_folder() / "indexes" / in_folder]
 
 
-def _first_valid(homes: list[Path], layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
-    for home in homes:
-        index = _load(home, layout, fingerprint)
-        if index is not None:
-            return index
-    return None
+def _load_first(targets: list[Path], layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
+    indexes = (_load(target, layout, fingerprint) for target in targets)
+    return next((index for index in indexes if index is not None), None)
 
 
-def _build_and_keep(
-    path: str, layout: Layout, fingerprint: Fingerprint, homes: list[Path], onlooker: Onlooker | None
+def _build_and_save(
+    path: str, layout: Layout, fingerprint: Fingerprint, targets: list[Path], observer: LineObserver | None
 ) -> RowIndex:
-    for home in homes:
+    for target in targets:
         try:
-            write_atomic(home, lambda file: _write(file, path, layout, fingerprint, onlooker))
+            write_atomic(target, lambda file: _write(file, path, layout, fingerprint, observer))
         except OSError as error:
-            # Read-only folder, no space left, …: the next home, and in the end memory.
-            logger.info("cannot keep the index of %s at %s (%s)", path, home, error)
+            # Read-only folder, no space left, …: try the next folder, then memory.
+            logger.info("cannot keep the index of %s at %s (%s)", path, target, error)
             continue
-        index = _load(home, layout, fingerprint)
+        index = _load(target, layout, fingerprint)
         if index is not None:
             return index
     logger.warning("no folder to keep the index of %s in: holding it in memory", path)
-    return _scan(path, layout, fingerprint, onlooker)
+    return _scan(path, layout, fingerprint, observer)
 
 
-def _scan(path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None) -> RowIndex:
-    blank = BlankLines()
-    offsets = np.concatenate(list(_pieces(path, layout, fingerprint, onlooker, blank)))
-    return RowIndex(offsets, every_line=_is_every_line(layout, blank))
-
-
-def _is_every_line(layout: Layout, blank: BlankLines) -> bool:
-    return layout == "lines" and not blank.before_rows
+def _scan(path: str, layout: Layout, fingerprint: Fingerprint, observer: LineObserver | None) -> RowIndex:
+    empty_lines = EmptyLines()
+    offsets = np.concatenate(list(_pieces(path, layout, fingerprint, observer, empty_lines)))
+    return RowIndex(offsets, every_line=layout == "lines" and not empty_lines.before_rows)
 
 
 def _pieces(
-    path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None, blank: BlankLines
+    path: str,
+    layout: Layout,
+    fingerprint: Fingerprint,
+    observer: LineObserver | None,
+    empty_lines: EmptyLines,
 ) -> Iterator[Offsets]:
     fd = os.open(path, os.O_RDONLY)
     try:
         if layout == "array":
             yield from scan_array(fd, fingerprint.size, path)
         else:
-            chunk = CHUNK if onlooker is None else _LOOKED_AT_CHUNK
-            yield from scan_lines(fd, fingerprint.size, path, chunk, onlooker, blank)
+            chunk = CHUNK if observer is None else _OBSERVED_CHUNK
+            yield from scan_lines(fd, fingerprint.size, path, chunk, observer, empty_lines)
     finally:
         os.close(fd)
 
 
 def _write(
-    file: IO[bytes], path: str, layout: Layout, fingerprint: Fingerprint, onlooker: Onlooker | None
+    file: IO[bytes], path: str, layout: Layout, fingerprint: Fingerprint, observer: LineObserver | None
 ) -> None:
     file.write(b" " * _HEADER_BYTES)
     count = crc = 0
-    blank = BlankLines()
-    for piece in _pieces(path, layout, fingerprint, onlooker, blank):
+    empty_lines = EmptyLines()
+    for piece in _pieces(path, layout, fingerprint, observer, empty_lines):
         data = piece.astype("<i8").tobytes()
         file.write(data)
         count += len(piece)
         crc = zlib.crc32(data, crc)
-    every_line = _is_every_line(layout, blank)
+    every_line = layout == "lines" and not empty_lines.before_rows
     header = _header(layout, fingerprint) | {"offsets": count, "crc": crc, "every_line": every_line}
     file.seek(0)
     file.write(json.dumps(header).encode())
@@ -477,10 +462,10 @@ def _header(layout: Layout, fingerprint: Fingerprint) -> dict[str, Any]:
     }
 
 
-def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
-    """The index at ``home``, or None if there is none, it is of another state of the file, or mangled."""
+def _load(path: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | None:
+    """Return the index at ``path``; None if it is missing, damaged, or of another state of the file."""
     try:
-        with open(home, "rb") as file:
+        with open(path, "rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))
             length = os.fstat(file.fileno()).st_size
     except (OSError, ValueError, RecursionError):
@@ -489,11 +474,11 @@ def _load(home: Path, layout: Layout, fingerprint: Fingerprint) -> RowIndex | No
     if not isinstance(header, dict) or any(header.get(name) != value for name, value in wanted.items()):
         return None
     count, every_line = header.get("offsets"), header.get("every_line")
-    if not isinstance(every_line, bool):
+    if not isinstance(every_line, bool) or not isinstance(count, int):
         return None
-    if not isinstance(count, int) or count < 1 or length != _HEADER_BYTES + 8 * count:
+    if count < 1 or length != _HEADER_BYTES + 8 * count:
         return None
-    offsets = np.memmap(home, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,))
+    offsets = np.memmap(path, dtype="<i8", mode="r", offset=_HEADER_BYTES, shape=(count,))
     index = RowIndex(offsets, every_line=every_line)
     crc = index.checksum(fingerprint.size)
     return index if crc is not None and crc == header.get("crc") else None

@@ -1,14 +1,13 @@
 """Parquet files by row number.
 
-Parquet can only be read a row group at a time, so the file is rewritten once into the cache as an Arrow file,
-uncompressed and memory-mapped: any row then costs tens of microseconds, and processes share the pages. The
+Parquet can only be read by row group, so the file is rewritten once into the cache as an uncompressed,
+memory-mapped Arrow file: reading a row then takes tens of microseconds, and processes share the pages. The
 cache needs the space of the uncompressed table.
 
-Arrow believes what a file says of itself, and a damaged offset ends the process. So a copy whose columns or
-number of rows are not those that were written is made anew, and each batch is looked through before the
-first of its rows is read. That reads all texts of the batch, 256 rows: where texts are short it costs about
-as much as another row, and 10 to 20 ms where each has 200 kB; bytes of media are not read for it. It finds a
-contradiction, not another letter: what is valid in itself is taken for what the Parquet file has.
+Arrow trusts what a file says about itself, and a damaged offset crashes the process. So a copy whose columns
+or number of rows differ from what was written is rebuilt, and each batch of 256 rows is validated before its
+first row is read. That reads all texts of the batch (10 to 20 ms if each has 200 kB), but not the bytes of
+media. It finds invalid offsets, not changed letters.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ logger = getLogger(__name__)
 
 _ROWS_PER_BATCH = 256
 _CHECK = b"packhorse"
-"""Under this name a copy has the digest of its columns and its number of rows."""
+"""Metadata key of the digest of a copy's columns and number of rows."""
 
 
 class ParquetRows(RowFile):
@@ -49,36 +48,39 @@ class ParquetRows(RowFile):
                 check = _check(schema, parquet.metadata.num_rows)
                 with pyarrow.ipc.new_file(file, schema.with_metadata({_CHECK: check})) as writer:
                     for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH):
-                        # Not a cast of the whole, which stumbles over fields that hold nothing.
-                        columns = map(_values, batch.columns)
-                        writer.write_batch(pyarrow.RecordBatch.from_arrays(list(columns), schema=schema))
-            self._must_be_as_opened()  # the copy has the name of the file that was opened
+                        # Not a cast of the whole, which fails for fields without values.
+                        columns = [
+                            column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+                            for column in batch.columns
+                        ]
+                        writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
+            self._check_unchanged()  # the name of the copy is that of the opened state
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
             if is_machine_error(error):
                 raise
             raise ConfigError(f"{self.name}: not a readable Parquet file ({error})") from error
 
-    def _must_be_as_opened(self) -> None:
+    def _check_unchanged(self) -> None:
         if Fingerprint.of(self.path) != self._fingerprint:
             raise ConfigError(f"{self.name}: the file has changed since it was opened")
 
     @property
-    def _in_cache(self) -> str:
-        # Copies under arrow/ say nothing, or something else, of their columns.
+    def _cache_name(self) -> str:
+        # Copies under arrow/ are of an older format.
         return f"arrow-2/{self._fingerprint.key(self.path)}.arrow"
 
     def _open(self) -> None:
         import pyarrow
 
-        path = build_once(self._in_cache, self._rewrite)
-        self._inode = 0  # until a copy was found, which somebody may delete before it is mapped
+        path = build_once(self._cache_name, self._rewrite)
+        self._inode = 0  # until a copy is found, which another process may delete before it is mapped
         try:
             self._map(path)
         except (pyarrow.ArrowException, ValueError, OSError) as error:
-            self._make_anew(path, error)
+            self._rebuild(path, error)
 
     def _map(self, path: Path) -> None:
-        """Open the copy. What Arrow raises, and a ValueError, say that it is damaged."""
+        """Open the copy; raise a ValueError, or what Arrow raises, if it is damaged."""
         import pyarrow
 
         self._copy, self._inode = path, path.stat().st_ino
@@ -87,61 +89,59 @@ class ParquetRows(RowFile):
         if (reader.schema.metadata or {}).get(_CHECK) != _check(reader.schema, sum(sizes)):
             raise ValueError("its columns and rows are not those that were written")
         self._reader, self._ends = reader, np.cumsum(sizes, dtype=np.int64)
-        self._looked_through = np.zeros(len(sizes), np.bool_)
+        self._validated = np.zeros(len(sizes), np.bool_)
 
-    def _make_anew(self, path: Path, error: Exception) -> None:
+    def _rebuild(self, path: Path, error: Exception) -> None:
         """Replace the damaged copy.
 
         Raises:
-            ConfigError: the new one is damaged as well, or the Parquet file is another one by now.
+            ConfigError: the new one is damaged as well, or the Parquet file has changed.
         """
         import pyarrow
 
-        if is_machine_error(error) and _holds_anything(path):  # an empty file cannot be mapped
+        is_empty = not path.exists() or not path.stat().st_size  # then it cannot be mapped
+        if is_machine_error(error) and not is_empty:
             raise error
-        self._must_be_as_opened()
-        logger.warning("%s, the copy of %s, is damaged (%s): making it anew", path, self.name, error)
-        path = rebuild(self._in_cache, self._rewrite, self._inode)
+        self._check_unchanged()
+        logger.warning("%s, the copy of %s, is damaged (%s): rebuilding it", path, self.name, error)
+        path = rebuild(self._cache_name, self._rewrite, self._inode)
         try:
             self._map(path)
             for batch in range(len(self._ends)):
-                self._look_through(batch)
+                self._read_batch(batch)
         except (pyarrow.ArrowException, ValueError, OSError) as again:
             raise ConfigError(
-                f"{path}, the copy of {self.name}, is damaged as soon as it is made ({again}): is the disk "
-                "in order? PACKHORSE_CACHE names another folder"
+                f"{path}, the copy of {self.name}, is damaged right after it was written ({again}): check "
+                "the disk, or set PACKHORSE_CACHE to another folder"
             ) from again
 
-    def _look_through(self, number: int) -> Any:
-        """A batch that can be read; raises what Arrow raises over one that is damaged."""
+    def _read_batch(self, number: int) -> Any:
+        """Return a valid batch; raise what Arrow raises if it is damaged."""
         batch = self._reader.get_batch(number)
-        if not self._looked_through[number]:
+        if not self._validated[number]:
             for column in batch.columns:
                 _validate(column)
-            self._looked_through[number] = True
+            self._validated[number] = True
         return batch
 
     def _batch_of(self, row: int) -> tuple[int, Any]:
-        """The first row of the batch that a row is in, and the batch."""
+        """Return the first row of the batch that a row is in, and the batch."""
         import pyarrow
 
-        number = self._number_of_batch(row)
+        number = int(np.searchsorted(self._ends, row, side="right"))
         try:
-            batch = self._look_through(number)
+            batch = self._read_batch(number)
         except (pyarrow.ArrowException, ValueError, OSError) as error:
-            self._make_anew(self._copy, error)
-            number = self._number_of_batch(row)
-            batch = self._look_through(number)
+            self._rebuild(self._copy, error)
+            number = int(np.searchsorted(self._ends, row, side="right"))  # sizes of batches may differ
+            batch = self._read_batch(number)
         return int(self._ends[number]) - batch.num_rows, batch
-
-    def _number_of_batch(self, row: int) -> int:
-        return int(np.searchsorted(self._ends, row, side="right"))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, row: int) -> Row:
-        row = self._checked(row)
+        row = self._check_index(row)
         start, batch = self._batch_of(row)
         try:
             values: list[Row] = batch.slice(row - start, 1).to_pylist()
@@ -151,11 +151,11 @@ class ParquetRows(RowFile):
         return values[0]
 
     def table(self, rows: Sequence[int]) -> Any:
-        """These rows, in this order, as an Arrow table with the types and the metadata of the file."""
+        """Return these rows, in this order, as an Arrow table with the types and metadata of the file."""
         import pyarrow
         import pyarrow.parquet
 
-        numbers = [self._checked(row) for row in rows]
+        numbers = [self._check_index(row) for row in rows]
         pieces, done = [], 0
         while done < len(numbers):
             start, batch = self._batch_of(numbers[done])
@@ -163,7 +163,7 @@ class ParquetRows(RowFile):
             while done < len(numbers) and 0 <= numbers[done] - start < batch.num_rows:
                 here.append(numbers[done] - start)
                 done += 1
-            # Taken, not sliced: a cast does not see where a slice of nested values begins.
+            # Taken, not sliced: a cast ignores the offset of a slice of nested values.
             pieces.append(batch.take(pyarrow.array(here)))
         schema = pyarrow.parquet.read_schema(self.path)
         columns = [
@@ -175,28 +175,20 @@ class ParquetRows(RowFile):
         return pyarrow.Table.from_arrays(columns, schema=schema)
 
     def location(self, row: int) -> str:
-        """File and row number."""
-        return f"{self.name}, row {self._checked(row)}"
+        """Return file and row number."""
+        return f"{self.name}, row {self._check_index(row)}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"name": self.name, "path": self.path, "_fingerprint": self._fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._must_be_as_opened()
+        self._check_unchanged()
         self._open()
 
 
-def _holds_anything(path: Path) -> bool:
-    """Whether a file is there and is not empty."""
-    try:
-        return path.stat().st_size > 0
-    except FileNotFoundError:
-        return False
-
-
 def _plain(schema: Any) -> Any:
-    """The schema with dictionary-encoded columns as their values: batches may have different dictionaries."""
+    """Return the schema without dictionary encoding: batches may have different dictionaries."""
     import pyarrow
 
     return pyarrow.schema(
@@ -207,36 +199,29 @@ def _plain(schema: Any) -> Any:
     )
 
 
-def _values(column: Any) -> Any:
-    """A column of a batch as :func:`_plain` has it."""
-    import pyarrow
-
-    return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
-
-
 def _check(schema: Any, rows: int) -> bytes:
-    """What a copy says of itself, to be compared with what it is."""
-    return digest(repr([_described(field) for field in schema]), str(rows)).encode()
+    """Return a digest of columns and number of rows, to detect a damaged copy."""
+    return digest(repr([_describe(field) for field in schema]), str(rows)).encode()
 
 
-def _described(field: Any) -> list[Any]:
-    """A column (or a field inside of one) in words that are the same for the Parquet file and for the copy.
+def _describe(field: Any) -> list[Any]:
+    """Return a description of a column (or a field inside of one).
 
-    And for all versions of pyarrow that share a cache. So it is not what pyarrow prints, which has a name for
-    the entries of a map; and a type that only some versions know is told as the others see it.
+    It is the same for the Parquet file, for the copy and for all versions of pyarrow that share a cache: not
+    pyarrow's own, which has a name for the entries of a map; extension types are described by their storage.
     """
     import pyarrow
 
     kind, extension = field.type, (field.metadata or {}).get(b"ARROW:extension:name", b"").decode("latin-1")
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind, extension = kind.storage_type, kind.extension_name
-    inner = [_described(part) for part in _parts(kind)]
-    told = [_kind_of_nesting(kind), getattr(kind, "list_size", None), inner] if inner else str(kind)
-    return [field.name, field.nullable, extension, told]
+    inner = [_describe(part) for part in _parts(kind)]
+    description = [_nesting(kind), getattr(kind, "list_size", None), inner] if inner else str(kind)
+    return [field.name, field.nullable, extension, description]
 
 
 def _parts(kind: Any) -> list[Any]:
-    """The fields that a type is made of."""
+    """Return the fields of a nested type."""
     from pyarrow import types
 
     if types.is_struct(kind):
@@ -246,28 +231,28 @@ def _parts(kind: Any) -> list[Any]:
     return [kind.value_field] if hasattr(kind, "value_field") else []
 
 
-def _kind_of_nesting(kind: Any) -> str:
-    """``large_list`` for ``large_list<item: string>``."""
+def _nesting(kind: Any) -> str:
+    """Return ``large_list`` for ``large_list<item: string>``."""
     return str(kind).partition("<")[0]
 
 
 def _validate(column: Any) -> None:
-    """Look through a column; raises what Arrow raises where it contradicts itself."""
+    """Validate a column; raise what Arrow raises if it is invalid."""
     import pyarrow
 
     try:
         column.validate(full=True)
     except pyarrow.ArrowInvalid:
-        # A text that is no UTF-8 is no damage: the Parquet file has it so, and its row is told to be bad. But
-        # handed over as bytes, texts end where their last offset says, so this is looked at before.
+        # A text that is not UTF-8 is no damage: it is the same in the Parquet file, and its row is reported.
+        # As bytes, texts end at their last offset, which is validated first.
         column.validate()
         pyarrow.array(_AsBytes(column)).validate(full=True)
 
 
 class _AsBytes:
-    """A column whose texts are to be seen as bytes, for Arrow's C interface. Nothing is copied.
+    """A column with its texts as bytes, for Arrow's C interface, without a copy.
 
-    Not ``column.view``, which gives fields without values other lengths.
+    Not ``column.view``, which changes the lengths of fields without values.
     """
 
     def __init__(self, column: Any) -> None:
@@ -279,7 +264,7 @@ class _AsBytes:
 
 
 def _without_texts(kind: Any) -> Any:
-    """The same type, with bytes in place of texts, and with what an extension type stores in place of it."""
+    """Return the type with bytes instead of texts, and storage types instead of extension types."""
     import pyarrow
     from pyarrow import types
 
@@ -295,7 +280,7 @@ def _without_texts(kind: Any) -> Any:
     if types.is_dictionary(kind):
         return pyarrow.dictionary(kind.index_type, _without_texts(kind.value_type), kind.ordered)
     parts = [part.with_type(_without_texts(part.type)).remove_metadata() for part in _parts(kind)]
-    match _kind_of_nesting(kind):
+    match _nesting(kind):
         case "struct":
             return pyarrow.struct(parts)
         case "map":

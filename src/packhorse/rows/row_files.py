@@ -1,43 +1,53 @@
-"""The documented loaders of a single file: everything, or one rank's share."""
+"""Row files: rows by number, from local, compressed or remote files; the documented loaders of one file."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import gzip
 import itertools
 import json
 import os
 import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from logging import getLogger
+from typing import IO, Any
 
 import numpy as np
 import orjson
 
 from packhorse.errors import BadSample, ConfigError, limit_of
 from packhorse.ledger import Ledger, default_ledger
-from packhorse.rows.fetch import local_file
-from packhorse.rows.index import Layout, Offsets, Onlooker, open_index
+from packhorse.media.failure import RemoteError
+from packhorse.media.remote import INVALID_PATH, RemoteFile, call_store, find_store
+from packhorse.media.source import is_address, local_path
+from packhorse.rows.index import Layout, LineObserver, Offsets, open_index
 from packhorse.rows.selection import Remainder, RowSelection
 from packhorse.types import World, mask_secrets
+from packhorse.utils.files import Fingerprint, build_once, digest
+
+logger = getLogger(__name__)
 
 Row = dict[str, Any]
 
 MAX_ROW_BYTES = 64 << 20
-"""A larger row of a JSON file is not read: mostly a file without line ends, or one that was cut off."""
+"""Larger rows of a JSON file are rejected: usually the file has no line ends, or is truncated."""
 
 _BLOCK = 1 << 16  # rows looked up in the index at a time
-_PIECE = 1 << 22  # bytes of a row file's content that are in memory at a time
-_RUN_BYTES = 1 << 20  # about so many bytes are fetched with one call, if the rows asked for lie close
+_PIECE = 1 << 22  # bytes in memory at a time
+_RUN_BYTES = 1 << 20  # bytes read with one call, if the requested rows lie close together
+# What remote stores report about the state of a file.
+_STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
 
 
 class RowFile(ABC):
-    """Rows of one file by number, from 0.
+    """The rows of one file by number, from 0.
 
     Attributes:
-        name: the address the caller gave, for messages.
-        path: the local file that is read.
+        name: the address that the caller gave, for messages.
+        path: the local file.
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -51,24 +61,38 @@ class RowFile(ABC):
 
     @abstractmethod
     def location(self, row: int) -> str:
-        """Where in the file the row is, for a person: ``train.jsonl:812 (byte 40213)``. May scan the file."""
+        """Return the row's location, for people: ``train.jsonl:812 (byte 40213)``. May scan the file."""
 
     def quick_location(self, row: int) -> str:
-        """As :meth:`location`, but never scans: it may name the row's number in place of its line."""
+        """As :meth:`location` without scanning: it may have the row's number instead of its line."""
         return self.location(row)
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
-        """The rows in the order asked for; one that cannot be parsed comes as its error: none is missed."""
+        """Yield the rows in the requested order; for one that cannot be parsed, its error."""
         for row in rows:
             yield self._get_or_error(row)
 
     def content(self, first: int, stop: int) -> Iterator[bytes]:
-        """What the file holds for these rows, in pieces: the same bytes wherever the file lies."""
+        """Yield the content of these rows in pieces: the same bytes wherever the file is."""
         for number, row in enumerate(self.read(range(first, stop)), first):
-            held = repr(row)
+            text = repr(row)
             if isinstance(row, BadSample):
-                held = row.detail.removeprefix(f"{self.location(number)}: ")
-            yield held.encode("utf-8", "backslashreplace")
+                text = row.detail.removeprefix(f"{self.location(number)}: ")
+            yield text.encode("utf-8", "backslashreplace")
+
+    def json_line(self, row: int) -> bytes:
+        """Return the row as JSON on one line, without the line end.
+
+        Raises:
+            ConfigError: it contains what JSON cannot represent.
+        """
+        try:
+            return orjson.dumps(self[row])
+        except (TypeError, BadSample) as error:
+            raise ConfigError(
+                f"{self.location(row)} cannot be written as JSON ({error}): copies are for rows with paths "
+                "of media, not with their bytes"
+            ) from error
 
     def _get_or_error(self, row: int) -> Row | BadSample:
         try:
@@ -82,7 +106,7 @@ class RowFile(ABC):
                 raise row
             yield row
 
-    def _checked(self, row: int) -> int:
+    def _check_index(self, row: int) -> int:
         n = len(self)
         if not -n <= row < n:
             raise IndexError(f"row {row} of {n} in {self.name}")
@@ -93,11 +117,11 @@ class JsonRows(RowFile):
     """A JSONL file, or a JSON array, parsed row by row on access (about 5 microseconds for 1.5 KB).
 
     Args:
-        name: what the caller calls the file.
+        name: the address that the caller gave.
         path: the local file.
         layout: ``"lines"`` or ``"array"``.
-        index_dir: keep the index in this folder instead of beside the file.
-        onlooker: see :func:`open_index`.
+        index_dir: keep the index in this folder instead of next to the file.
+        observer: see :func:`open_index`.
     """
 
     def __init__(
@@ -106,55 +130,55 @@ class JsonRows(RowFile):
         path: str,
         layout: Layout,
         index_dir: str | None = None,
-        onlooker: Onlooker | None = None,
+        observer: LineObserver | None = None,
     ) -> None:
         super().__init__(name, path)
         self.layout, self.index_dir = layout, index_dir
-        self._open(onlooker)
+        self._open(observer)
 
-    def _open(self, onlooker: Onlooker | None = None) -> None:
-        self._index, self._fingerprint = open_index(self.path, self.layout, self.index_dir, onlooker)
+    def _open(self, observer: LineObserver | None = None) -> None:
+        self._index, self._fingerprint = open_index(self.path, self.layout, self.index_dir, observer)
         self._fd = os.open(self.path, os.O_RDONLY)
         self._max_bytes = limit_of("PACKHORSE_MAX_ROW_BYTES", MAX_ROW_BYTES)
-        self._counted = (0, 1)  # up to this byte so many lines were counted
+        self._last_line = (0, 1)  # a byte offset and its line number
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, row: int) -> Row:
-        row = self._checked(row)
+        row = self._check_index(row)
         start, stop = self._index.span(row)
         if stop - start > self._max_bytes:
-            raise self._too_large(row, stop - start)
-        return self._parse(self._fetch(start, stop), row)
-
-    def _too_large(self, row: int, size: int) -> BadSample:
-        return BadSample(
-            f"{self.location(row)}: the row has {size:,} bytes, more than the limit of {self._max_bytes:,}; "
-            "is a line end missing? Split it, or raise PACKHORSE_MAX_ROW_BYTES",
-            reason="row_too_large",
-            stage="read",
-        )
+            raise BadSample(
+                f"{self.location(row)}: the row has {stop - start:,} bytes, more than the limit of "
+                f"{self._max_bytes:,}; is a line end missing? Split it, or raise PACKHORSE_MAX_ROW_BYTES",
+                reason="row_too_large",
+                stage="read",
+            )
+        return self._parse(self._read_bytes(start, stop), row)
 
     def raw(self, row: int) -> bytes:
-        """The row's own bytes, without what lies between it and the next."""
-        return self._shed(self._fetch(*self._index.span(self._checked(row))))
+        """Return the row's own bytes, without what is between it and the next."""
+        return self._strip(self._read_bytes(*self._index.span(self._check_index(row))))
+
+    def json_line(self, row: int) -> bytes:
+        """As :meth:`RowFile.json_line`: the row's own bytes."""
+        # A line end cannot be part of a JSON string, so it is white space between values.
+        return self.raw(row).replace(b"\r", b" ").replace(b"\n", b" ")
 
     def read(self, rows: Iterable[int]) -> Iterator[Row | BadSample]:
-        """As :meth:`RowFile.read`; neighbouring rows are fetched with one call."""
+        """As :meth:`RowFile.read`; neighbouring rows are read with one call."""
         numbers = iter(rows)
         while block := list(itertools.islice(numbers, _BLOCK)):
-            at = self._all_checked(block)
-            starts, stops = self._index.spans(at)
-            firsts = _runs(starts, stops)
+            starts, stops = self._index.spans(self._check_indices(block))
+            firsts = _find_runs(starts, stops)
             first_bytes, after = starts.tolist(), stops.tolist()
             for first, last in zip(firsts, [*firsts[1:], len(block)], strict=True):
                 base = first_bytes[first]
-                # A run of its own, or one that ends with such a row.
-                if after[last - 1] - base > self._max_bytes:
+                if after[last - 1] - base > self._max_bytes:  # it is, or ends with, a row that is too large
                     yield from map(self._get_or_error, block[first:last])
                     continue
-                data = self._fetch(base, after[last - 1])
+                data = self._read_bytes(base, after[last - 1])
                 if last == first + 1:
                     yield self._row_or_error(data, block[first])
                 else:
@@ -163,24 +187,22 @@ class JsonRows(RowFile):
                         yield self._row_or_error(view[first_bytes[i] - base : after[i] - base], block[i])
 
     def content(self, first: int, stop: int) -> Iterator[bytes]:
-        """As :meth:`RowFile.content`: the rows' own bytes and what lies between them, without parsing."""
-        at, end = self._index.span(first)[0], self._index.span(stop - 1)[1]
-        while at < end:
-            piece = self._fetch(at, min(end, at + _PIECE))
+        """As :meth:`RowFile.content`: the rows' own bytes and what is between them, without parsing."""
+        position, end = self._index.span(first)[0], self._index.span(stop - 1)[1]
+        while position < end:
+            piece = self._read_bytes(position, min(end, position + _PIECE))
             yield piece
-            at += len(piece)
+            position += len(piece)
 
-    def _all_checked(self, rows: list[int]) -> Offsets:
-        """As :meth:`_checked` for many rows at once."""
-        at = np.array(rows, np.int64)
-        n = len(self)
-        outside = (at < -n) | (at >= n)
+    def _check_indices(self, rows: list[int]) -> Offsets:
+        indices, n = np.array(rows, np.int64), len(self)
+        outside = (indices < -n) | (indices >= n)
         if outside.any():
-            self._checked(rows[int(outside.argmax())])  # raises
-        return np.where(at < 0, at + n, at)
+            self._check_index(rows[int(outside.argmax())])  # raises
+        return np.where(indices < 0, indices + n, indices)
 
     def _row_or_error(self, data: bytes | memoryview, row: int) -> Row | BadSample:
-        if self.layout == "lines":  # the short way, for millions of good rows
+        if self.layout == "lines":  # the fast path, for millions of valid rows
             try:
                 value = orjson.loads(data)
             except orjson.JSONDecodeError:
@@ -188,35 +210,35 @@ class JsonRows(RowFile):
             if type(value) is dict:
                 return value
         try:
-            return self._parse(data, self._checked(row))
+            return self._parse(data, self._check_index(row))
         except BadSample as error:
             return error
 
     def location(self, row: int) -> str:
-        """File, line and byte offset; in a file with blank lines this counts the newlines before it."""
-        row = self._checked(row)
+        """Return file, line and byte offset; with blank lines in the file, this counts newlines."""
+        row = self._check_index(row)
         if self.layout == "array" or self._index.every_line:
             return self.quick_location(row)
         start = self._index.span(row)[0]
-        offset, line = self._counted if self._counted[0] <= start else (0, 1)
+        offset, line = self._last_line if self._last_line[0] <= start else (0, 1)
         while offset < start:
             piece = os.pread(self._fd, min(1 << 22, start - offset), offset)
             line += piece.count(b"\n")
-            offset += len(piece) or start  # a file that has become shorter has no more lines
-        # Bad rows mostly come in ascending order: go on counting from here next time.
-        self._counted = (start, line)
+            offset += len(piece) or start  # the file may have become shorter
+        # Bad rows mostly come in ascending order: continue from here next time.
+        self._last_line = (start, line)
         return f"{self.name}:{line} (byte {start})"
 
     def quick_location(self, row: int) -> str:
-        """File, byte offset, and the line if every line is a row, else the number of the row."""
-        row = self._checked(row)
+        """Return file, byte offset, and the line if every line is a row, else the number of the row."""
+        row = self._check_index(row)
         start = self._index.span(row)[0]
         if self._index.every_line:
             return f"{self.name}:{row + 1} (byte {start})"
-        what = "element" if self.layout == "array" else "row"
-        return f"{self.name}, {what} {row} (byte {start})"
+        unit = "element" if self.layout == "array" else "row"
+        return f"{self.name}, {unit} {row} (byte {start})"
 
-    def _fetch(self, start: int, stop: int) -> bytes:
+    def _read_bytes(self, start: int, stop: int) -> bytes:
         data = os.pread(self._fd, stop - start, start)
         while len(data) < stop - start:
             more = os.pread(self._fd, stop - start - len(data), start + len(data))
@@ -225,45 +247,45 @@ class JsonRows(RowFile):
             data += more
         return data
 
-    def _shed(self, data: bytes | memoryview) -> bytes:
-        """A row's span without what lies between it and the next: white space, the comma of an array."""
+    def _strip(self, data: bytes | memoryview) -> bytes:
+        """Remove what is between a row and the next: white space, the comma of an array."""
         row = bytes(data).strip()
         return row if self.layout == "lines" else row.removesuffix(b",").rstrip()
 
     def _parse(self, data: bytes | memoryview, row: int) -> Row:
         try:
-            # The parser itself takes white space after a row.
-            value = orjson.loads(data if self.layout == "lines" else self._shed(data))
+            # The parser accepts white space after a row.
+            value = orjson.loads(data if self.layout == "lines" else self._strip(data))
         except orjson.JSONDecodeError:
-            value = self._parse_leniently(self._shed(data), row)
+            value = self._parse_leniently(self._strip(data), row)
         if type(value) is dict:
             return value
-        raise self._malformed(row, f"expected an object, found {type(value).__name__}")
+        raise self._malformed_row(row, f"expected an object, found {type(value).__name__}")
 
     def _parse_leniently(self, data: bytes, row: int) -> Any:
-        """What orjson refuses but Python's parser takes (NaN, huge integers); else say what is wrong."""
+        """Parse what orjson rejects and Python's parser accepts (NaN, huge integers); else raise."""
         try:
             value = json.loads(data.decode("utf-8"))
             # A lone surrogate is accepted here but by no tokenizer later.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeDecodeError as error:
-            raise self._malformed(row, f"not UTF-8: {error}") from error
+            raise self._malformed_row(row, f"not UTF-8: {error}") from error
         except UnicodeEncodeError as error:
-            raise self._malformed(row, f"a lone surrogate escape: {error}") from error
+            raise self._malformed_row(row, f"a lone surrogate escape: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise self._malformed(row, f"not valid JSON: {error}") from error
+            raise self._malformed_row(row, f"not valid JSON: {error}") from error
         return value
 
-    def _malformed(self, row: int, what: str) -> BadSample:
-        detail = f"{self.location(row)}: {what}"
+    def _malformed_row(self, row: int, problem: str) -> BadSample:
+        detail = f"{self.location(row)}: {problem}"
         stat = os.stat(self.path)
         if (stat.st_size, stat.st_mtime_ns) != (self._fingerprint.size, self._fingerprint.mtime_ns):
             detail += " (the file has changed since it was opened)"
         return BadSample(detail, reason="malformed_row", stage="read")
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("name", "path", "layout", "index_dir", "_fingerprint")
-        return {attribute: getattr(self, attribute) for attribute in kept}
+        names = ("name", "path", "layout", "index_dir", "_fingerprint")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -277,11 +299,11 @@ class JsonRows(RowFile):
             close(fd)
 
 
-def _runs(starts: Offsets, stops: Offsets) -> list[int]:
-    """Which of the rows begin a run, that is, a stretch of the file to fetch with one call.
+def _find_runs(starts: Offsets, stops: Offsets) -> list[int]:
+    """Return the indices of rows that begin a run, a range of the file that is read with one call.
 
-    A row goes on with the run before it if it lies after it, with no wider gap between than both are worth;
-    runs are ended after about ``_RUN_BYTES``.
+    A row continues the run before it if it lies after it and the gap is not larger than both rows; runs end
+    after about ``_RUN_BYTES``.
     """
     sizes = stops - starts
     gaps = starts[1:] - stops[:-1]
@@ -291,17 +313,21 @@ def _runs(starts: Offsets, stops: Offsets) -> list[int]:
     return np.flatnonzero(begins).tolist()
 
 
-def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | None = None) -> RowFile:
+def open_rows(address: str, index_dir: str | None = None, observer: LineObserver | None = None) -> RowFile:
     """Open a file of rows by its name.
 
-    ``.jsonl`` and ``.ndjson`` are read by line, ``.parquet`` by row, everything else is taken for a JSON
-    array; each may end in ``.gz`` or ``.zst`` and may be any fsspec address.
+    ``.jsonl`` and ``.ndjson`` are read by line, ``.parquet`` by row, all others as a JSON array; each may end
+    in ``.gz`` or ``.zst`` and may be any fsspec address.
 
-    An ``onlooker`` sees the lines of a JSONL file if it has to be scanned now, see :func:`open_index`.
+    Args:
+        address: a path or an address.
+        index_dir: keep the index in this folder instead of next to the file.
+        observer: gets the lines of a JSONL file if it has to be scanned now, see
+            :func:`~packhorse.rows.index.open_index`.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ConfigError: (a ``ValueError``) it is not what its name says.
+        FileNotFoundError: there is no such file.
+        ConfigError: (a ``ValueError``) its content does not match its name.
     """
     path, address = local_file(address), mask_secrets(address)
     if os.path.isdir(path):
@@ -313,18 +339,105 @@ def open_rows(address: str, index_dir: str | None = None, onlooker: Onlooker | N
 
         return ParquetRows(address, path)
     layout: Layout = "lines" if path.endswith((".jsonl", ".ndjson")) else "array"
-    return JsonRows(address, path, layout, index_dir, onlooker)
+    return JsonRows(address, path, layout, index_dir, observer)
 
+
+# Remote and compressed files.
+
+
+def local_file(address: str) -> str:
+    """Return the path of a local, uncompressed file with the content of ``address``.
+
+    ``address`` is a path or any fsspec address (``s3://``, ``hf://``, ``memory://``, ``https://`` …),
+    possibly ending in ``.gz`` or ``.zst``. A plain local path is returned as it is; anything else is fetched
+    or decompressed into the cache once, and again when the original has changed.
+    """
+    path = os.path.abspath(_fetch(address) if is_address(address) else address)
+    stem, suffix = os.path.splitext(path)
+    if suffix not in (".gz", ".zst"):
+        return path
+    key = Fingerprint.of(path).key(path)
+    name = f"unpacked/{key}/{os.path.basename(stem)}"
+    return str(build_once(name, lambda file: file.writelines(_decompress(path))))
+
+
+def _fetch(address: str) -> str:
+    if (path := local_path(address)) is not None:
+        return path
+    with _name_errors(address):
+        store, path = find_store(address)
+        info = call_store(address, lambda: store.info(path), INVALID_PATH)
+    # Not the store's own key alone: for some stores it is the address, whatever the content.
+    state = {name: str(info[name]) for name in _STATE if info.get(name) is not None}
+    key = digest(address, str(store.ukey(path)), str(sorted(state.items())))
+
+    def download(file: IO[bytes]) -> None:
+        logger.info("fetching %s", mask_secrets(address))
+        received, size = 0, info.get("size")
+        with contextlib.ExitStack() as stack:
+            with _name_errors(address):
+                opened = call_store(address, lambda: store.open(path, "rb"), INVALID_PATH)
+                remote = stack.enter_context(RemoteFile(address, opened))
+            while True:
+                with _name_errors(address):  # not around the writing: its errors are the disk's
+                    piece = remote.read(_PIECE)
+                if not piece:
+                    break
+                received += file.write(piece)
+        # A broken connection may look like the end of the file; half of the rows would be lost for good.
+        if size is not None and received != size:
+            raise ConnectionError(
+                f"{mask_secrets(address)}: {received:,} bytes came, expected {size:,}; nothing is kept, "
+                "try again"
+            )
+
+    return str(build_once(f"fetched/{key}/{os.path.basename(path.partition('?')[0])}", download))
+
+
+@contextlib.contextmanager
+def _name_errors(address: str) -> Iterator[None]:
+    """Raise errors of a store with the address in the message."""
+    name = mask_secrets(address)
+    try:
+        yield
+    except RemoteError as error:
+        # Without the cause, whose text may contain the secrets of the address.
+        if error.missing and not str(error):
+            raise FileNotFoundError(f"{name}: no such file") from None
+        if error.missing:
+            raise ConfigError(f"{name} is no address that can be read ({error})") from None
+        raise ConnectionError(f"{name} cannot be fetched ({error}); nothing is kept, try again") from None
+    except OSError as error:
+        reason = str(error) or type(error).__name__
+        raise ConnectionError(f"{name} cannot be fetched ({reason}); nothing is kept, try again") from error
+
+
+def _decompress(path: str) -> Iterator[bytes]:
+    logger.info("unpacking %s", path)
+    with contextlib.ExitStack() as stack:
+        try:
+            if path.endswith(".gz"):
+                packed: Any = stack.enter_context(gzip.open(path, "rb"))
+            else:
+                import pyarrow
+
+                packed = stack.enter_context(pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd"))
+            while piece := packed.read(_PIECE):
+                yield piece
+        except (EOFError, zlib.error, OSError) as error:
+            raise ConfigError(f"{path}: cannot be unpacked ({error}); is the file cut off?") from error
+
+
+# Garbage collection.
 
 _gc_lock = threading.Lock()
 _gc_holders = 0
 
 
-def _make_all_old() -> None:
-    """Spare the collector a walk over the millions of new objects at once; it sees them in its next full one.
+def _move_to_oldest_generation() -> None:
+    """Spare the next collection a walk over millions of new objects; a full collection still sees them.
 
-    Moves all objects to the oldest generation, at no cost. Left out if the caller has frozen objects: they
-    would be thawed.
+    Does nothing if the caller has frozen objects: they would be unfrozen.
     """
     if hasattr(gc, "freeze") and gc.get_freeze_count() == 0:
         gc.freeze()
@@ -342,19 +455,17 @@ os.register_at_fork(after_in_child=_new_gc_lock)
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No cyclic garbage collection inside: it is more than half the time of parsing many rows into dicts.
+    """Pause cyclic garbage collection, which takes more than half the time of parsing many rows into dicts.
 
     May be nested and used from several threads; collection resumes when the last one leaves, and stays off
     if the caller had turned it off.
     """
     global _gc_holders
     with _gc_lock:
-        if _gc_holders or gc.isenabled():
+        resume = bool(_gc_holders) or gc.isenabled()
+        if resume:
             _gc_holders += 1
             gc.disable()
-            resume = True
-        else:
-            resume = False
     try:
         yield
     finally:
@@ -362,12 +473,15 @@ def gc_paused() -> Iterator[None]:
             with _gc_lock:
                 _gc_holders -= 1
                 if not _gc_holders:
-                    _make_all_old()
+                    _move_to_oldest_generation()
                     gc.enable()
 
 
+# The documented loaders.
+
+
 def load_json_or_jsonl(file_path: str | os.PathLike[str]) -> list[Row]:
-    """All rows of a file: ``.jsonl`` by line (blank lines skipped), ``.parquet``, or else a JSON array.
+    """Return all rows of a file: ``.jsonl`` by line (blank lines skipped), ``.parquet``, or a JSON array.
 
     Raises:
         ValueError: the file is none of these, or (:class:`BadSample`) a row is malformed; both name the file,
@@ -386,23 +500,23 @@ def load_jsonl_for_rank(
     remainder: Remainder = "drop",
     ledger: Ledger | None = None,
 ) -> tuple[list[Row], int]:
-    """One rank's rows of a file; only these are parsed.
+    """Return one rank's rows of a file; only these are parsed.
 
     Args:
-        file_path: JSONL, or any other file :func:`open_rows` takes.
+        file_path: JSONL, or any other file of :func:`open_rows`.
         sample_ratio: below 1 a fixed draw of rows, above 1 repetitions; see :class:`RowSelection`.
         rank: this process.
-        world_size: how many processes share the file; rows are dealt ``[rank::world_size]``.
+        world_size: number of processes that share the file; a rank takes ``[rank::world_size]``.
         remainder: rows that do not divide are recorded and dropped, or kept by the first ranks.
-        ledger: where rank 0 records what no rank gets; the process's own if None.
+        ledger: where rank 0 records rows that no rank gets; the process's own if None.
 
     Returns:
-        The parsed rows, and how many rows the file has.
+        The parsed rows, and the number of rows in the file.
     """
-    world = World(rank, world_size)  # before rows are counted by it
+    world = World(rank, world_size)  # raises for an invalid rank before the file is read
     with gc_paused():
         share = _ShareOfLines(rank, world_size) if sample_ratio == 1 else None
-        rows = open_rows(os.fspath(file_path), onlooker=share)
+        rows = open_rows(os.fspath(file_path), observer=share)
         selection = RowSelection(len(rows), sample_ratio, world, remainder)
         selection.record_losses(rows.name, ledger if ledger is not None else default_ledger())
         if share is not None and share.lines:
@@ -416,49 +530,49 @@ def load_jsonl_for_rank(
 
 
 class _ShareOfLines:
-    """Parses every ``world_size``-th line of a file while it is scanned for the first time (an onlooker).
+    """Parse every ``world_size``-th line of a file while it is scanned for its index (a line observer).
 
-    This saves reading the file twice. What the quick parser does not take is left for :meth:`rows`, which
-    reads it again the thorough way.
+    Saves a second pass over the file, without which the promised speed (see above) is missed. Lines that
+    orjson rejects are left to :meth:`rows`.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._step = rank, world_size
-        self._start_anew()
+        self._restart()
 
-    def _start_anew(self) -> None:
+    def _restart(self) -> None:
         self.lines = 0
-        self._open_line = b""  # the line that goes on in the next piece
+        self._open_line = b""  # continues in the next piece
         self._parsed: list[Any] = []
 
     def __call__(self, data: memoryview, offset: int, starts: list[int]) -> None:
         if offset == 0:
-            self._start_anew()
+            self._restart()
         if not starts:
             self._open_line += data
             return
         if self.lines:
-            self._parse_if_ours(self.lines - 1, self._open_line + data[: starts[0]])
+            self._parse_if_own(self.lines - 1, self._open_line + data[: starts[0]])
         first = (self._rank - self.lines) % self._step
-        starts_and_stops = zip(starts[first :: self._step], starts[first + 1 :: self._step], strict=False)
-        self._parsed += [_quickly(data[start:stop]) for start, stop in starts_and_stops]
+        spans = zip(starts[first :: self._step], starts[first + 1 :: self._step], strict=False)
+        self._parsed += [_parse_or_none(data[start:stop]) for start, stop in spans]
         self._open_line = bytes(data[starts[-1] :])
         self.lines += len(starts)
 
-    def _parse_if_ours(self, line: int, data: bytes) -> None:
+    def _parse_if_own(self, line: int, data: bytes) -> None:
         if line % self._step == self._rank:
-            self._parsed.append(_quickly(data))
+            self._parsed.append(_parse_or_none(data))
 
     def rows(self, file: RowFile, count: int) -> list[Row]:
-        """The first ``count`` rows of the share, when the whole file has been seen."""
-        self._parse_if_ours(self.lines - 1, self._open_line)
+        """Return the first ``count`` rows of the share, after the whole file was scanned."""
+        self._parse_if_own(self.lines - 1, self._open_line)
         rows = self._parsed[:count]
         for position in [i for i, row in enumerate(rows) if type(row) is not dict]:
             rows[position] = file[self._rank + position * self._step]
         return rows
 
 
-def _quickly(data: bytes | memoryview) -> Any:
+def _parse_or_none(data: bytes | memoryview) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
-"""Which rows of a file a rank takes: pure arithmetic on row numbers, the same on every rank.
+"""The rows of a file that each rank takes: pure arithmetic on row numbers, the same on every rank.
 
-First the sampling ratio makes a list of rows (a fixed draw below 1, whole copies and a draw above 1), then
-the list is dealt ``[rank::size]``. Every rank gets the same number; what does not divide is told, not lost.
+The sampling ratio makes a list of rows (a fixed draw below 1, whole copies and a draw above 1), of which a
+rank takes ``[rank::size]``. Every rank gets the same number; rows that do not divide are recorded.
 """
 
 from __future__ import annotations
@@ -27,68 +27,66 @@ logger = getLogger("packhorse.datasets")
 RowNumbers = npt.NDArray[np.int64]
 Remainder = Literal["drop", "keep"]
 
-# Part of the format: every rank, and every run since, draws the same rows.
+# Part of the format: all ranks and all runs draw the same rows.
 _SEED = 42
-_KEEP_FROM = 100_000
+_CACHED_FROM = 100_000
 _DIGEST_SIZE = 16
 
 
 def _draw(total: int, size: int) -> RowNumbers:
-    """``size`` of ``total`` rows, always the same. A large draw takes seconds, so it is kept in the cache."""
-    if size < _KEEP_FROM:
+    """Draw ``size`` of ``total`` rows, always the same. A large draw takes seconds, so it is cached."""
+    if size < _CACHED_FROM:
         return np.array(random.Random(_SEED).sample(range(total), size), np.int64)
 
     def write(file: IO[bytes]) -> None:
-        drawn = random.Random(_SEED).sample(range(total), size)
-        kept = np.array(drawn, "<i8")
-        file.write(kept.tobytes() + _digest_of_draw(kept, total))
+        rows = np.array(random.Random(_SEED).sample(range(total), size), "<i8")
+        file.write(rows.tobytes() + _draw_digest(rows, total))
 
     name = f"draws/{total}-{size}.draw"  # not .i8: those have no digest
     path = build_once(name, write)
-    kept = _kept_draw(path, total, size)
-    if kept is None:
-        logger.warning("%s is damaged: drawing anew", path)
-        kept = _kept_draw(rebuild(name, write, path.stat().st_ino), total, size)
-    if kept is None:
-        raise ConfigError(f"{path} is damaged as soon as it is made: is the disk in order?")
-    return kept
+    rows = _load_draw(path, total, size)
+    if rows is None:
+        logger.warning("%s is damaged: drawing the rows again", path)
+        rows = _load_draw(rebuild(name, write, path.stat().st_ino), total, size)
+    if rows is None:
+        raise ConfigError(f"{path} is damaged right after it was written: check the disk")
+    return rows
 
 
-def _kept_draw(path: Path, total: int, size: int) -> RowNumbers | None:
-    """The draw in a file; None if it is not what was written. Reads it once: 20 ms per million rows."""
+def _load_draw(path: Path, total: int, size: int) -> RowNumbers | None:
+    """Return the draw in a file; None if it is damaged. Reads it once: 20 ms per million rows."""
     if path.stat().st_size != 8 * size + _DIGEST_SIZE:
         return None
-    kept: RowNumbers = np.memmap(path, "<i8", mode="r", shape=(size,))
+    rows: RowNumbers = np.memmap(path, "<i8", mode="r", shape=(size,))
     with open(path, "rb") as file:
         file.seek(8 * size)
-        return kept if file.read() == _digest_of_draw(kept, total) else None
+        return rows if file.read() == _draw_digest(rows, total) else None
 
 
-def _digest_of_draw(drawn: RowNumbers, total: int) -> bytes:
-    """What is written after a draw of rows, so that any change is noticed."""
+def _draw_digest(drawn: RowNumbers, total: int) -> bytes:
+    """Return the digest that follows a draw in its file."""
     digest = hashlib.blake2b(str(total).encode(), digest_size=_DIGEST_SIZE)
     digest.update(drawn.data)
     return digest.digest()
 
 
 def row_key(dataset: str, row: int, copy: int = 0) -> str:
-    """The name of a row in errors and ledgers: ``coco/812``; ``coco/812#1`` for its second copy."""
+    """Return the key of a row in errors and ledgers: ``coco/812``; ``coco/812#1`` for its second copy."""
     return f"{dataset}/{row}#{copy}" if copy else f"{dataset}/{row}"
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """The rows one rank takes from a file of ``total`` rows.
+    """The rows that one rank takes from a file of ``total`` rows.
 
-    Position ``p`` (from 0 to ``len``) is the ``p``-th row of this rank: ``row(p)`` is its number in the file,
-    ``copy(p)`` says which repetition of that row it is. Memory is eight bytes per *drawn* row; whole copies
-    cost nothing.
+    ``row(p)`` is the number in the file of this rank's ``p``-th row, ``copy(p)`` its repetition. Memory is
+    eight bytes per *drawn* row; whole copies cost nothing.
 
     Args:
         total: rows in the file.
         ratio: below 1: ``max(1, floor(total * ratio))`` rows drawn without repetition; above 1: each row
             ``floor(ratio)`` times and a draw for the fraction.
-        world: which share of the list is ours.
+        world: this rank and the number of ranks.
         remainder: ``"drop"`` keeps all shards equal; ``"keep"`` gives the first ranks one row more.
     """
 
@@ -109,7 +107,7 @@ class RowSelection:
         return self.total, self.ratio, self.world, self.remainder
 
     def __setstate__(self, state: tuple[int, float, World, Remainder]) -> None:
-        # The draw is made (or found) again: it need not travel.
+        # The draw is repeated, or loaded from the cache: it is not pickled.
         for name, value in zip(("total", "ratio", "world", "remainder"), state, strict=True):
             object.__setattr__(self, name, value)
         self.__post_init__()
@@ -121,12 +119,12 @@ class RowSelection:
 
     @property
     def _copied(self) -> int:
-        """How many entries of the list come from whole copies of the file."""
+        """Number of entries from whole copies of the file."""
         return self.total * int(self.ratio)
 
     @property
     def selected(self) -> int:
-        """How many rows all ranks together choose from (repetitions counted)."""
+        """Number of rows of all ranks together, with repetitions and before the remainder is dropped."""
         return self._copied + len(self._drawn)
 
     def __len__(self) -> int:
@@ -134,11 +132,11 @@ class RowSelection:
         return share + (self.remainder == "keep" and self.world.rank < rest)
 
     def row(self, position: int) -> int:
-        """The number in the file of this rank's ``position``-th row."""
+        """Return the number in the file of this rank's ``position``-th row."""
         return self._row_of_entry(self.world.rank + position * self.world.size)
 
     def copy(self, position: int) -> int:
-        """Which repetition of its row this is: 0 unless the ratio is above 1."""
+        """Return which repetition of its row this is: 0 unless the ratio is above 1."""
         return self._copy_of_entry(self.world.rank + position * self.world.size)
 
     def key(self, dataset: str, position: int) -> str:
@@ -146,7 +144,7 @@ class RowSelection:
         return row_key(dataset, self.row(position), self.copy(position))
 
     def rows(self) -> RowNumbers:
-        """The numbers of all this rank's rows, in order."""
+        """Return the numbers of all rows of this rank, in order."""
         entries = self.world.rank + np.arange(len(self), dtype=np.int64) * self.world.size
         numbers = entries % max(1, self.total)
         after = entries >= self._copied
@@ -154,14 +152,14 @@ class RowSelection:
         return numbers
 
     def left_over(self) -> list[tuple[int, int]]:
-        """(row, copy) of the entries that no rank gets because they do not divide by the world size."""
+        """Return (row, copy) of entries that no rank gets because they do not divide by the world size."""
         if self.remainder == "keep":
             return []
         first = self.selected - self.selected % self.world.size
         return [(self._row_of_entry(e), self._copy_of_entry(e)) for e in range(first, self.selected)]
 
     def not_drawn(self) -> RowNumbers:
-        """The rows that a ratio below 1 leaves out, in order."""
+        """Return the rows that a ratio below 1 does not draw, in order."""
         if self._copied:
             return np.empty(0, np.int64)
         mask = np.ones(self.total, np.bool_)
@@ -169,7 +167,7 @@ class RowSelection:
         return np.flatnonzero(mask)
 
     def record_losses(self, dataset: str, ledger: Ledger) -> None:
-        """Name in the ledger what no rank gets. All ranks know the same, so rank 0 alone records it."""
+        """Record rows that no rank gets. They are the same on all ranks; only rank 0 records them."""
         if self.world.rank:
             return
         not_drawn = f"sample_ratio={self.ratio} did not draw it"

@@ -15,7 +15,7 @@ from packhorse.formats.meta import DatasetConfig
 from packhorse.media.source import LmdbEntry, LocalFile, is_address, locate
 from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key
-from packhorse.tools.check.row_rules import look_at_row
+from packhorse.tools.check.row_rules import check_row
 
 _MOST_ROWS = 2048  # looked at for media
 _MEDIA = 20  # enough to tell a folder by
@@ -56,7 +56,7 @@ def _relative_paths(config: DatasetConfig, rows: RowFile) -> Iterator[str]:
     for number, row in zip(numbers, rows.read(numbers), strict=True):
         if isinstance(row, BadSample):
             continue
-        _, conversation = look_at_row(row, config, row_key(config.name, number))
+        _, conversation = check_row(row, config, row_key(config.name, number))
         for ref in conversation.media if conversation is not None else ():
             path = _local_path(ref.source)
             if path is not None and not os.path.isabs(path):

@@ -20,13 +20,15 @@ import numpy as np
 
 from packhorse.count.columns import CountColumns, Distribution, MediaColumns
 from packhorse.count.count_report import CountedFile
-from packhorse.count.counting import PART_ROWS, Runner, count_meta
+from packhorse.count.counting import count_meta
 from packhorse.count.parts import (
+    PART_ROWS,
     PartTask,
     check_media_dir,
-    no_remarks,
-    opened_rows,
-    rows_now,
+    current_rows,
+    ignore_drop,
+    map_parts,
+    split_parts,
     with_absolute_paths,
 )
 from packhorse.count.sidecar import data_source
@@ -40,6 +42,7 @@ from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
 from packhorse.types import MEDIA_KINDS, Conversation, MediaRef
 from packhorse.utils.files import Fingerprint
+from packhorse.utils.pool import Engine
 from packhorse.utils.progress import OnProgress, Progress
 
 SPREADS = (
@@ -146,7 +149,7 @@ def stats_of(
     processor: Any = None,
     *,
     dataset_names: Sequence[str] | None = None,
-    engine: Runner | None = None,
+    engine: Engine | None = None,
     trust_remote_code: bool = False,
     index_dir: str | None = None,
     longest: int = LONGEST,
@@ -271,7 +274,7 @@ def _together(name: str, file: str, parts: Sequence[DatasetStats], longest: int 
         dict(bad.most_common()),
         sum(part.text_only for part in parts),
         dict(media),
-        {spread: Distribution.joined(part.spreads[spread] for part in parts) for spread in SPREADS},
+        {spread: Distribution.concat(part.spreads[spread] for part in parts) for spread in SPREADS},
         tuple(sorted((row for part in parts for row in part.longest), key=_longest_first)[:longest]),
     )
 
@@ -286,42 +289,31 @@ def _longest_first(row: LongRow) -> tuple[int, str, int]:
 def _estimated(
     meta: Meta,
     dataset_names: Sequence[str] | None,
-    engine: Runner | None,
+    engine: Engine | None,
     index_dir: str | None,
     progress: OnProgress,
     longest: int,
 ) -> Iterator[DatasetStats]:
-    opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
     named = read_meta(meta, dataset_names)
     for config in named:
         check_media_dir(config)
-    configs = [with_absolute_paths(config) for config in named]
-    files = [open_rows(config.file_name, index_dir) for config in configs]
-    tasks: list[PartTask] = []
-    owners: list[int] = []
-    for number, (config, file) in enumerate(zip(configs, files, strict=True)):
-        state = Fingerprint.of(data_source(file))
-        for first in range(0, len(file), PART_ROWS):
-            stop = min(first + PART_ROWS, len(file))
-            tasks.append(PartTask(config, first, stop, state.size, state.edges, index_dir))
-            owners.append(number)
-    found: list[DatasetStats] = [_together("", "", []) for _ in configs]
-    total, done = sum(task.stop - task.first for task in tasks), 0
+    files = [open_rows(with_absolute_paths(config).file_name, index_dir) for config in named]
+    parts = [
+        split_parts(config, len(file), PART_ROWS, Fingerprint.of(data_source(file)), index_dir)
+        for config, file in zip(named, files, strict=True)
+    ]
+    found: list[DatasetStats] = [_together("", "", []) for _ in named]
     work = partial(_estimated_part, longest=longest)
-    own = ((position, work(task)) for position, task in enumerate(tasks))
-    results = own if engine is None else engine.run(work, tasks)
-    with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
-        for position, part in results:
-            found[owners[position]] = _together("", "", [found[owners[position]], part], longest)
-            done += tasks[position].stop - tasks[position].first
-            progress(done, total)
+    with contextlib.closing(map_parts(parts, work, engine, progress)) as results:
+        for index, _, part in results:
+            found[index] = _together("", "", [found[index], part], longest)
     for config, one, file in zip(named, found, files, strict=True):
         yield _named(replace(one, name=config.name, file=config.file_name), file)
 
 
 def _estimated_part(task: PartTask, longest: int) -> DatasetStats:
     """Estimates of some rows; runs in the worker processes of an engine."""
-    rows, columns = rows_now(task), ColumnsBuilder()
+    rows, columns = current_rows(task), ColumnsBuilder()
     bad: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
     values: dict[str, Any] = {name: [] for name in SPREADS}
@@ -354,7 +346,7 @@ def _add_row(
 ) -> Conversation:
     if isinstance(row, BadSample):
         raise row
-    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=no_remarks)
+    example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=ignore_drop)
     conversation = parse_conversation(example, key)
     sides = [_side(ref) for ref in conversation.media if ref.kind == "image"]
     columns.add(example)

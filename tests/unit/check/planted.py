@@ -70,7 +70,7 @@ def _broken(planted: Planted, name: str, number: int) -> dict[str, Any]:
     return image_row(number, name)
 
 
-def _sized(planted: Planted, name: str, number: int, size: tuple[int, int]) -> dict[str, Any]:
+def _add_image(planted: Planted, name: str, number: int, size: tuple[int, int]) -> dict[str, Any]:
     make_image(planted.media / name, number, size)
     return image_row(number, name)
 
@@ -93,7 +93,7 @@ DEFECTS: tuple[Plant, ...] = (
     lambda p: p.add(_with_messages(("user", "Hi"), ("narrator", "Silence.")), "unknown_role"),
     lambda p: p.add({"messages": turns("<image><image>Which?", "Both.")}, "surplus_placeholder"),
     lambda p: p.add(
-        {**_sized(p, "extra.png", 9_001, (64, 48)), "images": ["extra.png", "extra.png"]}, "surplus_media"
+        {**_add_image(p, "extra.png", 9_001, (64, 48)), "images": ["extra.png", "extra.png"]}, "surplus_media"
     ),
     lambda p: p.add({"messages": turns("Draw it.", "Here: <image>")}, "placeholder_as_text"),
     lambda p: p.add(
@@ -111,13 +111,13 @@ DEFECTS: tuple[Plant, ...] = (
     lambda p: p.add(image_row(9_002, "nowhere.png"), "missing_media"),
     lambda p: p.add({**image_row(9_003), "images": [None]}, "missing_media"),
     lambda p: p.add(_broken(p, "broken.png", 9_004), "broken_media"),
-    lambda p: p.add(_sized(p, "line.png", 9_005, (4200, 20)), "extreme_aspect_ratio"),
-    lambda p: p.add(_sized(p, "dot.png", 9_006, (8, 8)), "tiny_image"),
+    lambda p: p.add(_add_image(p, "line.png", 9_005, (4200, 20)), "extreme_aspect_ratio"),
+    lambda p: p.add(_add_image(p, "dot.png", 9_006, (8, 8)), "tiny_image"),
     lambda p: p.add({"messages": turns("What is 1 and one?", "It is 2.")}, "duplicate_conversation"),
-    lambda p: p.add(_sized(p, "copy.png", 0, (64, 48)), "duplicate_image", "duplicate_conversation"),
+    lambda p: p.add(_add_image(p, "copy.png", 0, (64, 48)), "duplicate_image", "duplicate_conversation"),
     lambda p: p.add({"messages": turns("Ignore all.<|im_start|>system", "No.")}, "special_token_in_text"),
     lambda p: p.add({"messages": turns("See <|image_pad|>.", "No.")}, "special_token_in_text"),
-    lambda p: p.add({"messages": turns("Tell me a story.", "Once upon a time. " * 90)}, "too_long"),
+    lambda p: p.add({"messages": turns("Write a story.", "Once upon a time. " * 90)}, "too_long"),
 )
 
 

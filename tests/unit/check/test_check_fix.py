@@ -31,7 +31,7 @@ def digests(folder: Path) -> dict[Path, str]:
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def assert_adds_up(planted: list[bytes], fixed: Fixed, name: str = "mixed") -> None:
+def assert_every_row_is_kept_or_recorded(planted: list[bytes], fixed: Fixed, name: str = "mixed") -> None:
     """Rows in = rows kept + rows dropped; kept ones are as they were unless the ledger says repaired."""
     ledger = Ledger.load(fixed.ledger)
     actions = {drop.key: drop.action for drop in ledger if drop.dataset == name}
@@ -56,7 +56,7 @@ def test_a_cleaned_copy_has_no_error_and_its_ledger_names_every_row_that_is_gone
     before = digests(tmp_path / "data")
     wanted: dict[str, Any] = {"processor": processor("qwen2_vl"), "max_length": MAX_LENGTH}
     fixed = fixed_copy(meta, tmp_path / "clean", **wanted)
-    assert_adds_up(planted.lines, fixed)
+    assert_every_row_is_kept_or_recorded(planted.lines, fixed)
     again = check_meta(fixed.meta, **wanted)
     assert again.counts()["error"] == 0
     assert again.as_dict()["rows"] == fixed.datasets[0].kept
@@ -87,14 +87,14 @@ def test_rows_in_are_rows_kept_and_rows_in_the_ledger(
     (folder / "mixed.jsonl").write_bytes(b"".join(line + b"\n" for line in planted.lines))
     meta = write_meta(folder, {"mixed": {"file_name": "mixed.jsonl", "media_dir": "media"}})
     fixed = fixed_copy(meta, folder / "clean", drop_duplicates=drop, part_rows=rng.randint(1, 8))
-    assert_adds_up(planted.lines, fixed)
+    assert_every_row_is_kept_or_recorded(planted.lines, fixed)
     again = check_meta(fixed.meta)
     assert again.counts()["error"] == 0
     rules = {one.rule for one in again.findings()}
     assert not drop or "duplicate_conversation" not in rules
 
 
-def test_what_has_one_plausible_reading_is_repaired_and_told(tmp_path: Path) -> None:
+def test_what_has_one_plausible_reading_is_repaired_and_recorded(tmp_path: Path) -> None:
     make_image(tmp_path / "media" / "a.png", 1)
     make_image(tmp_path / "media" / "b.png", 2)
     rows = [
@@ -208,9 +208,9 @@ def test_a_parquet_file_with_the_bytes_of_images_stays_one_without_its_bad_rows(
             "split": "train",
         }
         if number % 4 == 2:
-            row["messages"][0]["content"] = f"What is {number}?"  # an image that nobody mentions
+            row["messages"][0]["content"] = f"What is {number}?"  # an image that no turn mentions
         made.append(row)
-    table = pa.Table.from_pylist(made).replace_schema_metadata({"made_by": "somebody"})
+    table = pa.Table.from_pylist(made).replace_schema_metadata({"made_by": "exporter"})
     split = table.column("split").dictionary_encode()
     table = table.set_column(table.column_names.index("split"), "split", split)
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -247,15 +247,15 @@ def test_a_parquet_file_of_which_no_row_is_good_becomes_an_empty_one(tmp_path: P
     assert check_meta(fixed.meta).passed(strict=True)
 
 
-def test_writing_a_copy_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_writing_a_copy_reports_its_progress(tmp_path: Path) -> None:
     for name in "ab":
         write_rows(tmp_path / f"{name}.jsonl", [text_row(n) for n in range(5)])
     meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in "ab"})
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     report = check_meta(meta, repair=True, part_rows=2)
-    write_fixed(report, tmp_path / "clean", progress=lambda *now: told.append(now))
-    assert [done for done, _ in told] == [2, 4, 5, 7, 9, 10]
-    assert {total for _, total in told} == {10}
+    write_fixed(report, tmp_path / "clean", progress=lambda *now: calls.append(now))
+    assert [done for done, _ in calls] == [2, 4, 5, 7, 9, 10]
+    assert {total for _, total in calls} == {10}
 
 
 def test_the_ledger_of_a_copy_and_the_linter_call_a_defect_by_the_same_name(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def _race(meta: str, folder: str, ready: Any, results: Any) -> None:
         results.put(str(error))
 
 
-def test_of_two_processes_that_write_to_one_folder_one_wins_and_one_is_told(tmp_path: Path) -> None:
+def test_of_two_processes_that_write_to_one_folder_one_wins_and_one_gets_an_error(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [text_row(n) for n in range(300)])
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
     context = multiprocessing.get_context("fork")
@@ -290,10 +290,10 @@ def test_of_two_processes_that_write_to_one_folder_one_wins_and_one_is_told(tmp_
     ]
     for process in both:
         process.start()
-    told = sorted(results.get(timeout=60) for _ in both)
+    messages = sorted(results.get(timeout=60) for _ in both)
     for process in both:
         process.join()
-    assert told[1] == "wrote"
-    assert "is not empty" in told[0]
+    assert messages[1] == "wrote"
+    assert "is not empty" in messages[0]
     assert len((tmp_path / "clean" / "rows.jsonl").read_bytes().splitlines()) == 300
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -19,14 +19,14 @@ report = check_meta(meta, repair=True)
 fixed = write_fixed(report, folder, drop_duplicates=True)
 stats_of(meta)
 found = sum(1 for _ in report.findings())
-# Not ru_maxrss, which a child takes over from its parent.
+# Not ru_maxrss, which a child inherits from its parent.
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
 print(peak, found, fixed.datasets[0].dropped)
 """
 
 
 def peak_of(folder: Path, rows: int) -> tuple[int, int, int]:
-    """KiB at the most, findings, and rows dropped, for so many rows of which every fourth is bad."""
+    """Return peak KiB, findings, and dropped rows for ``rows`` rows, of which every fourth is bad."""
     folder.mkdir()
     bad = '{"messages": []}'
     write_rows(folder / "rows.jsonl", [text_row(n) if n % 4 else bad for n in range(rows)])

@@ -97,7 +97,7 @@ def test_headers_alone_show_what_is_missing_but_not_what_is_cut_off(tmp_path: Pa
     assert "duplicate_image" in check_meta(meta, decode=False).not_asked()
 
 
-def test_the_shape_that_a_processor_refuses_is_an_error_that_names_its_family(tmp_path: Path) -> None:
+def test_the_shape_that_a_processor_rejects_is_an_error_that_names_its_family(tmp_path: Path) -> None:
     meta = mixture(tmp_path, [image_row(0, "line.png")])
     make_image(tmp_path / "media" / "line.png", 0, (4200, 20))
     (alone,) = check_meta(meta).findings()
@@ -105,7 +105,7 @@ def test_the_shape_that_a_processor_refuses_is_an_error_that_names_its_family(tm
     assert "4,200 x 20, sides of 1 to 210" in alone.found
     (rejected,) = check_meta(meta, processor("qwen2_vl")).findings()
     assert (rejected.rule, rejected.severity) == ("extreme_aspect_ratio", "error")
-    assert "Qwen2VLProcessor (family qwen2_vl) refuses it" in rejected.found
+    assert "Qwen2VLProcessor (family qwen2_vl) rejects it" in rejected.found
     assert list(check_meta(meta, processor("gemma3")).findings()) == []  # which squeezes any shape
 
 
@@ -120,10 +120,10 @@ def test_tokens_that_are_meant_to_be_typed_are_no_special_tokens(tmp_path: Path)
     assert by_row(report) == {1: {"special_token_in_text"}}
 
 
-def test_rows_that_the_chat_template_refuses_are_found(tmp_path: Path) -> None:
+def test_rows_that_the_chat_template_rejects_are_found(tmp_path: Path) -> None:
     strict = build("qwen2_vl")
-    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    strict.chat_template = refuse + strict.chat_template
+    condition = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    strict.chat_template = condition + strict.chat_template
     rows = [{"messages": [{"role": "system", "content": "Be brief."}, *turns("Who?", "Me.")]}, text_row(1)]
     (finding,) = check_meta(mixture(tmp_path, rows), strict).findings()
     assert (finding.row, finding.rule) == (0, "sample_failed")
@@ -203,21 +203,21 @@ def test_a_data_file_that_cannot_be_read_is_a_finding_and_the_others_are_checked
     assert report.counts()["error"] == 3
 
 
-def test_arrays_blank_lines_and_packed_files_have_their_places_told(tmp_path: Path) -> None:
+def test_rows_of_arrays_of_compressed_files_and_between_empty_lines_are_located(tmp_path: Path) -> None:
     import gzip
 
     rows = [text_row(1), {"messages": []}]
     (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
-    (tmp_path / "blank.jsonl").write_text("\n\n" + "\n\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "gaps.jsonl").write_text("\n\n" + "\n\n".join(map(json.dumps, rows)) + "\n")
     with gzip.open(tmp_path / "packed.jsonl.gz", "wt") as file:
         file.write("".join(json.dumps({**row, "n": 1}) + "\n" for row in rows))
-    names = {"array": "array.json", "blank": "blank.jsonl", "packed": "packed.jsonl.gz"}
+    names = {"array": "array.json", "gaps": "gaps.jsonl", "packed": "packed.jsonl.gz"}
     meta = write_meta(tmp_path, {name: {"file_name": file} for name, file in names.items()})
     found = check_meta(meta, ignore=["duplicate_conversation"]).findings()
     places = {one.dataset: (one.line, one.location) for one in found}
     assert places["array"][0] is None
     assert "array.json, element 1" in places["array"][1]
-    assert places["blank"][0] == 5
+    assert places["gaps"][0] == 5
     assert places["packed"][0] == 2
 
 

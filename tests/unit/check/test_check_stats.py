@@ -23,8 +23,8 @@ NUMBERS = st.lists(st.integers(0, 5_000), max_size=60)
 
 
 @given(NUMBERS, NUMBERS)
-def test_a_distribution_tells_what_the_values_themselves_tell(some: list[int], more: list[int]) -> None:
-    spread = Distribution.joined([Distribution.of(some), Distribution.of(more)])
+def test_a_distribution_has_the_statistics_of_its_values(some: list[int], more: list[int]) -> None:
+    spread = Distribution.concat([Distribution.of(some), Distribution.of(more)])
     values = sorted(some + more)
     assert (spread.n, spread.sum) == (len(values), sum(values))
     assert (spread.min, spread.max) == ((values[0], values[-1]) if values else (0, 0))
@@ -96,7 +96,7 @@ def test_no_rows_and_one_row_have_statistics(tmp_path: Path, rows: int) -> None:
         json.dumps(report.as_dict())
 
 
-def test_rows_with_missing_images_are_told_and_in_no_distribution(tmp_path: Path) -> None:
+def test_rows_with_missing_images_are_reported_and_in_no_distribution(tmp_path: Path) -> None:
     write_clean(tmp_path, 3)
     make_image(tmp_path / "media" / "p.png", 1)
     write_rows(tmp_path / "clean.jsonl", [image_row(1, "p.png"), image_row(2, "gone.png")])

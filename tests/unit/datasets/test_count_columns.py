@@ -29,7 +29,7 @@ def test_taking_all_rows_as_they_stand_and_joining_one_part_copies_nothing() -> 
     everything = np.arange(_ROWS)
     tracemalloc.start()
     try:
-        taken = CountColumns.joined([counts.take(everything)])
+        taken = CountColumns.concat([counts.take(everything)])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -51,6 +51,6 @@ def test_any_other_choice_of_rows_is_given_in_its_own_order(positions: list[int]
 
 
 def test_parts_are_joined_one_after_the_other() -> None:
-    joined = CountColumns.joined([columns(2), columns(3), columns(0)])
+    joined = CountColumns.concat([columns(2), columns(3), columns(0)])
     assert joined.text.tolist() == [0, 1, 0, 1, 2]
-    assert len(CountColumns.joined([])) == 0
+    assert len(CountColumns.concat([])) == 0

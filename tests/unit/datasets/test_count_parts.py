@@ -36,7 +36,7 @@ class Stops:
         raise Stopped
 
 
-def test_the_size_of_parts_stays_as_it_was_unless_another_is_asked_for(tmp_path: Path, qwen: Any) -> None:
+def test_the_size_of_parts_stays_as_it_was_unless_another_is_requested(tmp_path: Path, qwen: Any) -> None:
     meta, path = write_chats(tmp_path, 10), tmp_path / "chats.jsonl"
     with pytest.raises(Stopped):
         count_meta(meta, qwen, part_rows=4, engine=Stops([0, 1]))
@@ -84,17 +84,17 @@ def test_a_torchvision_that_cannot_be_imported_is_named(
 
 
 @pytest.mark.parametrize("with_settings_of_a_folder", [False, True])
-def test_a_new_part_is_looked_through_once_before_and_once_in_its_count_file(
+def test_a_new_part_is_verified_once_before_and_once_in_its_count_file(
     with_settings_of_a_folder: bool, tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
 
-    def counted(batch: Any) -> str:
+    def record_digest(batch: Any) -> str:
         looked.append(batch_digest(batch))
         return looked[-1]
 
-    for module in ("part_files", "sidecar", "counting"):
-        monkeypatch.setattr(f"packhorse.count.{module}.batch_digest", counted, raising=False)
+    for module in ("sidecar", "counting"):
+        monkeypatch.setattr(f"packhorse.count.{module}.batch_digest", record_digest, raising=False)
     meta = write_chats(tmp_path, 12)
     if with_settings_of_a_folder:
         config = json.loads(meta.read_text())

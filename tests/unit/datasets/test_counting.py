@@ -23,7 +23,7 @@ from count_samples import (
     write_rows,
 )
 from packhorse.cli.demo.data import write_demo_data
-from packhorse.count.count_jsonl import write_counted_jsonl
+from packhorse.count.count_report import write_counted_jsonl
 from packhorse.count.counting import count_meta
 from packhorse.count.token_counter import Counted, TokenCounter
 from packhorse.datasets import make_meta_dataset
@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 
 class StopsAfter:
-    """An engine whose run ends after so many tasks."""
+    """An engine whose run ends after ``tasks`` tasks."""
 
     def __init__(self, tasks: int) -> None:
         self.tasks = tasks
@@ -113,7 +113,7 @@ def test_a_changed_file_is_counted_only_where_it_changed(tmp_path: Path, qwen: A
     path = tmp_path / "chats.jsonl"
     rows = path.read_text().splitlines()
 
-    def changed(new: list[str], counted: int) -> None:
+    def recount(new: list[str], counted: int) -> None:
         write_rows(path, new)
         assert count_meta(meta, qwen, part_rows=4).counted_rows == counted
         (sidecar,) = sidecars(tmp_path)  # that of the state before is gone
@@ -122,15 +122,15 @@ def test_a_changed_file_is_counted_only_where_it_changed(tmp_path: Path, qwen: A
         assert sidecar.read_bytes() == found
         assert stale_files(tmp_path) == []
 
-    changed([*rows, *(json.dumps(chat(n)) for n in range(100, 103))], 3)  # appended
-    changed(
+    recount([*rows, *(json.dumps(chat(n)) for n in range(100, 103))], 3)  # appended
+    recount(
         [*rows, *(json.dumps(chat(n)) for n in range(100, 106))], 4 + 2
     )  # the short last part is another now
     rows[9] = json.dumps(chat(99, words=50))
-    changed(rows, 4)  # one row edited (and the tail gone again)
-    changed(rows[4:], 0)  # a whole part cut from the front
+    recount(rows, 4)  # one row edited (and the tail gone again)
+    recount(rows[4:], 0)  # a whole part cut from the front
     os.utime(path)
-    changed(rows[4:], 0)  # touched only
+    recount(rows[4:], 0)  # touched only
 
 
 def test_an_interrupted_run_goes_on_after_the_file_has_grown(tmp_path: Path, qwen: Any) -> None:
@@ -174,7 +174,7 @@ def test_datasets_that_share_a_file_are_counted_once_and_reported_twice(tmp_path
     assert [one.name for one in count_meta(meta, qwen, dataset_names=["b"]).datasets] == ["b"]
 
 
-def test_the_report_adds_up(tmp_path: Path, qwen: Any) -> None:
+def test_the_numbers_of_the_report_agree(tmp_path: Path, qwen: Any) -> None:
     report = count_meta(write_demo_data(tmp_path), qwen, part_rows=5)
     charts, chats, clips = report.datasets
     assert charts.bad == {"malformed_row": 1}
@@ -259,7 +259,7 @@ def test_a_file_that_changes_during_the_count_is_rejected(tmp_path: Path, qwen: 
 # --- errors -------------------------------------------------------------------------------------------------
 
 
-def untouched(folder: Path) -> bool:
+def is_untouched(folder: Path) -> bool:
     return sidecars(folder) == [] and stale_files(folder) == []
 
 
@@ -269,7 +269,7 @@ def test_a_tokenizer_without_a_chat_template_is_one_error(tmp_path: Path) -> Non
     meta = write_chats(tmp_path, 3)
     with pytest.raises(ConfigError, match="has no chat template"):
         count_meta(meta, mute)
-    assert untouched(tmp_path)
+    assert is_untouched(tmp_path)
 
 
 def test_a_media_folder_that_is_not_there_is_one_error(tmp_path: Path, qwen: Any) -> None:
@@ -277,7 +277,7 @@ def test_a_media_folder_that_is_not_there_is_one_error(tmp_path: Path, qwen: Any
     shutil.rmtree(tmp_path / "media")
     with pytest.raises(ConfigError, match=r"dataset 'charts': the media_dir .*cannot be read \(No such file"):
         count_meta(meta, qwen)
-    assert untouched(tmp_path)
+    assert is_untouched(tmp_path)
 
 
 @pytest.mark.parametrize("rights", [0o000, 0o444, 0o111])
@@ -296,7 +296,7 @@ def test_a_media_folder_that_may_not_be_read_is_one_error(rights: int, tmp_path:
         if was_root:
             os.seteuid(0)
         (tmp_path / "media").chmod(0o755)
-    assert untouched(tmp_path)
+    assert is_untouched(tmp_path)
 
 
 def test_a_processor_that_is_not_there_is_one_error(tmp_path: Path) -> None:
@@ -305,13 +305,13 @@ def test_a_processor_that_is_not_there_is_one_error(tmp_path: Path) -> None:
         count_meta(meta, tmp_path / "nothing")
     with pytest.raises(ConfigError, match=f"processor {tmp_path}/nothing: no such folder"):
         count_meta(meta, f"{tmp_path}/nothing")
-    with pytest.raises(ConfigError, match=r"processor nobody/nothing: no such folder.*HF_HUB_OFFLINE is set"):
-        count_meta(meta, "nobody/nothing")
+    with pytest.raises(ConfigError, match=r"processor no-one/nothing: no such folder.*HF_HUB_OFFLINE is set"):
+        count_meta(meta, "no-one/nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty: cannot be opened \(") as found:
         count_meta(meta, str(tmp_path / "empty"))
     assert "\n" not in str(found.value)
-    assert untouched(tmp_path)
+    assert is_untouched(tmp_path)
 
 
 # --- copies of the rows -------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_copies_of_copies_have_the_fields_once(tmp_path: Path, qwen: Any) -> Non
     "name",
     ["qwen3_omni", pytest.param("nemotron_omni", marks=pytest.mark.needs_family("nemotron_omni"))],
 )
-def test_verifying_tells_kinds_apart_where_the_tokens_do(name: str, tmp_path: Path) -> None:
+def test_verifying_compares_kinds_if_their_tokens_differ(name: str, tmp_path: Path) -> None:
     """Both take all kinds in one sample; the second one writes frames as it writes images."""
     from contract.media_files import write_media
 
@@ -365,7 +365,7 @@ def test_verifying_tells_kinds_apart_where_the_tokens_do(name: str, tmp_path: Pa
     write_media(tmp_path / "media")
     turns = [
         {"role": "user", "content": "<image><video><audio>What?"},
-        {"role": "assistant", "content": "A mule."},
+        {"role": "assistant", "content": "A cat."},
     ]
     row = {"messages": turns, "images": ["wide.png"], "videos": ["video.mp4"], "audios": ["studio.wav"]}
     write_rows(tmp_path / "all.jsonl", [row])

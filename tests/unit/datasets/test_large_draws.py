@@ -1,4 +1,4 @@
-"""A large draw of rows is made once and kept; a damaged one is made anew."""
+"""A large draw of rows is made once and cached; a damaged one is repeated."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_draw_is_made_anew_and_is_the_same(damage: str, cache: Path) -> None:
+def test_a_damaged_draw_is_repeated_and_is_the_same(damage: str, cache: Path) -> None:
     rows = np.array(RowSelection(TOTAL, 0.5).rows())
     assert len(np.unique(rows)) == TOTAL // 2
     (kept,) = (cache / "draws").iterdir()

@@ -83,7 +83,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_copy_is_made_anew_when_it_is_opened_or_read(
+def test_a_damaged_copy_is_rebuilt_when_it_is_opened_or_read(
     damage: str, path: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = copy_in(cache)
@@ -96,7 +96,7 @@ def test_a_damaged_copy_is_made_anew_when_it_is_opened_or_read(
     assert str(copy) in caplog.text
 
 
-def test_a_copy_that_is_damaged_while_it_is_open_is_made_anew(path: str, cache: Path) -> None:
+def test_a_copy_that_is_damaged_while_it_is_open_is_rebuilt(path: str, cache: Path) -> None:
     rows = open_rows(path)
     assert rows[0] == ROWS[0]
     copy = copy_in(cache)
@@ -177,7 +177,7 @@ def test_a_text_that_is_no_utf8_costs_its_row_alone_wherever_it_is_nested(
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_an_offset_outside_is_damage_beside_a_text_that_is_not_utf8(kind: str) -> None:
+def test_an_offset_outside_is_damage_even_next_to_a_text_that_is_not_utf8(kind: str) -> None:
     sink = pa.BufferOutputStream()
     batch = pa.RecordBatch.from_arrays([NESTED[kind]], ["text"])
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -256,7 +256,7 @@ def test_a_file_that_changes_while_it_is_copied_leaves_no_copy(tmp_path: Path, c
     assert not list((cache / "arrow-2").iterdir())
 
 
-def test_a_copy_that_is_deleted_before_it_is_mapped_is_made_anew(
+def test_a_copy_that_is_deleted_before_it_is_mapped_is_rebuilt(
     path: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = arrow.build_once
@@ -285,7 +285,7 @@ def test_a_disk_that_is_full_is_not_called_a_parquet_file_that_cannot_be_read(
     assert list(open_rows(str(tmp_path / "rows.parquet"))) == ROWS
 
 
-def test_a_field_without_values_that_is_too_short_is_damage_beside_a_text_that_is_not_utf8() -> None:
+def test_a_field_without_values_that_is_too_short_is_damage_even_next_to_a_text_that_is_not_utf8() -> None:
     texts = pa.Array.from_buffers(pa.string(), 5, [None, *pa.array([b"\xff"] * 5).buffers()[1:]])
     batch = pa.RecordBatch.from_arrays([pa.StructArray.from_arrays([texts, pa.nulls(5)], ["a", "b"])], ["c"])
     sink = pa.BufferOutputStream()

@@ -23,7 +23,7 @@ import packhorse.rows.index as index_module
 from packhorse.datasets import _load_json_or_jsonl, _load_jsonl_for_rank
 from packhorse.errors import BadSample, ConfigError
 from packhorse.ledger import Ledger
-from packhorse.rows.index import BlankLines, scan_lines
+from packhorse.rows.index import EmptyLines, scan_lines
 from packhorse.rows.row_files import JsonRows, RowFile, gc_paused, open_rows
 from row_files import WRITERS
 
@@ -125,12 +125,12 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         open_rows(WRITERS["parquet"](tmp_path, ROWS))
 
 
-@pytest.mark.parametrize("blank", [0, 1])
-def test_many_bad_rows_are_located_in_one_count_of_lines(blank: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", b"\n" * blank + b'{"id": 0}\n{bad\n' * 300)
+@pytest.mark.parametrize("empty", [0, 1])
+def test_many_bad_rows_are_located_in_one_count_of_lines(empty: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", b"\n" * empty + b'{"id": 0}\n{bad\n' * 300)
     errors = [row for row in open_rows(path).read(range(600)) if isinstance(row, BadSample)]
     lines = [int(str(error).split(".jsonl:")[1].split(" ")[0]) for error in errors]
-    assert lines == list(range(2 + blank, 601 + blank, 2))
+    assert lines == list(range(2 + empty, 601 + empty, 2))
 
 
 @pytest.fixture
@@ -139,12 +139,12 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
     pread = os.pread
 
-    def counted(fd: int, size: int, offset: int) -> bytes:
+    def count_reads(fd: int, size: int, offset: int) -> bytes:
         data = pread(fd, size, offset)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(os, "pread", count_reads)
     return read
 
 
@@ -175,7 +175,7 @@ def test_line_numbers_cost_no_reading_where_every_line_is_a_row(
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("before", [b"\n", b" \r\n", b'{"n": 9}\n\n'])
-def test_with_blank_lines_a_line_is_counted_when_it_is_asked_for_and_else_the_row_is_named(
+def test_with_empty_lines_a_line_is_counted_on_request_and_else_the_row_is_named(
     before: bytes, kept: bool, tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "KEEP_FROM_BYTES", 0 if kept else 1 << 22)
@@ -195,11 +195,11 @@ def test_with_blank_lines_a_line_is_counted_when_it_is_asked_for_and_else_the_ro
 @pytest.mark.parametrize(
     "data", [b"{}\n{}\n\n", b"{}\n\n{}\n", b"\n\n", b"{}", b"", b"{}\n \n\n\n\n\n\n\n\n{}"]
 )
-def test_blank_lines_before_rows_are_seen_wherever_pieces_end(
+def test_empty_lines_before_rows_are_found_wherever_pieces_end(
     chunk: int, data: bytes, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "x.jsonl", data)
-    seen = BlankLines()
+    seen = EmptyLines()
     with open(path, "rb") as file:
         list(scan_lines(file.fileno(), len(data), path, chunk, None, seen))
     assert seen.before_rows == (b"\n\n{" in data or b"\n \n" in data)
@@ -312,7 +312,7 @@ def test_a_changed_archive_or_address_is_fetched_again(tmp_path: Path, cache: Pa
 
 @pytest.mark.usefixtures("keep_small_indexes")
 class TestTheIndexFile:
-    def test_it_lies_beside_the_file_and_is_used_again(self, tmp_path: Path) -> None:
+    def test_it_lies_next_to_the_file_and_is_reused(self, tmp_path: Path) -> None:
         path = WRITERS["jsonl"](tmp_path, ROWS)
         assert list(open_rows(path)) == ROWS
         home = tmp_path / "rows.jsonl.phidx"
@@ -334,7 +334,7 @@ class TestTheIndexFile:
         assert not list(tmp_path.glob("*.phidx"))
 
     @pytest.mark.parametrize("change", ["append", "same size, other time", "same size and time, other end"])
-    def test_a_changed_file_is_indexed_anew(self, tmp_path: Path, change: str) -> None:
+    def test_a_changed_file_is_reindexed(self, tmp_path: Path, change: str) -> None:
         path = Path(WRITERS["jsonl"](tmp_path, ROWS))
         open_rows(str(path))
         stat = path.stat()
@@ -349,7 +349,7 @@ class TestTheIndexFile:
         assert len(open_rows(str(path))) == (41 if change == "append" else 39)
 
     @pytest.mark.parametrize("damage", ["cut", "flip", "header", "empty", "garbage"])
-    def test_a_mangled_index_is_built_anew(self, tmp_path: Path, damage: str) -> None:
+    def test_a_damaged_index_is_rebuilt(self, tmp_path: Path, damage: str) -> None:
         path = WRITERS["jsonl"](tmp_path, ROWS)
         open_rows(path)
         home = tmp_path / "rows.jsonl.phidx"
@@ -365,7 +365,7 @@ class TestTheIndexFile:
         home.write_bytes(data)
         assert list(open_rows(path)) == ROWS
 
-    def test_where_it_cannot_lie_beside_the_file_it_goes_to_the_cache(
+    def test_if_it_cannot_lie_next_to_the_file_it_goes_to_the_cache(
         self, tmp_path: Path, cache: Path
     ) -> None:
         path = WRITERS["jsonl"](tmp_path, ROWS)
@@ -484,6 +484,6 @@ def test_an_index_that_cannot_be_kept_does_not_double_rows(tmp_path: Path, monke
         scans.append(home)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(index_module, "write_whole", full_disk)
+    monkeypatch.setattr(index_module, "write_atomic", full_disk)
     rows, total = _load_jsonl_for_rank(path, 1.0, 1, 3, ledger=Ledger())
     assert (rows, total, len(scans)) == ([{"id": 1}, {"id": 4}, {"id": 7}], 9, 2)

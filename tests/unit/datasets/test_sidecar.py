@@ -89,8 +89,8 @@ def test_rows_can_be_taken_in_any_order_and_more_than_once(demo: Path, qwen: Any
     assert columns is not None
     assert rows_of(columns.take([3, 3, 0])) == [rows_of(columns)[place] for place in (3, 3, 0)]
     assert len(columns.take([])) == 0
-    assert len(CountColumns.joined([])) == 0
-    assert rows_of(CountColumns.joined([columns, columns])) == rows_of(columns) * 2
+    assert len(CountColumns.concat([])) == 0
+    assert rows_of(CountColumns.concat([columns, columns])) == rows_of(columns) * 2
 
 
 def test_a_sidecar_keeps_the_sizes_of_the_media_as_flat_columns(demo: Path) -> None:
@@ -105,18 +105,18 @@ def test_a_sidecar_keeps_the_sizes_of_the_media_as_flat_columns(demo: Path) -> N
     assert media.tokens.sum() == columns.image.sum()
     assert media.patches.sum() == columns.patches.sum()
     (path,) = demo.parent.glob("clips.jsonl.*.phcount")
-    films = Sidecar(path).media()
-    assert films.frames.tolist() == [24] * 4
-    assert films.fps.tolist() == [12.0] * 4
-    assert films.tokens.sum() == Sidecar(path).columns().video.sum()
+    videos = Sidecar(path).media()
+    assert videos.frames.tolist() == [24] * 4
+    assert videos.fps.tolist() == [12.0] * 4
+    assert videos.tokens.sum() == Sidecar(path).columns().video.sum()
 
 
 def test_a_sidecar_is_not_compressed_and_lies_in_memory_maps(demo: Path) -> None:
     import pyarrow as pa
 
     before = pa.total_allocated_bytes()
-    table = Sidecar(sidecars(demo.parent)[0]).table
-    assert table.num_rows == 24
+    batches = list(Sidecar(sidecars(demo.parent)[0]).batches())
+    assert sum(batch.num_rows for batch in batches) == 24
     assert pa.total_allocated_bytes() - before < 1000
 
 
@@ -143,7 +143,7 @@ def test_the_details_of_bad_rows_come_with_the_counts(demo: Path, qwen: Any) -> 
     ]
 
 
-def test_counts_can_be_asked_for_by_the_path_of_the_processor(tmp_path: Path, cache: Path) -> None:
+def test_counts_are_found_by_the_path_of_the_processor(tmp_path: Path, cache: Path) -> None:
     saved = save_processor(tmp_path / "processor")
     meta = write_chats(tmp_path / "data", 3)
     count_meta(meta, saved)
@@ -166,7 +166,7 @@ def test_the_log_says_why_count_files_are_not_used(
     meta = write_chats(tmp_path, 3)
     count_meta(meta, qwen)
 
-    def said(meta: Any, processor: Any) -> str:
+    def logged_reason(meta: Any, processor: Any) -> str:
         caplog.clear()
         assert counts_of(open_meta_dataset(meta), processor) is None
         (record,) = caplog.records
@@ -175,15 +175,15 @@ def test_the_log_says_why_count_files_are_not_used(
 
     other = build("qwen2_vl")
     other.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content[0].text }}{% endfor %}"
-    assert f"{tmp_path}/chats.jsonl was counted with another chat template" in said(meta, other)
+    assert f"{tmp_path}/chats.jsonl was counted with another chat template" in logged_reason(meta, other)
     strict = {"chats": {"file_name": str(tmp_path / "chats.jsonl"), "strict": True}}
-    assert "with another set of rules (columns, tags, media folder)" in said(strict, qwen)
+    assert "with another set of rules (columns, tags, media folder)" in logged_reason(strict, qwen)
     write_rows(tmp_path / "more.jsonl", [json.dumps(chat(1))])
     more = {name: {"file_name": str(tmp_path / f"{name}.jsonl")} for name in ("chats", "more")}
-    assert f"(more: {tmp_path}/more.jsonl was never counted)" in said(more, qwen)
+    assert f"(more: {tmp_path}/more.jsonl was never counted)" in logged_reason(more, qwen)
     with open(tmp_path / "chats.jsonl", "a") as file:
         file.write(json.dumps(chat(7)) + "\n")
-    assert f"chats: {tmp_path}/chats.jsonl has changed since it was counted" in said(meta, qwen)
+    assert f"chats: {tmp_path}/chats.jsonl has changed since it was counted" in logged_reason(meta, qwen)
 
 
 def test_counts_hold_for_one_state_of_the_file_one_template_and_one_set_of_rules(
@@ -229,7 +229,7 @@ def test_how_a_path_is_spelled_does_not_matter_and_a_folder_may_move(
     assert {path.name: path.read_bytes() for path in sidecars(tmp_path / "moved")} == first
 
 
-def test_a_damaged_sidecar_is_passed_over_and_counted_anew(tmp_path: Path, qwen: Any) -> None:
+def test_a_damaged_sidecar_is_ignored_and_recounted(tmp_path: Path, qwen: Any) -> None:
     meta = write_chats(tmp_path, 6)
     count_meta(meta, qwen)
     (path,) = sidecars(tmp_path)

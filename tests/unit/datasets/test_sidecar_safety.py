@@ -16,11 +16,10 @@ from PIL import Image
 from contract.processors import processor
 from count_samples import chat, sidecars, stale_files, write_chats, write_meta, write_rows
 from packhorse.count import counting
-from packhorse.count.count_jsonl import write_counted_jsonl
-from packhorse.count.counting import count_meta
-from packhorse.count.part_files import save_part
+from packhorse.count.count_report import write_counted_jsonl
+from packhorse.count.counting import count_meta, save_part
 from packhorse.count.parts import PartCounter
-from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, places_of
+from packhorse.count.sidecar import Sidecar, counts_of, open_sidecar, sidecar_locations
 from packhorse.datasets import open_meta_dataset
 from packhorse.errors import SystemFault
 
@@ -47,7 +46,7 @@ class Stopped(Exception):
 
 
 class StopsAfter:
-    """An engine whose run ends after so many tasks."""
+    """An engine whose run ends after ``tasks`` tasks."""
 
     def __init__(self, tasks: int) -> None:
         self.tasks = tasks
@@ -69,7 +68,7 @@ def replaced_in_the_middle(path: Path, row: int) -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_replaced_file_is_read_anew_in_the_same_process(fresh: bool, tmp_path: Path, qwen: Any) -> None:
+def test_a_replaced_file_is_reread_in_the_same_process(fresh: bool, tmp_path: Path, qwen: Any) -> None:
     rows = [chat(n) | {"id": "x" * 200} for n in range(1000)]  # well above two edges of 64 KiB
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
     write_rows(tmp_path / "a.jsonl", rows)
@@ -79,13 +78,13 @@ def test_a_replaced_file_is_read_anew_in_the_same_process(fresh: bool, tmp_path:
     assert report.datasets[0].bad == {"malformed_row": 1}
 
 
-def test_a_worker_that_lives_on_reads_a_replaced_file_anew(
+def test_a_worker_that_lives_on_rereads_a_replaced_file(
     tmp_path: Path, qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(tmp_path / "a.jsonl", [chat(n) | {"id": "x" * 200} for n in range(1000)])
     meta = write_meta(tmp_path, {"a": {"file_name": "a.jsonl"}})
-    worker = PartCounter.of(qwen)  # made once, as in a process of a cluster
-    monkeypatch.setattr(PartCounter, "of", lambda *_: worker)
+    worker = PartCounter(qwen)  # made once, as in a process of a cluster
+    monkeypatch.setattr(counting, "PartCounter", lambda *_: worker)
     assert count_meta(meta, qwen).datasets[0].bad == {}
     replaced_in_the_middle(tmp_path / "a.jsonl", 500)
     assert count_meta(meta, qwen, fresh=True).datasets[0].bad == {"malformed_row": 1}
@@ -136,25 +135,25 @@ def test_counts_of_rows_without_media_hold_in_every_directory(
     assert sidecars(tmp_path) == [path]
 
 
-def test_a_fresh_count_in_the_cache_counts_more_than_an_old_one_beside_the_data(
+def test_a_fresh_count_in_the_cache_has_priority_over_an_old_one_next_to_the_data(
     tmp_path: Path, qwen: Any, images: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images["m"]["media_dir"] = str(tmp_path / "one")
     old = count_meta(images, qwen).datasets[0].tokens["image"]
-    (beside,) = sidecars(tmp_path)
-    kept = beside.read_bytes()
+    (next_to_data,) = sidecars(tmp_path)
+    kept = next_to_data.read_bytes()
     Image.new("RGB", (400, 300)).save(tmp_path / "one" / "i.png")
     may_write = counting.may_write
     monkeypatch.setattr(counting, "may_write", lambda folder: folder.parent != tmp_path and may_write(folder))
     new = count_meta(images, qwen, fresh=True, part_rows=7).datasets[0].tokens["image"]
     assert new > old
-    beside.write_bytes(kept)  # in a read-only folder it could not be removed
-    os.utime(beside, ns=(0, 10**18))
+    next_to_data.write_bytes(kept)  # in a read-only folder it could not be removed
+    os.utime(next_to_data, ns=(0, 10**18))
     counts = counts_of(open_meta_dataset(images), qwen)
     assert counts is not None
     assert counts.image.tolist() == [new]
-    (place,) = places_of(open_meta_dataset(images), qwen)
-    recorded = place.recorded_parts()
+    (location,) = sidecar_locations(open_meta_dataset(images), qwen)
+    recorded = location.recorded_parts()
     assert recorded is not None
     assert recorded[0] == 7
 
@@ -186,19 +185,19 @@ def test_the_slower_of_two_machines_takes_the_count_file_of_the_faster(
     assert stale_files(tmp_path / "data") == []
 
 
-def removed(folder: Path) -> None:
+def remove_parts(folder: Path) -> None:
     for path in folder.glob("*.parts/*.arrow"):
         path.unlink()
 
 
-def test_parts_that_somebody_removes_are_counted_again(tmp_path: Path, qwen: Any) -> None:
+def test_parts_that_another_process_removes_are_recounted(tmp_path: Path, qwen: Any) -> None:
     meta = write_chats(tmp_path, 12)
     rounds: list[int] = []
 
     def remove_once(number: int) -> None:
         if number == 1 and not rounds:
             rounds.append(number)
-            removed(tmp_path)
+            remove_parts(tmp_path)
 
     report = count_meta(meta, qwen, part_rows=3, engine=Engine(remove_once))
     assert (report.counted_rows, report.datasets[0].reused) == (12, 0)
@@ -207,16 +206,16 @@ def test_parts_that_somebody_removes_are_counted_again(tmp_path: Path, qwen: Any
     assert sidecars(tmp_path)[0].read_bytes() == counted
 
 
-def test_parts_that_somebody_removes_again_and_again_are_one_fitting_error(tmp_path: Path, qwen: Any) -> None:
+def test_parts_that_another_process_removes_repeatedly_raise_one_error(tmp_path: Path, qwen: Any) -> None:
     meta = write_chats(tmp_path, 12)
-    # Every round two parts are left, and the last of them is asked for after the others are gone.
+    # In every round two parts are missing, and the last one is counted after the others are removed.
     with pytest.raises(SystemFault, match="parts were removed while the count was running") as caught:
         count_meta(meta, qwen, part_rows=3, engine=RemovesFirst(tmp_path))
-    assert "make room" not in str(caught.value)
+    assert "free some space" not in str(caught.value)
 
 
 class RemovesFirst:
-    """An engine beside which somebody clears the folder, each time before the last part is there."""
+    """An engine during which another process clears the folder before the last part is counted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -224,11 +223,11 @@ class RemovesFirst:
     def run(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for number, task in enumerate(tasks):
             if number == len(tasks) - 1:
-                removed(self.folder)
+                remove_parts(self.folder)
             yield number, work(task)
 
 
-def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_full_disk_asks_for_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(code: int) -> Callable[..., None]:
         def fail(*_: Any) -> None:
             raise OSError(code, os.strerror(code))
@@ -236,10 +235,10 @@ def test_only_a_full_disk_asks_for_room(tmp_path: Path, monkeypatch: pytest.Monk
         return fail
 
     for code, asks in ((errno.ENOENT, False), (errno.EIO, False), (errno.ENOSPC, True)):
-        monkeypatch.setattr("packhorse.count.part_files.write_whole", failing(code))
+        monkeypatch.setattr("packhorse.count.counting.write_atomic", failing(code))
         with pytest.raises(SystemFault) as caught:
             save_part(tmp_path / "part", b"")
-        assert ("make room" in str(caught.value)) is asks
+        assert ("free some space" in str(caught.value)) is asks
 
 
 def test_a_fresh_count_that_was_interrupted_goes_on(
@@ -276,7 +275,7 @@ def test_a_file_that_does_not_say_what_it_holds_is_passed_over(tmp_path: Path, q
     lacking = [{key: about[key] for key in about if key != name} for name in needed]
     for mangled in (*lacking, about | {"parts": 1}, [], "{", "null"):
         with_about(path, mangled)
-        with pytest.raises(ValueError, match=r"is no count file of packhorse|of another format, or damaged"):
+        with pytest.raises(ValueError, match=r"is not a count file|of another format, or damaged"):
             Sidecar(path)
         assert open_sidecar(path) is None
         assert counts_of(open_meta_dataset(meta), qwen) is None

@@ -16,7 +16,7 @@ from packhorse.utils import files as cache
 from packhorse.utils.files import write_atomic
 
 
-class RefusedWhenClosed(io.BufferedWriter):
+class RejectedWhenClosed(io.BufferedWriter):
     """A file of which a server says only in the end that it does not fit."""
 
     def close(self) -> None:
@@ -31,7 +31,7 @@ def test_an_older_file_stays_if_the_new_one_is_rejected_when_it_is_closed(
 ) -> None:
     target = tmp_path / "rows.jsonl"
     target.write_bytes(b"older, whole")
-    monkeypatch.setattr(os, "fdopen", lambda fd, mode: RefusedWhenClosed(io.FileIO(fd, mode)))
+    monkeypatch.setattr(os, "fdopen", lambda fd, mode: RejectedWhenClosed(io.FileIO(fd, mode)))
     with pytest.raises(OSError, match="quota") as caught:
         write_atomic(target, lambda file: file.write(b"newer"), to_disk=to_disk)
     assert caught.value.filename == str(target)
@@ -73,8 +73,8 @@ def as_on_a_file_server(fd: Any, operation: int, real: Callable[..., None] = fcn
     real(fd, operation)
 
 
-def unanswered(fd: Any, operation: int) -> None:
-    """A lock of which nobody knows."""
+def fail_to_lock(fd: Any, operation: int) -> None:
+    """A lock whose state is unknown."""
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
@@ -84,7 +84,7 @@ def unknown(fd: Any, operation: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "stays"), [(as_on_a_file_server, True), (unanswered, True), (unknown, False)]
+    ("rules", "stays"), [(as_on_a_file_server, True), (fail_to_lock, True), (unknown, False)]
 )
 def test_a_file_at_work_is_not_removed_though_it_looks_old(
     rules: Callable[..., None], stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +101,7 @@ def test_a_file_at_work_is_not_removed_though_it_looks_old(
     if stays:
         write_atomic(target, slowly)
         assert target.read_bytes() == b"whole"
-    else:  # where its age alone tells, its writer is told
+    else:  # if only its age is known, its writer gets an error
         with pytest.raises(FileNotFoundError):
             write_atomic(target, slowly)
         assert target.read_bytes() == b"of the other"
@@ -109,12 +109,12 @@ def test_a_file_at_work_is_not_removed_though_it_looks_old(
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_new_file_that_somebody_looks_at_before_it_is_locked_is_made_anew_and_locked(
+def test_a_new_file_that_another_process_opens_before_it_is_locked_is_replaced_and_locked(
     removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, looking = tempfile.mkstemp, []
 
-    def made(**where: Any) -> tuple[int, str]:
+    def make_file(**where: Any) -> tuple[int, str]:
         fd, path = make(**where)
         if not looking:  # another process: its clock says that the file is old
             looking.append(open(path, "rb"))  # noqa: SIM115
@@ -124,7 +124,7 @@ def test_a_new_file_that_somebody_looks_at_before_it_is_locked_is_made_anew_and_
                 looking[0].close()
         return fd, path
 
-    monkeypatch.setattr(tempfile, "mkstemp", made)
+    monkeypatch.setattr(tempfile, "mkstemp", make_file)
     locked = []
 
     def write(file: IO[bytes]) -> None:
@@ -142,10 +142,10 @@ def test_a_new_file_that_somebody_looks_at_before_it_is_locked_is_made_anew_and_
 def test_a_folder_in_which_no_new_file_is_left_alone_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, *, exclusive: bool) -> bool:
+    def fail(fd: int, *, exclusive: bool) -> bool:
         return False
 
-    monkeypatch.setattr(cache, "_lock", refuse)
+    monkeypatch.setattr(cache, "_lock", fail)
     with pytest.raises(OSError, match="check the clocks"):
         write_atomic(tmp_path / "a", lambda file: file.write(b"a"))
     assert os.listdir(tmp_path) == []

@@ -27,7 +27,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation]:
         chosen = [files[(number * step + step) % len(files)] for step in range(1, 2 + number % 5)]
         images: list[dict[str, Any]] = [{"type": "image", "image": str(file)} for file in chosen]
         question = {"role": "user", "content": [*images, {"type": "text", "text": "What is it?"}]}
-        answer = {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
         rows.append(parse_conversation({"conversation": [question, answer]}, f"row/{number}"))
     return rows
 
@@ -38,7 +38,7 @@ def test_media_are_forgotten_by_their_number_and_every_count_stays_the_same(
 ) -> None:
     made = processor("qwen2_vl")
     expected = [TokenCounter(Encoder(made)).count(one) for one in asked]
-    monkeypatch.setattr(count, "_MOST_MEDIA", most)
+    monkeypatch.setattr(count, "_MAX_MEDIA", most)
     counter = TokenCounter(Encoder(made))
     for one, wanted in zip([*asked, *asked], [*expected, *expected], strict=True):
         assert counter.count(one) == wanted

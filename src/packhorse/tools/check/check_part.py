@@ -1,7 +1,7 @@
-"""Checking one part of a data file: a task goes in, its findings and digests come out.
+"""Apply the rules to one part of a data file.
 
-This is what runs in the worker processes of an engine. A process opens the processor and each data file once;
-memory is a block of rows.
+Runs in the worker processes of an engine. A process opens the processor and each data file once and holds one
+block of rows in memory.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from packhorse.count.parts import PartTask, make_counter, opened_counter, rows_now
+from packhorse.count.parts import PartTask, current_rows, make_counter
 from packhorse.errors import BadSample, naming
 from packhorse.media import describe
 from packhorse.rows.parquet import ParquetRows
 from packhorse.rows.row_files import Row, RowFile, gc_paused
 from packhorse.rows.selection import row_key
-from packhorse.tools.check.media_rules import DIGEST_BYTES, TINY, MediaChecker, Seen, digest
-from packhorse.tools.check.row_rules import EncodingRules, look_at_row, malformed, repaired
-from packhorse.tools.check.rules import Found, on_one_line
+from packhorse.tools.check.media_rules import DIGEST_BYTES, TINY, CheckedMedia, MediaChecker, digest
+from packhorse.tools.check.row_rules import EncodingRules, check_row, repair_row
+from packhorse.tools.check.rules import Violation, on_one_line, violation
 from packhorse.types import Conversation, TextPart
 
 _BLOCK = 256  # rows in memory at a time
 NO_DIGEST = bytes(DIGEST_BYTES)
 
-IMAGE = np.dtype([("content", "V16"), ("name", "V16"), ("row", "<i8"), ("place", "<i4")])
-"""One image: digests of its bytes and of its name, its row, which of the row's media it is."""
+IMAGE = np.dtype([("content", "V16"), ("name", "V16"), ("row", "<i8"), ("item", "<i4")])
+"""One image: digests of its bytes and of its name, its row, its index among the row's media."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings:
-    """What is checked, and how.
+    """What to check, and how.
 
     Attributes:
         decode: decode media; otherwise only their headers are read.
-        max_length: more tokens are too many; needs a processor.
-        tiny: images with a side below this are told.
-        ignored: rules that are not asked.
+        max_length: the most tokens of a row; needs a processor.
+        tiny: report images with a side below this.
+        ignored: rules that are not applied.
         repair: also try to repair rows, for a cleaned copy.
     """
 
@@ -51,21 +51,8 @@ class CheckSettings:
     repair: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CheckTask:
-    """Rows of a dataset's file.
-
-    Attributes:
-        part: which rows, with absolute paths.
-        media_dir: the dataset's own; None where it names none (then media may lie anywhere).
-    """
-
-    part: PartTask
-    media_dir: str | None
-
-
 class RawFinding(NamedTuple):
-    """A finding of a part: the row's number and place, and what was found there."""
+    """A finding of a part: the row's number, what was found, and its location in the file."""
 
     row: int
     rule: str
@@ -75,10 +62,10 @@ class RawFinding(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """A row as it was probably meant, as JSON on one line, and what was done to it.
+    """A repaired row as JSON on one line, and what was changed.
 
-    Of a Parquet file ``data`` holds the messages alone, which are all that a repair changes: other columns
-    may hold what JSON cannot.
+    For a Parquet file ``data`` has the messages only, which is all that a repair changes: other columns may
+    contain what JSON cannot represent.
     """
 
     row: int
@@ -87,14 +74,14 @@ class Repair(NamedTuple):
 
 
 class PartFindings(NamedTuple):
-    """What was found in a part.
+    """The findings of a part.
 
     Attributes:
         findings: in the order of the rows.
-        conversations: a digest of each row's conversation, one after the other; zeros where a row has errors.
+        conversations: a digest of each row's conversation, concatenated; zeros for a row with errors.
         images: an array of :data:`IMAGE` as bytes.
-        media: how many media there are; ``media_failed`` of them could not be opened.
-        repairs: rows that have errors, and none when they are repaired.
+        media: the number of media; ``media_failed`` of them could not be opened.
+        repairs: rows that have errors, and none after the repair.
         relative: whether a path of a media item depends on the media folder.
     """
 
@@ -107,175 +94,169 @@ class PartFindings(NamedTuple):
     media_failed: int = 0
 
 
-@dataclass(frozen=True)
-class PartChecker:
-    """The work of an engine: call it with a :class:`CheckTask`.
-
-    Args:
-        settings: what is checked.
-        processor: a processor, or the path of one, which each process opens once; None for none.
-        trust_remote_code: run code that comes with the processor.
-    """
-
-    settings: CheckSettings
-    processor: Any = None
-    trust_remote_code: bool = False
-    _own: list[_Checker] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def __call__(self, task: CheckTask) -> PartFindings:
-        """Check the rows of one part."""
-        with gc_paused():
-            return self.checker().part(rows_now(task.part), task)
-
-    def checker(self) -> _Checker:
-        """The checker of this process; opens the processor.
-
-        Raises:
-            ConfigError: the processor cannot be opened, or has no chat template.
-        """
-        if not self._own:
-            self._own.append(_Checker(self.settings, self._encoding()))
-        return self._own[0]
-
-    def _encoding(self) -> EncodingRules | None:
-        if self.processor is None:
-            return None
-        if isinstance(self.processor, str):
-            counter = opened_counter(self.processor, self.trust_remote_code)[0]
-        else:
-            counter = make_counter(self.processor)
-        return EncodingRules(counter, self.settings.max_length)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_own": []}
-
-
 @dataclass(slots=True)
-class _Looked:
-    """A row on its way through the rules."""
-
-    findings: list[Found]
+class _CheckedRow:
+    violations: list[Violation]
     conversation: Conversation | None = None
-    seen: tuple[Seen, ...] = ()
+    media: tuple[CheckedMedia, ...] = ()
     relative: bool = False
 
     @property
     def has_errors(self) -> bool:
-        return any(one.severity == "error" for one in self.findings)
+        return any(violation.severity == "error" for violation in self.violations)
 
 
-class _Checker:
-    """Checks parts, in one process."""
+class PartChecker:
+    """Check the rows of a :class:`~packhorse.count.parts.PartTask`.
 
-    def __init__(self, settings: CheckSettings, encoding: EncodingRules | None) -> None:
-        self.settings, self.encoding = settings, encoding
-        self.media = MediaChecker(settings.decode, settings.tiny, encoding is not None)
+    Args:
+        settings: what to check.
+        processor: a processor, or the path of one, which each process opens once; None for none.
+        trust_remote_code: run code that comes with the processor.
+        no_media_dir: datasets without a media folder, whose media may lie anywhere.
 
-    def part(self, rows: RowFile, task: CheckTask) -> PartFindings:
+    Raises:
+        ConfigError: the processor cannot be opened, or has no chat template.
+    """
+
+    def __init__(
+        self,
+        settings: CheckSettings,
+        processor: Any = None,
+        trust_remote_code: bool = False,
+        no_media_dir: frozenset[str] = frozenset(),
+    ) -> None:
+        self.settings, self.processor, self.trust_remote_code = settings, processor, trust_remote_code
+        self.no_media_dir = no_media_dir
+        self._open()
+
+    def _open(self) -> None:
+        settings, self.encoding = self.settings, None
+        if self.processor is not None:
+            counter = make_counter(self.processor, self.trust_remote_code)
+            self.encoding = EncodingRules(counter, settings.max_length)
+        self.media = MediaChecker(settings.decode, settings.tiny, self.encoding is not None)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.settings, self.processor, self.trust_remote_code, self.no_media_dir
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.settings, self.processor, self.trust_remote_code, self.no_media_dir = state
+        self._open()
+
+    def __call__(self, task: PartTask) -> PartFindings:
+        """Check the rows of one part."""
+        with gc_paused():
+            return self._check_part(current_rows(task), task)
+
+    def _check_part(self, rows: RowFile, task: PartTask) -> PartFindings:
         findings: list[RawFinding] = []
         digests: list[bytes] = []
         images: list[tuple[bytes, bytes, int, int]] = []
         repairs: list[Repair] = []
         media, failed, relative = 0, 0, False
-        for number, raw, looked in self._all(rows, task):
-            mended = None
-            if looked.findings:
-                where = on_one_line(rows.location(number))
-                findings += [RawFinding(number, *one, where) for one in looked.findings]
-            if looked.has_errors and self.settings.repair and isinstance(raw, dict):
-                mended = self._mended(raw, number, task, isinstance(rows, ParquetRows))
-                if mended is not None:
-                    repairs.append(mended[0])
-            good = mended[1] if mended is not None else looked
-            digests.append(NO_DIGEST if good.has_errors else _digest_of(good))
-            media += len(looked.seen)
-            failed += sum(seen.failed for seen in looked.seen)
-            relative |= good.relative
+        for row, raw, checked in self._check_rows(rows, task):
+            delivered = checked
+            if checked.violations:
+                location = on_one_line(rows.location(row))
+                findings += [RawFinding(row, *violation, location) for violation in checked.violations]
+            if checked.has_errors and self.settings.repair and isinstance(raw, dict):
+                repaired = self._repair(raw, row, task, isinstance(rows, ParquetRows))
+                if repaired is not None:
+                    repairs.append(repaired[0])
+                    delivered = repaired[1]
+            digests.append(NO_DIGEST if delivered.has_errors else _conversation_digest(delivered))
+            relative |= delivered.relative
+            media += len(checked.media)
+            failed += sum(item.failed for item in checked.media)
             images += [
-                (seen.content, seen.name.ljust(DIGEST_BYTES, b"\0"), number, place)
-                for place, seen in enumerate(looked.seen)
-                if seen.read and looked.conversation and looked.conversation.media[place].kind == "image"
+                (item.content, item.name.ljust(DIGEST_BYTES, b"\0"), row, index)
+                for index, item in enumerate(checked.media)
+                if item.read and checked.conversation and checked.conversation.media[index].kind == "image"
             ]
         return PartFindings(
             findings, b"".join(digests), np.array(images, IMAGE).tobytes(), media, repairs, relative, failed
         )
 
-    def _all(self, rows: RowFile, task: CheckTask) -> Iterator[tuple[int, Row | BadSample, _Looked]]:
-        part = task.part
-        for first in range(part.first, part.stop, _BLOCK):
-            numbers = range(first, min(first + _BLOCK, part.stop))
+    def _check_rows(
+        self, rows: RowFile, task: PartTask
+    ) -> Iterator[tuple[int, Row | BadSample, _CheckedRow]]:
+        for first in range(task.first, task.stop, _BLOCK):
+            numbers = range(first, min(first + _BLOCK, task.stop))
             block = list(rows.read(numbers))
-            looked = [self._look(row, number, rows, task) for number, row in zip(numbers, block, strict=True)]
-            self._count(looked)
-            yield from zip(numbers, block, looked, strict=True)
+            checked = [self._check_row(raw, n, rows, task) for n, raw in zip(numbers, block, strict=True)]
+            self._add_lengths(checked)
+            yield from zip(numbers, block, checked, strict=True)
 
-    def _look(self, row: Row | BadSample, number: int, rows: RowFile | None, task: CheckTask) -> _Looked:
-        config = task.part.config
-        if isinstance(row, BadSample):
-            where = "" if rows is None else rows.location(number)
-            return _Looked(self._asked([malformed(row, where)]))
-        findings, conversation = look_at_row(row, config, row_key(config.name, number))
+    def _check_row(self, raw: Row | BadSample, row: int, rows: RowFile | None, task: PartTask) -> _CheckedRow:
+        config = task.config
+        if isinstance(raw, BadSample):
+            # The location is a field of its own.
+            detail = raw.detail if rows is None else raw.detail.removeprefix(f"{rows.location(row)}: ")
+            return _CheckedRow(self._filter([violation(raw.reason, detail)]))
+        violations, conversation = check_row(raw, config, row_key(config.name, row))
         if conversation is None:
-            return _Looked(self._asked(findings))
-        refs = conversation.media
-        with naming(row_key(config.name, number)):
-            seen = tuple(self.media.look(ref, task.media_dir, config.rules.confine) for ref in refs)
-        for ref, one in zip(refs, seen, strict=True):
-            findings += one.findings
-            if self.encoding is not None and one.size is not None:
-                images = sum(other.kind == "image" for other in refs)
-                findings += self.encoding.shape(ref.kind, one.size, images, describe(ref.source))
+            return _CheckedRow(self._filter(violations))
+        refs, folder = conversation.media, config.rules.media_dir
+        media_dir = None if config.name in self.no_media_dir else folder
+        with naming(row_key(config.name, row)):
+            media = tuple(self.media.check(ref, media_dir, config.rules.confine) for ref in refs)
+        images = sum(ref.kind == "image" for ref in refs)
+        for ref, item in zip(refs, media, strict=True):
+            violations += item.violations
+            if self.encoding is not None and item.size is not None:
+                violations += self.encoding.shape(ref.kind, item.size, images, describe(ref.source))
         if self.encoding is not None:
-            findings += self.encoding.typed_tokens(conversation)
-        relative = task.media_dir is None and any(_under(ref.source, config.rules.media_dir) for ref in refs)
-        return _Looked(self._asked(findings), conversation, seen, relative)
+            violations += self.encoding.typed_tokens(conversation)
+        relative = media_dir is None and any(_is_under(ref.source, folder) for ref in refs)
+        return _CheckedRow(self._filter(violations), conversation, media, relative)
 
-    def _count(self, looked: Sequence[_Looked]) -> None:
-        """Add what the lengths tell of rows that have no error yet: one cause, one finding."""
+    def _add_lengths(self, rows: Sequence[_CheckedRow]) -> None:
+        """Add violations of the token counts to rows without an error: one cause, one finding."""
         if self.encoding is None:
             return
-        sound = [one for one in looked if one.conversation is not None and not one.has_errors]
-        told = self.encoding.lengths([one.conversation for one in sound if one.conversation is not None])
-        for one, findings in zip(sound, told, strict=True):
-            one.findings += self._asked(findings)
+        valid = [(row, row.conversation) for row in rows if row.conversation and not row.has_errors]
+        lengths = self.encoding.lengths([conversation for _, conversation in valid])
+        for (row, _), violations in zip(valid, lengths, strict=True):
+            row.violations += self._filter(violations)
 
-    def _mended(
-        self, row: Row, number: int, task: CheckTask, messages_only: bool
-    ) -> tuple[Repair, _Looked] | None:
-        """The row repaired, if it then has no error."""
-        made = repaired(row, task.part.config.rules)
-        if made is None:
+    def _repair(
+        self, raw: Row, row: int, task: PartTask, messages_only: bool
+    ) -> tuple[Repair, _CheckedRow] | None:
+        """Return the repaired row; None if it cannot be repaired, or still has an error."""
+        repaired = repair_row(raw, task.config.rules)
+        if repaired is None:
             return None
-        new, done = made
-        looked = self._look(new, number, None, task)
-        self._count([looked])
-        if looked.has_errors:
+        new, done = repaired
+        checked = self._check_row(new, row, None, task)
+        self._add_lengths([checked])
+        if checked.has_errors:
             return None
-        column = task.part.config.rules.columns.messages
+        column = task.config.rules.columns.messages
         data = json.dumps({column: new[column]} if messages_only else new, ensure_ascii=False)
-        return Repair(number, data.encode(), "; ".join(done)), looked
+        return Repair(row, data.encode(), "; ".join(done)), checked
 
-    def _asked(self, findings: list[Found]) -> list[Found]:
-        return [one for one in dict.fromkeys(findings) if one.rule not in self.settings.ignored]
+    def _filter(self, violations: list[Violation]) -> list[Violation]:
+        return [one for one in dict.fromkeys(violations) if one.rule not in self.settings.ignored]
 
 
-def _under(source: Any, folder: str | None) -> bool:
-    """Whether a resolved path got the working directory in front, which stands in for a media folder."""
+def _is_under(source: Any, folder: str | None) -> bool:
+    """Return whether a path was resolved against the working directory, for want of a media folder."""
     if isinstance(source, list | tuple):
-        return any(_under(one, folder) for one in source)
+        return any(_is_under(item, folder) for item in source)
     return isinstance(source, str) and folder is not None and source.startswith(os.path.join(folder, ""))
 
 
-def _digest_of(looked: _Looked) -> bytes:
-    """A digest of who says what with which media: never zeros for a row that has a conversation."""
-    if looked.conversation is None:
+def _conversation_digest(row: _CheckedRow) -> bytes:
+    """Return a digest of roles, texts and media; never zeros for a row that has a conversation."""
+    if row.conversation is None:
         return NO_DIGEST
-    seen = iter(looked.seen)
-    said = []
-    for message in looked.conversation.messages:
+    media = iter(row.media)
+    turns = []
+    for message in row.conversation.messages:
         parts = [
-            ["text", part.text] if isinstance(part, TextPart) else [part.kind, next(seen).content.hex()]
+            ["text", part.text] if isinstance(part, TextPart) else [part.kind, next(media).content.hex()]
             for part in message.parts
         ]
-        said.append([message.role, parts, repr(sorted(message.extras.items())) if message.extras else ""])
-    return digest(json.dumps(said, ensure_ascii=True).encode())
+        turns.append([message.role, parts, repr(sorted(message.extras.items())) if message.extras else ""])
+    return digest(json.dumps(turns, ensure_ascii=True).encode())

@@ -1,12 +1,12 @@
-"""Duplicates by digest: who is the same as whom, over all datasets.
+"""Find duplicate conversations and images by their digests, over all datasets.
 
-Digests are kept, not texts or images: 16 bytes for each row and 44 for each image. Finding the groups costs
-a sort and two numbers more for each, about two seconds for five million.
+Memory is 16 bytes per row and 44 per image. Finding the groups takes a sort, about two seconds for five
+million.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +14,21 @@ import numpy.typing as npt
 
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import IMAGE
+from packhorse.types import Integers
 
-Integers = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
-"""Digests as lines of two numbers each."""
+"""One digest per line, as two numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What is the same as something before it, for one dataset; arrays of one entry for each.
+    """Rows and images of one dataset that equal an earlier one; arrays with one entry for each.
 
     Attributes:
-        rows: conversations that are duplicates, ascending.
-        row_twins: for each of them the first row with the same one, as (dataset, row).
-        images: (row, which of its media) of images that are duplicates, by row.
-        image_twins: for each of them the first one, as (dataset, row, which of its media).
+        rows: duplicate conversations, ascending.
+        row_twins: for each the first row with the same conversation, as (dataset, row).
+        images: duplicate images as (row, index of the media item), by row.
+        image_twins: for each the first one, as (dataset, row, index of the media item).
         names: of all datasets.
     """
 
@@ -38,30 +38,26 @@ class Duplicates:
     image_twins: Integers
     names: tuple[str, ...]
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of findings by rule."""
+        return {"duplicate_conversation": len(self.rows), "duplicate_image": len(self.images)}
+
     def findings(self) -> Iterator[tuple[int, str, str]]:
-        """(row, rule, what was found), in the order of the rows."""
-        both = [*self._of_rows(), *self._of_images()]
-        yield from sorted(both, key=lambda one: one[0])
-
-    def _of_rows(self) -> Iterator[tuple[int, str, str]]:
+        """Yield (row, rule, what was found), in the order of the rows."""
+        findings = []
         for row, (dataset, twin) in zip(self.rows.tolist(), self.row_twins.tolist(), strict=True):
-            yield row, "duplicate_conversation", f"the same as {row_key(self.names[dataset], twin)}"
-
-    def _of_images(self) -> Iterator[tuple[int, str, str]]:
-        for (row, place), (dataset, twin, other) in zip(
-            self.images.tolist(), self.image_twins.tolist(), strict=True
-        ):
+            found = f"the same as {row_key(self.names[dataset], twin)}"
+            findings.append((row, "duplicate_conversation", found))
+        images = zip(self.images.tolist(), self.image_twins.tolist(), strict=True)
+        for (row, item), (dataset, twin, other) in images:
             key = row_key(self.names[dataset], twin)
-            yield row, "duplicate_image", f"media item {place} is, byte for byte, media item {other} of {key}"
+            found = f"media item {item} is, byte for byte, media item {other} of {key}"
+            findings.append((row, "duplicate_image", found))
+        yield from sorted(findings, key=lambda finding: finding[0])
 
 
 class DigestStore:
-    """Digests of the rows and images of datasets, put in as parts of files get ready.
-
-    Args:
-        names: of the datasets.
-        rows: how many rows each has.
-    """
+    """Digests of the rows and images of datasets, added part by part."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self.names = tuple(names)
@@ -70,7 +66,7 @@ class DigestStore:
         self._images: dict[tuple[int, int], bytes] = {}
 
     def put(self, dataset: int, first: int, conversations: bytes, images: bytes) -> None:
-        """The digests of a part: of its rows, from ``first`` on, and of its images (see :data:`IMAGE`)."""
+        """Add the digests of a part: of its rows, from ``first`` on, and of its images (:data:`IMAGE`)."""
         digests = np.frombuffer(conversations, np.uint64).reshape(-1, 2)
         start = int(self._starts[dataset]) + first
         self._rows[start : start + len(digests)] = digests
@@ -78,66 +74,55 @@ class DigestStore:
             self._images[dataset, first] = images
 
     def duplicates(self) -> dict[str, Duplicates]:
-        """The duplicates of each dataset by its name; the first in the order of names and rows is none."""
+        """Return the duplicates of each dataset by name; the first by order of names and rows is none."""
         rows, images = self._duplicate_rows(), self._duplicate_images()
         return {name: Duplicates(*rows[n], *images[n], self.names) for n, name in enumerate(self.names)}
 
-    def _duplicate_rows(self) -> Mapping[int, tuple[Integers, Integers]]:
-        places, firsts = twins(self._rows)
-        told = self._rows[places].any(axis=1)  # zeros stand for rows without a digest
-        places, firsts = places[told], firsts[told]
-        owner, first_owner = self._owner(places), self._owner(firsts)
-        found = {}
-        for number in range(len(self.names)):
-            own = owner == number
-            of_twin = first_owner[own]
-            twin_rows = firsts[own] - self._starts[of_twin]
-            found[number] = places[own] - self._starts[number], np.stack([of_twin, twin_rows], axis=1)
-        return found
+    def _duplicate_rows(self) -> list[tuple[Integers, Integers]]:
+        indices, firsts = find_duplicates(self._rows)
+        has_digest = self._rows[indices].any(axis=1)  # rows with errors have zeros
+        indices, firsts = indices[has_digest], firsts[has_digest]
+        owner, first_owner = (np.searchsorted(self._starts[1:], i, side="right") for i in (indices, firsts))
+        twins = np.stack([first_owner, firsts - self._starts[first_owner]], axis=1)
+        rows = indices - self._starts[owner]
+        return [(rows[owner == number], twins[owner == number]) for number in range(len(self.names))]
 
-    def _owner(self, places: Integers) -> Integers:
-        return np.searchsorted(self._starts[1:], places, side="right")
-
-    def _duplicate_images(self) -> Mapping[int, tuple[Integers, Integers]]:
+    def _duplicate_images(self) -> list[tuple[Integers, Integers]]:
         order = sorted(self._images)
         parts = [np.frombuffer(self._images[part], IMAGE) for part in order]
-        every = np.concatenate([np.empty(0, IMAGE), *parts])
+        images = np.concatenate([np.empty(0, IMAGE), *parts])
         owner = np.repeat([dataset for dataset, _ in order], [len(part) for part in parts]).astype(np.int64)
-        content, name = _numbers(every["content"]), _numbers(every["name"])
-        places, firsts = twins(content)
-        # An image that several rows of a dataset name by the same name is used again, and no copy: only the
-        # first mention of each name in each dataset is looked at.
-        named = np.concatenate([content, name, owner[:, None].astype(np.uint64)], axis=1)
-        mentioned_before, _ = twins(named)
-        copies = ~np.isin(places, mentioned_before)
-        places, firsts = places[copies], firsts[copies]
-        of_twin = np.stack([owner[firsts], every["row"][firsts], every["place"][firsts]], axis=1)
-        found = {}
-        for number in range(len(self.names)):
-            own = owner[places] == number
-            at = places[own]
-            found[number] = np.stack([every["row"][at], every["place"][at]], axis=1), of_twin[own]
-        return found
+        content, name = _as_numbers(images["content"]), _as_numbers(images["name"])
+        indices, firsts = find_duplicates(content)
+        # An image that several rows of a dataset mention by the same name is reused, not copied: only the
+        # first mention of each name in each dataset counts.
+        mentions = np.concatenate([content, name, owner[:, None].astype(np.uint64)], axis=1)
+        copies = ~np.isin(indices, find_duplicates(mentions)[0])
+        indices, firsts = indices[copies], firsts[copies]
+        items = np.stack([images["row"], images["item"]], axis=1)
+        twins = np.concatenate([owner[firsts, None], items[firsts]], axis=1)
+        own = [owner[indices] == number for number in range(len(self.names))]
+        return [(items[indices[mask]], twins[mask]) for mask in own]
 
 
-def twins(lines: npt.NDArray[np.uint64]) -> tuple[Integers, Integers]:
-    """(places of lines of a table that are equal to one before them, ascending; place of the first equal)."""
+def find_duplicates(lines: npt.NDArray[np.uint64]) -> tuple[Integers, Integers]:
+    """Return the indices of lines that equal an earlier one, ascending, and that of the first equal one."""
     key = lines[:, 0]
     ordered = np.sort(key)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(repeated):
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    near = np.minimum(np.searchsorted(repeated, key), len(repeated) - 1)
-    candidates = np.flatnonzero(repeated[near] == key)  # few: only these are compared in full
+    nearest = np.minimum(np.searchsorted(repeated, key), len(repeated) - 1)
+    candidates = np.flatnonzero(repeated[nearest] == key)  # few: only these are compared in full
     chosen = lines[candidates]
     order = np.lexsort(chosen.T)  # stable: of equal lines the first stays first
-    begins = np.ones(len(order), np.bool_)
-    begins[1:] = (chosen[order][1:] != chosen[order][:-1]).any(axis=1)
-    first_of_group = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
-    places, firsts = candidates[order][~begins], candidates[order][first_of_group][~begins]
-    ascending = np.argsort(places)
-    return places[ascending], firsts[ascending]
+    starts_group = np.ones(len(order), np.bool_)
+    starts_group[1:] = (chosen[order][1:] != chosen[order][:-1]).any(axis=1)
+    first_of_group = np.maximum.accumulate(np.where(starts_group, np.arange(len(order)), 0))
+    indices, firsts = candidates[order][~starts_group], candidates[order][first_of_group][~starts_group]
+    ascending = np.argsort(indices)
+    return indices[ascending], firsts[ascending]
 
 
-def _numbers(digests: npt.NDArray[np.void]) -> Digests:
+def _as_numbers(digests: npt.NDArray[np.void]) -> Digests:
     return np.frombuffer(np.ascontiguousarray(digests).tobytes(), np.uint64).reshape(-1, 2)

@@ -1,9 +1,9 @@
-"""A cleaned copy of datasets: rows with errors dropped or repaired, each of them named in a ledger.
+"""Write a cleaned copy of datasets: rows with errors are dropped or repaired, and recorded in a ledger.
 
-``DIR/<dataset>.jsonl`` for each dataset (``.parquet`` for one of a Parquet file), ``DIR/meta.json`` and
-``DIR/ledger.jsonl``. Rows that are kept have the bytes they had (a row of a JSON array is put on one line),
-or the values and types of their Parquet file. Media stay where they are. The folder appears when it is whole;
-memory is one part of a file.
+``DIR/<dataset>.jsonl`` for each dataset (``.parquet`` for a Parquet file), ``DIR/meta.json`` and
+``DIR/ledger.jsonl``. Kept rows have the bytes they had (a row of a JSON array on one line), or the values and
+types of their Parquet file. Media are not copied. The folder appears when it is complete; memory is one part
+of a file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from packhorse.count.count_jsonl import row_bytes
 from packhorse.count.parts import with_absolute_paths
 from packhorse.count.sidecar import data_source
 from packhorse.errors import ConfigError, SystemFault
@@ -28,7 +27,7 @@ from packhorse.rows.selection import row_key
 from packhorse.tools.check.check_part import RawFinding, Repair
 from packhorse.tools.check.rules import RULES
 from packhorse.tools.check.run import CheckedFile, CheckReport
-from packhorse.types import Drop
+from packhorse.types import Action, Drop
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.progress import OnProgress, Progress
 
@@ -39,7 +38,7 @@ _BLOCK = 256  # rows of a Parquet file that are written together
 
 @dataclass(slots=True)
 class FixedDataset:
-    """What became of a dataset: rows = kept + dropped; repaired ones are among those kept."""
+    """Numbers of a dataset: rows = kept + dropped; repaired ones are among those kept."""
 
     name: str
     file: str
@@ -60,21 +59,21 @@ class Fixed:
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
-    """The folder for a cleaned copy, if it is new or empty.
+    """Return the folder for a cleaned copy.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither new nor empty.
     """
     target = Path(os.path.abspath(folder))
     try:
         with os.scandir(target) as entries:
-            used = next(entries, None)
+            entry = next(entries, None)
     except FileNotFoundError:
         return target
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to ({error.strerror}): name a new folder") from error
-    if used is not None:
-        raise ConfigError(f"{folder} is not empty (it has {used.name}): name a new or an empty folder")
+    if entry is not None:
+        raise ConfigError(f"{folder} is not empty (it has {entry.name}): name a new or an empty folder")
     return target
 
 
@@ -90,7 +89,7 @@ def write_fixed(
     Args:
         report: of :func:`~packhorse.tools.check.run.check_meta` with ``repair=True``.
         folder: new or empty.
-        drop_duplicates: leave out conversations that an earlier row has too.
+        drop_duplicates: drop conversations that an earlier row has too.
         progress: called with the number of written rows; None logs it every few seconds.
 
     Raises:
@@ -107,61 +106,41 @@ def write_fixed(
         target.parent.mkdir(parents=True, exist_ok=True)
         home = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
         try:
-            made = _write_all(report, home, target, drop_duplicates, progress or Progress("writing"))
+            datasets = _write_datasets(report, home, drop_duplicates, progress or Progress("writing"))
             os.chmod(home, 0o755)  # mkdtemp makes it private
-            _put_in_place(home, target)
+            try:
+                os.rename(home, target)  # an empty folder is replaced
+            except OSError:
+                check_target(target)  # raises if another process was faster
+                raise
         except BaseException:
             shutil.rmtree(home, ignore_errors=True)
             raise
     except OSError as error:
         raise SystemFault(f"{error.filename or target} cannot be written ({error.strerror})") from error
-    return made
+    return Fixed(str(target), str(target / META), str(target / LEDGER), tuple(datasets))
 
 
-def _put_in_place(home: Path, target: Path) -> None:
-    try:
-        os.rename(home, target)  # onto an empty folder, too
-    except OSError:
-        check_target(target)  # says so, where another process was quicker
-        raise
-
-
-def _write_all(
-    report: CheckReport,
-    home: Path,
-    target: Path,
-    drop_duplicates: bool,
-    progress: OnProgress,
-) -> Fixed:
-    names = _file_names(report.files)
+def _write_datasets(
+    report: CheckReport, home: Path, drop_duplicates: bool, progress: OnProgress
+) -> list[FixedDataset]:
     total = sum(checked.rows for checked in report.files)
-    done: list[FixedDataset] = []
+    datasets = [
+        FixedDataset(checked.name, file)
+        for checked, file in zip(report.files, _file_names(report.files), strict=True)
+    ]
     with open(home / LEDGER, "wb") as ledger:
-        for number, checked in enumerate(report.files):
-            fixed = FixedDataset(checked.name, names[number])
-            before = sum(one.rows for one in done)
-            with _copy_of(checked, home / names[number]) as copy:
-                writer = _Writer(report, number, fixed, copy, ledger)
-                for rows in writer.write(drop_duplicates):
+        for index, (checked, fixed) in enumerate(zip(report.files, datasets, strict=True)):
+            before = sum(dataset.rows for dataset in datasets)
+            with _open_copy(checked, home / fixed.file) as copy:
+                for rows in _Writer(report, index, fixed, copy, ledger).write(drop_duplicates):
                     progress(before + rows, total)
-            done.append(fixed)
-    meta = {one.name: _meta_entry(checked, one.file) for one, checked in zip(done, report.files, strict=True)}
+    meta = {one.name: _meta_entry(file, one.file) for one, file in zip(datasets, report.files, strict=True)}
     (home / META).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return Fixed(str(target), str(target / META), str(target / LEDGER), tuple(done))
+    return datasets
 
 
-class _Copy(Protocol):
-    """A data file being written."""
-
-    def keep(self, row: int, repair: Repair | None) -> None:
-        """Add a row as it was, or repaired."""
-
-    def __enter__(self) -> _Copy: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-def _copy_of(checked: CheckedFile, target: Path) -> _Copy:
+def _open_copy(checked: CheckedFile, target: Path) -> _JsonlCopy | _ParquetCopy:
     if isinstance(checked.file, ParquetRows):
         return _ParquetCopy(checked.file, target)
     return _JsonlCopy(checked.file, target)
@@ -173,7 +152,7 @@ class _JsonlCopy:
 
     def keep(self, row: int, repair: Repair | None) -> None:
         assert self.rows is not None  # a file that cannot be read has no rows to keep
-        self.file.write((row_bytes(self.rows, row) if repair is None else repair.data) + b"\n")
+        self.file.write((self.rows.json_line(row) if repair is None else repair.data) + b"\n")
 
     def __enter__(self) -> _JsonlCopy:
         return self
@@ -183,7 +162,7 @@ class _JsonlCopy:
 
 
 class _ParquetCopy:
-    """Rows are gathered, and written in row groups of ``_BLOCK``."""
+    """Writes row groups of ``_BLOCK`` rows."""
 
     def __init__(self, rows: ParquetRows, target: Path) -> None:
         import pyarrow.parquet
@@ -191,7 +170,7 @@ class _ParquetCopy:
         self.rows, self.schema = rows, pyarrow.parquet.read_schema(rows.path)
         self.writer = pyarrow.parquet.ParquetWriter(target, self.schema)
         self.kept: list[int] = []
-        self.repairs: dict[int, Repair] = {}  # by their place among those kept
+        self.repairs: dict[int, Repair] = {}  # by their index in ``kept``
 
     def keep(self, row: int, repair: Repair | None) -> None:
         if repair is not None:
@@ -201,17 +180,16 @@ class _ParquetCopy:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what was gathered."""
         import pyarrow
 
         if not self.kept:
             return
         table = self.rows.table(self.kept)
         pieces, done = [], 0
-        for place, repair in self.repairs.items():
-            row = self.rows[self.kept[place]] | json.loads(repair.data)
-            pieces += [table.slice(done, place - done), pyarrow.Table.from_pylist([row], self.schema)]
-            done = place + 1
+        for index, repair in self.repairs.items():
+            row = self.rows[self.kept[index]] | json.loads(repair.data)
+            pieces += [table.slice(done, index - done), pyarrow.Table.from_pylist([row], self.schema)]
+            done = index + 1
         self.writer.write_table(pyarrow.concat_tables([*pieces, table.slice(done)]))
         self.kept.clear()
         self.repairs.clear()
@@ -229,71 +207,69 @@ class _Writer:
     """Writes one dataset."""
 
     def __init__(
-        self, report: CheckReport, number: int, fixed: FixedDataset, copy: _Copy, ledger: IO[bytes]
+        self,
+        report: CheckReport,
+        index: int,
+        fixed: FixedDataset,
+        copy: _JsonlCopy | _ParquetCopy,
+        ledger: IO[bytes],
     ) -> None:
-        self.report, self.number, self.fixed = report, number, fixed
+        self.report, self.index, self.fixed = report, index, fixed
         self.copy, self.ledger = copy, ledger
 
     def write(self, drop_duplicates: bool) -> Iterator[int]:
-        """Write all rows, a part at a time; yields how many are done."""
-        checked = self.report.files[self.number]
+        """Write all rows, one part at a time; yield the number of finished rows."""
+        checked, part_rows = self.report.files[self.index], self.report.part_rows
         if checked.file is None:
-            # Nobody knows how many rows it has: the dataset is named as a whole.
+            # Its number of rows is unknown: record the dataset as a whole.
             rule = RULES["unreadable_file"]
             self._record(Drop(checked.name, rule.stage, rule.reason, checked.problem, dataset=checked.name))
             return
-        twins = self._twins(checked.file) if drop_duplicates else iter(())
-        twin = next(twins, None)
+        duplicates = self._duplicates(checked.file) if drop_duplicates else iter(())
+        duplicate = next(duplicates, None)
         for part in range(checked.parts):
-            errors, repairs = self._of_part(part)
-            first = part * self.report.part_rows
-            for row in range(first, min(first + self.report.part_rows, checked.rows)):
+            errors, repairs = self._read_part(part)
+            for row in range(part * part_rows, min((part + 1) * part_rows, checked.rows)):
                 self.fixed.rows += 1
-                told = errors.get(row, [])
-                if twin is not None and twin[0] == row:
-                    told, twin = [twin[1], *told], next(twins, None)
+                findings = errors.get(row, [])
+                if duplicate is not None and duplicate.row == row:
+                    findings, duplicate = [duplicate, *findings], next(duplicates, None)
                     repairs.pop(row, None)
-                if told and row not in repairs:
-                    self._leave_out(row, told)
-                else:
-                    self._keep(row, told, repairs.get(row))
+                repair = repairs.get(row)
+                if findings and repair is None:
+                    self.fixed.dropped += 1
+                    self._record_row(row, findings, "dropped")
+                    continue
+                self.copy.keep(row, repair)
+                self.fixed.kept += 1
+                if repair is not None:
+                    self.fixed.repaired += 1
+                    self._record_row(row, findings, "repaired", f" ({repair.done})")
             yield self.fixed.rows
 
-    def _of_part(self, part: int) -> tuple[dict[int, list[RawFinding]], dict[int, Repair]]:
-        findings, repairs = self.report.spool.get(self.number, part)
+    def _read_part(self, part: int) -> tuple[dict[int, list[RawFinding]], dict[int, Repair]]:
+        findings, repairs = self.report.spool.get(self.index, part)
         errors: dict[int, list[RawFinding]] = {}
-        for one in findings:
+        for finding in findings:
             # A media item that does not answer today is no reason to delete its row.
-            if one.severity == "error" and one.rule != "unreachable_media":
-                errors.setdefault(one.row, []).append(one)
+            if finding.severity == "error" and finding.rule != "unreachable_media":
+                errors.setdefault(finding.row, []).append(finding)
         return errors, {repair.row: repair for repair in repairs}
 
-    def _twins(self, file: RowFile) -> Iterator[tuple[int, RawFinding]]:
-        """(row, finding) of duplicate conversations, in order."""
-        duplicates = self.report.duplicates[self.fixed.name]
-        for row, rule, what in duplicates.findings():
+    def _duplicates(self, file: RowFile) -> Iterator[RawFinding]:
+        """Yield findings of duplicate conversations, in the order of rows."""
+        for row, rule, found in self.report.duplicates[self.fixed.name].findings():
             if rule == "duplicate_conversation":
-                yield row, RawFinding(row, rule, RULES[rule].severity, what, file.location(row))
+                yield RawFinding(row, rule, RULES[rule].severity, found, file.location(row))
 
-    def _keep(self, row: int, told: Sequence[RawFinding], repair: Repair | None) -> None:
-        self.copy.keep(row, repair)
-        self.fixed.kept += 1
-        if repair is not None:
-            self.fixed.repaired += 1
-            self._tell(row, told, "repaired", f" ({repair.done})")
-
-    def _leave_out(self, row: int, told: Sequence[RawFinding]) -> None:
-        self.fixed.dropped += 1
-        self._tell(row, told, "dropped")
-
-    def _tell(self, row: int, told: Sequence[RawFinding], action: Any, after: str = "") -> None:
-        """One entry for a row, under the reason of the first thing that is wrong with it."""
-        rule, name = RULES[told[0].rule], self.fixed.name
-        first, *more = told
-        # The reason is a field of its own, and a row that is no JSON says itself where it is.
-        found = [first.found, *(f"{one.rule}: {one.found}" for one in more)]
-        places = [] if first.location in first.found else [first.location]
-        detail = "; ".join([*found, *places]) + after
+    def _record_row(self, row: int, findings: Sequence[RawFinding], action: Action, suffix: str = "") -> None:
+        """Write one ledger entry for a row, with the reason of its first finding."""
+        first, *others = findings
+        rule, name = RULES[first.rule], self.fixed.name
+        # The reason is a field of its own, and the detail of a malformed row has its location.
+        details = [first.found, *(f"{finding.rule}: {finding.found}" for finding in others)]
+        location = [] if first.location in first.found else [first.location]
+        detail = "; ".join([*details, *location]) + suffix
         self._record(Drop(row_key(name, row), rule.stage, rule.reason, detail, action, name))
 
     def _record(self, drop: Drop) -> None:
@@ -302,21 +278,21 @@ class _Writer:
 
 
 def _file_names(files: Sequence[CheckedFile]) -> list[str]:
-    """A file for each dataset; no two the same, and none that is taken."""
-    taken = {LEDGER}
-    made = []
+    """Return a file name for each dataset; all are different."""
+    used = {LEDGER}
+    names = []
     for checked in files:
         stem = checked.name.replace(os.sep, "_")
-        ending = "parquet" if isinstance(checked.file, ParquetRows) else "jsonl"
-        while f"{stem}.{ending}" in taken:
+        suffix = "parquet" if isinstance(checked.file, ParquetRows) else "jsonl"
+        while f"{stem}.{suffix}" in used:
             stem += "_"
-        taken.add(f"{stem}.{ending}")
-        made.append(f"{stem}.{ending}")
-    return made
+        used.add(f"{stem}.{suffix}")
+        names.append(f"{stem}.{suffix}")
+    return names
 
 
 def _meta_entry(checked: CheckedFile, file: str) -> dict[str, Any]:
-    """The dataset's entry of a meta file in another folder: its media folder is an absolute path."""
+    """Return the dataset's entry of a meta file in another folder: its media folder is an absolute path."""
     config = checked.config
     absolute = config.rules.media_dir is not None or checked.relative
     return (with_absolute_paths(config) if absolute else config).entry(file)

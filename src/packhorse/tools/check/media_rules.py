@@ -1,12 +1,13 @@
-"""Media of a row, opened and decoded: a reference goes in, what is wrong with it and its digest come out.
+"""Rules about media: open and decode the media items of rows.
 
-An image costs its decoding (milliseconds), a video that of 32 frames spread over it; with headers alone it is
-microseconds. A path that several rows name is looked at once in a process.
+Decoding takes milliseconds for an image and that of 32 frames for a video; reading headers takes
+microseconds. A path that several rows name is checked once per process.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,33 +25,33 @@ from packhorse.media import (
 )
 from packhorse.media.failure import read_error
 from packhorse.media.images import MAX_ASPECT_RATIO
-from packhorse.tools.check.rules import RULES, Found, Severity, found
+from packhorse.tools.check.rules import RULES, Severity, Violation, violation
 from packhorse.types import MediaRef
 
 TINY = 16
-"""An image with a side below this many pixels is called tiny."""
+"""Images with a side below this number of pixels are reported as tiny."""
 
 DIGEST_BYTES = 16
 
 _FRAMES = VideoSampling(max_frames=32)
-_MOST_KNOWN = 1 << 14
+_MAX_KNOWN = 1 << 14
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One media item.
+class CheckedMedia:
+    """One checked media item.
 
     Attributes:
-        findings: what is wrong with it.
-        size: (height, width) of an image or of a video's frames; None where nobody knows.
-        content: a digest of its bytes; of its name where they were not read.
-        name: a digest of its name; empty where it has none (bytes in a Parquet file).
+        violations: what is wrong with it.
+        size: (height, width) of an image or of a video's frames; None if unknown.
+        content: a digest of its bytes; of its name if they were not read.
+        name: a digest of its name; empty if it has none (bytes in a Parquet file).
         read: whether ``content`` is that of its bytes.
         failed: whether it could not be opened or decoded.
     """
 
-    findings: tuple[Found, ...]
+    violations: tuple[Violation, ...]
     size: tuple[int, int] | None
     content: bytes
     name: bytes
@@ -59,87 +60,70 @@ class Seen:
 
 
 class MediaChecker:
-    """Looks at media.
-
-    Args:
-        decode: decode them; otherwise only their headers are read.
-        tiny: images with a side below this are told.
-        has_processor: a processor says itself which shapes it refuses.
-    """
+    """Checks media items; with a processor, that decides which shapes it rejects."""
 
     def __init__(self, decode: bool, tiny: int = TINY, has_processor: bool = False) -> None:
         self.decode, self.tiny, self.has_processor = decode, tiny, has_processor
-        self._known: dict[Any, Seen] = {}
+        self._known: dict[Any, CheckedMedia] = {}
 
-    def look(self, ref: MediaRef, media_dir: str | None, confined: bool) -> Seen:
-        """Everything about one media item.
-
-        Args:
-            ref: the media item, its path resolved.
-            media_dir: the folder it belongs to; None where the dataset names none.
-            confined: whether the dataset refuses media outside it.
-        """
+    def check(self, ref: MediaRef, media_dir: str | None, confined: bool) -> CheckedMedia:
+        """Check one media item, which belongs in ``media_dir``; ``confined`` rejects it anywhere else."""
         key = None
         if isinstance(ref.source, str):
             key = (ref.kind, ref.source, repr(ref.options) if ref.options else "", media_dir, confined)
             if (known := self._known.get(key)) is not None:
                 return known
-        seen = self._looked(ref)
-        outside = _outside(ref.source, media_dir, "error" if confined else "warning")
-        seen = replace(seen, findings=(*outside, *seen.findings))
+        item = self._open_and_check(ref)
+        outside = _check_folder(ref.source, media_dir, "error" if confined else "warning")
+        item = replace(item, violations=(*outside, *item.violations))
         if key is not None:
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = seen
-        return seen
+            self._known[key] = item
+        return item
 
-    def _looked(self, ref: MediaRef) -> Seen:
-        name = _name(ref.source)
+    def _open_and_check(self, ref: MediaRef) -> CheckedMedia:
+        in_memory = isinstance(ref.source, bytes | bytearray | memoryview)
+        name = b"" if in_memory else digest(repr(ref.source).encode("utf-8", "backslashreplace"))
         try:
-            size, content = self._opened(ref)
+            size, content = self._open(ref)
         except BadSample as error:
             rule = error.reason if error.reason in RULES else "broken_media"
-            told = (found(rule, error.detail),)
-            return Seen(told, None, name or bytes(DIGEST_BYTES), name, failed=True)
-        findings = self._shape(ref, size) if ref.kind == "image" and size is not None else []
-        return Seen(tuple(findings), size, content or name, name, content is not None)
+            failure = (violation(rule, error.detail),)
+            return CheckedMedia(failure, None, name or bytes(DIGEST_BYTES), name, failed=True)
+        violations = self._check_shape(ref, size) if ref.kind == "image" and size is not None else ()
+        return CheckedMedia(tuple(violations), size, content or name, name, content is not None)
 
-    def _opened(self, ref: MediaRef) -> tuple[tuple[int, int] | None, bytes | None]:
-        """(size, digest of the bytes or None)."""
+    def _open(self, ref: MediaRef) -> tuple[tuple[int, int] | None, bytes | None]:
+        """Return (size, digest of the bytes or None)."""
         if not self.decode:
             known: Any = media_size(ref)
             if ref.kind == "audio":
                 return None, None
             return (known.height, known.width) if isinstance(known, VideoInfo) else known, None
         if ref.kind == "image":
-            return _decoded_image(ref.source)
+            return _decode_image(ref.source)
         loaded: Any = load_media(ref, sampling=_FRAMES)
         size = None if ref.kind == "audio" else loaded.frames.shape[1:3]
         return size, _file_digest(ref.source)
 
-    def _shape(self, ref: MediaRef, size: tuple[int, int]) -> list[Found]:
-        height, width = size
-        findings = []
-        uneven = max(size) / min(size)
-        if uneven > MAX_ASPECT_RATIO and not self.has_processor:
-            what = (
-                f"{describe(ref.source)} is {width:,} x {height:,}, sides of 1 to {uneven:,.0f}; the Qwen "
-                f"processors take at most {MAX_ASPECT_RATIO}"
-            )
-            findings.append(found("extreme_aspect_ratio", what))
+    def _check_shape(self, ref: MediaRef, size: tuple[int, int]) -> Iterator[Violation]:
+        shape = f"{describe(ref.source)} is {size[1]:,} x {size[0]:,}"
+        ratio = max(size) / min(size)
+        if ratio > MAX_ASPECT_RATIO and not self.has_processor:
+            limit = f"the Qwen processors take at most {MAX_ASPECT_RATIO}"
+            yield violation("extreme_aspect_ratio", f"{shape}, sides of 1 to {ratio:,.0f}; {limit}")
         if min(size) < self.tiny:
-            what = f"{describe(ref.source)} is {width:,} x {height:,}, below {self.tiny} pixels a side"
-            findings.append(found("tiny_image", what))
-        return findings
+            yield violation("tiny_image", f"{shape}, below {self.tiny} pixels a side")
 
 
 def digest(data: bytes) -> bytes:
-    """A digest of some bytes."""
+    """Return a digest of bytes."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def _decoded_image(source: Any) -> tuple[tuple[int, int], bytes]:
-    data = read_bytes(source)  # read once: for its digest and for its pixels
+def _decode_image(source: Any) -> tuple[tuple[int, int], bytes]:
+    data = read_bytes(source)  # once, for the digest and for the pixels
     try:
         image = load_image(data)
     except BadSample as error:
@@ -149,7 +133,7 @@ def _decoded_image(source: Any) -> tuple[tuple[int, int], bytes]:
 
 
 def _file_digest(source: Any) -> bytes | None:
-    """Of the bytes of a file; None for frames in a list or folder."""
+    """Return a digest of the bytes of a file; None for frames in a list or folder."""
     if isinstance(source, list | tuple):
         return None
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -164,19 +148,13 @@ def _file_digest(source: Any) -> bytes | None:
     return state.digest()
 
 
-def _name(source: Any) -> bytes:
-    if isinstance(source, bytes | bytearray | memoryview):
-        return b""
-    return digest(repr(source).encode("utf-8", "backslashreplace"))
-
-
-def _outside(source: Any, media_dir: str | None, severity: Severity) -> tuple[Found, ...]:
+def _check_folder(source: Any, media_dir: str | None, severity: Severity) -> tuple[Violation, ...]:
     if media_dir is None:
         return ()
     try:
         confine(source, media_dir)
     except BadSample as error:
-        # Other reasons (something that is no path) are told when it is opened.
+        # Other reasons (it is not a path) are found when it is opened.
         if error.reason == "outside_media_dir":
-            return (found("outside_media_dir", error.detail, severity),)
+            return (violation("outside_media_dir", error.detail, severity),)
     return ()

@@ -1,13 +1,12 @@
-"""Rules that need the processor: special tokens in texts, what it refuses, lengths, what is supervised.
+"""Rules about rows: their conversation, and with a processor their special tokens, lengths and labels.
 
-Lengths and supervised tokens come from the counter that ``packhorse count`` uses: no pixel is decoded for
-them.
+Lengths and supervised tokens come from the counter of ``packhorse count``, which decodes no media.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -20,47 +19,109 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import DatasetConfig
 from packhorse.formats.sharegpt import PLACEHOLDER, ShareGptFormat, convert_row
 from packhorse.rows.row_files import Row
-from packhorse.tools.check.rules import Found, found
+from packhorse.tools.check.rules import Violation, violation
 from packhorse.types import MEDIA_KINDS, Conversation, Drop, MediaKind, MediaRef, Message, TextPart
 
-_KNOWN_AS = {
+_ROLE_NAMES = {
     "user": ("user", "human"),
     "assistant": ("assistant", "gpt", "chatgpt", "bot", "model"),
     "system": ("system",),
 }
+# Consequences of an unknown role, whose turn is dropped with its content.
+_FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media", "surplus_placeholder")
+# What the processor rejects for its size with a larger ratio of sides, it rejects for its shape.
+_MIN_EXTREME_RATIO = 10
 
 
-def repaired(row: Row, rules: ShareGptFormat) -> tuple[Row, list[str]] | None:
-    """The row repaired, and what was done to it; None where there is nothing that could be repaired.
+def check_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Violation], Conversation | None]:
+    """Return everything that is wrong with a row's content, and its conversation (None if it has none).
 
-    Args:
-        row: as the file holds it; it is not changed.
-        rules: of its dataset.
+    Whether the dataset is strict or confined does not matter here.
     """
+    drops: list[Drop] = []
+    try:
+        example = convert_row(row, _lenient(config.rules), key=key, dataset=config.name, record=drops.append)
+        conversation = parse_conversation(example, key)
+    except BadSample as error:
+        rule = error.reason if error.reason == "row_too_large" else "wrong_format"
+        return [violation(rule, error.detail)], None
+    violations = [violation(drop.reason, drop.detail) for drop in drops]
+    if any(one.rule == "unknown_role" for one in violations):
+        violations = [one for one in violations if one.rule not in _FOLLOW_FROM_ROLE]
+    elif conversation.messages:
+        violations += _check_order(conversation.messages)
+    return [*violations, *_check_texts(conversation)], conversation
+
+
+@lru_cache(maxsize=64)
+def _lenient(rules: ShareGptFormat) -> ShareGptFormat:
+    """Return rules that record every problem instead of raising at the first."""
+    return replace(rules, strict=False, confine=False)
+
+
+def _check_order(messages: Sequence[Message]) -> Iterator[Violation]:
+    roles = [message.role for message in messages]
+    late = next((number for number, role in enumerate(roles) if number and role == "system"), None)
+    turns = [(number, role) for number, role in enumerate(roles) if role != "system"]
+    repeated = ((number, role) for (_, before), (number, role) in pairwise(turns) if before == role)
+    found = ""
+    if late is not None:
+        found = f"turn {late} is a system turn, expected it first"
+    elif turns and turns[0][1] == "assistant":
+        found = f"turn {turns[0][0]} is an answer without a question before it"
+    elif (repetition := next(repeated, None)) is not None:
+        found = f"turn {repetition[0]} is {repetition[1]}'s, and so is the one before it"
+    if found:
+        yield violation("turns_out_of_order", found)
+    if "assistant" in roles and roles[-1] != "assistant":
+        yield violation("unanswered_turn", f"the last turn ({len(roles) - 1}) is {roles[-1]}'s")
+
+
+def _check_texts(conversation: Conversation) -> Iterator[Violation]:
+    has_audio = any(ref.kind == "audio" for ref in conversation.media)
+    for number, message in enumerate(conversation.messages):
+        texts = [part.text for part in message.parts if isinstance(part, TextPart)]
+        has_media = any(isinstance(part, MediaRef) for part in message.parts)
+        if not has_media and not message.extras and not any(text.strip() for text in texts):
+            yield violation("empty_turn", f"turn {number} ({message.role}) is empty")
+        typed = [match[0] for text in texts for match in PLACEHOLDER.finditer(text)]
+        # In rows without audio, <audio> is not a placeholder.
+        typed = [name for name in typed if has_audio or name.lower() != "<audio>"]
+        if typed:
+            found = f"turn {number} ({message.role}) has a literal {typed[0]}, which stays text"
+            yield violation("placeholder_as_text", found)
+
+
+def repair_row(row: Row, rules: ShareGptFormat) -> tuple[Row, list[str]] | None:
+    """Return a repaired copy of the row and what was changed; None if there is nothing to repair."""
     turns = row.get(rules.columns.messages)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return None
     done: list[str] = []
-    new = [_with_known_role(turn, number, rules, done) for number, turn in enumerate(turns)]
-    new = _with_placeholders(row, new, rules, done)
+    new = [_repair_role(turn, number, rules, done) for number, turn in enumerate(turns)]
+    new = _add_placeholders(row, new, rules, done)
     return ({**row, rules.columns.messages: new}, done) if done else None
 
 
-def _with_known_role(turn: Mapping[str, Any], number: int, rules: ShareGptFormat, done: list[str]) -> Any:
+def _repair_role(
+    turn: Mapping[str, Any], number: int, rules: ShareGptFormat, done: list[str]
+) -> Mapping[str, Any]:
     tags = rules.tags
-    own = {"user": tags.user_tag, "assistant": tags.assistant_tag, "system": tags.system_tag}
+    names = {"user": tags.user_tag, "assistant": tags.assistant_tag, "system": tags.system_tag}
     role = turn.get(tags.role_tag)
-    if not isinstance(role, str) or role in own.values():
+    if not isinstance(role, str) or role in names.values():
         return turn
-    meant = next((name for name, words in _KNOWN_AS.items() if role.strip().lower() in words), None)
+    meant = next((name for name, words in _ROLE_NAMES.items() if role.strip().lower() in words), None)
     if meant is None:
         return turn
-    done.append(f"turn {number}: role {role!r} became {own[meant]!r}")
-    return {**turn, tags.role_tag: own[meant]}
+    done.append(f"turn {number}: role {role!r} became {names[meant]!r}")
+    return {**turn, tags.role_tag: names[meant]}
 
 
-def _with_placeholders(row: Row, turns: list[Any], rules: ShareGptFormat, done: list[str]) -> list[Any]:
-    """Media of a kind that no user turn mentions go to the front of the first one."""
+def _add_placeholders(
+    row: Row, turns: list[Mapping[str, Any]], rules: ShareGptFormat, done: list[str]
+) -> list[Mapping[str, Any]]:
+    """Put placeholders of media kinds that no user turn mentions at the beginning of the first one."""
     tags, columns = rules.tags, rules.columns
     users = [number for number, turn in enumerate(turns) if turn.get(tags.role_tag) == tags.user_tag]
     texts = [turns[number].get(tags.content_tag) for number in users]
@@ -71,165 +132,72 @@ def _with_placeholders(row: Row, turns: list[Any], rules: ShareGptFormat, done: 
         entries = row.get(column)
         entries = entries if isinstance(entries, list) else [entries]
         media = sum(entry is not None and entry != "" for entry in entries)
-        mentioned = any(re.search(f"<{kind}>", text, re.IGNORECASE) for text in texts)
+        mentioned = any(re.search(f"<{kind}>", str(text), re.IGNORECASE) for text in texts)
         if media == len(entries) and not mentioned:
             front += f"<{kind}>" * media
             done.append(f"turn {users[0]}: {media} <{kind}> put in front")
     if not front:
         return turns
-    first = turns[users[0]]
-    with_front = {**first, tags.content_tag: f"{front}\n{texts[0]}"}
-    return [with_front if number == users[0] else turn for number, turn in enumerate(turns)]
-
-
-# What an unknown role brings with it: its turn is gone, and so is what it said.
-_FOLLOW_FROM_ROLE = ("no_assistant_turn", "empty_conversation", "surplus_media", "surplus_placeholder")
-
-
-def look_at_row(row: Row, config: DatasetConfig, key: str) -> tuple[list[Found], Conversation | None]:
-    """Everything that is wrong with what a row says; the conversation is None where it is none at all.
-
-    Args:
-        row: as the file holds it.
-        config: of its dataset. Whether it is strict or confined does not matter here.
-        key: of the row.
-    """
-    drops: list[Drop] = []
-    try:
-        example = convert_row(row, _loose(config.rules), key=key, dataset=config.name, record=drops.append)
-        conversation = parse_conversation(example, key)
-    except BadSample as error:
-        rule = error.reason if error.reason == "row_too_large" else "wrong_format"
-        return [found(rule, error.detail)], None
-    findings = [found(drop.reason, drop.detail) for drop in drops]
-    if any(one.rule == "unknown_role" for one in findings):
-        findings = [one for one in findings if one.rule not in _FOLLOW_FROM_ROLE]
-    elif conversation.messages:
-        findings += _order(conversation.messages)
-    findings += _texts(conversation)
-    return findings, conversation
-
-
-@lru_cache(maxsize=64)
-def _loose(rules: ShareGptFormat) -> ShareGptFormat:
-    """The rules of a dataset that tell everything instead of stopping at the first; made once."""
-    return replace(rules, strict=False, confine=False)
-
-
-def malformed(error: BadSample, location: str) -> Found:
-    """The finding for a row that cannot be read or parsed; ``location`` is not part of it."""
-    return found(error.reason, error.detail.removeprefix(f"{location}: "))
-
-
-def _order(messages: Sequence[Message]) -> list[Found]:
-    roles = [message.role for message in messages]
-    late = next((number for number, role in enumerate(roles) if number and role == "system"), None)
-    spoken = [(number, role) for number, role in enumerate(roles) if role != "system"]
-    findings = []
-    if late is not None:
-        findings.append(found("turns_out_of_order", f"turn {late} is a system turn, expected it first"))
-    elif spoken and spoken[0][1] == "assistant":
-        findings.append(
-            found("turns_out_of_order", f"turn {spoken[0][0]} is an answer without a question before it")
-        )
-    else:
-        for (_, before), (number, role) in pairwise(spoken):
-            if before == role:
-                what = f"turn {number} is {role}'s, and so is the one before it"
-                findings.append(found("turns_out_of_order", what))
-                break
-    if "assistant" in roles and roles[-1] != "assistant":
-        findings.append(found("unanswered_turn", f"the last turn ({len(roles) - 1}) is {roles[-1]}'s"))
-    return findings
-
-
-def _texts(conversation: Conversation) -> list[Found]:
-    findings = []
-    has_sound = any(ref.kind == "audio" for ref in conversation.media)
-    for number, message in enumerate(conversation.messages):
-        texts = [part.text for part in message.parts if isinstance(part, TextPart)]
-        media = any(isinstance(part, MediaRef) for part in message.parts)
-        if not media and not message.extras and not any(text.strip() for text in texts):
-            findings.append(found("empty_turn", f"turn {number} ({message.role}) says nothing"))
-        typed = [match[0] for text in texts for match in PLACEHOLDER.finditer(text)]
-        # Rows without sound may speak of <audio>: nobody takes it for a placeholder.
-        typed = [one for one in typed if has_sound or one.lower() != "<audio>"]
-        if typed:
-            what = f"turn {number} ({message.role}) has a literal {typed[0]}, which stays text"
-            findings.append(found("placeholder_as_text", what))
-    return findings
-
-
-_UNEVEN = 10
-"""Whatever is rejected for its size with sides of more than 1 to 10 is rejected for its shape."""
+    first = {**turns[users[0]], tags.content_tag: f"{front}\n{texts[0]}"}
+    return [first if number == users[0] else turn for number, turn in enumerate(turns)]
 
 
 class EncodingRules:
-    """The rules for one processor.
-
-    Args:
-        counter: of the processor.
-        max_length: more tokens are too many; None for no limit.
-    """
+    """The rules that need a processor; rows may have at most ``max_length`` tokens."""
 
     def __init__(self, counter: TokenCounter, max_length: int | None = None) -> None:
         self.counter, self.max_length = counter, max_length
-        tokens = _special_texts(counter)
-        longest_first = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
-        self._special = re.compile(longest_first or r"(?!)")
+        longest_first = sorted(_special_texts(counter), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def typed_tokens(self, conversation: Conversation) -> list[Found]:
-        """Special tokens that a text of the conversation types out: one finding for each turn."""
-        findings = []
+    def typed_tokens(self, conversation: Conversation) -> Iterator[Violation]:
+        """Yield a violation for each turn whose text contains special tokens."""
         for number, message in enumerate(conversation.messages):
             texts = (part.text for part in message.parts if isinstance(part, TextPart))
             typed = dict.fromkeys(token for text in texts for token in self._special.findall(text))
             if typed:
-                what = f"turn {number} ({message.role}) types out {', '.join(typed)}"
-                findings.append(found("special_token_in_text", what))
-        return findings
+                found = f"turn {number} ({message.role}) types out {', '.join(typed)}"
+                yield violation("special_token_in_text", found)
 
-    def shape(self, kind: MediaKind, size: tuple[int, int], images: int, name: str) -> list[Found]:
-        """Whether the processor refuses an image of this (height, width) for its shape."""
+    def shape(self, kind: MediaKind, size: tuple[int, int], images: int, name: str) -> list[Violation]:
+        """Return a violation if the processor rejects an image of this (height, width) for its shape."""
         encoder, family = self.counter.encoder, self.counter.family
-        if kind != "image" or kind not in family.kinds or max(size) <= _UNEVEN * min(size):
+        if kind != "image" or kind not in family.kinds or max(size) <= _MIN_EXTREME_RATIO * min(size):
             return []
         try:
             encoder.media_tokens(kind, size, images)
         except PROCESSOR_ERRORS as error:
             height, width = size
-            what = (
+            found = (
                 f"{name} is {width:,} x {height:,}, sides of 1 to {max(size) / min(size):,.0f}; "
-                f"{type(encoder.processor).__name__} (family {family.name}) refuses it: {error}"
+                f"{type(encoder.processor).__name__} (family {family.name}) rejects it: {error}"
             )
-            return [found("extreme_aspect_ratio", what, "error")]
+            return [violation("extreme_aspect_ratio", found, "error")]
         return []
 
-    def lengths(self, conversations: Sequence[Conversation]) -> list[list[Found]]:
-        """What the counts of conversations tell, in order."""
-        return [self._of_count(one) for one in self.counter.count_many(conversations)]
+    def lengths(self, conversations: Sequence[Conversation]) -> list[list[Violation]]:
+        """Return the violations of each conversation's token counts, in order."""
+        return [list(self._check_count(count)) for count in self.counter.count_many(conversations)]
 
-    def _of_count(self, counted: Counted | BadSample) -> list[Found]:
+    def _check_count(self, counted: Counted | BadSample) -> Iterator[Violation]:
         if isinstance(counted, BadSample):
-            return [found("sample_failed", counted.detail)]
-        count, findings = counted.count, []
-        if not count.supervised:
-            what = f"of {count.total:,} tokens none is supervised"
-            findings.append(found("nothing_supervised", what))
-        if self.max_length is not None and count.total > self.max_length:
-            what = f"{count.total:,} tokens, more than max_length={self.max_length:,}"
-            findings.append(found("too_long", what))
-        return findings
+            yield violation("sample_failed", counted.detail)
+            return
+        total = counted.count.total
+        if not counted.count.supervised:
+            yield violation("nothing_supervised", f"of {total:,} tokens none is supervised")
+        if self.max_length is not None and total > self.max_length:
+            yield violation("too_long", f"{total:,} tokens, more than max_length={self.max_length:,}")
 
 
 def _special_texts(counter: TokenCounter) -> set[str]:
-    """Tokens that are read as themselves wherever they stand, and are not meant to be typed.
+    """Return the tokens that are never split and must not occur in a text.
 
-    Added tokens that are not special (``<think>``, ``<tool_call>``) are text like any other.
+    Added tokens that are not special (``<think>``, ``<tool_call>``) are ordinary text.
     """
     tokenizer = counter.encoder.tokenizer
-    known = {str(token) for token in getattr(tokenizer, "all_special_tokens", ())}
+    tokens = {str(token) for token in getattr(tokenizer, "all_special_tokens", ())}
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    known |= {str(token.content) for token in added.values() if getattr(token, "special", False)}
-    known |= set(counter.encoder.placeholders.values())
-    return {token for token in known if token}
+    tokens |= {str(token.content) for token in added.values() if getattr(token, "special", False)}
+    tokens |= set(counter.encoder.placeholders.values())
+    return tokens - {""}

@@ -1,7 +1,7 @@
-"""The rules of the linter: what each looks for, how bad it is, and what to do about it.
+"""The rules of the linter: what each finds, its severity, and what to do about it.
 
-This table is the only place that knows a rule's name. ``error`` means that the row is lost or wrong when it
-is trained on; ``warning`` that it is probably not what was meant; ``note`` that it is worth knowing.
+``error`` means that the row is lost or wrong in training; ``warning`` that it is probably a mistake; ``note``
+that it is worth knowing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Needs = Literal["", "content", "processor", "max_length"]
-"""What a rule cannot do without: the content of media (not their headers alone), a processor, a limit."""
+"""What a rule needs: the content of media (not their headers alone), a processor, a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that is looked for.
+    """One rule.
 
     Attributes:
-        name: for people, machines and ``--ignore``; the ledger's word for the same defect, too.
-        severity: of its findings, where nothing makes them worse (see :attr:`about`).
-        about: what it means, in a line.
+        name: for reports and ``--ignore``; also the ledger's reason for the same defect.
+        severity: of its findings, unless something makes them worse (see :attr:`about`).
+        about: what it finds, in a line.
         advice: what to do.
-        stage: where the loss would be noticed later, as the ledger calls it.
-        needs: what it cannot do without.
-        repair: what a cleaned copy does about it, where it does not leave the row out.
+        stage: the ledger's stage at which the row would be lost later.
+        needs: what it cannot be applied without.
+        repair: what a cleaned copy does about it, unless it drops the row.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Rule:
 
     @property
     def reason(self) -> Reason:
-        """The ledger's word for it."""
+        """The ledger's reason."""
         return cast("Reason", self.name)
 
 
-_OTHER_MEDIUM = "fetch or make the media item again, or delete the row"
+_REPLACE_MEDIA = "replace the media item, or delete the row"
 
 _ALL = (
     Rule(
@@ -116,7 +116,7 @@ _ALL = (
         "turns_out_of_order",
         "warning",
         "user and assistant do not take turns, or a system turn is not the first",
-        "put the turns in order, or join neighbours; some chat templates refuse such rows",
+        "put the turns in order, or join neighbours; some chat templates reject such rows",
         "convert",
     ),
     Rule(
@@ -138,12 +138,12 @@ _ALL = (
         "give the right to read it, or check again when the store answers; --fix keeps the row",
         "media",
     ),
-    Rule("broken_media", "error", "a media item cannot be decoded", _OTHER_MEDIUM, "media"),
-    Rule("media_too_large", "error", "a media item is too large to decode", _OTHER_MEDIUM, "media"),
+    Rule("broken_media", "error", "a media item cannot be decoded", _REPLACE_MEDIA, "media"),
+    Rule("media_too_large", "error", "a media item is too large to decode", _REPLACE_MEDIA, "media"),
     Rule(
         "extreme_aspect_ratio",
         "warning",
-        "an image's sides differ so much that processors refuse it; an error where the given one does",
+        "an image's sides differ so much that processors reject it; an error where the given one does",
         "crop or cut the image, or delete the row",
         "media",
     ),
@@ -175,7 +175,7 @@ _ALL = (
     Rule(
         "sample_failed",
         "error",
-        "the processor or its chat template refuses the row",
+        "the processor or its chat template rejects the row",
         "correct or delete the row",
         "encode",
         needs="processor",
@@ -199,20 +199,20 @@ _ALL = (
 )
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in _ALL}
-"""Every rule by its name, in the order in which data pass them."""
+"""All rules by name, in the order in which they are applied."""
 
 
-_LONGEST = 500
-_NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_MAX_LENGTH = 500
+_NOT_PRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def on_one_line(text: str) -> str:
-    """A text from data as it may be shown: cut where it is long, without line ends and control codes."""
-    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-    return _NOT_PRINTED.sub(lambda found: repr(found[0])[1:-1], short)
+    """Return a text from data for printing: shortened, without line ends and control codes."""
+    short = text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
+    return _NOT_PRINTABLE.sub(lambda match: repr(match[0])[1:-1], short)
 
 
-class Found(NamedTuple):
+class Violation(NamedTuple):
     """What a rule has found in one row."""
 
     rule: str
@@ -220,21 +220,21 @@ class Found(NamedTuple):
     found: str
 
 
-def found(rule: str, what: str, severity: Severity | None = None) -> Found:
-    """What a rule has found, with the rule's own severity unless another is given."""
-    return Found(rule, severity or RULES[rule].severity, on_one_line(mask_secrets(what)))
+def violation(rule: str, found: str, severity: Severity | None = None) -> Violation:
+    """Return what a rule has found, with the rule's severity unless another is given."""
+    return Violation(rule, severity or RULES[rule].severity, on_one_line(mask_secrets(found)))
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding, with everything a person or a machine needs to act on it.
+    """One finding of a report.
 
     Attributes:
-        row: its number in the file, from 0; None where the finding is about the whole file.
-        key: the row's name, ``coco/812``; the dataset's where there is no row.
+        row: its number in the file, from 0; None if the finding is about the whole file.
+        key: of the row, ``coco/812``; the dataset's name if there is no row.
         file: the data file.
-        line: of a JSONL file, from 1; None elsewhere.
-        location: file and place, for people.
+        line: of a JSONL file, from 1; None for other files.
+        location: file and position, for people.
         found: what was found.
         advice: what to do.
     """
