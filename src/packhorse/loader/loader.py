@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packhorse.count.columns import CountColumns
-from packhorse.count.rank_engine import share_cores
+from packhorse.count.engines import share_cores
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
