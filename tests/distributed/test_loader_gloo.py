@@ -224,7 +224,7 @@ def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -
     meta = write_data(tmp_path / "data")
     settings = {**SETTINGS, "num_workers": 0, "cache_dir": str(tmp_path / "plans")}
     run = {
-        "job": "opened",
+        "job": "open_alone",
         "world": 8,
         "folder": str(tmp_path / "run"),
         "meta": str(meta),
