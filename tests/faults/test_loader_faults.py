@@ -342,7 +342,7 @@ def test_a_ledger_that_may_not_grow_stops_the_run_with_the_reason(num_workers: i
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
         with pytest.raises(
-            SystemFault, match=r"rank-00000.(jsonl|steps) cannot be written: a file may not grow"
+            SystemFault, match=r"rank-00000.(jsonl|steps) cannot be written: the file size limit is reached"
         ):
             delivered_rows(loader)
     finally:

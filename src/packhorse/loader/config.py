@@ -39,7 +39,7 @@ _OTHER_NAMES = {
     "data": ("dataset", "train_dataset"),
     "mode": ("packing",),
     "pack_size": ("max_length", "max_seq_length", "sequence_length", "cutoff_len", "packed_sequence_size"),
-    "batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "batch_size": ("per_device_train_batch_size",),
     "gradient_accumulation_steps": ("accumulate_grad_batches", "accumulation"),
     "attn_implementation": ("attention", "flash_attn"),
     "pixel_dtype": ("dtype", "torch_dtype"),
