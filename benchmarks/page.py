@@ -15,7 +15,7 @@ _INTRO = """\
 
 # Benchmarks
 
-What Packhorse promises, and what was measured. A script of `benchmarks/` printed each figure and recorded it
+Promises of Packhorse and measured values. A script of `benchmarks/` printed each figure and recorded it
 with the machine, the versions, the commit (`+` if files were changed), the date and the command; this page is
 generated from the records. A ratio compares with the baseline in the next column, measured in the same run on
 the same machine.
@@ -29,9 +29,9 @@ python benchmarks/run.py --quick --json jsonl   # print one JSON object
 ```
 
 The exit code is 0 if every promise is kept, 1 if one is missed or a script failed, 2 if nothing could be run,
-and 130 after Ctrl-C. A quick run requires half of each speed target, twice each limit (of a time, say) and
-the whole of what is exact, and prints both targets: `to reach: >= 1.25x, half of 2.5x`. In the JSON object
-`target` is the one that counts, `full_target` the promised one. A script whose name begins with `gpu_` needs
+and 130 after Ctrl-C. A quick run requires half of each speed target, twice each limit and every exact target,
+and prints both targets: `to reach: >= 1.25x, half of 2.5x`. In the JSON object `target` is the one that
+counts, `full_target` the promised one. A script whose name begins with `gpu_` needs
 a GPU for a full run; without one it does not run and its record stays as it is.
 """
 _FIELDS = (
