@@ -61,7 +61,7 @@ def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
     return found
 
 
-def rejected(run: dict[str, Any], rank: int) -> list[list[str]]:
+def load_with_other_settings(run: dict[str, Any], rank: int) -> list[list[str]]:
     """Return the error of each rank if the last one has other settings, and its plan when alone."""
     last = dist.get_world_size() - 1
     errors = []
@@ -82,7 +82,7 @@ def everything(run: dict[str, Any], rank: int) -> dict[str, Any]:
     return {
         "scheduled": epoch(run, rank),
         "sharded": epoch(run, rank, shard_data=True, ledger_dir=f"{run['folder']}/sharded"),
-        "rejected": rejected(run, rank),
+        "rejected": load_with_other_settings(run, rank),
         "too few": too_few(run, rank),
         "uneven": uneven(run, rank),
         "torn": torn(run, rank),
@@ -220,7 +220,7 @@ def save(path: Path, content: Any) -> None:
     half.replace(path)
 
 
-def opened(run: dict[str, Any], rank: int) -> dict[str, Any]:
+def open_alone(run: dict[str, Any], rank: int) -> dict[str, Any]:
     """Open the data in a process that knows no other, at the same moment as others do."""
     time.sleep(max(0.0, run["start"] - time.time()))
     loader = build_loader(run, world=packhorse.World(rank, run["world"]))
@@ -230,14 +230,14 @@ def opened(run: dict[str, Any], rank: int) -> dict[str, Any]:
 JOBS: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "everything": everything,
     "train": train,
-    "opened": opened,
+    "open_alone": open_alone,
 }
 
 
 def rank_main(run: dict[str, Any], rank: int) -> None:
     """One rank, from the beginning to the end."""
     torch.set_num_threads(1)
-    alone = run["job"] == "opened"
+    alone = run["job"] == "open_alone"
     if not alone:
         meeting = f"file://{run['folder']}/meeting"
         timeout = timedelta(seconds=run.get("timeout", 60))

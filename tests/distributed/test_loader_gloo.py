@@ -62,7 +62,7 @@ def run_all(folder: Path, runs: list[dict[str, Any]], timeout: float = 120, work
     return run_together([command], folder, python_path(folder), timeout)
 
 
-def run_ranks(run: dict[str, Any]) -> list[Any]:
+def read_results(run: dict[str, Any]) -> list[Any]:
     return [json.loads(Path(run["folder"], f"rank{rank}.json").read_text()) for rank in range(run["world"])]
 
 
@@ -85,7 +85,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     written = run_all(folder, [run])
     assert codes(run) == [0] * request.param, written[-12_000:]
-    return {"found": run_ranks(run), "written": written, "folder": folder, "world": request.param}
+    return {"found": read_results(run), "written": written, "folder": folder, "world": request.param}
 
 
 def delivered_keys(ranks: dict[str, Any], what: str, epoch: int) -> list[list[str]]:
@@ -210,7 +210,7 @@ def test_after_the_kill_of_a_rank_another_number_of_ranks_trains_exactly_the_res
     assert 0 < len(saved["ids"]) < len(GOOD)
     written = run_all(tmp_path / "runs", [second])
     assert codes(second) == [0] * after, written[-12_000:]
-    ranks = run_ranks(second)
+    ranks = read_results(second)
     trained = saved["ids"] + list(chain(*(one["after"] for one in ranks)))
     assert len(trained) == len(set(trained)), "twice"
     assert set(trained) == GOOD
@@ -224,7 +224,7 @@ def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -
     meta = write_data(tmp_path / "data")
     settings = {**SETTINGS, "num_workers": 0, "cache_dir": str(tmp_path / "plans")}
     run = {
-        "job": "opened",
+        "job": "open_alone",
         "world": 8,
         "folder": str(tmp_path / "run"),
         "meta": str(meta),
@@ -233,7 +233,7 @@ def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -
     assert sidecars(meta.parent) == [], "counted already"
     written = run_all(tmp_path, [run])
     assert codes(run) == [0] * 8, written[-12_000:]
-    ranks = run_ranks(run)
+    ranks = read_results(run)
     assert len({one["plan"] for one in ranks}) == 1
     samples = list(chain(*(one["samples"] for one in ranks)))
     assert len(samples) == len(set(samples)) == len(GOOD)

@@ -9,7 +9,7 @@ import pytest
 from contract.processors import processor
 from count_samples import sidecars, write_chats
 from distributed.loader_work import chats
-from distributed.test_loader_gloo import codes, found, run_all
+from distributed.test_loader_gloo import codes, read_results, run_all
 from packhorse.count.counting import count_meta
 from packhorse.count.sidecar import counts_of
 from packhorse.datasets import open_meta_dataset
@@ -50,8 +50,8 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for how, run in runs.items():
         expected = [0, -9, 0] if how == "killed" else [0, 0, 0]
         assert codes(run) == expected, f"{how}\n{written[-12_000:]}"
-    reports = {how: found(run) for how, run in runs.items() if how != "killed"}
-    reports["killed"] = found({**runs["killed"], "world": 1})
+    reports = {how: read_results(run) for how, run in runs.items() if how != "killed"}
+    reports["killed"] = read_results({**runs["killed"], "world": 1})
     return reports
 
 
@@ -122,8 +122,8 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     count_meta(meta, processor("qwen2_vl"), part_rows=PART_ROWS)
     counts = counts_of(open_meta_dataset(meta), processor("qwen2_vl"))
     assert counts is not None
-    reports = {name: found(run) for name, run in runs.items() if name != "killed"}
-    reports["killed"] = found({**runs["killed"], "world": 1})
+    reports = {name: read_results(run) for name, run in runs.items() if name != "killed"}
+    reports["killed"] = read_results({**runs["killed"], "world": 1})
     return {**reports, "alone": counts.total.tolist(), "written": written, "folder": folder}
 
 
@@ -177,7 +177,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     run = {"job": "on_a_mesh", "world": 4, "folder": str(folder / "run"), "meta": meta}
     written = run_all(folder, [run], work=WORK)
     assert codes(run) == [0] * 4, written[-12_000:]
-    return found(run)
+    return read_results(run)
 
 
 def test_a_world_is_the_place_in_the_data_parallel_dimensions_of_a_mesh(mesh: list[dict[str, Any]]) -> None:
@@ -214,7 +214,7 @@ def run_job(folder: Path, job: str, world: int, **settings: Any) -> list[Any]:
     run = {"job": job, "world": world, "folder": str(folder / "run"), **settings}
     written = run_all(folder, [run], work=WORK)
     assert codes(run) == [0] * world, written[-12_000:]
-    return found(run)
+    return read_results(run)
 
 
 @pytest.fixture(scope="module")

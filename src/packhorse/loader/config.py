@@ -20,6 +20,7 @@ from packhorse.types import Rows, World
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from packhorse.chat import Processor
     from packhorse.count.columns import CountColumns
     from packhorse.loader.loader import Loader
 
@@ -38,7 +39,7 @@ _OTHER_NAMES = {
     "data": ("dataset", "train_dataset"),
     "mode": ("packing",),
     "pack_size": ("max_length", "max_seq_length", "sequence_length", "cutoff_len", "packed_sequence_size"),
-    "batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "batch_size": ("per_device_train_batch_size",),
     "gradient_accumulation_steps": ("accumulate_grad_batches", "accumulation"),
     "attn_implementation": ("attention", "flash_attn"),
     "pixel_dtype": ("dtype", "torch_dtype"),
@@ -210,7 +211,7 @@ class LoaderConfig:
 
     def build(
         self,
-        processor: Any,
+        processor: Processor | str | os.PathLike[str],
         *,
         model: Any = None,
         world: World | None = None,
@@ -239,7 +240,7 @@ class LoaderConfig:
 
 def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     data: Data,
-    processor: Any,
+    processor: Processor | str | os.PathLike[str],
     *,
     model: Any = None,
     world: World | None = None,
@@ -336,7 +337,7 @@ def _field_types() -> dict[str, Any]:
     return get_type_hints(LoaderConfig)
 
 
-def _check_value(name: str, value: Any, hint: Any) -> None:
+def _check_value(name: str, value: Any, hint: object) -> None:
     """Raise if a value is not of the field's type or below its minimum."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     or_none = ", or None" if type(None) in options else ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
+from types import MappingProxyType
 
 from packhorse.distributed import Collectives
 from packhorse.errors import FULL_DISK, ConfigError, PackhorseError, SystemFault
@@ -41,19 +42,10 @@ class TooManyBad(PackhorseError):
         reasons: bad samples by reason, on the rank that raises.
     """
 
-    def __init__(
-        self,
-        message: str,
-        setting: str = "",
-        bad: int = 0,
-        samples: int = 0,
-        reasons: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.setting, self.bad, self.samples, self.reasons = setting, bad, samples, dict(reasons or {})
-
-    def __reduce__(self) -> tuple[type[TooManyBad], tuple[object, ...]]:
-        return type(self), (str(self), self.setting, self.bad, self.samples, self.reasons)
+    setting: str = ""
+    bad: int = 0
+    samples: int = 0
+    reasons: Mapping[str, int] = MappingProxyType({})
 
 
 def exceeds_share(bad: int, samples: int, max_share: float | None) -> bool:
@@ -142,7 +134,9 @@ class BadSampleBudget:
             f"{_format_reasons(reasons)}. For example {examples}. `packhorse check` lists all of them and "
             f"`packhorse check --fix` writes the data without them; or raise {setting}"
         )
-        return TooManyBad(message, setting, bad, self.samples, reasons)
+        error = TooManyBad(message)
+        error.setting, error.bad, error.samples, error.reasons = setting, bad, self.samples, reasons
+        return error
 
 
 def _format_reasons(counts: Mapping[str, int]) -> str:

@@ -46,6 +46,8 @@ from packhorse.types import Batch, Drop, MediaMask, WorkItem, World
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from packhorse.chat import Processor
+
 logger = getLogger("packhorse.loader")
 
 
@@ -107,7 +109,7 @@ class Loader:
     def __init__(
         self,
         config: LoaderConfig,
-        processor: Any,
+        processor: Processor | str | os.PathLike[str],
         *,
         model: Any = None,
         world: World | None = None,
@@ -120,7 +122,9 @@ class Loader:
         # An error on one rank raises on all of them; steps that may take long have names of their own.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
-    def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
+    def _build(
+        self, processor: Processor | str | os.PathLike[str], model: Any, counts: CountColumns | None
+    ) -> None:
         config, folder = self.config, self.config.ledger_dir
         # Buffer entries until iteration starts, so a loader that fails validation never writes to its file.
         self.ledger = Ledger(None if folder is None else rank_file(folder, self.world.rank)).buffer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from packhorse.types import BatchInfo
 
@@ -45,15 +45,6 @@ class Numbers:
     lost: int
 
 
-class _Step(NamedTuple):
-    tokens: int
-    slots: int
-    supervised: int
-    straggler: float
-    waited: float
-    took: float
-
-
 class Metrics:
     """Metrics of the last 50 steps, for a line in the log or for TensorBoard.
 
@@ -63,7 +54,8 @@ class Metrics:
 
     def __init__(self, gradient_accumulation_steps: int = 1) -> None:
         self._accumulation = gradient_accumulation_steps
-        self._steps: deque[_Step] = deque(maxlen=_WINDOW)
+        # For each step: tokens, slots, supervised tokens, straggler ratio, seconds waited, seconds.
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
 
@@ -76,7 +68,7 @@ class Metrics:
         self.steps += 1
         self.samples += len(info.samples)
         self.lost += len(info.lost)
-        self._steps.append(_Step(info.tokens, info.slots, info.supervised, straggler, waited, took))
+        self._steps.append((info.tokens, info.slots, info.supervised, straggler, waited, took))
 
     def pause(self) -> None:
         """Exclude the time until the next batch (between epochs)."""
@@ -84,17 +76,16 @@ class Metrics:
 
     def numbers(self) -> Numbers:
         """Return the current metrics; zeros before the first step."""
-        steps = self._steps
-        tokens, slots = sum(s.tokens for s in steps), sum(s.slots for s in steps)
-        took = sum(s.took for s in steps)
+        columns = zip(*self._steps, strict=True) if self._steps else [()] * 6
+        tokens, slots, supervised, straggler, waited, took = map(sum, columns)
         fill = tokens / slots if slots else 0.0
         return Numbers(
             fill,
             1 - fill if slots else 0.0,
-            sum(s.supervised for s in steps) / tokens if tokens else 0.0,
+            supervised / tokens if tokens else 0.0,
             tokens / took if took else 0.0,
-            min(1.0, sum(s.waited for s in steps) / took) if took else 0.0,
-            sum(s.straggler for s in steps) / len(steps) if steps else 1.0,
+            min(1.0, waited / took) if took else 0.0,
+            straggler / len(self._steps) if self._steps else 1.0,
             self.samples,
             self.lost,
         )

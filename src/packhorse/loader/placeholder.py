@@ -16,7 +16,7 @@ from dataclasses import replace
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, ConfigError
-from packhorse.families import Encoder, Family
+from packhorse.families import Encoder
 from packhorse.families.encoder import PROCESSOR_ERRORS
 from packhorse.ledger import Ledger
 from packhorse.media import MediaSize, VideoInfo, placeholder_media
@@ -99,7 +99,10 @@ class Placeholders:
         """Return the kind and size of the smallest media item that fills the tensors of a kind."""
         if kind not in self._smallest:
             encoder, family = self.dataset.encoder, self.dataset.family
-            keys = {other: _tensors(family, other) for other in family.kinds}
+            keys = {
+                other: {key for key, layout in family.layout.items() if other in layout.kinds}
+                for other in family.kinds
+            }
             alike = [other for other in family.kinds if keys[other] == keys.get(kind)] or [kind]
             sizes = {other: smallest_media(encoder, other) for other in alike}
             best = alike[0]
@@ -135,7 +138,3 @@ class Placeholders:
         kept = slice(max(0, positions[0] - 1), positions[-1] + 3)
         self._encoded[kind] = replace(sample, labels=labels).cut(kept)
         return self._encoded[kind]
-
-
-def _tensors(family: Family, kind: MediaKind) -> frozenset[str]:
-    return frozenset(key for key, layout in family.layout.items() if kind in layout.kinds)

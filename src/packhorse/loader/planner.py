@@ -28,7 +28,7 @@ from packhorse.plan.lengths import FOUND_WHEN_COUNTED, after_shift
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan
 from packhorse.plan.planning import plan_key, plan_packs
 from packhorse.plan.schedule import SampleInfo
-from packhorse.types import MEDIA_KINDS, Drop, MediaMask, Reason
+from packhorse.types import MEDIA_KINDS, Drop, MediaMask, Reason, Rows
 from packhorse.utils.files import cache_folder, cache_lock, digest
 
 logger = getLogger("packhorse.loader")
@@ -295,7 +295,7 @@ def too_long_detail(length: int, config: LoaderConfig, reserve: int) -> str:
     return f"{length:,} tokens, more than the {capacity:,} of a pack{reserved}"
 
 
-def _dataset_ids(dataset: Any) -> Integers | None:
+def _dataset_ids(dataset: Rows) -> Integers | None:
     """Return the number of each row's dataset in a mixture; None if there is only one."""
     if not isinstance(dataset, MetaDataset) or len(dataset.lengths()) < 2:
         return None

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from packhorse.chat import is_tokenizer
+from packhorse.chat import Processor, is_tokenizer
 from packhorse.collate.packed import ATTENTION
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
@@ -51,12 +51,12 @@ from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import Data, LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
-from packhorse.types import MEDIA_KINDS, MediaMask, World
+from packhorse.types import MEDIA_KINDS, MediaMask, Rows, World
 from packhorse.utils.pool import LocalEngine
 from packhorse.utils.progress import Progress
 
@@ -106,7 +106,7 @@ class OpenedData:
     """
 
     dataset: Any
-    processor: Any
+    processor: Processor
     model: ModelInfo
     ledger: Ledger
 
@@ -131,7 +131,11 @@ class Startup:
 
 
 def open_data(
-    config: LoaderConfig, processor: Any, model: Any, ranks: Collectives, ledger: Ledger
+    config: LoaderConfig,
+    processor: Processor | str | PathLike[str],
+    model: Any,
+    ranks: Collectives,
+    ledger: Ledger,
 ) -> OpenedData:
     """Open processor, model (see :func:`inspect_model`; or its result) and rows; all ranks call this.
 
@@ -143,16 +147,16 @@ def open_data(
     """
     run = ranks.run_on_all_ranks
     ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
-    processor = run("open the processor", partial(as_whole_processor, processor))
+    opened_processor = run("open the processor", partial(as_whole_processor, processor))
     if not isinstance(model, ModelInfo):
         model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
-    run("check the processor", partial(_check_processor, processor, model))
+    run("check the processor", partial(_check_processor, opened_processor, model))
     selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
     shard = ranks.world if config.shard_data else None
     dataset = run("open the data", partial(open_rows, config.data, config.dataset_names, selection, shard))
-    if getattr(dataset, "ledger", None) is selection:
+    if isinstance(dataset, MetaDataset) and dataset.ledger is selection:
         dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
-    return OpenedData(dataset, processor, model, ledger)
+    return OpenedData(dataset, opened_processor, model, ledger)
 
 
 def start_up(
@@ -293,7 +297,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
     )
 
 
-def _check_processor(processor: Any, model: ModelInfo) -> None:
+def _check_processor(processor: Processor, model: ModelInfo) -> None:
     """Raise if the processor is a tokenizer, but the model has a vision or audio part."""
     parts = media_parts(model.config) if model.config is not None else ()
     if parts and is_tokenizer(processor):
@@ -345,7 +349,7 @@ def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
 # The rows.
 
 
-def open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
+def open_rows(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
     """Open the rows of a meta file, or check a sequence of examples; there must be at least one.
 
     Args:
@@ -361,9 +365,9 @@ def open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: Wor
         raise ConfigError(
             f"data has the splits {', '.join(data)}: choose one, for example data['{next(iter(data))}']"
         )
-    dataset: Any
+    dataset: Rows
     if isinstance(data, str | PathLike | Mapping):
-        meta: Any = dict(data) if isinstance(data, Mapping) else str(data)
+        meta = dict(data) if isinstance(data, Mapping) else str(data)
         if isinstance(meta, str):
             _check_is_meta_file(meta)
         options: dict[str, Any] = {}
@@ -426,7 +430,7 @@ def _check_is_meta_file(path: str) -> None:
 class Shard(Sequence[Any]):
     """Every ``size``-th example of a sequence, from ``rank`` on."""
 
-    def __init__(self, data: Any, world: World) -> None:
+    def __init__(self, data: Rows, world: World) -> None:
         self.data, self.indices = data, range(world.rank, len(data), world.size)
 
     def __len__(self) -> int:
@@ -492,7 +496,7 @@ def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, lo
     return None
 
 
-def _counts_of_all_ranks(dataset: MetaDataset, processor: Any) -> CountColumns | None:
+def _counts_of_all_ranks(dataset: MetaDataset, processor: Processor) -> CountColumns | None:
     """Return the counts of the rows of all ranks, of which this one has a share."""
     sources = [
         replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
@@ -513,7 +517,7 @@ def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
     return whole.take(np.concatenate(positions))
 
 
-def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColumns:
+def _count_slices(dataset: Rows, processor: Processor, ranks: Collectives) -> CountColumns:
     """Count examples that all ranks have: each rank a slice of them."""
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.is_distributed else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
@@ -521,7 +525,7 @@ def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColu
     return CountColumns.joined(ranks.gather(counted))
 
 
-def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> CountColumns:
+def count_examples(dataset: Rows, processor: Processor, rows: range | None = None) -> CountColumns:
     """Count the examples of a sequence (``rows``: only these); one that fails has a reason instead."""
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
@@ -536,7 +540,7 @@ def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> C
     return CountColumns.joined(parts)
 
 
-def _count_example(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
+def _count_example(counter: TokenCounter, dataset: Rows, index: int) -> Counted | BadSample:
     with data_errors(key=str(index)) as outcome:
         example = counter.encoder.place_audio(dataset[index], str(index))
         return counter.count(parse_conversation(example, str(index)))
