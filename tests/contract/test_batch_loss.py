@@ -76,7 +76,7 @@ def losses_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def expected(files: dict[str, Path]) -> Callable[[str], Expected]:
     @cache
-    def made(name: str) -> Expected:
+    def expect(name: str) -> Expected:
         model, family = tiny_model(name), family_of(processor(name))
         dataset = PreTokenizedDatasetWrapper(
             rows_of(name, files), processor(name), inject_fake_images=False, on_bad="raise", ledger=Ledger()
@@ -93,7 +93,7 @@ def expected(files: dict[str, Path]) -> Callable[[str], Expected]:
         loss = float((losses * tokens).sum() / tokens.sum())
         return Expected(loss, noise_floor(losses, in_batch), int(tokens.sum()))
 
-    return made
+    return expect
 
 
 @pytest.fixture(autouse=True)
@@ -240,15 +240,15 @@ def with_lora(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).eval()
 
 
-def distributed(model: Any) -> Any:
+def wrap_ddp(model: Any) -> Any:
     return torch.nn.parallel.DistributedDataParallel(model).eval()
 
 
-def compiled(model: Any) -> Any:
+def compile_model(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
-@pytest.mark.parametrize("wrap", [with_lora, compiled, distributed])
+@pytest.mark.parametrize("wrap", [with_lora, compile_model, wrap_ddp])
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 @pytest.mark.usefixtures("process_group")
 def test_a_wrapped_model_has_the_same_loss(

@@ -166,7 +166,7 @@ def test_a_bool_mask_on_eager_attention_is_named(examples: Any) -> None:
 
 @pytest.mark.parametrize(("by", "words"), [(-1, "shifted twice"), (1, "are not shifted")])
 def test_labels_shifted_wrongly_are_named(examples: Any, by: int, words: str) -> None:
-    def shifted(packs: Any) -> dict[str, Any]:
+    def shift_again(packs: Any) -> dict[str, Any]:
         batch = neat_packed_vlm_collater(packs)
         for pack in range(len(packs)):
             for document in range(1, int(batch["_packed_seq_ids"].max()) + 1):
@@ -176,7 +176,7 @@ def test_labels_shifted_wrongly_are_named(examples: Any, by: int, words: str) ->
                 batch["labels"][pack, places] = labels
         return batch
 
-    report = check(examples, collate=shifted)
+    report = check(examples, collate=shift_again)
     assert not report.ok
     (cause,) = report.causes
     assert words in cause

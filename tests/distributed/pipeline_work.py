@@ -77,12 +77,12 @@ class Data:
         }
 
     @cache  # noqa: B019 - lives as long as the process
-    def padded(self, fakes: bool = False) -> list[dict[str, Any]]:
+    def padded_batches(self, fakes: bool = False) -> list[dict[str, Any]]:
         steps = ([self.samples[fakes][self.places[case]] for case in step] for step in PADDED)
         return [pad_collate_fn(samples, self.processor, pixel_dtype=None) for samples in steps]
 
     @cache  # noqa: B019
-    def packed(self, backend: str) -> list[dict[str, Any]]:
+    def packed_batches(self, backend: str) -> list[dict[str, Any]]:
         rope, made = rope_index(tiny_model(self.name)), []
         for step in PACKED:
             bins = [[self.places[case] for case in row] for row in step]
@@ -91,7 +91,7 @@ class Data:
             made.append(neat_packed_vlm_collater(rows, attn_implementation=backend, pixel_dtype=None))
         return made
 
-    def prepared(self, batch: dict[str, Any], n_microbatches: int) -> dict[str, Any]:
+    def prepare(self, batch: dict[str, Any], n_microbatches: int) -> dict[str, Any]:
         collate = wrap_vlm_collate_for_pp(dict, n_microbatches, layout=family_of(self.processor).layout)
         return collate(batch)
 
@@ -244,7 +244,7 @@ class Compared:
         return {**found, "compared": self.compared}
 
 
-def pipelined(
+def run_pipeline(
     rank: int,
     whole: Any,
     batches: list[dict[str, Any]],
@@ -260,9 +260,9 @@ def pipelined(
     pipeline = VlmPipeline([wrap(part) for part in parts], n, schedule)
     compared = Compared(whole, parts, None if eager is None else Noise(whole, eager))
     for batch in batches:
-        compared.step(batch, pipeline.step(data.prepared(batch, n)))
-        compared.evaluate(batches[0], pipeline.eval(data.prepared(batches[0], n)))
-        assert all(value is None for part in parts for value in staged(part))
+        compared.step(batch, pipeline.step(data.prepare(batch, n)))
+        compared.evaluate(batches[0], pipeline.eval(data.prepare(batches[0], n)))
+        assert all(value is None for part in parts for value in staged_values(part))
     return compared.result()
 
 
@@ -297,7 +297,7 @@ def by_hand(rank: int, whole: Any, batch: dict[str, Any], data: Data) -> dict[st
     return {**compared.result(), "cursor": calls}
 
 
-def staged(part: Any) -> list[Any]:
+def staged_values(part: Any) -> list[Any]:
     return [value for name, value in vars(part).items() if name.startswith("_vlm_")]
 
 
@@ -305,7 +305,7 @@ def failing(rank: int, whole: Any, batch: dict[str, Any], data: Data) -> dict[st
     """Stage 0 fails in its second microbatch; the other rank learns of it when the process is gone."""
     part = split_vlm(copy.deepcopy(whole), 2)[rank]
     pipeline = VlmPipeline([part], 3, Schedule1F1B)
-    prepared = data.prepared(batch, 3)
+    prepared = data.prepare(batch, 3)
     if rank == 0:
         prepared["_vlm_pp_media_chunks"]["pixel_values"][1] = torch.zeros(3, 5)
     try:
@@ -316,42 +316,45 @@ def failing(rank: int, whole: Any, batch: dict[str, Any], data: Data) -> dict[st
     return {"error": None}
 
 
-def found(rank: int, folder: Path) -> dict[str, Any]:
+def run_all(rank: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("qwen2_vl", "qwen3_vl"):
         data, model = Data(name, folder), tiny_model(name)
         for kind, schedule in SCHEDULES.items():
-            for shape, batches in (("padded", data.padded()), ("packed", data.packed("sdpa"))):
+            for shape, batches in (
+                ("padded", data.padded_batches()),
+                ("packed", data.packed_batches("sdpa")),
+            ):
                 whole = copy.deepcopy(model)
                 use_attention(whole, "sdpa")
-                eager = data.packed("eager") if shape == "packed" else batches
+                eager = data.packed_batches("eager") if shape == "packed" else batches
                 eager = eager if kind == "gpipe" else None
-                results[f"{name} {kind} {shape}"] = pipelined(
+                results[f"{name} {kind} {shape}"] = run_pipeline(
                     rank, whole, batches, data, schedule, MICROBATCHES, eager=eager
                 )
         whole = copy.deepcopy(model)
         use_attention(whole, "varlen")
-        batches = data.packed("varlen")
-        results[f"{name} 1f1b varlen"] = pipelined(rank, whole, batches, data, Schedule1F1B, MICROBATCHES)
-        batches = data.padded(fakes=True)
-        results[f"{name} 1f1b fakes"] = pipelined(
+        batches = data.packed_batches("varlen")
+        results[f"{name} 1f1b varlen"] = run_pipeline(rank, whole, batches, data, Schedule1F1B, MICROBATCHES)
+        batches = data.padded_batches(fakes=True)
+        results[f"{name} 1f1b fakes"] = run_pipeline(
             rank, copy.deepcopy(model), batches, data, Schedule1F1B, MICROBATCHES, eager=batches
         )
-        results[f"{name} 1f1b checkpointed"] = pipelined(
+        results[f"{name} 1f1b checkpointed"] = run_pipeline(
             rank,
             copy.deepcopy(model),
-            data.padded(),
+            data.padded_batches(),
             data,
             Schedule1F1B,
             MICROBATCHES,
             wrap=checkpoint_wrapper,
         )
-        batches = data.padded()
-        results[f"{name} interleaved"] = pipelined(
+        batches = data.padded_batches()
+        results[f"{name} interleaved"] = run_pipeline(
             rank, with_layers(name, 4), batches, data, ScheduleInterleaved1F1B, 4, n_stages=4, eager=batches
         )
-        results[f"{name} by hand"] = by_hand(rank, copy.deepcopy(model), data.padded()[1], data)
-    results["failing"] = failing(rank, copy.deepcopy(model), data.padded()[1], data)
+        results[f"{name} by hand"] = by_hand(rank, copy.deepcopy(model), data.padded_batches()[1], data)
+    results["failing"] = failing(rank, copy.deepcopy(model), data.padded_batches()[1], data)
     return results
 
 
@@ -365,7 +368,7 @@ def main() -> None:
         world_size=2,
         timeout=timedelta(seconds=120),
     )
-    results = found(rank, folder)
+    results = run_all(rank, folder)
     (folder.parent / f"rank{rank}.json").write_text(json.dumps(results))
 
 

@@ -81,21 +81,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def delivered(ranks: list[dict[str, Any]], how: str) -> list[str]:
+def delivered_keys(ranks: list[dict[str, Any]], how: str) -> list[str]:
     return [key for one in ranks for batch in one[how]["steps"] for key, _ in batch]
 
 
 def test_a_prepared_loader_over_rows_that_are_sharded_already_loses_half_and_is_warned_of(
     ranks: list[dict[str, Any]],
 ) -> None:
-    assert len(set(delivered(ranks, "sharded, prepared"))) == ROWS // RANKS
+    assert len(set(delivered_keys(ranks, "sharded, prepared"))) == ROWS // RANKS
     assert all(one["sharded, prepared"]["warned"] == 1 for one in ranks)
     assert all(one["sharded list"]["warned"] == 1 for one in ranks)
 
 
 @pytest.mark.parametrize("how", ["sharded", "sharded list", "all, prepared", "all, split"])
 def test_every_row_comes_once_if_rows_are_sharded_once(how: str, ranks: list[dict[str, Any]]) -> None:
-    assert sorted(delivered(ranks, how)) == sorted(f"chat/{number}" for number in range(ROWS))
+    assert sorted(delivered_keys(ranks, how)) == sorted(f"chat/{number}" for number in range(ROWS))
     assert {len(one[how]["steps"]) for one in ranks} == {ROWS // RANKS // BATCH}
 
 

@@ -154,9 +154,14 @@ def test_a_segment_that_used_more_steps_than_there_are_is_rejected():
         PackSchedule(Packs(plan, info), [ResumeSegment(1, 1, 1, 4)])
 
 
+def test_step_files_written_before_fields_were_renamed_are_found():
+    state = LoaderState(epoch=2, segments=(ResumeSegment(4, 2, 1, 3), ResumeSegment(2, 1, 4, 5)))
+    assert [state.branch(segment) for segment in (0, 1)] == ["fb30bbd2f95a", "c5fef1d8b98a"]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(layouts, st.integers(0, 5)), max_size=6))
-def test_shapes_that_were_never_used_leave_no_trace_in_a_state(changes):
+def test_layouts_that_were_never_used_are_not_in_the_state(changes):
     progress = LoaderState()
     for layout, steps in changes:
         progress = progress.under(layout)

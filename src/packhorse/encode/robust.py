@@ -312,7 +312,7 @@ class _RobustCollate:
         return self.collate_fn(self.dataset.batch(samples, [entry.current for entry in entries]))
 
     def _culprit(self, entries: Sequence[_Entry], error: BadSample) -> int | None:
-        """The position of the sample that an error names."""
+        """Return the position of the sample that an error names."""
         keys = ["" if entry.current is None else self.dataset.key(entry.current) for entry in entries]
         return keys.index(error.key) if error.key and error.key in keys else None
 
@@ -382,7 +382,7 @@ class _RobustCollate:
 
 
 def _batch_failure(error: BadSample, *, named: bool) -> BadSample:
-    """What is recorded for each sample of a batch that could not be built.
+    """Return the error to record for each sample of a batch that could not be built.
 
     If the samples have keys, a :class:`BadSample` without a key is about all of them.
     """

@@ -143,16 +143,16 @@ def row_lengths(
         return _given_lengths(counts, len(dataset), image_cfg, video_cfg)
     rows = np.arange(len(dataset), dtype=np.int64)
     parts = list(_inner_rows(dataset, rows, rows)) if unwrap else [(dataset, rows, rows)]
-    found = []
+    lengths = []
     for inner, rows_of_part, _ in parts:
         recorded = recorded_counts(inner, processor)
         if recorded is not None:
-            found.append(Lengths.of(recorded.take(rows_of_part), SIDECAR))
+            lengths.append(Lengths.of(recorded.take(rows_of_part), SIDECAR))
         else:
             report = Progress("estimating lengths", len(rows_of_part))
-            found.append(estimated_lengths(inner, rows_of_part, image_cfg, video_cfg, report))
+            lengths.append(estimated_lengths(inner, rows_of_part, image_cfg, video_cfg, report))
     positions = np.concatenate([positions for *_, positions in parts])
-    return found[0] if len(parts) == 1 else Lengths.join(found, np.argsort(positions))
+    return lengths[0] if len(parts) == 1 else Lengths.join(lengths, np.argsort(positions))
 
 
 def _given_lengths(
@@ -208,8 +208,8 @@ def estimated_lengths(
             report(number + 1)
     total, media, from_fields = estimate_lengths(columns.columns(), image_cfg, video_cfg)
     source = np.where(readable, np.where(from_fields, FIELDS, ESTIMATE), UNKNOWN).astype(np.uint8)
-    found = Lengths(total, media, np.zeros(len(rows), np.bool_), text_only, source)
-    return Lengths.join([found], np.argsort(positions))
+    lengths = Lengths(total, media, np.zeros(len(rows), np.bool_), text_only, source)
+    return Lengths.join([lengths], np.argsort(positions))
 
 
 def recorded_counts(dataset: Rows, processor: Processor | str | None) -> CountColumns | None:
@@ -339,20 +339,20 @@ def sample_lengths(
         if rows is not None and len(rows) != len(dataset):
             raise ConfigError(f"{what} has {len(rows):,} rows for a dataset of {len(dataset):,} samples")
     configs = image_config(processor), video_config(processor)
-    found = row_lengths(raw, processor, *configs, counts=counts, unwrap=False)
-    if found.text_only.any() and (fake := _fake_image_tokens(dataset)):
+    lengths = row_lengths(raw, processor, *configs, counts=counts, unwrap=False)
+    if lengths.text_only.any() and (fake := _fake_image_tokens(dataset)):
         # A fake image takes a token more or less if its newlines merge with those of the text.
-        tokens = found.tokens + fake * found.text_only
-        found = replace(found, tokens=tokens, exact=found.exact & ~found.text_only)
+        tokens = lengths.tokens + fake * lengths.text_only
+        lengths = replace(lengths, tokens=tokens, exact=lengths.exact & ~lengths.text_only)
     if isinstance(dataset, PreTokenizedDatasetWrapper):
         if dataset.post_tokenize_hook is not None:  # which may add or remove tokens
-            found = replace(found, exact=np.zeros(len(dataset), np.bool_))
+            lengths = replace(lengths, exact=np.zeros(len(dataset), np.bool_))
         limit = dataset.max_length
-        if dataset.truncate and limit is not None and (long := found.tokens > limit).any():
+        if dataset.truncate and limit is not None and (long := lengths.tokens > limit).any():
             # Whole turns are cut, so these have at most this many.
-            tokens, media = np.minimum(found.tokens, limit), np.minimum(found.media, limit)
-            found = replace(found, tokens=tokens, media=media, exact=found.exact & ~long)
-    return found
+            tokens, media = np.minimum(lengths.tokens, limit), np.minimum(lengths.media, limit)
+            lengths = replace(lengths, tokens=tokens, media=media, exact=lengths.exact & ~long)
+    return lengths
 
 
 def _fake_image_tokens(dataset: Rows) -> int:
@@ -478,27 +478,27 @@ class Eligibility:
 
 
 def check_eligibility(
-    dataset: Rows, found: Lengths, pack_size: int, alignment: int, drop_long: bool
+    dataset: Rows, lengths: Lengths, pack_size: int, alignment: int, drop_long: bool
 ) -> Eligibility:
     """Find the samples that can be in no pack.
 
     Args:
         dataset: encodes them.
-        found: their lengths, before the shift.
+        lengths: their lengths, before the shift.
         pack_size: the most tokens of a pack.
         alignment: the padded length of each sample is a multiple of this.
         drop_long: also exclude samples that only seem to be too long.
     """
     capacity = pack_size - pack_size % alignment
-    tokens, limit = found.tokens, None
+    tokens, limit = lengths.tokens, None
     bad = surely = np.zeros(len(tokens), np.bool_)
-    if found.counts is not None:
-        bad = ~found.counts.ok
-        tokens, surely, limit = _surely_too_long(dataset, tokens, found.counts, capacity)
-    lengths = after_shift(tokens)
-    seems = (lengths > capacity) & ~bad
+    if lengths.counts is not None:
+        bad = ~lengths.counts.ok
+        tokens, surely, limit = _surely_too_long(dataset, tokens, lengths.counts, capacity)
+    shifted = after_shift(tokens)
+    seems = (shifted > capacity) & ~bad
     too_long = surely | (seems & drop_long)
-    return Eligibility(lengths, bad, too_long, seems & ~too_long, capacity, found.counts, limit)
+    return Eligibility(shifted, bad, too_long, seems & ~too_long, capacity, lengths.counts, limit)
 
 
 def _surely_too_long(

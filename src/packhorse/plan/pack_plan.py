@@ -103,16 +103,16 @@ class PackPlan:
         return packs
 
     def dropped_by_reason(self) -> dict[Reason, Integers]:
-        """The positions of the samples in no pack, by reason; reasons without samples are dropped."""
-        found = {reason: self.dropped[self.drop_codes == code] for code, reason in enumerate(DROP_REASONS)}
-        return {reason: positions for reason, positions in found.items() if len(positions)}
+        """Return the positions of dropped samples by reason."""
+        drops = {reason: self.dropped[self.drop_codes == code] for code, reason in enumerate(DROP_REASONS)}
+        return {reason: positions for reason, positions in drops.items() if len(positions)}
 
     def sums(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
-        """For each pack the sum of its samples' values; ``values[i]`` is that of sample ``i``."""
+        """Return the sum of each pack over its samples of ``values``, which has one entry per sample."""
         return sums_by_pack(np.asarray(values)[self.indices], self.offsets)
 
     def with_costs(self, costs: npt.ArrayLike, media_masks: npt.ArrayLike | None = None) -> PackPlan:
-        """The same plan, knowing what its packs cost and which media they hold (see ``balance``)."""
+        """Return the plan with costs and media masks (see :mod:`~packhorse.plan.cost_model`)."""
         masks = None if media_masks is None else np.asarray(media_masks, np.uint8)
         return replace(self, costs=np.asarray(costs, np.float64), media_masks=masks)
 

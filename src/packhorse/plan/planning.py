@@ -404,7 +404,7 @@ def _split_moves(fill: Fill, changes: Integers) -> Fill:
 
 
 def gather(pack_of: npt.NDArray[np.integer], packs: int, order: Positions) -> tuple[Integers, Positions]:
-    """As :func:`assign_samples`, if the pack of each sample in ``order`` is known."""
+    """Return offsets and positions as :func:`assign_samples`, from the pack of each sample in ``order``."""
     offsets = _ends(np.bincount(pack_of, minlength=packs))
     keys = pack_of.astype(np.int64)
     keys <<= 32

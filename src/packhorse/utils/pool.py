@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 
 def name_task(position: int, task: Any) -> str:
-    """A task for messages, shortened if long.
+    """Return a task for messages, shortened if long.
 
     >>> name_task(4, ("rows.jsonl", 0, 1000))
     "task 4 ('rows.jsonl', 0, 1000)"
@@ -129,12 +129,12 @@ def run_task(
 
 
 def result_message(result: Any, dumps: Callable[[Any], Any] = pickle.dumps) -> bytes:
-    """The message that carries a result."""
+    """Return the message that carries a result."""
     return bytes(dumps((result, None)))
 
 
 def error_message(error: BaseException) -> bytes:
-    """The message that ``error`` was raised; an EngineError with its text if it cannot be pickled."""
+    """Return the message with ``error``, or with an EngineError if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         copy = pickle.loads(pickle.dumps(error))  # noqa: S301
@@ -159,7 +159,7 @@ def _load_message(message: bytes) -> Any:
 
 
 def read_message(message: bytes) -> Any:
-    """The result in a message; raise the error if it carries one."""
+    """Return the result in a message, or raise the error in it."""
     content = _load_message(message)
     if isinstance(content, _Failure):
         raise content.error
@@ -167,7 +167,7 @@ def read_message(message: bytes) -> Any:
 
 
 def unsendable(what: str, error: object) -> EngineError:
-    """The error that the work or a task cannot be sent to another process."""
+    """Return the error for work or a task that cannot be pickled."""
     return EngineError(
         f"{what} cannot be sent to another process ({error}): expected something that can be pickled, such "
         "as an object of a class at the top of an importable module. Counting with one worker and loading "
@@ -183,7 +183,7 @@ memory shared with the parent."""
 
 
 def in_worker() -> bool:
-    """Whether this is a worker process of a pool."""
+    """Return whether this is a worker process of a pool."""
     return not isinstance(note, SimpleNamespace)
 
 
@@ -291,7 +291,7 @@ class _Worker:
         return f"{signal.strsignal(-code)}, signal {-code}"
 
     def receive(self) -> bytes | None:
-        """The next message; None if the process has exited."""
+        """Return the next message; None if the process has exited."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():  # otherwise a child of the process keeps the pipe open
                 return self.pipe.recv_bytes()
@@ -354,7 +354,7 @@ class ProcessPool(Generic[T, R]):
             self._workers.append(_Worker(self._work, self._start))
 
     def _positions_at(self, worker: _Worker) -> list[int]:
-        """The positions of this run's tasks that a worker holds."""
+        """Return the positions of this run's tasks that a worker holds."""
         return [position for run, position in worker.held if run == self._run]
 
     def run(
@@ -485,7 +485,7 @@ class ProcessPool(Generic[T, R]):
         self._workers[self._workers.index(worker)] = _Worker(self._work, self._start)
 
     def _count_death(self, worker: _Worker, position: int | None) -> WorkerDied | None:
-        """The error to raise if workers died too often over a task, or before they got one (None)."""
+        """Return the error to raise if workers died too often over a task, or before one (None)."""
         self._deaths[position] += 1
         deaths, reason = self._deaths[position], worker.exit_reason
         if deaths <= self._retries:

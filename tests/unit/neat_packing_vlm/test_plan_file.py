@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from packhorse.count.columns import Distribution
@@ -35,6 +36,14 @@ def test_a_plan_comes_back_from_its_file_as_it_was(tmp_path):
     assert same(PackPlan.load(path), priced)
     assert not (tmp_path / ".chat.phplan").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["chat.phplan"]
+
+
+def test_the_file_keeps_the_name_of_the_media_column(tmp_path):
+    plan = plan_packs([8, 8], 8).with_costs([1.0, 2.0], [1, 3])
+    plan.save(tmp_path / "plan")
+    with pa.memory_map(str(tmp_path / "plan")) as file:
+        assert "kinds" in pa.ipc.open_file(file).schema.names
+    assert PackPlan.load(tmp_path / "plan").media_masks.tolist() == [1, 3]
 
 
 def test_a_plan_without_packs_can_be_saved_and_described(tmp_path):
