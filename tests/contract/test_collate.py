@@ -33,7 +33,7 @@ BATCHES: dict[str, tuple[str, ...]] = {
     "unusual images": ("rgba", "palette", "one pixel"),
     "a video": ("video",),
     "a video, words, an image": ("video", "text", "one image"),
-    "sounds": ("audio", "two sounds", "text"),
+    "audios": ("audio", "two audio clips", "text"),
     "a sound and an image": ("audio and image", "audio", "one image"),
 }
 CHATTING = [name for name, fixture in FAMILIES.items() if fixture.chats]

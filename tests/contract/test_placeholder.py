@@ -34,7 +34,7 @@ ROWS = [
         ]
     }
     for question, answer in [
-        ("Who goes there?", "A mule."),
+        ("Who goes there?", "A cat."),
         ("And why?", "It carries salt."),
         ("So?", "Yes."),
     ]
@@ -56,11 +56,11 @@ def _attention_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("name", CHATS)
 def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
     samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
-    blanks = Placeholders(samples)
+    placeholders = Placeholders(samples)
     for bit, kind in enumerate(MEDIA_KINDS):
         if kind not in FAMILIES[name].modalities:
             continue
-        ((blank_kind, blank),) = blanks.samples(1 << bit)
+        ((blank_kind, blank),) = placeholders.samples(MediaMask(1 << bit))
         assert blank_kind in FAMILIES[name].modalities
         keys = [key for key in blank.media if key in samples.family.layout]
         media = samples.encoder.media_token_ids
@@ -69,7 +69,7 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
         assert any(token in media for token in blank.tokens["input_ids"].tolist())
         assert int(blank.tokens["input_ids"][-1]) not in media, "the shift would cut it"
         assert {value.shape[-1] for value in blank.per_token.values()} == {len(blank)}
-        assert blanks.lengths(1 << bit) == [len(blank) - 1]
+        assert placeholders.lengths(MediaMask(1 << bit)) == [len(blank) - 1]
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -102,7 +102,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     name: str, mode: str, backend: str, parity: Any
 ) -> None:
     if backend == "varlen" and name.startswith("gemma"):
-        backend = "eager"  # varlen refuses it
+        backend = "eager"  # varlen rejects it
     model = tiny_model(name)
     use_attention(model, backend)
     loader = packhorse.load(
@@ -116,16 +116,16 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
 
     assert not any(key in layout for key in plain.batch)
     assert there >= FAMILIES[name].modalities & {"image", "video"}
-    assert placed.report.placeholder
-    assert not plain.report.placeholder
-    assert placed.report.samples == plain.report.samples == (0, 1, 2)
-    assert placed.report.tokens == plain.report.tokens
-    assert placed.report.supervised == plain.report.supervised
+    assert placed.batch.info.placeholder
+    assert not plain.batch.info.placeholder
+    assert placed.batch.info.samples == plain.batch.info.samples == (0, 1, 2)
+    assert placed.batch.info.tokens == plain.batch.info.tokens
+    assert placed.batch.info.supervised == plain.batch.info.supervised
     loss, ours = gradients(model, plain.batch)
     with_it, theirs = gradients(model, placed.batch)
     other_order = ((2, 1, 0),) if mode == "pack" else ((2,), (1,), (0,))
-    apart = [build[WorkItem(0, 0, ((number,),), 0)].batch for number in range(3)]
-    others = [gradients(model, build[WorkItem(0, 0, other_order, 0)].batch), gradients(model, *apart)]
+    apart = [build[WorkItem(0, 0, ((number,),))].batch for number in range(3)]
+    others = [gradients(model, build[WorkItem(0, 0, other_order)].batch), gradients(model, *apart)]
     media = torch.tensor(sorted(loader._samples.encoder.media_token_ids))
     ids, labels = placed.batch["input_ids"], placed.batch["labels"]
     learns_it = {**placed.batch, "labels": torch.where(torch.isin(ids, media), ids, labels)}
@@ -154,18 +154,18 @@ def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None
     built = loader._workers.builder[WorkItem(0, 0, (), 3)]
     loss, found = gradients(model, built.batch)
 
-    assert built.report.is_padding
-    assert built.report.supervised == 0
+    assert built.batch.info.is_padding
+    assert built.batch.info.supervised == 0
     assert loss == 0
     assert all(not gradient.any() for gradient in found.values())
 
 
-def reserved(name: str, made: Any) -> dict[str, int]:
+def reserved_tokens(name: str, made: Any) -> dict[str, int]:
     """Tokens that a pack keeps free for a placeholder of each kind."""
     samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
-    blanks = Placeholders(samples)
-    found = {kind: sum(blanks.lengths(MediaMask.of([kind]))) for kind in media_mask(name).kinds}
-    return {**found, "all": sum(blanks.lengths(media_mask(name)))}
+    placeholders = Placeholders(samples)
+    found = {kind: sum(placeholders.lengths(MediaMask.of([kind]))) for kind in media_mask(name).kinds}
+    return {**found, "all": sum(placeholders.lengths(media_mask(name)))}
 
 
 def with_default_budgets(name: str) -> Any:
@@ -189,7 +189,7 @@ def with_default_budgets(name: str) -> Any:
 def test_a_placeholder_takes_a_small_part_of_a_pack(name: str) -> None:
     for made in (processor(name), with_default_budgets(name)):
         samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
-        found = reserved(name, made)
+        found = reserved_tokens(name, made)
         print(f"{name}: {found} tokens")
         assert found["all"] <= sum(value for kind, value in found.items() if kind != "all")
         for kind, tokens in found.items():
@@ -207,4 +207,4 @@ def test_a_placeholder_takes_a_small_part_of_a_pack(name: str) -> None:
 def test_the_placeholder_of_smolvlm_is_one_frame_and_not_seventeen_tiles() -> None:
     made = with_default_budgets("smolvlm")
     assert Encoder(made).media_tokens("image", (56, 56)) == 17 * 64
-    assert reserved("smolvlm", made) == {"image": 66, "video": 66, "all": 66}
+    assert reserved_tokens("smolvlm", made) == {"image": 66, "video": 66, "all": 66}

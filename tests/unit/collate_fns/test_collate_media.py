@@ -103,7 +103,7 @@ def test_the_geometry_of_a_real_processor():
 RAW = {
     "image": Raw(turns("image", "image"), images=(make_image(100, 60), make_image(300, 200))),
     "video": Raw(turns("video"), clips=(clip(6),)),
-    "audio": Raw(turns("audio"), sounds=(tone(16_000),)),
+    "audio": Raw(turns("audio"), audios=(tone(16_000),)),
 }
 
 
@@ -119,7 +119,7 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
         [
             *(image(one) for one in raw.images),
             *({"type": "video", "video": frames, "video_metadata": told} for frames, told in raw.clips),
-            *({"type": "audio", "audio": (sound, 16_000)} for sound in raw.sounds),
+            *({"type": "audio", "audio": (sound, 16_000)} for sound in raw.audios),
         ]
     )
     conversation = [
@@ -128,7 +128,7 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
     ]
     ids = own_batch(name, [raw])["input_ids"][0].tolist()
     content = Encoder(processor(name)).media_token_ids
-    placeholders = len(raw.images) + len(raw.clips) + len(raw.sounds)
+    placeholders = len(raw.images) + len(raw.clips) + len(raw.audios)
     assert (
         _estimate_media_tokens(conversation, processor(name))
         == sum(token in content for token in ids) - placeholders

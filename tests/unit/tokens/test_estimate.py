@@ -40,7 +40,7 @@ VIDEOS = {
 }
 
 
-def asked(*parts: dict[str, Any], text: str = "", **more: Any) -> dict[str, Any]:
+def question(*parts: dict[str, Any], text: str = "", **more: Any) -> dict[str, Any]:
     content = [*parts, {"type": "text", "text": text}]
     return {"conversation": [{"role": "user", "content": content}], **more}
 
@@ -57,15 +57,15 @@ def estimate(row: dict[str, Any], *configs: Any) -> tuple[int, int, bool]:
 
 
 def test_text_is_its_field_or_a_third_of_its_characters():
-    assert estimate_sample_length(asked(text="x" * 11)) == 3
-    assert estimate_sample_length(asked(text="x" * 11, _text_tokens=70)) == 70
+    assert estimate_sample_length(question(text="x" * 11)) == 3
+    assert estimate_sample_length(question(text="x" * 11, _text_tokens=70)) == 70
     plain = {"conversation": [{"role": "user", "content": "xxx"}, {"role": "assistant", "content": "yyy"}]}
     assert estimate_sample_length(plain) == 2
 
 
 def test_media_without_a_meta_are_500_each():
-    assert estimate_sample_length(asked(IMAGE, VIDEO, AUDIO, text="xxx")) == 1501
-    assert estimate_sample_length(asked(IMAGE, VIDEO), IMAGES, VIDEOS, return_media_tokens=True) == (
+    assert estimate_sample_length(question(IMAGE, VIDEO, AUDIO, text="xxx")) == 1501
+    assert estimate_sample_length(question(IMAGE, VIDEO), IMAGES, VIDEOS, return_media_tokens=True) == (
         1000,
         1000,
     )
@@ -73,27 +73,27 @@ def test_media_without_a_meta_are_500_each():
 
 def test_media_are_measured_by_their_meta_and_null_counts_nothing():
     meta = {"images_meta": [[480, 640], {"n_tokens": 7}, None], "videos_meta": [[60, 320, 320, 30.0, 2.0]]}
-    row = asked(IMAGE, IMAGE, IMAGE, VIDEO, mm_inputs_meta=meta, _text_tokens=5)
+    row = question(IMAGE, IMAGE, IMAGE, VIDEO, mm_inputs_meta=meta, _text_tokens=5)
     assert estimate(row, IMAGES, VIDEOS) == (5, 391 + 7 + 0 + 2 * 100, True)
     assert estimate(row) == (5, 500 + 7 + 0 + 500, False)
 
 
 def test_a_media_item_beyond_the_meta_is_500_and_an_entry_beyond_the_media_counts():
     meta = {"images_meta": [{"n_tokens": 7}]}
-    assert estimate(asked(IMAGE, IMAGE, mm_inputs_meta=meta, _text_tokens=0)) == (0, 507, False)
+    assert estimate(question(IMAGE, IMAGE, mm_inputs_meta=meta, _text_tokens=0)) == (0, 507, False)
     assert estimate({"_text_tokens": 0, "mm_inputs_meta": meta}) == (0, 7, True)
 
 
 def test_both_fields_of_a_row_are_all_that_is_looked_at():
     assert estimate({"_text_tokens": 100, "_media_tokens": 50}) == (100, 50, True)
-    assert estimate(asked(IMAGE, text="xxx", _media_tokens=50)) == (1, 50, False)
+    assert estimate(question(IMAGE, text="xxx", _media_tokens=50)) == (1, 50, False)
 
 
 @pytest.mark.parametrize(
     "entry",
     [[], [480], ["a", "b"], [0, 640], [480, -1], [10, 2001], {}, {"n_tokens": None}, 7, "480", [1e400, 2]],
 )
-def test_an_entry_that_tells_nothing_is_500(entry: Any):
+def test_an_entry_without_a_size_is_500(entry: Any):
     assert estimate_image_tokens(entry, IMAGES) == 500
     assert estimate_video_tokens(entry, VIDEOS) == 500
 
@@ -169,7 +169,7 @@ def test_the_geometry_of_videos_is_read_from_the_processor():
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni"])
 def test_real_processors_have_a_geometry_and_every_sample_an_estimate(name: str):
     meta = {"images_meta": [[480, 640]], "videos_meta": [[60, 320, 320, 30.0, 2.0]]}
-    row = asked(IMAGE, VIDEO, mm_inputs_meta=meta, _text_tokens=1)
+    row = question(IMAGE, VIDEO, mm_inputs_meta=meta, _text_tokens=1)
     images, videos = image_config(processor(name)), video_config(processor(name))
     assert estimate(row, images, videos)[2]
 
@@ -188,16 +188,16 @@ SIDES = st.one_of(
 FPS = st.one_of(
     st.none(), st.sampled_from([0.0, -1.0, 2, 24, 29.97, 1e-300, math.inf, math.nan]), st.floats(0.01, 240)
 )
-TOLD = st.one_of(st.none(), st.builds(lambda n: {"n_tokens": n}, st.integers(0, 9999)), st.just({}))
-IMAGE_METAS = st.one_of(TOLD, st.lists(SIDES, min_size=2, max_size=2))
+STATED = st.one_of(st.none(), st.builds(lambda n: {"n_tokens": n}, st.integers(0, 9999)), st.just({}))
+IMAGE_METAS = st.one_of(STATED, st.lists(SIDES, min_size=2, max_size=2))
 VIDEO_METAS = st.one_of(
-    TOLD,
+    STATED,
     st.builds(
         lambda n, h, w, fps: [n, h, w, fps, 1.0], st.one_of(st.integers(0, 2000), SIDES), SIDES, SIDES, FPS
     ),
 )
 ROWS = st.builds(
-    lambda text, tokens, whole, images, videos, media: asked(
+    lambda text, tokens, whole, images, videos, media: question(
         *media,
         text="x" * text,
         **({} if tokens is None else {"_text_tokens": tokens}),
@@ -265,7 +265,9 @@ def expected_tokens(entry: Any, sizes: int, config: Any) -> int:
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(ROWS, max_size=6), st.one_of(st.none(), geometries()), st.one_of(st.none(), geometries()))
-@with_example([asked(mm_inputs_meta={"images_meta": [[42, 70], [14, 98]], "videos_meta": []})], IMAGES, None)
+@with_example(
+    [question(mm_inputs_meta={"images_meta": [[42, 70], [14, 98]], "videos_meta": []})], IMAGES, None
+)
 def test_over_columns_the_estimate_is_the_documented_formula_on_every_row(
     rows: list[dict[str, Any]], images: dict[str, Any] | None, videos: dict[str, Any] | None
 ):
@@ -279,7 +281,7 @@ def test_over_columns_the_estimate_is_the_documented_formula_on_every_row(
 
 
 def test_numbers_that_no_column_holds_are_limited_not_an_error():
-    row = asked(IMAGE, IMAGE, VIDEO, _text_tokens=10**30)
+    row = question(IMAGE, IMAGE, VIDEO, _text_tokens=10**30)
     row["mm_inputs_meta"] = {
         "images_meta": [{"n_tokens": math.nan}, {"n_tokens": 10**30}],
         "videos_meta": [[10, 64, 64, 10**400, 1.0]],
@@ -304,7 +306,7 @@ def test_columns_of_small_integers_and_without_optional_columns_are_taken():
     sizes = MediaSizes(np.array([0, 1, 1]), np.array([480], np.int32), np.array([640], np.uint16))
     total, media, known = estimate_lengths(LengthColumns(np.array([3, 4]), sizes, sizes), IMAGES, VIDEOS)
     assert not known.any()
-    assert total.tolist() == [3 + 391 + 500, 4]  # a video without frames tells nothing
+    assert total.tolist() == [3 + 391 + 500, 4]  # the size of a video without frames is unknown
     assert media.tolist() == [891, 0]
 
 
