@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "packs are a unit too large",
         "plan/planning.py",
-        "room = capacity // alignment",
-        "room = -(-capacity // alignment)",
+        "units_per_pack = capacity // alignment",
+        "units_per_pack = -(-capacity // alignment)",
         ("tests/property/test_plan.py",),
     ),
     Mutant(

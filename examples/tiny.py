@@ -52,7 +52,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--pack-size", type=int, default=512)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=2, help="steps of the optimizer")
-    parser.add_argument("--stop-after", type=int, help="stop after so many steps, as if interrupted")
+    parser.add_argument("--stop-after", type=int, help="stop after this many steps, as if interrupted")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     return parser
 
@@ -98,14 +98,14 @@ class Traced:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._noted(iter(self._loader))
+        return self._record_keys(iter(self._loader))
 
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _record_keys(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._keys += batch.info.keys
             yield batch
 
-    def trained(self, step: int, loss: float) -> None:
+    def record_step(self, step: int, loss: float) -> None:
         """A step of the optimizer was made with the batches delivered since the last one."""
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, "loss": loss, "samples": self._keys}) + "\n")
@@ -113,7 +113,7 @@ class Traced:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees half of it."""
+    """Write a file so that no other process ever reads half of it."""
     half = path.with_name(f".{path.name}")
     half.write_text(text)
     os.replace(half, path)

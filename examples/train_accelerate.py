@@ -1,4 +1,4 @@
-"""A loop of Accelerate with a loader beside it; alone or under ``accelerate launch``.
+"""A loop of Accelerate with a Packhorse loader; alone or under ``accelerate launch``.
 
 python examples/train_accelerate.py /tmp/run
 accelerate launch --num-processes 2 examples/train_accelerate.py /tmp/run --resume
@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> None:
     # In a step without media anywhere the vision tower is not used.
     ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # several processes on CPUs have to be asked for
+        cpu=not torch.cuda.is_available(),  # required for several processes on CPUs
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         kwargs_handlers=[ddp],
     )
@@ -59,7 +59,7 @@ def main(words: list[str] | None = None) -> None:
         for batches, tokens in steps(accelerator, loader):
             loss = train_step(accelerator, model, optimizer, batches, tokens)
             step += 1
-            loader.trained(step, loss)
+            loader.record_step(step, loss)
             accelerator.print(f"epoch {epoch} step {step} loss {loss:.4f} · {loader.metrics.summary()}")
             if step % options.save_every == 0:
                 name = f"step-{step}"

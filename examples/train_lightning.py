@@ -39,7 +39,7 @@ class PackedModule(lightning.LightningModule):
         if len(self._losses) == self.trainer.accumulate_grad_batches:
             loss = float(self.all_gather(torch.stack(self._losses)).mean())
             self._losses = []
-            self.loader.trained(self.global_step, loss)
+            self.loader.record_step(self.global_step, loss)
             self.print(f"step {self.global_step} loss {loss:.4f} · {self.loader.metrics.summary()}")
 
     def configure_optimizers(self) -> Any:

@@ -28,7 +28,7 @@ from packhorse.integrations.transformers import prepare
 from packhorse.types import to_device
 
 
-def wrapped(model: Any, strategy: str, device: torch.device) -> Any:
+def wrap_model(model: Any, strategy: str, device: torch.device) -> Any:
     """The model, replicated or sharded over all ranks."""
     if strategy == "ddp":
         # In a step without media anywhere the vision tower is not used.
@@ -93,7 +93,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     model = tiny_model(processor).to(device)
     prepare(model)
     loader = demo_loader(options, processor, model)
-    model = wrapped(model, options.strategy, device)
+    model = wrap_model(model, options.strategy, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = restore(options.folder, model, optimizer, loader) if options.resume else 0
     writer = None
@@ -105,7 +105,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         for group in grouped(loader, options.gradient_accumulation_steps):
             loss = train_step(model, optimizer, group, device)
             step += 1
-            loader.trained(step, loss)
+            loader.record_step(step, loss)
             if dist.get_rank() == 0:
                 print(f"epoch {epoch} step {step} loss {loss:.4f} · {loader.metrics.summary()}", flush=True)
             if writer is not None:

@@ -28,7 +28,7 @@ class Observe(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """After each step, as ``logging_steps`` is 1."""
         if logs and "loss" in logs:
-            self.loader.trained(state.global_step, logs["loss"])
+            self.loader.record_step(state.global_step, logs["loss"])
             if state.is_world_process_zero:
                 line = f"step {state.global_step} loss {logs['loss']:.4f} · {self.loader.metrics.summary()}"
                 print(line)
@@ -51,7 +51,7 @@ def main(words: list[str] | None = None) -> Any:
         save_steps=options.save_every,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),  # several processes on CPUs have to be asked for
+        use_cpu=not torch.cuda.is_available(),  # required for several processes on CPUs
     )
     processor = example_processor(options)
     model = tiny_model(processor)

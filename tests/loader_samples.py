@@ -1,4 +1,4 @@
-"""Examples for the loader's tests: texts of all lengths, small images, a short video."""
+"""Rows for the tests of the loader: texts of all lengths, small images, a short video."""
 
 import random
 from typing import Any
@@ -34,7 +34,7 @@ def texts(number: int, seed: int = 0) -> list[dict[str, Any]]:
     return [chat("why " * draw.randint(1, 20), f"so {n} " * draw.randint(1, 8)) for n in range(number)]
 
 
-def mixed(number: int, seed: int = 0) -> list[dict[str, Any]]:
+def mixed_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Half of them text alone, the others with one or two images or a video."""
     draw = random.Random(seed)
     rows = []
@@ -52,7 +52,7 @@ def load(rows: Any, rank: int = 0, size: int = 1, **options: Any) -> packhorse.L
 
 
 def delivered_rows(loader: packhorse.Loader, steps: int | None = None) -> list[int]:
-    """The samples of so many micro-steps, or of all that are left."""
+    """Return the samples of ``steps`` micro-steps, or of all that remain."""
     seen: list[int] = []
     for step, batch in enumerate(loader, 1):
         seen += batch.info.samples

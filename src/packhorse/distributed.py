@@ -30,28 +30,28 @@ _CHUNK = 4 << 20  # bytes of one value: a TCPStore accepts at most 8 MiB
 
 @dataclass(slots=True)
 class _Status:
-    """What a rank has last written: the number of the write, the last meeting it came to, what it does."""
+    """The last status of a rank: heartbeat, last meeting it arrived at, current task."""
 
     beat: int = 0
     meeting: int = 0
     task: str = ""
-    left: str = ""  # why it will not come to the next meeting
+    left: str = ""  # why it will not arrive at the next meeting
 
 
 @dataclass
 class Watch:
-    """What a waiting rank remembers: when each other rank's heartbeat changed, when to look and to report."""
+    """State of a waiting rank: when each heartbeat changed, when to check and to report next."""
 
     next_report: float = field(default_factory=lambda: time.monotonic() + _REPORT_EVERY)
     next_look: float = 0.0
     seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def is_time(self) -> bool:
-        """Whether to look at the other ranks again."""
+        """Return whether to check the other ranks."""
         return time.monotonic() >= self.next_look
 
     def silent_for(self, rank: int, beat: int) -> float:
-        """Seconds since the heartbeat of a rank changed."""
+        """Return the seconds since the heartbeat of a rank changed."""
         now = time.monotonic()
         if rank not in self.seen or self.seen[rank][0] != beat:
             self.seen[rank] = beat, now
@@ -59,22 +59,22 @@ class Watch:
 
 
 class Rendezvous:
-    """Where the ranks of a process group meet.
+    """A barrier of the ranks of a process group with heartbeats, and messages between them.
 
     Args:
         store: the group's key-value store.
-        world: this rank's place in the group.
+        world: this rank in the group.
         token: names the group in the store, the same on all its ranks.
 
     Attributes:
         timeout: seconds without a heartbeat after which a rank counts as dead: the process group's timeout.
-        meetings: how many meetings this rank has come to. All ranks come to all of them.
+        meetings: number of barriers that this rank has arrived at.
     """
 
     def __init__(self, store: Any, world: World, token: str) -> None:
         self.store, self.world = store, world
         self.timeout: float = store.timeout.total_seconds()
-        # torchrun's store outlives process groups and restarts: what earlier ones wrote must not count.
+        # A token per group, because torchrun's store outlives process groups and restarts.
         self._prefix = f"packhorse/{token}"
         self._interval = min(_BEAT_EVERY, self.timeout / 4)
         self.meetings = 0
@@ -84,17 +84,17 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def busy(self, task: str) -> Iterator[None]:
-        """Write heartbeats while this rank is at work, so that the others wait for it."""
+        """Write heartbeats during the block, so that the others wait for this rank."""
         done = threading.Event()
         before, self._task = self._task, task
         self._write_status()
-        if not before:  # else there is a thread for it
+        if not before:  # else the thread of the outer block writes them
             threading.Thread(target=self._beat, args=(done,), daemon=True).start()
         try:
             yield
         except Exception:
             raise
-        except BaseException as error:  # the process is to end: it comes to no other meeting
+        except BaseException as error:  # the process ends, and arrives at no other meeting
             with contextlib.suppress(SystemFault):
                 self._write_status(left=type(error).__name__)
             raise
@@ -108,7 +108,7 @@ class Rendezvous:
                 self._write_status()
 
     def meet(self) -> None:
-        """Wait until all ranks have come to this meeting.
+        """Wait until all ranks have called this.
 
         Raises:
             SystemFault: a rank has died or was interrupted, or the store is gone.
@@ -123,34 +123,34 @@ class Rendezvous:
         self._poll(lambda: bool(self.store.check([complete])), others, self.meetings)
 
     def has_moved_on(self, rank: int) -> bool:
-        """Whether a rank waits at the next meeting already."""
+        """Return whether a rank waits at the next meeting already."""
         return self._status(rank).meeting > self.meetings
 
     def wait_for(self, key: str, rank: int) -> bool:
-        """Wait until a message is there; False if the rank that should send it waits at the next meeting."""
+        """Wait for a message; return False if its sender waits at the next meeting instead."""
         self._poll(lambda: self.has_message(key) or self.has_moved_on(rank), [rank], self.meetings + 1)
         return self.has_message(key)  # a rank that has moved on may have sent it before
 
     def has_message(self, key: str) -> bool:
-        """Whether a message is there."""
+        """Return whether a message has arrived."""
         with self._store_errors():
             return bool(self.store.check([self._message_key(key)]))
 
     def send(self, key: str, data: bytes) -> None:
-        """Leave a message for other ranks, which holds until the next meeting."""
+        """Send a message to other ranks, valid until the next meeting."""
         chunks = [data[first : first + _CHUNK] for first in range(0, len(data), _CHUNK)] or [b""]
         name = self._message_key(key)
         with self._store_errors():
             for number, chunk in enumerate(chunks):
                 self.store.set(f"{name}/{number}", chunk)
-            self.store.set(name, str(len(chunks)))  # last: the message is complete when this is there
+            self.store.set(name, str(len(chunks)))  # last, because it marks the message as complete
 
     def receive(self, key: str, *, remove: bool = False) -> bytes:
-        """Read a message that is there.
+        """Read a message that has arrived.
 
         Args:
             key: its name.
-            remove: remove it from the store, as the only rank that reads it.
+            remove: remove it from the store.
         """
         name = self._message_key(key)
         with self._store_errors():
@@ -162,14 +162,12 @@ class Rendezvous:
         return data
 
     def count_up(self, key: str) -> int:
-        """The next number of a counter that all ranks share, from 0."""
+        """Return the next number of a counter that all ranks share, from 0."""
         with self._store_errors():
             return int(self.store.add(self._message_key(key), 1)) - 1
 
     def look(self, ranks: Iterable[int], watch: Watch) -> set[int]:
-        """Check that ranks are alive that work until the next meeting; return those that wait there already.
-
-        Looks at most once a second; returns nothing in between.
+        """Check that ranks are alive; return those that wait at the next meeting. Checks once a second.
 
         Raises:
             SystemFault: a rank has died or was interrupted.
@@ -180,7 +178,7 @@ class Rendezvous:
         return set(ranks) - set(busy)
 
     def _busy(self, ranks: Iterable[int], meeting: int, watch: Watch) -> dict[int, _Status]:
-        """The ranks that are alive and have not come to a meeting."""
+        """Return the ranks that are alive and have not arrived at a meeting."""
         busy = {rank: status for rank in ranks if (status := self._status(rank)).meeting < meeting}
         for rank, status in busy.items():
             if status.left:
@@ -191,12 +189,15 @@ class Rendezvous:
         return busy
 
     def _report(self, busy: dict[int, _Status], watch: Watch) -> None:
-        """Log once in a while for whom this rank waits; of several waiting ranks, only on the lowest."""
+        """Log every few seconds which ranks are late; only on the lowest waiting rank."""
         now = time.monotonic()
         if now < watch.next_report or not busy or any(rank not in busy for rank in range(self.world.rank)):
             return
         watch.next_report = now + _REPORT_EVERY
-        named = [f"rank {rank}{_doing(status)}" for rank, status in list(busy.items())[:_NAMED_RANKS]]
+        named = [
+            f"rank {rank} ({status.task})" if status.task else f"rank {rank}"
+            for rank, status in list(busy.items())[:_NAMED_RANKS]
+        ]
         more = f" and {len(busy) - len(named)} more" if len(busy) > len(named) else ""
         logger.info("rank %s waits for %s%s", self.world.rank, ", ".join(named), more)
 
@@ -204,11 +205,11 @@ class Rendezvous:
         limit = f"{self.timeout:g} s, the timeout of the process group"
         if not status.beat:
             return f"rank {rank} has not built its loader within {limit}: see its log"
-        at = f" during '{status.task}'" if status.task else ""
-        return f"rank {rank} has died or hangs{at}: no sign of life for {limit}. See its log, or the system's"
+        task = f" during '{status.task}'" if status.task else ""
+        return f"rank {rank} has died or hangs{task}: no heartbeat for {limit}. See its log, or the system's"
 
     def _poll(self, is_done: Callable[[], bool], ranks: list[int], meeting: int) -> None:
-        """Wait for ranks that come to ``meeting`` later."""
+        """Wait for ranks that arrive at ``meeting`` later."""
         pause, watch = _FIRST_PAUSE, Watch()
         while True:
             with self._store_errors():
@@ -236,7 +237,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turn the errors of a store that is gone into one that says so."""
+        """Raise errors of a store that is gone as :class:`SystemFault`."""
         try:
             yield
         except RuntimeError as error:  # the base of torch.distributed.DistError
@@ -246,33 +247,26 @@ class Rendezvous:
             ) from error
 
 
-def _doing(status: _Status) -> str:
-    return f" ({status.task})" if status.task else ""
+# By process group: meetings are counted over all loaders that use it.
+_rendezvous: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
 
 
-# By process group: meetings are counted from its beginning, over all loaders that use it.
-_known: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
-
-
-def rendezvous_of(group: Any, world: World) -> Rendezvous | None:
-    """The meeting place of a process group; None if it has no store (MPI).
-
-    All ranks of the group have to call it: for a new group they agree on a token.
-    """
-    if group not in _known:
+def rendezvous_of(group: dist.ProcessGroup, world: World) -> Rendezvous | None:
+    """Return the rendezvous of a process group; None without a store (MPI). All its ranks have to call it."""
+    if group not in _rendezvous:
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         if store is None:
             return None
-        _known[group] = Rendezvous(store, world, agree_on_token(group))
-    _known[group].world = world  # of the loader that is being built: another one may have had another rank
-    return _known[group]
+        _rendezvous[group] = Rendezvous(store, world, agree_on_token(group))
+    _rendezvous[group].world = world  # another loader may have had another rank
+    return _rendezvous[group]
 
 
-def agree_on_token(group: Any) -> str:
-    """A random name for a process group, the same on all its ranks and new for every group.
+def agree_on_token(group: dist.ProcessGroup) -> str:
+    """Return a random name for a process group, the same on all its ranks.
 
     Raises:
-        SystemFault: a rank does not come within the group's timeout.
+        SystemFault: a rank does not call this within the group's timeout.
     """
     token: list[Any] = [uuid4().hex]
     try:
@@ -288,12 +282,12 @@ def agree_on_token(group: Any) -> str:
 Result = TypeVar("Result")
 
 _NAMED_FAILURES = 3
-_PLAIN = (str, int, float, bool, type(None))  # what other ranks can surely read
+_PLAIN = (str, int, float, bool, type(None))  # can be unpickled on every rank
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What a rank reports to the others: what it could not do, and its error, without the traceback.
+    """The failed task of a rank and its error, without the traceback.
 
     ``fields`` are the attributes of the error (the reason and key of a bad sample) that are plain values.
     """
@@ -306,20 +300,20 @@ class _Failure:
     @classmethod
     def of(cls, error: Exception, task: str) -> _Failure:
         text = f"{type(error).__name__}: {error}"
-        kind = next(kind for kind in type(error).__mro__ if _can_be_raised_elsewhere(kind))
+        kind = next(kind for kind in type(error).__mro__ if _can_be_rebuilt(kind))
         fields = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
         return cls(task, text, kind, fields)
 
     def as_error(self, message: str) -> Exception:
-        """An error of the same class, with the same fields and another message."""
+        """Return an error of the same class, with the same fields and this message."""
         error = self.kind(message)
         for name, value in self.fields.items():
             setattr(error, name, value)
         return error
 
 
-def _can_be_raised_elsewhere(kind: type) -> bool:
-    """Whether a class of errors is known to every rank and takes a message alone."""
+def _can_be_rebuilt(kind: type) -> bool:
+    """Return whether every rank knows this class of errors and it takes a message alone."""
     if kind.__module__.partition(".")[0] not in ("builtins", "packhorse"):
         return False
     try:
@@ -330,18 +324,20 @@ def _can_be_raised_elsewhere(kind: type) -> bool:
 
 
 class Collectives:
-    """The ranks that share the data, and whether they can talk.
+    """Small-object collectives of the ranks that share the data.
 
     Args:
-        world: this rank's place among them.
-        group: their process group. Without it the default one, if it has as many ranks as the world; a world
-            of another size (some ranks hold parts of one model) needs a group of its own to talk in.
+        world: this rank.
+        group: their process group; None for the default one, if it has as many ranks as the world. A world
+            of another size (some ranks hold parts of one model) needs its own group.
 
     Attributes:
-        rendezvous: where ranks wait for each other; None if they cannot talk, or their group has no store.
+        is_distributed: whether the ranks can communicate; if not, every rank acts alone.
+        rendezvous: where ranks wait for each other; None if they cannot communicate, or the group has no
+            store.
     """
 
-    def __init__(self, world: World, group: Any = None) -> None:
+    def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
         self.world, self.group = world, group
         if group is not None and dist.get_world_size(group) != world.size:
             raise ConfigError(
@@ -350,14 +346,16 @@ class Collectives:
         self.is_distributed = world.size > 1 and is_distributed() and dist.get_world_size(group) == world.size
         self.rendezvous: Rendezvous | None = None
         if self.is_distributed:
-            self.rendezvous = rendezvous_of(dist.group.WORLD if group is None else group, world)
-        self._reported: Exception | None = None  # the error that all ranks know of
-        self._source = 0  # rank in the process group of the process with world.rank 0; set by every exchange
+            members = dist.group.WORLD if group is None else group
+            assert members is not None
+            self.rendezvous = rendezvous_of(members, world)
+        self._reported: Exception | None = None  # the error that all ranks know
+        self._source = 0  # the rank in the process group that has world.rank 0; set by every exchange
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks by their ``world.rank``, or only this one's if they cannot talk.
+        """Return the values of all ranks by ``world.rank``; only this one's if not distributed.
 
-        Waits for busy ranks without a limit, see :class:`~packhorse.distributed.Rendezvous`.
+        Waits for busy ranks without a limit, see :class:`Rendezvous`.
 
         Raises:
             SystemFault: another rank has died.
@@ -366,7 +364,7 @@ class Collectives:
         return self._exchange(value, None) if self.is_distributed else [value]
 
     def broadcast(self, task: str, do: Callable[[], Result]) -> Result:
-        """Run ``do`` on rank 0 and return its result on every rank; on each rank if they cannot talk.
+        """Run ``do`` on rank 0 and return its result on every rank; if not distributed, run it on each.
 
         Raises:
             Exception: rank 0 failed, see :meth:`run_on_all_ranks`.
@@ -380,19 +378,19 @@ class Collectives:
         return first
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank says yes."""
+        """Return whether ``yes`` is true on every rank."""
         return all(self.gather(bool(yes)))
 
     def assert_same(self, what: str, value: str, advice: str) -> None:
-        """Raise if a value differs between ranks, which would then go different ways.
+        """Raise on every rank if a value differs between ranks.
 
         Args:
-            what: what the ranks do with the value, for the message: "have different settings".
-            value: this rank's.
+            what: completes "the ranks …" in the message: "have different settings".
+            value: of this rank.
             advice: what to do about it.
 
         Raises:
-            ConfigError: on every rank, naming what each has.
+            ConfigError: with the value of each rank.
         """
         by_value: dict[str, list[int]] = {}
         for rank, gathered in enumerate(self.gather(value)):
@@ -409,7 +407,7 @@ class Collectives:
 
         Args:
             task: what ``do`` does, for messages: "open the data".
-            do: may use the other methods, this one included; every rank then has to.
+            do: may call the other methods, this one included, if every rank does.
 
         Raises:
             SystemFault: another rank has died.
@@ -427,45 +425,45 @@ class Collectives:
         except Exception as error:
             if error is not self._reported:
                 self._reported = error
-                with suppress(SystemFault):  # this rank's own error says more
+                with suppress(SystemFault):  # the error of this rank is more specific
                     self._exchange(None, _Failure.of(error, task))
             raise
         self._exchange(None, None)
         return result
 
     def _exchange(self, value: Any, failure: _Failure | None) -> list[Any]:
-        """Give each rank's value to all; raise if another rank has failed and this one has not.
+        """Exchange values; raise if another rank has failed and this one has not.
 
-        Failures travel with every exchange: a rank that fails early meets the others wherever they are.
+        Every exchange carries failures, so a rank that fails early reaches the others wherever they are.
         """
         if self.rendezvous is not None:
-            self.rendezvous.meet()  # so that the collective takes no longer than moving the data
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, (self.world.rank, value, failure), group=self.group)
-        # In the order of the process group, which is another one for a mesh of turned dimensions.
-        order = [rank for rank, _, _ in found]
+            self.rendezvous.meet()  # so that the collective itself does not time out
+        entries: list[Any] = [None] * self.world.size
+        dist.all_gather_object(entries, (self.world.rank, value, failure), group=self.group)
+        # In the order of the process group, which may differ for a mesh.
+        order = [rank for rank, _, _ in entries]
         if sorted(order) != list(range(self.world.size)):
             raise ConfigError(
                 f"the processes of the group have world ranks {order}: expected each of 0 to "
                 f"{self.world.size - 1} once. Pass the process group whose ranks share the data as group="
             )
         self._source = order.index(0)
-        found.sort(key=lambda entry: entry[0])
-        failures = [(rank, report) for rank, _, report in found if report is not None]
+        entries.sort(key=lambda entry: entry[0])
+        failures = [(rank, report) for rank, _, report in entries if report is not None]
         if failures and failure is None:
-            named = [f"rank {rank} could not {one.task}: {one.text}" for rank, one in failures]
+            named = [f"rank {rank} could not {report.task}: {report.text}" for rank, report in failures]
             more = f"; and {len(named) - _NAMED_FAILURES} more" if len(named) > _NAMED_FAILURES else ""
             self._reported = failures[0][1].as_error("; ".join(named[:_NAMED_FAILURES]) + more)
             raise self._reported
-        return [value for _, value, _ in found]
+        return [value for _, value, _ in entries]
 
 
 def is_distributed() -> bool:
-    """Whether ranks can talk to each other."""
+    """Return whether a default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
-def reachable_device(group: Any = None) -> str:
-    """The kind of device that the backend moves data on: ``cuda`` for NCCL, ``cpu`` for gloo and MPI."""
+def reachable_device(group: dist.ProcessGroup | None = None) -> str:
+    """Return the device type of the backend: ``cuda`` for NCCL, ``cpu`` for gloo and MPI."""
     devices = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
     return "cpu" if "cpu" in devices else devices[0]

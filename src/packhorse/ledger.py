@@ -1,13 +1,12 @@
-"""The ledger: where every sample that is not delivered as its file holds it is named, with the reason.
+"""The ledger: every sample that is not delivered as its file holds it, with the reason.
 
-Recording costs a few microseconds. The same fact recorded twice (a second epoch, a retry) stays one entry.
-Entries made in child processes (DataLoader workers) arrive in the parent's ledger by themselves.
+Recording takes a few microseconds; recording the same entry twice has no effect. Entries of child processes
+(DataLoader workers) appear in the parent's ledger.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_IN_COMMON = ("dataset", "stage", "reason", "detail", "action", "epoch")
+_COMMON = ("dataset", "stage", "reason", "detail", "action", "epoch")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManyRows:
-    """One reason for many rows of a dataset, kept as an array so that five million rows stay one entry."""
+    """One reason for many rows of a dataset, as an array."""
 
     dataset: str
     rows: np.ndarray
@@ -50,39 +49,39 @@ class ManyRows:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What rows of one entry have in common."""
-        return tuple(getattr(self, name) for name in _IN_COMMON)
+        """The values that all rows of an entry share."""
+        return tuple(getattr(self, name) for name in _COMMON)
 
-    def joined(self, rows: np.ndarray) -> ManyRows:
-        """The same entry with further rows; each is in it once."""
+    def add(self, rows: np.ndarray) -> ManyRows:
+        """Return the entry with further rows, each once."""
         import numpy as np
 
-        return dataclasses.replace(self, rows=np.union1d(self.rows, rows))
+        return replace(self, rows=np.union1d(self.rows, rows))
 
     def drops(self) -> Iterator[Drop]:
-        """An entry for each row."""
+        """Yield an entry for each row."""
         for row in self.rows.tolist():
             key = f"{self.dataset}/{row}"
             yield Drop(key, self.stage, self.reason, self.detail, self.action, self.dataset, self.epoch)
 
     def to_json(self) -> dict[str, Any]:
-        """As a line of a ledger file, the rows as ranges."""
+        """Return the entry as in a ledger file, the rows as ranges."""
         import numpy as np
 
         breaks = np.flatnonzero(np.diff(self.rows) != 1) + 1
         firsts = self.rows[np.concatenate([[0], breaks])]
         lasts = self.rows[np.concatenate([breaks - 1, [len(self.rows) - 1]])]
         ranges = np.stack([firsts, lasts + 1], axis=1).tolist()
-        return {"rows": ranges, "n": len(self.rows), **{name: getattr(self, name) for name in _IN_COMMON}}
+        return {"rows": ranges, "n": len(self.rows), **{name: getattr(self, name) for name in _COMMON}}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ManyRows:
-        """What :meth:`to_json` made; older files tell no epoch."""
+        """Read what :meth:`to_json` returned; older files have no epoch."""
         import numpy as np
 
         rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in entry["rows"]])
         first = Drop.from_json({"key": "", "epoch": None, **entry})
-        return cls(rows=rows, **{name: getattr(first, name) for name in _IN_COMMON})
+        return cls(rows=rows, **{name: getattr(first, name) for name in _COMMON})
 
 
 logger = getLogger(__name__)
@@ -100,36 +99,36 @@ class Ledger:
     {'missing_media': 1}
 
     Copies of a ledger in other processes of the machine (forked or spawned DataLoader workers) share their
-    entries with it: each of them sees what the others have recorded since they parted.
+    entries.
 
     Args:
-        path: also append each entry to this JSONL file as it happens, so that a killed run leaves its ledger
-            after. An existing file is continued; ``Ledger.load(path)`` reads all of it.
+        path: also append each entry to this JSONL file at once, so that a killed run leaves its ledger. An
+            existing file is continued; ``Ledger.load(path)`` reads all of it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        # Absolute: a worker may start in another folder.
+        # Absolute, because a worker may start in another folder.
         self.path = Path(path).absolute() if path is not None else None
-        self._drops: dict[Drop, int] = {}  # entry -> how often; more than once only where it names no row
+        self._drops: dict[Drop, int] = {}  # entry -> count; above 1 only without a key
         self._many: dict[tuple[str | int | None, ...], ManyRows] = {}
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self.is_buffering = False  # see hold
+        self.is_buffering = False  # see buffer
         self._staged: list[Drop] | None = None  # see staged
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
-        self._unwritten: list[bytes] = []  # lines that a full disk has kept from the file
+        self._unwritten: list[bytes] = []  # lines that could not be written
         _ledgers.add(self)
         if self.path is None:
             weakref.finalize(self, _remove_if_owner, self._spool_name, self._owner)
 
     @property
     def _spool(self) -> Path:
-        """Where processes leave entries for each other; a temporary one comes to be when a child writes."""
+        """The file through which processes share entries; a temporary one is created when a child writes."""
         return self.path or Path(tempfile.gettempdir(), self._spool_name)
 
     def record(self, drop: Drop) -> None:
-        """Write one entry; the same entry a second time changes nothing (unless it names no row).
+        """Record one entry; recording it twice has no effect (unless it has no key).
 
         Raises:
             SystemFault: the file cannot be written. The entry is in memory, and is written with the next one.
@@ -137,7 +136,7 @@ class Ledger:
         self.record_all((drop,))
 
     def record_all(self, drops: Iterable[Drop]) -> None:
-        """Write many entries with one opening of the file."""
+        """Record many entries with one write."""
         if self._staged is not None:
             self._staged.extend(drops)
             return
@@ -161,12 +160,12 @@ class Ledger:
         action: Action = "dropped",
         epoch: int | None = None,
     ) -> None:
-        """Write one reason for many rows at once: eight bytes a row in memory, ranges in the file."""
+        """Record one reason for many rows: eight bytes per row in memory, ranges in the file."""
         if len(rows):
             self._record_many(ManyRows(dataset, rows, stage, reason, detail, action, epoch))
 
     def merge(self, other: Ledger) -> None:
-        """Add everything another ledger holds (another rank's, another stage's)."""
+        """Add all entries of another ledger."""
         other._collect()
         for drop, times in list(other._drops.items()):
             for _ in range(times):
@@ -176,9 +175,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def staged(self) -> Iterator[list[Drop]]:
-        """Collect the entries that are recorded inside in a list instead of writing them.
+        """Collect the entries of the block in a list instead of recording them.
 
-        A batch that is built ahead may never be delivered: whoever hands it out records its entries.
+        A batch that is built ahead may never be delivered; its entries are recorded when it is.
         """
         outer, self._staged = self._staged, []
         try:
@@ -187,82 +186,82 @@ class Ledger:
             self._staged = outer
 
     def buffer(self) -> Ledger:
-        """Keep what this process records out of the file until :meth:`release`; returns the ledger itself."""
+        """Write no entry to the file until :meth:`flush`; return the ledger itself."""
         self.is_buffering = True
         return self
 
     def flush(self) -> None:
-        """Write what was held back and is not in the file yet (read once); from now on write at once.
+        """Write the buffered entries that are not in the file yet; from now on write at once.
 
         Raises:
             SystemFault: the file cannot be written.
         """
         if not self.is_buffering:
             return
-        known = self._written()
+        saved = self._read_file()
         with self._lock:
             self.is_buffering = False
             new = [
-                asdict(drop) for drop, n in self._drops.items() for _ in range(n - known._drops.get(drop, 0))
+                asdict(drop) for drop, n in self._drops.items() for _ in range(n - saved._drops.get(drop, 0))
             ]
-            new += [many.to_json() for many in self._many.values() if known._add_many(many)]
+            new += [many.to_json() for many in self._many.values() if saved._add_many(many)]
             if new and self._is_shared():
                 self._append(*new)
 
-    def _written(self) -> Ledger:
-        """What the file has now, without lines that were cut off."""
-        written = Ledger()
+    def _read_file(self) -> Ledger:
+        """Return the entries of the file, without truncated lines."""
+        saved = Ledger()
         if self.path is not None and self.path.exists():
             with open(self.path, "rb") as file:
                 for line in file:
-                    written._add_line(line)
-        return written
+                    saved._add_line(line)
+        return saved
 
-    def restore(self, written: Ledger) -> None:
-        """Add entries that the file of this ledger has from before; nothing is written, none counts twice."""
+    def restore(self, saved: Ledger) -> None:
+        """Add entries that the file has already; nothing is written, none counts twice."""
         with self._lock:
-            for drop, times in written._drops.items():
+            for drop, times in saved._drops.items():
                 self._drops[drop] = max(times, self._drops.get(drop, 0))
-            for many in written._many.values():
+            for many in saved._many.values():
                 self._add_many(many)
 
     def roll_back(self, epoch: int, keys: Collection[str]) -> int:
-        """Forget the entries of an epoch about these samples, and all of later epochs; how many.
+        """Remove the entries of an epoch about these samples, and all of later epochs; return their number.
 
-        A run that was killed has recorded what failed after its last checkpoint. Taken up there, it tries
-        these samples once more. The file is written anew, and appears when it is whole.
+        Used on resume: samples that failed after the checkpoint are tried once more. The file is replaced
+        atomically.
         """
 
-        def is_gone(drop: Drop) -> bool:
-            its = drop.epoch
-            return its is not None and (its > epoch or (its == epoch and drop.key in keys))
+        def is_obsolete(drop: Drop) -> bool:
+            if drop.epoch is None:
+                return False
+            return drop.epoch > epoch or (drop.epoch == epoch and drop.key in keys)
 
         self._collect()
-        whole = self._written()
-        in_file = {drop for drop in whole._drops if is_gone(drop)}
+        saved = self._read_file()
+        in_file = {drop for drop in saved._drops if is_obsolete(drop)}
         with self._lock:
-            gone = in_file.union(filter(is_gone, self._drops))
-            for drop in gone:
+            removed = in_file.union(filter(is_obsolete, self._drops))
+            for drop in removed:
                 self._drops.pop(drop, None)
-                whole._drops.pop(drop, None)
-            # What a full disk has kept from the file is not written later either.
-            self._unwritten = [line for line in self._unwritten if not _drops_of(line) & gone]
+                saved._drops.pop(drop, None)
+            self._unwritten = [line for line in self._unwritten if not _parse_drops(line) & removed]
         if in_file and self.path is not None:
-            whole.save(self.path)
+            saved.save(self.path)
             self._spool_read = _size(self.path)
-        return len(gone)
+        return len(removed)
 
     def of_epoch(self, epoch: int, *, alone: bool = False) -> Ledger:
-        """Another ledger with the entries of one epoch, and (unless ``alone``) with those of no epoch."""
+        """Return a ledger with the entries of one epoch and, unless ``alone``, those without an epoch."""
         self._collect()
         wanted = (epoch,) if alone else (None, epoch)
-        found = Ledger()
-        found._drops = {drop: n for drop, n in self._drops.items() if drop.epoch in wanted}
-        found._many = {group: many for group, many in self._many.items() if many.epoch in wanted}
-        return found
+        selected = Ledger()
+        selected._drops = {drop: n for drop, n in self._drops.items() if drop.epoch in wanted}
+        selected._many = {group: many for group, many in self._many.items() if many.epoch in wanted}
+        return selected
 
     def last_epoch(self) -> int:
-        """The last epoch that an entry of a single sample belongs to; -1 where there is none."""
+        """Return the last epoch of an entry of a single sample; -1 if there is none."""
         self._collect()
         return max((drop.epoch for drop in list(self._drops) if drop.epoch is not None), default=-1)
 
@@ -290,7 +289,7 @@ class Ledger:
                 yield drop
 
     def counts(self, by: Literal["reason", "dataset", "stage", "action"] = "reason") -> dict[str, int]:
-        """How many entries there are by reason (or by dataset, stage, action), the most frequent first."""
+        """Return the number of entries by reason (or dataset, stage, action), the most frequent first."""
         self._collect()
         counter: Counter[str] = Counter()
         for drop, times in list(self._drops.items()):
@@ -300,34 +299,34 @@ class Ledger:
         return dict(counter.most_common())
 
     def samples_by_reason(self, *, gone: bool | None = None) -> dict[str, int]:
-        """How many distinct samples there are for each reason, the most frequent first.
+        """Return the number of distinct samples by reason, the most frequent first.
 
         Args:
-            gone: only those that were not delivered (dropped or replaced), or only those that were (cut,
+            gone: only samples that were not delivered (dropped or replaced), or only those that were (cut,
                 repaired, kept with a remark, and not lost later in the same epoch); None for both.
         """
-        found: Counter[str] = Counter()
-        lost = self._gone() if gone is False else set()
-        for (reason, action), number in self._samples(by_reason=True, without=lost).items():
+        counter: Counter[str] = Counter()
+        lost = self._lost_samples() if gone is False else set()
+        for (reason, action), count in self._samples(by_reason=True, without=lost).items():
             if gone is None or (action in GONE) == gone:
-                found[reason] += number
-        return dict(found.most_common())
+                counter[reason] += count
+        return dict(counter.most_common())
 
     def lost(self) -> int:
-        """How many samples were not delivered (dropped or replaced), each counted once per epoch."""
+        """Return the number of samples not delivered (dropped or replaced), each once per epoch."""
         return sum(n for (_, action), n in self._samples(by_reason=False).items() if action in GONE)
 
     def summary(self, total: int | None = None) -> str:
-        """A line per reason and action, ready to print: ``missing_media, dropped: 37 of 10,000``.
+        """Return a line per reason and action: ``missing_media, dropped: 37 of 10,000``.
 
-        Samples are counted, each once per line, however many entries it has for that reason.
+        Each sample counts once per line.
         """
         of = "" if total is None else f" of {total:,}"
         lines = [f"{r}, {a}: {n:,}{of}" for (r, a), n in self._samples(by_reason=True).most_common()]
-        return "\n".join(lines) or "no entry so far: nothing dropped, replaced, cut or repaired"
+        return "\n".join(lines) or "no entries: nothing dropped, replaced, cut or repaired"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the whole ledger as JSONL (entries of many rows as one line with row ranges), atomically."""
+        """Write all entries as JSONL, atomically; entries of many rows are one line with row ranges."""
         self._collect()
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -341,7 +340,7 @@ class Ledger:
             os.replace(temporary, target)
         except BaseException as error:
             os.unlink(temporary)
-            if isinstance(error, OSError) and error.filename is None:  # writing does not tell where
+            if isinstance(error, OSError) and error.filename is None:
                 error.filename = str(target)
             raise
 
@@ -349,27 +348,29 @@ class Ledger:
     def load(cls, path: str | os.PathLike[str]) -> Ledger:
         """Read a ledger file written by :meth:`save` or by ``Ledger(path)``.
 
-        A line that a crash cut off is passed over, with a warning. A file without any entry in it (but not an
-        empty one) is rejected.
+        A line that a crash truncated is skipped with a warning.
+
+        Raises:
+            ConfigError: the file has lines, but no entry.
         """
         ledger = cls()
         with open(path, "rb") as file:
-            torn = [number for number, line in enumerate(file, 1) if not ledger._add_line(line)]
-        if torn and not len(ledger):
-            raise ConfigError(f"{path}:{torn[0]}: not a ledger entry")
-        if torn:
-            logger.warning("%s: passed over line(s) %s, cut off", path, ", ".join(map(str, torn)))
+            truncated = [number for number, line in enumerate(file, 1) if not ledger._add_line(line)]
+        if truncated and not len(ledger):
+            raise ConfigError(f"{path}:{truncated[0]}: not a ledger entry")
+        if truncated:
+            logger.warning("%s: skipped truncated line(s) %s", path, ", ".join(map(str, truncated)))
         return ledger
 
-    def _gone(self) -> set[tuple[str, int | None]]:
-        """Key and epoch of the samples, named one by one, that were not delivered."""
+    def _lost_samples(self) -> set[tuple[str, int | None]]:
+        """Return key and epoch of the samples with an entry of their own that were not delivered."""
         self._collect()
         return {(drop.key, drop.epoch) for drop in list(self._drops) if drop.key and drop.action in GONE}
 
     def _samples(
         self, *, by_reason: bool, without: Collection[tuple[str, int | None]] = ()
     ) -> Counter[tuple[str, str]]:
-        """Distinct samples by (reason or nothing, action), but for those of ``without``."""
+        """Count distinct samples by (reason or nothing, action), except those of ``without``."""
         self._collect()
         seen: set[tuple[str, str, str, int | None]] = set()
         counter: Counter[tuple[str, str]] = Counter()
@@ -392,33 +393,33 @@ class Ledger:
                 self._append(many.to_json())
 
     def _add_many(self, many: ManyRows) -> bool:
-        """Join rows to those already known under the same reason; whether that told anything new."""
+        """Add rows to those with the same reason; return whether any is new."""
         known = self._many.get(many.group)
-        joined = many if known is None else known.joined(many.rows)
-        if known is not None and len(joined) == len(known):
+        total = many if known is None else known.add(many.rows)
+        if known is not None and len(total) == len(known):
             return False
-        self._many[many.group] = joined
+        self._many[many.group] = total
         return True
 
     def _is_shared(self) -> bool:
         return (self.path is not None and not self.is_buffering) or os.getpid() != self._owner
 
     def _append(self, *entries: dict[str, Any]) -> None:
-        """Write entries, and those before them that could not be written.
+        """Write entries, and earlier ones that could not be written.
 
         Raises:
-            SystemFault: they cannot be written; no sample is at fault.
+            SystemFault: they cannot be written.
         """
-        pid, entry = os.getpid(), entries[-1]
-        self._unwritten += [entry_line({**one, "pid": pid}) for one in entries]
+        pid, last = os.getpid(), entries[-1]
+        self._unwritten += [entry_line({**entry, "pid": pid}) for entry in entries]
         spool, written = self._spool, 0
         try:
             spool.parent.mkdir(parents=True, exist_ok=True)
-            # One write to a file opened for appending: lines of several processes do not mix.
+            # Appending is atomic: lines of several processes do not mix.
             fd = os.open(spool, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(fd).st_size
-                # A crash, or a full disk, has cut the last line off: do not write on in it.
+                # Start a new line if a crash or a full disk has truncated the last one.
                 line = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
                 for waiting in self._unwritten:
                     line += waiting
@@ -431,42 +432,42 @@ class Ledger:
         except OSError as error:
             why = FULL_DISK.get(error.errno or 0, error.strerror or str(error))
             raise SystemFault(
-                f"{spool} cannot be written: {why}. {len(self._unwritten):,} entries of the ledger are in "
-                f"memory only, the last for {entry.get('key') or entry.get('dataset')} ({entry['reason']}): "
-                "make room (or give a folder that can be written) and start from the last checkpoint"
+                f"{spool} cannot be written: {why}. {len(self._unwritten):,} ledger entries are in "
+                f"memory only, the last for {last.get('key') or last.get('dataset')} ({last['reason']}): "
+                "free disk space or choose another path, and restart from the last checkpoint"
             ) from error
 
     def _collect(self) -> None:
-        """Take in what other processes have written since the last look; one stat when there is none."""
+        """Read the entries that other processes have written since the last call."""
         if _size(self._spool) <= self._spool_read:
             return
-        own = os.getpid()
+        pid = os.getpid()
         with self._lock, open(self._spool, "rb") as file:
             file.seek(self._spool_read)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # somebody is writing it right now
+                    break  # another process is writing it
                 self._spool_read += len(line)
-                self._add_line(line, but_not_from=own)
+                self._add_line(line, except_from=pid)
 
-    def _add_line(self, line: bytes, but_not_from: int | None = None) -> bool:
-        """Take in one line of a file; False if it is none (cut off in a crash)."""
+    def _add_line(self, line: bytes, except_from: int | None = None) -> bool:
+        """Add one line of a file; return False if it is no entry (truncated in a crash)."""
         if not line.strip():
             return True
         try:
             entry = json.loads(line)
-            if but_not_from is None or entry.get("pid") != but_not_from:
+            if except_from is None or entry.get("pid") != except_from:
                 self._add(entry)
         except (ValueError, TypeError, KeyError, AttributeError):
             return False
         return True
 
     def _add(self, entry: dict[str, Any]) -> None:
-        if "rows" not in entry:
+        if "rows" in entry:
+            self._add_many(ManyRows.from_json(entry))
+        else:
             drop = Drop.from_json(entry)
             self._drops[drop] = 1 if drop.key else self._drops.get(drop, 0) + 1
-            return
-        self._add_many(ManyRows.from_json(entry))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_unwritten")}
@@ -478,7 +479,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def reading_row(ledger: Ledger, key: str) -> Iterator[None]:
-    """Read one row inside: what is remarked about it (:func:`remark`) goes to this ledger, under this key."""
+    """Read one row in the block: remarks on it (:func:`remark`) go to this ledger, under this key."""
     token = _row_read.set((ledger, key))
     try:
         yield
@@ -487,9 +488,9 @@ def reading_row(ledger: Ledger, key: str) -> Iterator[None]:
 
 
 def remark(drop: Drop) -> None:
-    """Record what happens to a row while it is read, where its key is not known (in a transform).
+    """Record a remark on the row that is being read, for code that does not know its key (a transform).
 
-    Outside of :func:`reading_row` the same remark is recorded once, without a key, in the default ledger.
+    Outside :func:`reading_row` the remark is recorded once, without a key, in the default ledger.
     """
     row = _row_read.get()
     if row is not None:
@@ -501,30 +502,29 @@ def remark(drop: Drop) -> None:
 def read_ledgers(path: str | os.PathLike[str]) -> tuple[Ledger, list[Path]]:
     """Read a ledger file, or all ledger files (``*.jsonl``) of a folder together.
 
-    Other files of the folder, such as the rows of a dataset, are ignored; an entry that several ranks have
-    recorded counts once.
+    Other files of the folder are ignored; an entry that several ranks have recorded counts once.
 
     Returns:
         The ledger, and the files it was read from.
 
     Raises:
-        FileNotFoundError: nothing is there.
+        FileNotFoundError: the path does not exist.
         ConfigError: the file is no ledger, or the folder has none.
     """
-    home = Path(path)
-    if not home.is_dir():
-        return Ledger.load(home), [home]
-    files = [file for file in sorted(home.glob("*.jsonl")) if file.is_file() and _is_ledger(file)]
+    folder = Path(path)
+    if not folder.is_dir():
+        return Ledger.load(folder), [folder]
+    files = [file for file in sorted(folder.glob("*.jsonl")) if file.is_file() and _is_ledger(file)]
     if not files:
         raise ConfigError(f"{path}: no ledger in this folder (files *.jsonl as Ledger.save writes them)")
-    whole = Ledger()
+    merged = Ledger()
     for file in files:
-        whole.merge(Ledger.load(file))
-    return whole, files
+        merged.merge(Ledger.load(file))
+    return merged, files
 
 
 def _is_ledger(file: Path) -> bool:
-    """Return whether the first line that is not blank is a ledger entry; empty files go by their name."""
+    """Return whether the first non-empty line is a ledger entry; empty files go by their name."""
     with open(file, "rb") as lines:
         first = next((line for line in lines if line.strip()), None)
     if first is None:
@@ -538,27 +538,27 @@ def _is_ledger(file: Path) -> bool:
 
 
 def default_ledger() -> Ledger:
-    """The ledger of this process, which calls without a ``ledger=`` of their own write to."""
+    """Return the ledger of this process, the default of every ``ledger=``."""
     return _default
 
 
 def entry_line(entry: dict[str, Any]) -> bytes:
-    """An entry as a line of a ledger file."""
+    """Return an entry as a line of a ledger file."""
     # A lone surrogate (a file name that is not UTF-8) becomes its JSON escape.
     return (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _drops_of(line: bytes) -> set[Drop]:
-    """The entry of a line; none where the line is about many rows."""
-    read = Ledger()
-    read._add_line(line)
-    return set(read._drops)
+def _parse_drops(line: bytes) -> set[Drop]:
+    """Return the entry of a line; empty if the line is about many rows."""
+    parsed = Ledger()
+    parsed._add_line(line)
+    return set(parsed._drops)
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):  # writing says what is wrong with it
+    except (FileNotFoundError, NotADirectoryError):  # writing raises the error
         return 0
 
 
@@ -568,10 +568,10 @@ def _remove_if_owner(name: str, owner: int) -> None:
 
 
 def _new_locks() -> None:
-    # A fork may copy a lock that another thread of the parent holds; nobody would ever release the copy.
+    # A fork may copy a lock that another thread of the parent holds, which would never be released.
     for ledger in list(_ledgers):
         ledger._lock = threading.Lock()
-        ledger._unwritten = []  # the parent's to write
+        ledger._unwritten = []  # the parent writes them
 
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()

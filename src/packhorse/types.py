@@ -1,8 +1,4 @@
-"""The values that pass between stages: plain, frozen, and cheap to import.
-
-Nothing here reads a file, imports torch or knows a model. Everything above imports from here, so a field
-means the same thing in every stage.
-"""
+"""The values that pass between stages: plain, frozen, and cheap to import (no torch)."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-# Names for annotations only, so that this module does not import numpy.
+# For annotations only, so that this module does not import numpy.
 Integers: TypeAlias = "npt.NDArray[np.int64]"
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
@@ -62,11 +58,11 @@ class MediaMask(enum.IntFlag):
 
 
 Action = Literal["dropped", "replaced", "cut", "repaired", "kept"]
-"""What became of the sample: ``dropped`` and ``replaced`` were not delivered; ``cut`` was delivered without
-a part of it; ``repaired`` was delivered changed; ``kept`` was delivered as it is, with a remark."""
+"""What happened to the sample: ``dropped`` and ``replaced`` were not delivered; ``cut`` was delivered without
+a part; ``repaired`` was delivered changed; ``kept`` was delivered unchanged, with a remark."""
 
 Stage = Literal["select", "read", "convert", "media", "encode", "collate", "plan"]
-"""The stage of the flow at which the loss was noticed."""
+"""The stage that noticed it."""
 
 Reason = Literal[
     "not_sampled",  # sample_ratio below 1 did not draw the row
@@ -81,12 +77,12 @@ Reason = Literal[
     "surplus_media",  # more images in the row than <image> in the text
     "outside_media_dir",
     "missing_media",
-    "unreachable_media",  # no permission or no answer: it may be there; the next run asks again
+    "unreachable_media",  # no permission or no answer; the next run tries again
     "broken_media",
     "media_too_large",
     "unreadable_file",  # a data file of the mixture cannot be opened
-    "extreme_aspect_ratio",  # an image that the processor refuses
-    "special_token_in_text",  # a text holds a token that only a template may write
+    "extreme_aspect_ratio",  # an image that the processor rejects
+    "special_token_in_text",  # a text contains a token that only a template may write
     "duplicate_conversation",  # the same conversation was seen before
     "same_file",  # two datasets of one mixture read the same file
     "sample_failed",  # a dataset raised for this sample; the detail names the exception
@@ -94,7 +90,7 @@ Reason = Literal[
     "too_long",  # more tokens than max_length
     "over_limit",  # more of something else than a pack may hold (visual tokens, media)
     "empty_sample",  # no token at all
-    "pack_full",  # longer than it was estimated: no room for it in its pack or those beside it
+    "pack_full",  # longer than estimated: it fits neither into its pack nor into the neighbouring ones
     "truncated",  # cut to max_length
     "media_mismatch",  # placeholders, media tokens and media of a sample do not agree
     "nothing_supervised",  # no token of the sample is supervised
@@ -104,7 +100,7 @@ Reason = Literal[
 # Addresses may be inside JSON, where writers escape "/" as "\/" and "&" as "\u0026", and that inside a repr.
 _ADDRESS = re.compile(r":\\{0,4}/\\{0,4}/")
 _USER_AND_PASSWORD = re.compile(r"(:\\{0,4}/\\{0,4}/)[^/?#\s]*@")
-# A name holds no delimiter, so each character is looked at once: rows may hold megabytes of anything.
+# A name has no delimiter, so the search is linear: rows may hold megabytes of anything.
 _PARAMETER = re.compile(r"(?:[?&;#]|\\u00(?:3f|26|3b|23))([^=?&;#\s\\]+)(?:=|\\{1,4}u003d)", re.IGNORECASE)
 _VALUE = re.compile(r"(?:(?!\\{1,4}(?:[\"'nrt]|u00(?:26|3b|23|22|27|3e)))[^&;#\s'\")>\]])+", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of names such as X-Amz-Signature and AWSAccessKeyId
@@ -118,7 +114,7 @@ _SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("key", "pair"), (
 
 
 def mask_secrets(text: str) -> str:
-    """A text with the passwords, tokens and signatures of the addresses in it replaced by ``***``.
+    """Replace passwords, tokens and signatures of addresses in a text by ``***``.
 
     >>> mask_secrets("no file https://ann:pw@host/a.png?width=9&X-Amz-Signature=5f3a")
     'no file https://***@host/a.png?width=9&X-Amz-Signature=***'
@@ -137,7 +133,7 @@ def mask_secrets(text: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether the value of a parameter of an address is to be masked."""
+    """Return whether the value of a parameter of an address is secret."""
     words = [word.lower() for word in _WORD.findall(name)]
     return (
         name.lower() in _SECRET_NAMES
@@ -148,10 +144,10 @@ def _is_secret(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who shares the work: this process is ``rank`` of ``size`` data-parallel processes.
+    """This process is ``rank`` of ``size`` data-parallel processes.
 
-    It is passed in, never looked up inside a stage, so every cluster shape can be tested in one process.
-    ``World.detect()`` is for the edge of a program.
+    Passed as an argument, so that every cluster can be tested in one process; ``World.detect()`` is for the
+    edge of a program.
     """
 
     rank: int = 0
@@ -165,11 +161,10 @@ class World:
 
     @classmethod
     def detect(cls) -> World:
-        """This process's place: ``torch.distributed`` if initialised, else torchrun's variables, else alone.
+        """Return the world of ``torch.distributed`` if initialised, of torchrun's variables, else 0 of 1.
 
-        All processes count as data-parallel ranks; where some share a model, use :meth:`from_mesh`.
-
-        torch is not imported for this: a process that has not imported it has no process group.
+        All processes count as data-parallel ranks; if some share a model, use :meth:`from_mesh`. Does not
+        import torch: a process that has not imported it has no process group.
         """
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_available() and dist.is_initialized():
@@ -180,10 +175,10 @@ class World:
 
     @classmethod
     def from_mesh(cls, mesh: Any, dims: str | Sequence[str] | None = None) -> World:
-        """This process's place along the data-parallel dimensions of a mesh.
+        """Return the rank and size along the data-parallel dimensions of a mesh.
 
-        Ranks that differ in the other dimensions only (tensor, context or pipeline parallelism) have the same
-        place, and so the same rows.
+        Ranks that differ only in other dimensions (tensor, context or pipeline parallelism) are equal and get
+        the same rows.
 
         Args:
             mesh: a ``torch.distributed.device_mesh.DeviceMesh`` with named dimensions.
@@ -193,12 +188,12 @@ class World:
         Raises:
             ValueError: the mesh has no names, or ``dims`` names no dimension or one of them twice.
         """
-        known = mesh.mesh_dim_names
-        if not known:
-            raise ValueError(f"{mesh} has no named dimensions: make it with mesh_dim_names=('dp', …)")
-        names = known if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+        dimensions = mesh.mesh_dim_names
+        if not dimensions:
+            raise ValueError(f"{mesh} has no named dimensions: create it with mesh_dim_names=('dp', …)")
+        names = dimensions if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"{dims=}: expected different dimensions of the mesh, which has {known}")
+            raise ValueError(f"{dims=}: expected different dimensions of the mesh, which has {dimensions}")
         rank, size = 0, 1
         for part in (mesh[name] for name in names):
             rank, size = rank * part.size() + part.get_local_rank(), size * part.size()
@@ -207,12 +202,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """One entry of the ledger: what happened to one sample (or one media item of it), where and why.
-
-    ``detail`` holds no secrets of addresses: see :func:`mask_secrets`.
+    """One ledger entry: what happened to a sample (or one of its media items), at which stage and why.
 
     ``key`` names the row, unique over a mixture: ``coco/812`` is row 812 (from 0) of dataset ``coco``;
-    ``coco/812#1`` is its second copy where ``sample_ratio`` is above 1.
+    ``coco/812#1`` is its second copy if ``sample_ratio`` is above 1. Secrets in ``detail`` are masked.
     """
 
     key: str
@@ -241,11 +234,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class MediaRef:
-    """Where one image, video or audio clip comes from; never its pixels.
+    """Where one image, video or audio clip comes from.
 
-    ``source`` is what the row holds: a path, an address (``s3://…``), ``db.lmdb::key``, encoded bytes, an
-    object that is already decoded (a PIL image, an array), or for a video a list of frame paths. ``options``
-    are the row's own wishes beside it (``fps``, ``frame_indices``, …), passed on unread.
+    ``source`` is the value in the row: a path, an address (``s3://…``), ``db.lmdb::key``, encoded bytes, a
+    decoded object (a PIL image, an array), or for a video a list of frame paths. ``options`` are further
+    fields of the row's entry (``fps``, ``frame_indices``, …).
     """
 
     kind: MediaKind
@@ -260,13 +253,13 @@ several *rows* (patches, tiles, frames)."""
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What one tensor of a family's processor is about.
+    """The layout of one tensor of a family's processor.
 
     Args:
-        kinds: the media it belongs to; where several share it, they come in the order of the text.
+        kinds: the media it belongs to; several share it in the order of the text.
         owner: who owns axis 0.
-        rows_from: for ``"rows"``: the key of the grid whose entry, multiplied out, is an item's number of
-            rows; None where no tensor tells it and the family counts itself.
+        rows_from: for ``"rows"``: the key of the grid whose product is an item's number of rows; None if the
+            family computes it without a tensor.
         ragged: other axes may differ from sample to sample; they are padded with zeros to the largest.
     """
 
@@ -277,23 +270,23 @@ class TensorLayout:
 
 
 MediaLayout = Mapping[str, TensorLayout]
-"""Every media tensor that a family's processor returns, by key. Packing, collating and pipeline chunking all
-read this one table."""
+"""Every media tensor that a family's processor returns, by key; packing, collating and pipeline chunking read
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """How long one sample is when it is encoded, and what it is made of.
+    """The number of tokens of one encoded sample, by kind.
 
     Attributes:
-        text: all tokens that do not stand for the content of a media item: what the template writes, brackets
-            around media, timestamps, row and column tokens included.
-        image: tokens that stand for the content of images; ``video`` and ``audio`` likewise.
-        supervised: tokens that are supervised, before the labels are shifted.
-        images: how many images there are; ``videos`` and ``audios`` likewise.
+        text: tokens that are no media content: of the template, brackets around media, timestamps, row and
+            column tokens included.
+        image: tokens of the content of images; ``video`` and ``audio`` likewise.
+        supervised: supervised tokens, before the label shift.
+        images: number of images; ``videos`` and ``audios`` likewise.
         patches: positions that the vision encoder attends over.
-        exact: whether this is what the processor does; otherwise
-        off_by: the total may be wrong by so many tokens, up or down; -1 where nobody can tell.
+        exact: whether the processor returns exactly these.
+        off_by: if not exact: the largest error of the total; -1 if unknown.
     """
 
     text: int
@@ -326,10 +319,9 @@ Part = TextPart | MediaRef
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn: who speaks, and the parts in order.
+    """One turn: the role, and the parts in order.
 
-    ``extras`` are the turn's other fields (``tool_calls``, ``reasoning_content``, …), passed on unread to the
-    chat template, which may write them.
+    ``extras`` are the turn's other fields (``tool_calls``, ``reasoning_content``, …) for the chat template.
     """
 
     role: str
@@ -338,33 +330,33 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All text of the turn, joined without separators."""
+        """The text parts, joined without separators."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One sample: its turns, and the key that names it in logs and in the ledger."""
+    """One sample: its turns, and its key in logs and in the ledger."""
 
     messages: tuple[Message, ...]
     key: str = ""
 
     @cached_property
     def media(self) -> tuple[MediaRef, ...]:
-        """All media in the order in which the text mentions them."""
+        """All media, in the order of the text."""
         return tuple(p for m in self.messages for p in m.parts if isinstance(p, MediaRef))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _TokenTensors:
-    """What samples and packs share: tensors with one entry per token along their last axis, and counts.
+    """Tensors per token (last axis) of a sample or pack.
 
     Attributes:
         tokens: ``input_ids``, ``attention_mask`` and further tensors per token [S], by key.
-        labels: [S]; None where nothing is supervised yet.
-        position_ids: [S], or [3, S] with mRoPE; None leaves positions to the collate function.
-        loss_weights: [S]; None weighs all supervised tokens alike.
-        num_items: how many media items there are of each kind.
+        labels: [S]; None before they are built.
+        position_ids: [S], or [3, S] with mRoPE; None leaves them to the collate function.
+        loss_weights: [S]; None for equal weights.
+        num_items: number of media items of each kind.
     """
 
     tokens: Mapping[str, torch.Tensor]
@@ -378,7 +370,7 @@ class _TokenTensors:
 
     @property
     def per_token(self) -> dict[str, torch.Tensor]:
-        """Every tensor per token by its key, labels and positions included."""
+        """All tensors per token by key, labels and positions included."""
         others = {"labels": self.labels, "position_ids": self.position_ids}
         return {**self.tokens, **{key: value for key, value in others.items() if value is not None}}
 
@@ -396,17 +388,17 @@ class Sample(_TokenTensors):
     key: str = ""
 
     def with_per_token(self, tensors: Mapping[str, torch.Tensor]) -> Sample:
-        """The sample with these tensors in place of its :attr:`per_token`."""
+        """Return the sample with these tensors instead of its :attr:`per_token`."""
         tokens = {key: value for key, value in tensors.items() if key not in ("labels", "position_ids")}
         labels, positions = tensors.get("labels"), tensors.get("position_ids")
         return replace(self, tokens=tokens, labels=labels, position_ids=positions)
 
     def cut(self, kept: slice) -> Sample:
-        """The sample with these tokens alone; media stay."""
+        """Return the sample with only these tokens; media stay."""
         return self.with_per_token({key: value[..., kept] for key, value in self.per_token.items()})
 
     def to_dict(self) -> dict[str, torch.Tensor]:
-        """The documented dict; ``n_images`` and ``n_videos`` are in it if there are media."""
+        """Return the documented dict, with ``n_images`` and ``n_videos`` if there are media."""
         import torch
 
         kinds: tuple[MediaKind, ...] = ("image", "video") if any(self.num_items.values()) else ()
@@ -419,11 +411,11 @@ class PackedSample(_TokenTensors):
     """Several samples joined into one sequence; ``attention_mask`` holds document numbers from 1.
 
     Attributes:
-        media: the tensors to join along axis 0, by key; nothing is copied before the batch is made.
+        media: the tensors to concatenate along axis 0, by key; the collate function copies them.
         seq_lens: tokens of each document.
-        seq_lens_padded: the same with what fills it up to ``alignment``.
+        seq_lens_padded: the same, padded to ``alignment``.
         items_per_document: images and videos of each document; None if unknown.
-        alignment: each document takes up a multiple of this many tokens.
+        alignment: documents are padded to a multiple of this.
     """
 
     media: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
@@ -435,10 +427,10 @@ class PackedSample(_TokenTensors):
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """An order for one batch.
+    """The content of one batch to build.
 
     Attributes:
-        epoch: the epoch of the loader.
+        epoch: of the loader.
         step: the micro-step of the epoch's current segment.
         packs: the samples of each pack (in padded batches: one sample each).
         media_mask: the media that any rank has in this step; the batch needs all of them.
@@ -451,32 +443,29 @@ class WorkItem:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """All samples, in order."""
+        """The samples of all packs."""
         return tuple(index for pack in self.packs for index in pack)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """What a batch is made of: everything about it that is no input of the model.
-
-    Rows are those of the batch, documents those of a row from left to right. Everything is plain and stays on
-    the CPU.
+    """Everything about a batch that is no input of the model; plain values on the CPU.
 
     Attributes:
-        epoch: the epoch of the loader.
+        epoch: of the loader.
         step: the micro-step of the epoch's current segment, from 0.
-        samples: indices of the samples in the batch, into ``loader.dataset``.
-        lost: indices of the samples that failed; each has an entry in the ledger.
+        samples: indices into ``loader.dataset`` of the samples in the batch.
+        lost: indices of the samples that failed; each has a ledger entry.
         delivered: for each planned sample, in order, whether it is in the batch.
-        tokens: tokens of the samples; padding and placeholders are not counted.
+        tokens: of the samples, without padding and placeholders.
         slots: all tokens of the batch.
         supervised: tokens with a label, after the shift.
         placeholder: whether a placeholder sample was added.
-        seconds: time it took to build the batch.
-        document_keys: for each row the key of each document (``coco/812``); ``""`` for a placeholder.
+        seconds: time to build the batch.
+        document_keys: for each row of the batch the key of each document; ``""`` for a placeholder.
         document_lengths: for each row the tokens of each document, after the shift.
-        document_ids: [B, S], the number of each token's document from 1, and 0 for padding; None if every
-            row holds one document.
+        document_ids: [B, S], the number of each token's document in its row from 1, 0 for padding; None if
+            every row holds one document.
         num_images: images of each row; ``num_videos`` and ``num_audios`` likewise.
     """
 
@@ -504,25 +493,25 @@ class BatchInfo:
 
     @property
     def is_padding(self) -> bool:
-        """Whether the batch holds no sample: it keeps the ranks in step."""
+        """Whether the batch has no sample, only placeholders, to keep the ranks in step."""
         return not self.samples
 
     @property
     def padding(self) -> float:
-        """Share of the batch's tokens that belong to no sample."""
+        """Share of tokens that belong to no sample."""
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
 class Batch(dict[str, Any]):
-    """Inputs of a model, so that ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
+    """Model inputs: ``model(**batch).loss`` is the mean loss over the batch's supervised tokens.
 
-    ``labels`` are shifted already; ``shift_labels`` is the same tensor and tells transformers so. What else
-    is known about the batch is in :attr:`info`. It is a plain dict otherwise; ``copy``, ``|``, pickling,
-    pinning, :meth:`to` and the device transfer of Accelerate and Lightning keep ``info``.
+    ``labels`` are shifted already; transformers takes the same tensor as ``shift_labels``. Everything else is
+    in :attr:`info`. Otherwise a plain dict; ``copy``, ``|``, pickling, pinning, :meth:`to` and the device
+    transfer of Accelerate and Lightning keep ``info``.
 
     Args:
-        inputs: the model's inputs.
-        info: what the batch is made of.
+        inputs: of the model.
+        info: about the batch.
     """
 
     def __init__(
@@ -533,50 +522,44 @@ class Batch(dict[str, Any]):
 
     @property
     def info(self) -> BatchInfo:
-        """What the batch is made of.
+        """Everything about the batch that is no model input.
 
         Raises:
-            AttributeError: the batch was rebuilt from a mapping, which has no such information.
+            AttributeError: the batch was created from a plain mapping.
         """
         if self._info is None:
             raise AttributeError(
-                "this Batch was made from a plain mapping and has no info: pass Batch(inputs, batch.info)"
+                "this Batch was created from a plain mapping and has no info: use Batch(inputs, batch.info)"
             )
         return self._info
 
     def copy(self) -> Batch:
-        """A shallow copy with the same ``info``."""
+        """Return a shallow copy with the same ``info``."""
         return copy.copy(self)
 
     def __or__(self, other: Any) -> Any:
-        """``batch | {…}``: a batch with this one's ``info``, or else that of ``other``."""
+        """``batch | {…}``: a batch with the ``info`` of this one, else of ``other``."""
         if not isinstance(other, dict):
             return NotImplemented
         return Batch({**self, **other}, self._info or getattr(other, "_info", None))
 
     def __ror__(self, other: Any) -> Any:
-        """``{…} | batch``: the same, where this one's inputs replace the others."""
+        """``{…} | batch``: a batch in which these inputs replace the others."""
         return Batch({**other, **self}, self._info) if isinstance(other, dict) else NotImplemented
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
-        """The batch with its tensors and masks on a device; ``info`` stays where it is.
-
-        Accelerate and Lightning call this to move a batch.
-        """
+        """Move tensors and masks to a device; Accelerate and Lightning call this."""
         moved: Batch = to_device(self, device, non_blocking)
         return moved
 
 
 def to_device(value: Any, device: Any, non_blocking: bool | None = None) -> Any:
-    """A batch on another device: tensors in it, masks by kind of layer, block masks of flex attention.
-
-    A :class:`Batch` keeps its ``info``.
+    """Move a batch, or a value of one, to a device: tensors, masks by layer type, block masks.
 
     Args:
-        value: a batch, or what may be in one.
+        value: the batch or value; a :class:`Batch` keeps its ``info``.
         device: as for ``torch.Tensor.to``.
-        non_blocking: the same; None does not wait for copies from the CPU to a device that runs its work in
-            order, and waits for all others, which could be read before they are complete.
+        non_blocking: likewise; None is True for copies from the CPU to a device that runs its work in order.
     """
     import torch
 

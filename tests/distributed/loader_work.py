@@ -29,7 +29,7 @@ from packhorse.loader.state import describe_state
 PROCESSOR = "qwen2_vl"
 
 
-def built(run: dict[str, Any], **changes: Any) -> packhorse.Loader:
+def build_loader(run: dict[str, Any], **changes: Any) -> packhorse.Loader:
     """The loader of a run, in this process's place of the process group."""
     return packhorse.load(
         run["meta"], processor(PROCESSOR), **{"model": "unchecked", **run["settings"], **changes}
@@ -37,8 +37,8 @@ def built(run: dict[str, Any], **changes: Any) -> packhorse.Loader:
 
 
 def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
-    """Hand out whole epochs."""
-    loader = built(run, **changes)
+    """Deliver whole epochs."""
+    loader = build_loader(run, **changes)
     found: dict[str, Any] = {
         "plan": loader.plan_key,
         "planned": [loader.key(int(index)) for index in loader.plan.indices],
@@ -54,33 +54,33 @@ def epoch(run: dict[str, Any], rank: int, **changes: Any) -> dict[str, Any]:
             found["media"].append(sorted(name for name in batch if "pixel" in name or "grid" in name))
         assert loader.epoch == number
         found["epochs"].append(steps)
-        account = loader.epoch_stats
-        assert account is not None
-        found["account"] = [account.rows, account.planned, account.delivered, account.lost, account.reasons]
+        stats = loader.epoch_stats
+        assert stats is not None
+        found["stats"] = [stats.rows, stats.planned, stats.delivered, stats.lost, stats.reasons]
     loader.close()
     return found
 
 
 def rejected(run: dict[str, Any], rank: int) -> list[list[str]]:
-    """What each rank is told where the last one has other settings, and its plan when it is alone."""
+    """Return the error of each rank if the last one has other settings, and its plan when alone."""
     last = dist.get_world_size() - 1
-    told = []
+    errors = []
     cases: list[dict[str, Any]] = [{"pack_size": 200}, {"seed": 3}]
     cases += [{"batch_size": 2}, {"gradient_accumulation_steps": 2}, {"ledger_dir": None}]
     for changes in cases:
         own = changes if rank == last else {}
-        plan = built(run, **own, world=packhorse.World()).plan_key
+        plan = build_loader(run, **own, world=packhorse.World()).plan_key
         try:
-            built(run, **own)
+            build_loader(run, **own)
         except PackhorseError as error:
-            told.append([str(error), plan])
-    return told
+            errors.append([str(error), plan])
+    return errors
 
 
 def everything(run: dict[str, Any], rank: int) -> dict[str, Any]:
     """All that one set of processes can show."""
     return {
-        "dealt": epoch(run, rank),
+        "scheduled": epoch(run, rank),
         "sharded": epoch(run, rank, shard_data=True, ledger_dir=f"{run['folder']}/sharded"),
         "rejected": rejected(run, rank),
         "too few": too_few(run, rank),
@@ -121,33 +121,33 @@ def uneven(run: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def mixed_states(run: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What ranks are told that load different states, as after a kill between the writes of two ranks."""
+    """Return the errors of ranks that load different states, as after a kill between two writes."""
     last = dist.get_world_size() - 1
     started = time.monotonic()
     found: dict[str, Any] = {}
     for name, sharded in (("", False), ("sharded ", True)):
         settings = {"num_workers": 0, "ledger_dir": f"{run['folder']}/mixed{sharded}", "shard_data": sharded}
         states = []
-        loader = built(run, **settings)
+        loader = build_loader(run, **settings)
         for _ in loader:
             states.append(loader.state_dict())
             if len(states) == 2:
                 break
-        found[f"{name}steps"] = told_when_loading(built(run, **settings), states[rank == last])
+        found[f"{name}steps"] = error_of_loading(build_loader(run, **settings), states[rank == last])
         if not sharded:
             found["state"] = states[1]
             found["digest"] = describe_state(states[1], own_rows=False).partition("digest ")[2][:-1]
-            found["nonsense"] = told_when_loading(built(run, **settings), states[1] if rank else None)
-            found["not rejected"] = told_when_loading(built(run, **settings), states[1])
+            found["nonsense"] = error_of_loading(build_loader(run, **settings), states[1] if rank else None)
+            found["not rejected"] = error_of_loading(build_loader(run, **settings), states[1])
             continue
         shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shards, states[1])
         swapped = shards[last if rank == 0 else rank]
-        found["other shard"] = told_when_loading(built(run, **settings), swapped)
+        found["other shard"] = error_of_loading(build_loader(run, **settings), swapped)
     return {**found, "seconds": time.monotonic() - started}
 
 
-def told_when_loading(loader: packhorse.Loader, state: Any) -> str:
+def error_of_loading(loader: packhorse.Loader, state: Any) -> str:
     try:
         loader.load_state_dict(state)
     except PackhorseError as error:
@@ -182,8 +182,8 @@ def too_few(run: dict[str, Any], rank: int) -> str:
 
 
 def train(run: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Use batches, save every few steps how far all ranks have come, and die where that is asked for."""
-    loader = built(run)
+    """Use batches, save every few steps how far all ranks have come, and die if the run says so."""
+    loader = build_loader(run)
     checkpoint = Path(run["checkpoint"])
     trained: list[str] = []
     if checkpoint.exists():
@@ -223,7 +223,7 @@ def save(path: Path, content: Any) -> None:
 def opened(run: dict[str, Any], rank: int) -> dict[str, Any]:
     """Open the data in a process that knows no other, at the same moment as others do."""
     time.sleep(max(0.0, run["start"] - time.time()))
-    loader = built(run, world=packhorse.World(rank, run["world"]))
+    loader = build_loader(run, world=packhorse.World(rank, run["world"]))
     return {"plan": loader.plan_key, "samples": [i for batch in loader for i in batch.info.samples]}
 
 
@@ -268,7 +268,7 @@ def start(run: dict[str, Any], rank: int) -> int:
 
 
 def run_ranks(run: dict[str, Any]) -> list[int]:
-    """The exit codes of the ranks of a run, by rank; when one dies, the others are ended if not told else."""
+    """The exit codes of the ranks of a run, by rank; when one dies, the others are ended by default."""
     Path(run["folder"]).mkdir(parents=True, exist_ok=True)
     run["start"] = time.time() + 0.5
     ranks = {start(run, rank): rank for rank in range(run["world"])}

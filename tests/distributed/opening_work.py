@@ -105,7 +105,7 @@ def count_slowly(run: dict[str, Any], rank: int) -> dict[str, Any]:
 
     PartCounter.__call__ = slow  # type: ignore[method-assign]
     counting.PART_ROWS = run["part_rows"]
-    startup._IN_THIS_PROCESS = run.get("in_this_process", startup._IN_THIS_PROCESS)
+    startup._MAX_ROWS_WITHOUT_PROCESSES = run.get("in_this_process", startup._MAX_ROWS_WITHOUT_PROCESSES)
     meta = run["meta"]
     if run.get("own_folders"):  # machines without a shared file system
         meta = meta.replace("node0", f"node{rank}")

@@ -62,7 +62,7 @@ def run_all(folder: Path, runs: list[dict[str, Any]], timeout: float = 120, work
     return run_together([command], folder, python_path(folder), timeout)
 
 
-def found(run: dict[str, Any]) -> list[Any]:
+def run_ranks(run: dict[str, Any]) -> list[Any]:
     return [json.loads(Path(run["folder"], f"rank{rank}.json").read_text()) for rank in range(run["world"])]
 
 
@@ -85,37 +85,37 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     written = run_all(folder, [run])
     assert codes(run) == [0] * request.param, written[-12_000:]
-    return {"found": found(run), "written": written, "folder": folder, "world": request.param}
+    return {"found": run_ranks(run), "written": written, "folder": folder, "world": request.param}
 
 
-def delivered(ranks: dict[str, Any], what: str, epoch: int) -> list[list[str]]:
+def delivered_keys(ranks: dict[str, Any], what: str, epoch: int) -> list[list[str]]:
     """The rows of each rank in an epoch."""
     return [list(chain(*one[what]["epochs"][epoch])) for one in ranks["found"]]
 
 
-@pytest.mark.parametrize("what", ["dealt", "sharded"])
+@pytest.mark.parametrize("what", ["scheduled", "sharded"])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_every_row_reaches_one_rank_once_or_is_in_the_ledger(
     ranks: dict[str, Any], what: str, epoch: int
 ) -> None:
-    seen = list(chain(*delivered(ranks, what, epoch)))
+    seen = list(chain(*delivered_keys(ranks, what, epoch)))
     assert len(seen) == len(set(seen))
     assert set(seen) == GOOD
     planned = {name for one in ranks["found"] for name in one[what]["planned"]}
     assert planned == GOOD | {key(LOST)}
 
 
-@pytest.mark.parametrize("what", ["dealt", "sharded"])
+@pytest.mark.parametrize("what", ["scheduled", "sharded"])
 def test_all_ranks_make_the_same_number_of_steps(ranks: dict[str, Any], what: str) -> None:
     for epoch in (0, 1):
         assert len({len(one[what]["epochs"][epoch]) for one in ranks["found"]}) == 1
     assert {len(one[what]["epochs"][0]) for one in ranks["found"]} == {ranks["found"][0][what]["length"]}
-    assert all(len(rows) > 0 for rows in delivered(ranks, what, 0))
+    assert all(len(rows) > 0 for rows in delivered_keys(ranks, what, 0))
 
 
 def test_ranks_that_share_the_rows_have_one_plan(ranks: dict[str, Any]) -> None:
-    assert len({one["dealt"]["plan"] for one in ranks["found"]}) == 1
-    assert delivered(ranks, "dealt", 0) != delivered(ranks, "dealt", 1)
+    assert len({one["scheduled"]["plan"] for one in ranks["found"]}) == 1
+    assert delivered_keys(ranks, "scheduled", 0) != delivered_keys(ranks, "scheduled", 1)
 
 
 def test_ranks_with_rows_of_their_own_take_no_others(ranks: dict[str, Any]) -> None:
@@ -124,33 +124,31 @@ def test_ranks_with_rows_of_their_own_take_no_others(ranks: dict[str, Any]) -> N
     assert sum(map(len, own)) == ROWS
     for epoch in (0, 1):
         assert all(
-            set(mine) <= rows for mine, rows in zip(delivered(ranks, "sharded", epoch), own, strict=True)
+            set(mine) <= rows for mine, rows in zip(delivered_keys(ranks, "sharded", epoch), own, strict=True)
         )
 
 
-@pytest.mark.parametrize("what", ["dealt", "sharded"])
+@pytest.mark.parametrize("what", ["scheduled", "sharded"])
 def test_in_every_step_all_ranks_have_the_same_media(ranks: dict[str, Any], what: str) -> None:
     steps = list(zip(*(one[what]["media"] for one in ranks["found"]), strict=True))
     assert all(len(set(map(tuple, step))) == 1 for step in steps)
     assert any(step[0] for step in steps)
 
 
-@pytest.mark.parametrize("what", ["dealt", "sharded"])
-def test_the_account_of_the_epoch_adds_up_and_is_the_same_on_every_rank(
-    ranks: dict[str, Any], what: str
-) -> None:
-    accounts = [one[what]["account"] for one in ranks["found"]]
-    assert all(account == accounts[0] for account in accounts)
-    rows, planned, delivered_rows, lost, reasons = accounts[0]
+@pytest.mark.parametrize("what", ["scheduled", "sharded"])
+def test_the_epoch_reconciles_and_is_the_same_on_every_rank(ranks: dict[str, Any], what: str) -> None:
+    stats_of_ranks = [one[what]["stats"] for one in ranks["found"]]
+    assert all(stats == stats_of_ranks[0] for stats in stats_of_ranks)
+    rows, planned, delivered_rows, lost, reasons = stats_of_ranks[0]
     assert (rows, planned, delivered_rows, lost) == (ROWS, ROWS - 2, ROWS - 3, 1)
     assert reasons == {"broken_media": 1, "missing_media": 1, "too_long": 1}  # of this epoch, not of both
 
 
 def test_the_first_rank_prints_where_all_rows_went(ranks: dict[str, Any]) -> None:
     lines = ranks["written"].splitlines()
-    told = [line for line in lines if f"epoch 1: {ROWS} rows, {ROWS - 2} in the plan" in line]
-    assert len(told) == 2, "once for each of the two ways to share rows"
-    assert all(f"{ROWS - 3} delivered, 1 failed" in line for line in told)
+    logged = [line for line in lines if f"epoch 1: {ROWS} rows, {ROWS - 2} in the plan" in line]
+    assert len(logged) == 2, "once for each of the two ways to share rows"
+    assert all(f"{ROWS - 3} delivered, 1 failed" in line for line in logged)
     assert sum("broken_media: 1 of 90" in line for line in lines) == 4  # each way in each of two epochs
 
 
@@ -166,20 +164,23 @@ def test_the_ledgers_of_all_ranks_name_what_was_dropped(ranks: dict[str, Any]) -
 
 def test_a_rank_with_other_settings_is_rejected_on_every_rank(ranks: dict[str, Any]) -> None:
     world = ranks["world"]
-    told = [one["rejected"] for one in ranks["found"]]
-    assert [len(one) for one in told] == [5] * world
+    errors = [one["rejected"] for one in ranks["found"]]
+    assert [len(one) for one in errors] == [5] * world
     for case in (0, 1):  # the packs would differ
-        plans = {one[case][1] for one in told}
+        plans = {one[case][1] for one in errors}
         assert len(plans) == 2
-        for one in told:
+        for one in errors:
             assert "the ranks have different plans" in one[case][0]
             assert all(plan in one[case][0] for plan in plans)
             assert f"on ranks [{world - 1}]" in one[case][0]
             assert "the same rows in the same order" in one[case][0]
-    for case, words in ((2, "batch_size=2"), (3, "accumulation=2")):  # the same packs, dealt differently
-        assert all("the ranks have different settings" in one[case][0] for one in told)
-        assert all(words in one[case][0] for one in told)
-    assert all("ledger_dir=None on ranks [" in one[4][0] for one in told)  # others would wait for its steps
+    for case, words in (
+        (2, "batch_size=2"),
+        (3, "gradient_accumulation_steps=2"),
+    ):  # the same packs, scheduled differently
+        assert all("the ranks have different settings" in one[case][0] for one in errors)
+        assert all(words in one[case][0] for one in errors)
+    assert all("ledger_dir=None on ranks [" in one[4][0] for one in errors)  # others would wait for its steps
 
 
 def test_a_rank_without_rows_of_its_own_stops_all_of_them_at_once(ranks: dict[str, Any]) -> None:
@@ -209,7 +210,7 @@ def test_after_the_kill_of_a_rank_another_number_of_ranks_trains_exactly_the_res
     assert 0 < len(saved["ids"]) < len(GOOD)
     written = run_all(tmp_path / "runs", [second])
     assert codes(second) == [0] * after, written[-12_000:]
-    ranks = found(second)
+    ranks = run_ranks(second)
     trained = saved["ids"] + list(chain(*(one["after"] for one in ranks)))
     assert len(trained) == len(set(trained)), "twice"
     assert set(trained) == GOOD
@@ -232,7 +233,7 @@ def test_eight_processes_that_open_the_same_data_at_once_agree(tmp_path: Path) -
     assert sidecars(meta.parent) == [], "counted already"
     written = run_all(tmp_path, [run])
     assert codes(run) == [0] * 8, written[-12_000:]
-    ranks = found(run)
+    ranks = run_ranks(run)
     assert len({one["plan"] for one in ranks}) == 1
     samples = list(chain(*(one["samples"] for one in ranks)))
     assert len(samples) == len(set(samples)) == len(GOOD)

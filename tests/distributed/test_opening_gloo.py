@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_after_the_timeout_of_the_process_group(
     told = failing["killed"][0]
     assert told["class"] == "SystemFault"
     assert "rank 1 has died or hangs during 'count the tokens'" in told["message"]
-    assert f"no sign of life for {TIMEOUT:g} s, the timeout of the process group" in told["message"]
+    assert f"no heartbeat for {TIMEOUT:g} s, the timeout of the process group" in told["message"]
 
 
 def counting_run(home: Path, **settings: Any) -> dict[str, Any]:

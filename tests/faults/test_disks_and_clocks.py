@@ -150,7 +150,7 @@ def test_a_plan_that_cannot_be_kept_is_planned_and_trained_all_the_same(
     kept.unlink()
     home = full()
     assert plan_all(home) == expected
-    assert "the plan is not kept" in caplog.text
+    assert "the plan cannot be saved" in caplog.text
     assert list((home / "plans").iterdir()) == []
 
 

@@ -21,7 +21,7 @@ from contract.processors import processor
 from property.faulty_mixture import open_mixture
 
 TIMEOUT = timedelta(seconds=120)
-"""Of the process group: who is told of another rank's error only by this has waited too long."""
+"""Timeout of the process group: a rank that learns of an error only by this has waited too long."""
 
 
 class Rank:
@@ -73,12 +73,12 @@ class Rank:
         self.loader.load_state_dict(state)
         return self.loader.remaining
 
-    def account(self) -> list[Any]:
+    def epoch_stats(self) -> list[Any]:
         """Where the samples of the epoch went, over all ranks."""
         assert self.loader is not None
         assert self.loader.epoch_stats is not None
-        account = self.loader.epoch_stats
-        return [account.epoch, account.delivered, account.lost, account.dropped, account.reasons]
+        stats = self.loader.epoch_stats
+        return [stats.epoch, stats.delivered, stats.lost, stats.dropped, stats.reasons]
 
     def close(self) -> None:
         """End the workers."""

@@ -4,7 +4,7 @@ A machine plays a run: all ranks of a world in one process, as a trainer drives 
 under another world, batch size, accumulation and number of workers, and jumps between epochs. Reads fail,
 once or for good, also those of batches that are built ahead and never delivered; the row file is edited
 between runs; a rank cannot open it. The machine keeps its own book of what a run must have been given.
-``PACKHORSE_MACHINE_RUNS=500`` plays more of them. ``test_ranks_machine.py`` has ranks that talk.
+``PACKHORSE_MACHINE_RUNS=500`` plays more of them. ``test_ranks_machine.py`` has ranks of a process group.
 """
 
 import json
@@ -27,6 +27,7 @@ from loader_samples import texts
 from packhorse import Ledger, World
 from packhorse.errors import ConfigError
 from packhorse.loader.epoch_stats import StepFile, rank_file
+from packhorse.loader.state import Tally
 from property.faulty_mixture import BROKEN, LONG, ROWS, TRANSIENT, open_mixture, row, rows, write
 
 RUNS = int(os.environ.get("PACKHORSE_MACHINE_RUNS", "12"))
@@ -71,7 +72,7 @@ class LoaderMachine(RuleBasedStateMachine):
     def file(self) -> Path:
         return self.path / "rows.jsonl"
 
-    def built(self, shape: tuple[int, int, int], num_workers: int = 0) -> list[packhorse.Loader]:
+    def build_loaders(self, shape: tuple[int, int, int], num_workers: int = 0) -> list[packhorse.Loader]:
         """The loaders of all ranks, each with the file opened by itself; reads fail when all are there."""
         world, batch, gradient_accumulation_steps = shape
         loaders = []
@@ -106,7 +107,7 @@ class LoaderMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         (self.path / "faults").mkdir()
         write(self.file, rows())
-        self.loaders = self.built(shape, num_workers)
+        self.loaders = self.build_loaders(shape, num_workers)
         self.counts = self.loaders[0].counts
 
     # What a trainer does.
@@ -116,7 +117,7 @@ class LoaderMachine(RuleBasedStateMachine):
         """The same number of batches on every rank; the epoch may end with one, and the next begin."""
         if self.is_over():
             self.used, self.lost = Counter(), Counter()
-        reports = [self.taken(loader, steps) for loader in self.loaders]
+        reports = [self.take_steps(loader, steps) for loader in self.loaders]
         self.rolls_back_later = False
         assert len({len(of_rank) for of_rank in reports}) == 1  # no rank waits for another
         for report in (one for of_rank in reports for one in of_rank):
@@ -136,9 +137,10 @@ class LoaderMachine(RuleBasedStateMachine):
             for step in range(segment.steps)
         ]
 
-    def taken(self, loader: packhorse.Loader, steps: int) -> list[Any]:
+    def take_steps(self, loader: packhorse.Loader, steps: int) -> list[Any]:
+        batches = iter(loader)  # starts the next epoch if this one is over
         promised = loader.remaining
-        reports = [batch.info for batch in islice(loader, steps)]
+        reports = [batch.info for batch in islice(batches, steps)]
         assert len(reports) == min(steps, promised)
         return reports
 
@@ -179,7 +181,7 @@ class LoaderMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self.saved))
 
     def go_on(self, saved: Saved, shape: tuple[int, int, int], num_workers: int = 0) -> None:
-        self.loaders = self.built(shape, num_workers)
+        self.loaders = self.build_loaders(shape, num_workers)
         self.rolls_back_later = False
         for loader in self.loaders:
             loader.load_state_dict(saved.state)
@@ -208,7 +210,7 @@ class LoaderMachine(RuleBasedStateMachine):
         else:
             self.file.rename(self.path / "away")
             with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
-                self.built(shape)
+                self.build_loaders(shape)
             (self.path / "away").rename(self.file)
         assert [loader.state_dict() for loader in self.loaders] == before
         assert {path: path.read_bytes() for path in (self.path / "ledger").glob("*")} == files
@@ -245,7 +247,7 @@ class LoaderMachine(RuleBasedStateMachine):
         self.end()
         write(self.file, changed)
         kept, self.counts = self.counts, None
-        for loader in self.built(shape):
+        for loader in self.build_loaders(shape):
             with pytest.raises(ConfigError, match=r"rows\.jsonl.*digest \w+ when the state was saved"):
                 loader.load_state_dict(saved.state)
         write(self.file, rows())
@@ -295,9 +297,9 @@ class LoaderMachine(RuleBasedStateMachine):
         assert set(self.lost) <= self.may_be_lost()
         still: Counter[int] = Counter()
         for loader in self.loaders:
-            dealt = loader._current.schedule
+            schedule = loader._current.schedule
             for step in range(loader.cursor, len(loader)):
-                still.update(index for pack in dealt.samples(step, loader.world.rank) for index in pack)
+                still.update(index for pack in schedule.samples(step, loader.world.rank) for index in pack)
         assert sorted(still.elements()) == self.left(seen)
 
     @invariant()
@@ -313,14 +315,14 @@ class LoaderMachine(RuleBasedStateMachine):
     def delivered_and_lost_are_counted_step_by_step(self) -> None:
         if not self.loaders:
             return
-        progress, total = self.loaders[0]._state, [0, 0]
-        for number, segment in enumerate(progress.segments):
-            for rank in range(segment.world):
-                file = StepFile(rank_file(self.path / "ledger", rank).with_suffix(".steps"))
-                steps = file.read(progress)[number]
+        state, total = self.loaders[0]._state, Tally()
+        for number, segment in enumerate(state.segments):
+            for rank in range(segment.world_size):
+                steps = StepFile(rank_file(self.path / "ledger", rank, ".steps")).read(state)[number]
                 assert len(steps) == segment.steps
-                total = [total[place] + sum(one[place] for one in steps.values()) for place in range(2)]
-        assert total == [sum(self.used.values()), sum(self.lost.values())]
+                for tally, _ in steps.values():
+                    total = total.plus(tally)
+        assert total == (sum(self.used.values()), sum(self.lost.values()))
 
     @invariant()
     def the_lengths_are_honest(self) -> None:
@@ -333,7 +335,7 @@ class LoaderMachine(RuleBasedStateMachine):
         assert len(first) % first.config.gradient_accumulation_steps == 0
 
     @invariant()
-    def the_account_adds_up(self) -> None:
+    def the_epoch_reconciles(self) -> None:
         if not self.loaders or not self.is_over():
             return
         plan = self.loaders[0].plan
@@ -341,15 +343,15 @@ class LoaderMachine(RuleBasedStateMachine):
         assert dropped == [LONG]
         assert sum(self.used.values()) + sum(self.lost.values()) + len(dropped) == ROWS
         assert set(self.lost) >= (BROKEN if self.some_break else set())
-        account = self.loaders[0].epoch_stats
+        stats = self.loaders[0].epoch_stats
         if len(self.loaders) == 1:
-            assert account is not None
-            assert account.delivered == sum(self.used.values())
-            assert account.delivered + account.lost + account.dropped == account.rows == ROWS
-            assert (account.epoch, account.lost) == (self.epoch, sum(self.lost.values()))
-            told = account.reasons
-            assert told.get("too_long") == 1
-            assert sum(told.values()) == 1 + account.lost
+            assert stats is not None
+            assert stats.delivered == sum(self.used.values())
+            assert stats.delivered + stats.lost + stats.dropped == stats.rows == ROWS
+            assert (stats.epoch, stats.lost) == (self.epoch, sum(self.lost.values()))
+            reasons = stats.reasons
+            assert reasons.get("too_long") == 1
+            assert sum(reasons.values()) == 1 + stats.lost
 
     def end(self) -> None:
         for loader in self.loaders:

@@ -1,4 +1,4 @@
-"""Two ranks that talk, under any order of calls: no rank waits for one that raised, and both go on together.
+"""Two ranks of a process group, under any order of calls: no rank waits for one that raised; both continue.
 
 Real processes with a gloo group. One may be given the state of another checkpoint, or a file that is not
 there: then both raise, name the rank or both states, and nothing has happened.
@@ -132,7 +132,7 @@ class RanksMachine(RuleBasedStateMachine):
     def take(self, steps: int) -> None:
         if self.over:
             self.used, self.lost, self.epoch = Counter(), Counter(), self.epoch + 1
-        # A step that is run again may lose other samples; then states from after its first run tell of these.
+        # A step that is run again may lose other samples; then states from after its first run name these.
         now = (self.epoch, sum((self.used + self.lost).values()))
         self.saved = [one for one in self.saved if (one[0]["epoch"], sum((one[1] + one[2]).values())) <= now]
         reports = self.ranks.all_do("take", steps=steps)
@@ -151,13 +151,13 @@ class RanksMachine(RuleBasedStateMachine):
 
     @rule()
     def finish(self) -> None:
-        """The account is that of all ranks, before and after restarts."""
+        """The epoch summary is that of all ranks, before and after restarts."""
         if not self.over:
             self.take(ROWS)
-        accounts = self.ranks.all_do("account")
+        stats_of_ranks = self.ranks.all_do("epoch_stats")
         reasons = {"too_long": 1} | ({"sample_failed": len(self.lost)} if self.lost else {})
         expected = [self.epoch, sum(self.used.values()), sum(self.lost.values()), 1, reasons]
-        assert accounts == [expected] * WORLD
+        assert stats_of_ranks == [expected] * WORLD
         assert sorted((self.used + self.lost).elements()) == [n for n in range(ROWS) if n != LONG]
 
     @rule()
@@ -166,7 +166,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     @rule(close=st.booleans())
     def store_fails_again(self, close: bool) -> None:
-        """What was built ahead, in vain, may be built again."""
+        """What was built ahead and not used may be rebuilt."""
         for happened in (self.path / "faults").iterdir():
             happened.unlink()
         if close:

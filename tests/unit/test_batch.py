@@ -11,7 +11,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 import packhorse
 from contract.tiny_models import tiny_model
-from loader_samples import load, mixed, texts
+from loader_samples import load, mixed_rows, texts
 from packhorse import Batch, BatchInfo
 from packhorse.chat import IGNORE_INDEX
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, prepare_vlm_media_for_pp
@@ -21,7 +21,7 @@ from packhorse.types import to_device
 ELSEWHERE = torch.device("meta")
 
 
-def made() -> Batch:
+def make_batch() -> Batch:
     labels = torch.tensor([[1, 2, IGNORE_INDEX]])
     info = BatchInfo(3, 7, samples=(4,), document_keys=(("coco/4", ""),), document_lengths=((2, 1),))
     masks = {"full_attention": torch.ones(1, 1, 3, 3)}
@@ -47,7 +47,7 @@ def moved_here(batch: Batch) -> Any:
 
 @pytest.mark.parametrize("move", [with_accelerate, with_lightning, moved_here])
 def test_a_batch_on_another_device_keeps_its_info(move: Callable[[Batch], Any]) -> None:
-    batch = made()
+    batch = make_batch()
     there = move(batch)
     assert type(there) is Batch
     assert there.info is batch.info
@@ -70,28 +70,28 @@ class Watched(torch.Tensor):
 
 
 def test_only_copies_from_the_cpu_to_a_device_are_not_waited_for() -> None:
-    def waited(move: Callable[[Batch], Any]) -> list[bool]:
+    def waits(move: Callable[[Batch], Any]) -> list[bool]:
         tensor = torch.ones(2).as_subclass(Watched)
         tensor.waited = []
-        move(Batch({"masks": {"full_attention": tensor}}, made().info))
+        move(Batch({"masks": {"full_attention": tensor}}, make_batch().info))
         return tensor.waited
 
-    assert waited(lambda batch: batch.to("cpu")) == [True]
-    assert waited(lambda batch: batch.to(ELSEWHERE)) == [True]  # as for tensors
-    assert waited(lambda batch: batch.to(ELSEWHERE, non_blocking=True)) == [False]
-    assert waited(lambda batch: to_device(batch, "cpu")) == [True]
-    assert waited(lambda batch: to_device(batch, "mps")) == [True]
-    assert waited(lambda batch: to_device(batch, ELSEWHERE)) == [False]
-    assert waited(with_accelerate) == [False]
+    assert waits(lambda batch: batch.to("cpu")) == [True]
+    assert waits(lambda batch: batch.to(ELSEWHERE)) == [True]  # as for tensors
+    assert waits(lambda batch: batch.to(ELSEWHERE, non_blocking=True)) == [False]
+    assert waits(lambda batch: to_device(batch, "cpu")) == [True]
+    assert waits(lambda batch: to_device(batch, "mps")) == [True]
+    assert waits(lambda batch: to_device(batch, ELSEWHERE)) == [False]
+    assert waits(with_accelerate) == [False]
 
 
-def pickled(batch: Batch) -> Any:
+def pickle_and_load(batch: Batch) -> Any:
     return pickle.loads(pickle.dumps(batch))
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, Batch.copy, pickled])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, Batch.copy, pickle_and_load])
 def test_copies_keep_info(copied: Callable[[Batch], Any]) -> None:
-    batch = made()
+    batch = make_batch()
     other = copied(batch)
     assert type(other) is Batch
     assert other is not batch
@@ -102,7 +102,7 @@ def test_copies_keep_info(copied: Callable[[Batch], Any]) -> None:
 
 
 def test_inputs_are_added_to_a_batch_with_its_info_kept() -> None:
-    batch = made()
+    batch = make_batch()
     more = batch | {"max_length_q": 5, "extra": 1}
     assert type(more) is Batch
     assert more.info is batch.info
@@ -125,7 +125,7 @@ def test_inputs_are_added_to_a_batch_with_its_info_kept() -> None:
 
 def test_pinned_batches_keep_info() -> None:
     # Tensors can only be pinned where there is a GPU; the mapping is treated alike.
-    batch = Batch({"max_length_q": 2, "masks": {"kind": "full"}}, made().info)
+    batch = Batch({"max_length_q": 2, "masks": {"kind": "full"}}, make_batch().info)
     pinned: Any = pin_memory((batch, batch.info))
     assert type(pinned[0]) is Batch
     assert pinned[0] == batch
@@ -134,20 +134,20 @@ def test_pinned_batches_keep_info() -> None:
 
 def test_a_batch_behaves_as_a_plain_dict() -> None:
     assert not {"keys", "items", "values", "get", "__getitem__", "__iter__", "__len__"} & vars(Batch).keys()
-    batch = made()
+    batch = make_batch()
     assert dict(**batch) == dict(batch.items())
 
 
 def test_a_batch_made_from_a_mapping_says_that_it_has_no_info() -> None:
-    assert Batch(made(), made().info).info.epoch == 3
-    with pytest.raises(AttributeError, match=r"pass Batch\(inputs, batch.info\)"):
-        Batch(dict(made())).info  # noqa: B018
+    assert Batch(make_batch(), make_batch().info).info.epoch == 3
+    with pytest.raises(AttributeError, match=r"use Batch\(inputs, batch.info\)"):
+        Batch(dict(make_batch())).info  # noqa: B018
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 def test_info_says_what_a_batch_of_the_loader_is_made_of(mode: str, num_workers: int) -> None:
-    rows = mixed(24)
+    rows = mixed_rows(24)
     loader = load(rows, mode=mode, batch_size=2, num_workers=num_workers, model=tiny_model("qwen2_vl"))
     content = [row["conversation"][0]["content"] for row in rows]
     media_of = {loader.key(n): [part["type"] for part in parts] for n, parts in enumerate(content)}
@@ -178,7 +178,7 @@ def test_info_says_what_a_batch_of_the_loader_is_made_of(mode: str, num_workers:
 
 def test_media_of_a_loaders_batch_are_split_by_the_counts_in_its_info() -> None:
     """By the number of rows alone it would give each row one image."""
-    loader = load(mixed(24, seed=2), mode="pad", batch_size=3, model=tiny_model("qwen2_vl"))
+    loader = load(mixed_rows(24, seed=2), mode="pad", batch_size=3, model=tiny_model("qwen2_vl"))
     uneven = 0
     for batch in loader:
         counts = batch.info.num_images
@@ -192,7 +192,9 @@ def test_media_of_a_loaders_batch_are_split_by_the_counts_in_its_info() -> None:
 
 
 def test_batches_for_a_pipeline_hold_their_chunks_and_no_counts() -> None:
-    loader = load(mixed(12), mode="pad", batch_size=2, pipeline_microbatches=2, model=tiny_model("qwen2_vl"))
+    loader = load(
+        mixed_rows(12), mode="pad", batch_size=2, pipeline_microbatches=2, model=tiny_model("qwen2_vl")
+    )
     keys = {key for batch in loader for key in batch}
     assert VLM_PP_MEDIA_KEY in keys
     known = {"input_ids", "attention_mask", "mm_token_type_ids", "labels", "shift_labels", VLM_PP_MEDIA_KEY}

@@ -45,7 +45,7 @@ def test_the_same_failure_in_two_epochs_is_two_entries() -> None:
 
 def test_the_summary_says_how_many_of_how_many() -> None:
     ledger = Ledger()
-    assert ledger.summary() == "no entry so far: nothing dropped, replaced, cut or repaired"
+    assert ledger.summary() == "no entries: nothing dropped, replaced, cut or repaired"
     ledger.record(MISSING)
     assert ledger.summary(10_000) == "missing_media, dropped: 1 of 10,000"
 

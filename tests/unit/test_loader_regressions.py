@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from count_samples import write_chats
-from loader_samples import chat, delivered_rows, load, mixed, texts
+from loader_samples import chat, delivered_rows, load, mixed_rows, texts
 from packhorse.neat_packing_vlm import CostWeights, sample_costs
 
 RANKS = 4
@@ -44,7 +44,7 @@ def test_double_sharding_of_64_rows_four_ranks_see_64_and_not_16(
 
 
 def straggler(costs: Any) -> float:
-    """Over steps: the dearest rank over the mean rank."""
+    """Return the cost of the most expensive rank over the mean, for each step."""
     return float((costs.max(axis=1) / costs.mean(axis=1)).mean())
 
 
@@ -71,7 +71,7 @@ def test_balance_survives_the_shuffle(mode: str) -> None:
 
 
 def batches_with_a_loss(num_workers: int, **options: Any) -> Iterator[dict[str, Any]]:
-    rows = mixed(30)
+    rows = mixed_rows(30)
     loader = load(rows, num_workers=num_workers, max_bad_share=None, **options)
     rows[7] = rows[19] = {"conversation": []}  # once they are counted
     yield from loader
@@ -124,7 +124,7 @@ def media_of(batch: dict[str, Any]) -> frozenset[str]:
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 def test_text_only_hang_in_every_step_all_ranks_have_the_same_media(mode: str) -> None:
-    rows = mixed(61)
+    rows = mixed_rows(61)
     steps = steps_of(rows, mode=mode)
     assert all(len({media_of(batch) for batch, _ in step}) == 1 for step in steps)
     assert len({media_of(step[0][0]) for step in steps}) > 1, "steps with and without media"
@@ -134,8 +134,8 @@ def test_text_only_hang_in_every_step_all_ranks_have_the_same_media(mode: str) -
         assert sorted(chain(*(samples for step in both for _, samples in step))) == list(range(61))
 
 
-def test_text_only_hang_a_rank_that_loses_its_only_image_gets_a_blank_one() -> None:
-    rows = mixed(61)
+def test_text_only_hang_a_rank_that_loses_its_only_image_gets_a_placeholder() -> None:
+    rows = mixed_rows(61)
     lost = 0
     by_rank = []
     for rank in range(RANKS):
@@ -149,8 +149,8 @@ def test_text_only_hang_a_rank_that_loses_its_only_image_gets_a_blank_one() -> N
     assert all(len(set(step)) == 1 for step in zip(*by_rank, strict=True))
 
 
-def test_samples_that_are_cut_leave_room_for_the_placeholder() -> None:
-    rows = mixed(40) + [chat("why " * 10, f"so {n} " * 200) for n in range(21)]
+def test_samples_that_are_cut_leave_space_for_the_placeholder() -> None:
+    rows = mixed_rows(40) + [chat("why " * 10, f"so {n} " * 200) for n in range(21)]
     steps = steps_of(rows, on_overlong="truncate")
     assert sorted(chain(*(samples for step in steps for _, samples in step))) == list(range(61))
     assert all(len({media_of(batch) for batch, _ in step}) == 1 for step in steps)

@@ -15,7 +15,7 @@ from contract.tiny_models import MODELS, tiny_model
 from contract.tiny_tokenizers import tokenizer
 from contract.torchvision_ops import make_torchvision_importable
 from count_samples import write_chats
-from loader_samples import mixed, texts
+from loader_samples import mixed_rows, texts
 from packhorse.collate_fns import model_inputs
 from packhorse.datasets import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
@@ -337,7 +337,9 @@ def test_wrappers_are_looked_through(tmp_path: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     model = copy.deepcopy(tiny_model("qwen2_vl"))
-    right = next(iter(load(mixed(8), model, processor=processor("qwen2_vl"), pack_size=256)))["position_ids"]
+    right = next(iter(load(mixed_rows(8), model, processor=processor("qwen2_vl"), pack_size=256)))[
+        "position_ids"
+    ]
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
@@ -352,7 +354,7 @@ def test_wrappers_are_looked_through(tmp_path: Path) -> None:
         for name, outer in wrapped.items():
             assert type(unwrap(outer)) is type(model), name
             assert packing_problems(outer) == (), name
-            loader = load(mixed(8), outer, processor=processor("qwen2_vl"), pack_size=256)
+            loader = load(mixed_rows(8), outer, processor=processor("qwen2_vl"), pack_size=256)
             assert torch.equal(next(iter(loader))["position_ids"], right), name
     finally:
         torch.distributed.destroy_process_group()
@@ -371,7 +373,7 @@ def test_positions_from_a_config_or_its_folder_are_those_of_the_model(name: str,
     model = tiny_model(name)
     model.config.save_pretrained(tmp_path)
     batches = [
-        list(load(mixed(8), given, processor=processor(name), pack_size=512))
+        list(load(mixed_rows(8), given, processor=processor(name), pack_size=512))
         for given in (model, model.config, tmp_path, str(tmp_path))
     ]
     for others in batches[1:]:
@@ -407,7 +409,7 @@ def test_positions_of_qwen3_omni_from_its_config_are_those_of_the_model() -> Non
         **tokens,
     )
     model = Qwen3OmniMoeThinkerForConditionalGeneration(config)
-    samples = PreTokenizedDatasetWrapper(mixed(12), made)
+    samples = PreTokenizedDatasetWrapper(mixed_rows(12), made)
     for index in range(12):
         sample = samples.load(index)
         right, *_ = model.get_rope_index(

@@ -45,7 +45,7 @@ dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=
 named = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
 assert World.from_mesh(named, "dp") == World(0, 1)
 for dims in (None, "dp"):
-    with pytest.raises(ValueError, match="has no named dimensions: make it with mesh_dim_names="):
+    with pytest.raises(ValueError, match="has no named dimensions: create it with mesh_dim_names="):
         World.from_mesh(init_device_mesh("cpu", (1, 1)), dims)
 for dims in ((), [], ("dp", "dp")):
     with pytest.raises(ValueError, match="expected different dimensions of the mesh, which has .'dp', 'tp'"):

@@ -23,8 +23,14 @@ from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.eligibility import Eligibility, check_eligibility
-from packhorse.plan.lengths import LazyLengths, Lengths, after_shift, sample_lengths
+from packhorse.plan.lengths import (
+    Eligibility,
+    LazyLengths,
+    Lengths,
+    after_shift,
+    check_eligibility,
+    sample_lengths,
+)
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage

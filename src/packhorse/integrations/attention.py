@@ -1,9 +1,8 @@
 """Attention backends for packed batches in models of transformers.
 
-``use_attention(model, "varlen")`` sets the decoder to PyTorch's own kernel for sequences of different
-lengths; batches of ``neat_packed_vlm_collater(…, attn_implementation="varlen")`` bring what it needs. No
-other package is built, nothing of transformers is replaced: the function is registered under a name of its
-own, through transformers' own registers.
+``use_attention(model, "varlen")`` sets the decoder to PyTorch's kernel for variable-length sequences; batches
+of ``neat_packed_vlm_collater(…, attn_implementation="varlen")`` hold its arguments. It is registered with
+transformers' ``AttentionInterface`` under this name.
 """
 
 from __future__ import annotations
@@ -27,30 +26,29 @@ VARLEN = "varlen"
 
 
 def register_varlen() -> None:
-    """Make ``"varlen"`` known to transformers; may be called again."""
+    """Register ``"varlen"`` with transformers; may be called repeatedly."""
     transformers = require("transformers", "train")
     require("transformers.masking_utils", "train").AttentionMaskInterface.register(VARLEN, varlen_mask)
     transformers.AttentionInterface.register(VARLEN, varlen_attention)
 
 
 def use_attention(model: Any, attn_implementation: str) -> None:
-    """Set the attention of a model's decoder, and leave its vision tower as it is.
-
-    Some classes refuse a backend for the model as a whole that their decoder runs well (Qwen-VL and
-    ``flex_attention``), so the decoder's own config is set.
+    """Set the attention of a model's decoder; its vision tower does not change.
 
     Raises:
-        ConfigError: transformers knows no attention of that name, or what it needs is not installed.
+        ConfigError: the name is not registered with transformers, or its package is not installed.
     """
     check_attention(attn_implementation)
+    # set_attn_implementation sets the whole model, and some classes reject a backend that their decoder runs
+    # (Qwen-VL and flex_attention).
     model.config.get_text_config()._attn_implementation = attn_implementation
 
 
 def check_attention(attn_implementation: str) -> None:
-    """Refuse an attention that cannot run here; ``"varlen"`` is made known to transformers.
+    """Raise if an attention cannot run here; register ``"varlen"``.
 
     Raises:
-        ConfigError: nobody has registered the name with transformers, or what it needs is not installed.
+        ConfigError: the name is not registered with transformers, or its package is not installed.
     """
     register_varlen()
     known = {"eager", *require("transformers", "train").AttentionInterface()}
@@ -59,24 +57,22 @@ def check_attention(attn_implementation: str) -> None:
     flash = attn_implementation == "flash_attention_2"
     if flash and not require("transformers.utils", "train").is_flash_attn_2_available():
         raise ConfigError(
-            "flash_attention_2 needs the package flash-attn and a GPU, and transformers does not find them "
-            "here: pip install flash-attn, or take varlen, PyTorch's own kernel"
+            "flash_attention_2 needs the package flash-attn and a GPU, which transformers does not find: "
+            "pip install flash-attn, or use varlen, PyTorch's kernel"
         )
 
 
 def attention_of(model: Any) -> str:
-    """The attention that a model's decoder runs with."""
+    """Return the attention of a model's decoder."""
     return str(model.config.get_text_config()._attn_implementation)
 
 
 def varlen_mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """The mask of ordinary batches, as for sdpa; none where every token may see all before it.
+    """Return the mask of sdpa for batches that are not packed; None if every token attends to all before it.
 
-    Here nobody knows whether the batch is packed, so no mask is made of what may be a pack: as many keys as
-    queries, and none of them hidden. What lies in a cache before the queries, or after them in a static one,
-    is transformers' to say.
+    A batch with as many keys as queries and no attention mask may be packed, so it gets none.
     """
-    # Earlier releases of transformers tell the queries' places in the cache instead of their number.
+    # Earlier releases of transformers pass the positions of the queries in the cache, not their number.
     queries = options["q_length"] if "q_length" in options else len(options["cache_position"])
     if attention_mask is None and queries == kv_length:
         return None
@@ -103,17 +99,17 @@ def varlen_attention(
     Args:
         module: the attention layer.
         query: [B, heads, S, width]; ``key`` and ``value`` may have fewer heads.
-        key: as the query.
-        value: as the query.
+        key: like ``query``.
+        value: like ``query``.
         attention_mask: only in batches that are not packed.
         dropout: must be 0 in packed batches.
-        scaling: of the scores; 1 / sqrt(width) without it.
-        is_causal: None asks the module.
-        sliding_window: a token sees so many tokens, itself included.
-        cu_seq_lens_q: where documents begin in the flattened batch [B * S]. Without it the batch is not
-            packed, and sdpa does the work.
+        scaling: of the scores; None for 1 / sqrt(width).
+        is_causal: None for that of the module.
+        sliding_window: tokens that a token attends to, itself included.
+        cu_seq_lens_q: where documents begin in the flattened batch [B * S]; None for a batch that is not
+            packed, which sdpa computes.
         max_length_q: tokens of the longest document.
-        options: passed on to sdpa.
+        options: of sdpa.
 
     Returns:
         [B, S, heads, width], and None for the weights.
@@ -129,32 +125,34 @@ def varlen_attention(
         return output
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise ConfigError(f"varlen attention has no {name}, which this model uses: take flex_attention")
+            raise ConfigError(f"varlen attention has no {name}, which this model uses: use flex_attention")
     if dropout:
         raise ConfigError(f"varlen attention has no dropout: set attention_dropout=0 (it is {dropout})")
-    # Under autocast queries and keys leave the rotary embedding in float32, which no kernel for packs takes.
+    # Under autocast the rotary embedding returns float32, which no kernel for packs takes.
     device = query.device.type
     if torch.is_autocast_enabled(device):
         half = torch.get_autocast_dtype(device)
         query, key, value = (states.to(half) for states in (query, key, value))
     rows, _, length, _ = query.shape
     if max_length_q is None:
-        raise ConfigError("cu_seq_lens_q without max_length_q: use the batch as the collater made it")
+        raise ConfigError("cu_seq_lens_q without max_length_q: use the batch of the collater unchanged")
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    run = _kernel if query.is_cuda else _document_by_document
-    made = run(q, k, v, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
-    return made.view(rows, length, *made.shape[1:]), None
+    if query.is_cuda:
+        result = _run_kernel(q, k, v, cu_seq_lens_q, int(max_length_q), scaling, sliding_window)
+    else:
+        result = _run_sdpa(q, k, v, cu_seq_lens_q, scaling, sliding_window)
+    return result.view(rows, length, *result.shape[1:]), None
 
 
 def _window_mask(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """What :func:`varlen_mask` left open: the window, where there are as many keys as queries."""
+    """Return the mask of a sliding window for as many keys as queries, which :func:`varlen_mask` omits."""
     length = query.shape[2]
     if window is None or length != key.shape[2] or length <= window:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
 
 
-def _kernel(
+def _run_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -163,7 +161,7 @@ def _kernel(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """PyTorch's kernel on [B * S, heads, width]."""
+    """Run PyTorch's kernel on [B * S, heads, width]."""
     function, takes = varlen_kernel()
     if scaling is not None and "scale" not in takes:
         query = query * (scaling * query.shape[-1] ** 0.5)
@@ -182,13 +180,13 @@ def _kernel(
         raise ConfigError(
             "this PyTorch's varlen kernel has no sliding window: update it, or use flex_attention"
         )
-    made: torch.Tensor = function(query, key, value, cumulative, cumulative, longest, longest, **options)
-    return made
+    result: torch.Tensor = function(query, key, value, cumulative, cumulative, longest, longest, **options)
+    return result
 
 
 @cache
 def varlen_kernel() -> tuple[Any, frozenset[str]]:
-    """PyTorch's kernel, and the names of its arguments, which have changed between releases.
+    """Return PyTorch's kernel, and the names of its arguments, which differ between releases.
 
     Raises:
         ConfigError: this PyTorch has none.
@@ -203,60 +201,54 @@ def varlen_kernel() -> tuple[Any, frozenset[str]]:
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _document_by_document(
+def _run_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cumulative: torch.Tensor,
-    longest: int,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The same without the kernel: sdpa on each document."""
-    bounds = cumulative.tolist()
-    made = []
-    for start, stop in pairwise(bounds):
+    """Run sdpa on each document of [B * S, heads, width]."""
+    outputs = []
+    for start, stop in pairwise(cumulative.tolist()):
         q, k, v = (states[start:stop].transpose(0, 1)[None] for states in (query, key, value))
         mask = _window_mask(q, k, window)
-        seen = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+        grouped = q.shape[1] != k.shape[1]
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
-        made.append(seen[0].transpose(0, 1))
-    return torch.cat(made)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 BEST_ON_CUDA = ("varlen", "flash_attention_2", "flex_attention", "sdpa", "eager")
 BEST_ELSEWHERE = ("sdpa", "varlen", "eager")
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-_WIDEST_HEAD = 256  # of flash attention's kernels, which varlen runs too
+_WIDEST_HEAD = 256  # of the kernels of flash attention, which varlen uses too
 _AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInfo:
-    """What decides about attention.
+    """What the choice of an attention backend depends on.
 
     Attributes:
         device: ``"cuda"``, ``"cpu"``, …
-        dtype: what attention computes in.
+        dtype: of the computation.
         capability: of the GPU; None without one.
-        varlen: whether PyTorch has its varlen kernel, and
+        varlen: whether PyTorch has the varlen kernel.
         varlen_windows: whether that takes a sliding window.
         flash: whether flash-attn is installed.
-        both_ways: images see themselves in both directions.
-        softcap: scores are capped; ``sinks``: they have one more, supervised entry.
+        bidirectional: whether the tokens of an image attend to each other in both directions.
+        softcap: whether scores are capped.
+        sinks: whether there are attention sinks.
         dropout: of attention weights.
-        window: tokens that a layer sees, where one does not see all; None for all.
-        chunk: tokens of a chunk, where a layer sees its chunk alone; None for all.
-        head: width of an attention head; None if not known.
-        mixing: what lets documents of one row see each other whatever the backend, in words.
+        window: of layers with a sliding window; None without.
+        chunk: tokens of a chunk of layers with chunked attention; None without.
+        head: width of an attention head; None if unknown.
+        mixing: why documents of one row would attend to each other with any backend.
     """
 
     device: str
@@ -281,13 +273,13 @@ def inspect_attention(
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
 ) -> AttentionInfo:
-    """Look at a model of transformers, at its device and at what is installed; see :func:`.prepare`.
+    """Inspect a model of transformers, its device and the installed packages.
 
     Args:
         model: the model.
-        device: it is trained on; None for where it is, or a GPU if there is one and it is not there yet.
-        dtype: of its weights while they compute; None for what they are now.
-        autocast: the type of ``torch.autocast`` around it.
+        device: to train on; None for a GPU if there is one, else the model's.
+        dtype: of the weights in computations; None for the present one.
+        autocast: the dtype of ``torch.autocast`` around it.
     """
     config = model.config.get_text_config()
     device = torch.device(device or _device_of(model))
@@ -299,7 +291,7 @@ def inspect_attention(
         varlen=varlen,
         varlen_windows=windows,
         flash=bool(require("transformers.utils", "train").is_flash_attn_2_available()),
-        bidirectional=model.config.model_type in _both_ways_models(),
+        bidirectional=model.config.model_type in _bidirectional_models(),
         softcap=any(_values(config, "attn_logit_softcapping")),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         dropout=max((float(p) for name in _DROPOUTS for p in _values(config, name)), default=0.0),
@@ -311,14 +303,14 @@ def inspect_attention(
 
 
 def _device_of(model: Any) -> torch.device:
-    """Trainers move models to the GPU themselves, so one that is still elsewhere will be there."""
+    """Return the GPU for a model that is not there yet: trainers move it."""
     device = torch.device(model.device)
     moves = device.type in ("cpu", "meta") and torch.cuda.is_available()
     return torch.device("cuda") if moves else device
 
 
 def _varlen_kernel() -> tuple[bool, bool]:
-    """Whether PyTorch has it, and with a sliding window."""
+    """Return whether PyTorch has the kernel, and whether it takes a sliding window."""
     try:
         _, takes = varlen_kernel()
     except ConfigError:
@@ -326,22 +318,22 @@ def _varlen_kernel() -> tuple[bool, bool]:
     return True, "window_size" in takes
 
 
-def _both_ways_models() -> frozenset[str]:
-    """Families are named after their models' type."""
+def _bidirectional_models() -> frozenset[str]:
+    # Families have the names of their model types.
     return frozenset(family.name for family in FAMILIES if family.bidirectional is not None)
 
 
 def _values(config: Any, name: str) -> list[Any]:
-    """A setting of each layer where layers differ (Gemma 4), else of all; without what is not set."""
+    """Return the values of a setting that are set, of each layer if layers differ (Gemma 4)."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [value for layer in layers if (value := getattr(layer, name, None)) is not None]
 
 
 def _window(config: Any) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and not getattr(config, "use_sliding_window", True):
+    types = getattr(config, "layer_types", None)
+    if types is None and not getattr(config, "use_sliding_window", True):
         return None
-    if kinds is not None and "sliding_attention" not in kinds:
+    if types is not None and "sliding_attention" not in types:
         return None
     return min(_values(config, "sliding_window"), default=None)
 
@@ -352,104 +344,108 @@ def _chunk(config: Any) -> int | None:
 
 
 def _head(config: Any) -> int | None:
-    found = _values(config, "head_dim")
+    head_dims = _values(config, "head_dim")
     heads, widths = _values(config, "num_attention_heads"), _values(config, "hidden_size")
-    if not found and heads and widths:
+    if not head_dims and heads and widths:
         return int(max(widths) // min(heads))
-    return max(found, default=None)
+    return max(head_dims, default=None)
 
 
-def unsupported_features(facts: AttentionInfo, backend: str, longest: int | None = None) -> tuple[str, ...]:
-    """Why a backend would be wrong, or would not run; empty if it is right.
+def unsupported_features(info: AttentionInfo, backend: str, longest: int | None = None) -> tuple[str, ...]:
+    """Return why a backend would be wrong, or would not run; empty if it is right.
 
     Args:
-        facts: about the model.
+        info: about the model.
         backend: one of :data:`packhorse.collate.packed.ATTENTION`.
-        longest: tokens of the longest document, at most the pack size; None if not known.
+        longest: tokens of the longest document, at most the pack size; None if unknown.
 
     Raises:
         ConfigError: no such backend.
     """
     if backend not in ATTENTION:
         raise ConfigError(f"attn={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}")
-    kernels = {"varlen": _on_varlen, "flash_attention_2": _on_flash, "flex_attention": _on_flex}
-    found = [*kernels[backend](facts)] if backend in kernels else []
-    if facts.bidirectional and backend in ("varlen", "flash_attention_2"):
-        found.append("images of this model see themselves both ways, and it knows one direction only")
-    if facts.sinks and backend in ("varlen", "sdpa"):
-        found.append("it has no attention sinks, which this model uses")
-    if facts.softcap and backend in ("varlen", "sdpa"):
-        found.append("it has no cap on scores, which this model uses")
-    if facts.dropout and backend in ("varlen", "flex_attention"):
-        found.append(
-            f"it has no dropout: set attention_dropout=0 in the model's config (it is {facts.dropout})"
+    kernels = {
+        "varlen": _varlen_problems,
+        "flash_attention_2": _flash_problems,
+        "flex_attention": _flex_problems,
+    }
+    problems = [*kernels[backend](info)] if backend in kernels else []
+    if info.bidirectional and backend in ("varlen", "flash_attention_2"):
+        problems.append("images of this model attend in both directions, it is causal only")
+    if info.sinks and backend in ("varlen", "sdpa"):
+        problems.append("it has no attention sinks, which this model uses")
+    if info.softcap and backend in ("varlen", "sdpa"):
+        problems.append("it has no cap on scores, which this model uses")
+    if info.dropout and backend in ("varlen", "flex_attention"):
+        problems.append(
+            f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})"
         )
-    return (*found, *_on_windows(facts, backend, longest))
+    return (*problems, *_window_problems(info, backend, longest))
 
 
-def _on_varlen(facts: AttentionInfo) -> Iterator[str]:
-    if facts.device == "cuda" and not facts.varlen:
+def _varlen_problems(info: AttentionInfo) -> Iterator[str]:
+    if info.device == "cuda" and not info.varlen:
         yield "this PyTorch has no torch.nn.attention.varlen: update it (2.10 or later)"
-    if facts.device == "cuda" and facts.window is not None and not facts.varlen_windows:
+    if info.device == "cuda" and info.window is not None and not info.varlen_windows:
         yield "this PyTorch's varlen kernel has no sliding window: update it"
-    yield from _on_kernels(facts)
+    yield from _kernel_problems(info)
 
 
-def _on_flash(facts: AttentionInfo) -> Iterator[str]:
-    if facts.device != "cuda" or not facts.flash:
-        yield "flash-attn is not installed" if facts.device == "cuda" else f"there is none on {facts.device}"
-    yield from _on_kernels(facts)
+def _flash_problems(info: AttentionInfo) -> Iterator[str]:
+    if info.device != "cuda" or not info.flash:
+        yield "flash-attn is not installed" if info.device == "cuda" else f"there is none on {info.device}"
+    yield from _kernel_problems(info)
 
 
-def _on_flex(facts: AttentionInfo) -> Iterator[str]:
-    if facts.device != "cuda":
-        yield f"it has no backward pass on {facts.device}"
+def _flex_problems(info: AttentionInfo) -> Iterator[str]:
+    if info.device != "cuda":
+        yield f"it has no backward pass on {info.device}"
 
 
-def _on_kernels(facts: AttentionInfo) -> Iterator[str]:
-    """What the kernels of flash attention cannot do."""
-    if facts.device != "cuda":
+def _kernel_problems(info: AttentionInfo) -> Iterator[str]:
+    """Yield what the kernels of flash attention do not support."""
+    if info.device != "cuda":
         return
-    if facts.dtype not in (torch.float16, torch.bfloat16):
-        yield f"its kernel computes in bfloat16 or float16, not in {str(facts.dtype).removeprefix('torch.')}"
-    if facts.capability is not None and facts.capability < _AMPERE:
+    if info.dtype not in (torch.float16, torch.bfloat16):
+        yield f"its kernel computes in bfloat16 or float16, not in {str(info.dtype).removeprefix('torch.')}"
+    if info.capability is not None and info.capability < _AMPERE:
         yield "its kernel needs a GPU of compute capability 8.0 (Ampere) or later"
-    if facts.head is not None and facts.head > _WIDEST_HEAD:
-        yield f"its kernel takes heads of up to {_WIDEST_HEAD}, this model's have {facts.head}"
+    if info.head is not None and info.head > _WIDEST_HEAD:
+        yield f"its kernel takes heads of up to {_WIDEST_HEAD}, this model's have {info.head}"
 
 
-def _on_windows(facts: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:
-    """Layers that see less than their whole document: a mask made for all layers cannot say so."""
-    told = "" if longest is None else f" (documents have up to {longest:,} tokens)"
-    window = None if facts.bidirectional else facts.window  # transformers makes the masks of Gemma 3 and 4
-    # Kernels that take documents apart are given the window by the layer itself.
+def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:
+    """Yield problems of layers with a window or chunks, which one mask for all layers cannot express."""
+    lengths = "" if longest is None else f" (documents have up to {longest:,} tokens)"
+    window = None if info.bidirectional else info.window  # transformers builds the masks of Gemma 3 and 4
+    # The layer passes its window to kernels that separate documents.
     masked = backend not in ("varlen", "flash_attention_2")
     if window is not None and masked and (longest is None or longest > window):
         yield (
-            f"a layer sees {window:,} tokens only, and the mask is one for all layers{told}. Where documents "
-            "are shorter, say so with longest="
+            f"a layer has a window of {window:,} tokens, and there is one mask for all layers{lengths}. If "
+            "documents are shorter, pass longest="
         )
-    if facts.chunk is not None and (longest is None or longest > facts.chunk):
-        yield f"a layer sees chunks of {facts.chunk:,} tokens only, which packed batches do not know{told}"
+    if info.chunk is not None and (longest is None or longest > info.chunk):
+        yield f"a layer has chunks of {info.chunk:,} tokens, which packed batches do not support{lengths}"
 
 
-def choose_attention(facts: AttentionInfo, attn: str = "auto", longest: int | None = None) -> str:
-    """The backend to take: the one asked for if it is right, for ``"auto"`` the fastest that is.
+def choose_attention(info: AttentionInfo, attn: str = "auto", longest: int | None = None) -> str:
+    """Return ``attn`` if it is right for the model, for ``"auto"`` the fastest backend that is.
 
     Raises:
         ConfigError: the model cannot be packed, the backend is wrong for it, or none is right.
     """
-    if facts.mixing:
-        raise packing_error(facts.mixing)
+    if info.mixing:
+        raise packing_error(info.mixing)
     if attn != "auto":
-        wrong = unsupported_features(facts, attn, longest)
+        wrong = unsupported_features(info, attn, longest)
         if wrong:
             raise ConfigError(f"{attn} is wrong here: {'; '.join(wrong)}")
         return attn
     rejected = {}
-    for backend in BEST_ON_CUDA if facts.device == "cuda" else BEST_ELSEWHERE:
-        rejected[backend] = unsupported_features(facts, backend, longest)
+    for backend in BEST_ON_CUDA if info.device == "cuda" else BEST_ELSEWHERE:
+        rejected[backend] = unsupported_features(info, backend, longest)
         if not rejected[backend]:
             return backend
     reasons = "\n".join(f"- {backend}: {'; '.join(why)}" for backend, why in rejected.items())
-    raise ConfigError(f"no attention backend is right for this model on {facts.device}:\n{reasons}")
+    raise ConfigError(f"no attention backend is right for this model on {info.device}:\n{reasons}")

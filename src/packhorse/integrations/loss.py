@@ -1,9 +1,8 @@
 """The loss of a step: one mean over every supervised token of the global batch.
 
-A step of the optimizer may be made of many batches: several ranks, several accumulated micro-steps. Each has
-another number of supervised tokens, so the mean of their means is not the mean over their tokens: a token in
-a batch of few counts for more than one in a batch of many, and a batch without any has no mean at all (NaN).
-Here every batch contributes the *sum* over its tokens, divided by the number of tokens of *all* batches.
+An optimizer step may have many batches (ranks, accumulated micro-steps) with different numbers of supervised
+tokens, so the mean of their means is not the mean over tokens, and a batch without any has none (NaN). Here
+every batch contributes the *sum* over its tokens, divided by the number of tokens of *all* batches.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from packhorse.errors import ConfigError
 Batch = Mapping[str, Any]
 Item = TypeVar("Item")
 
-_ROWS = 1024  # so many tokens are looked at together: 0.6 GB in float32 with a vocabulary of 150,000
+_ROWS = 1024  # tokens per chunk: 0.6 GB in float32 with a vocabulary of 150,000
 
 
 def token_loss(
     logits: torch.Tensor, labels: torch.Tensor, tokens: int | torch.Tensor, replicas: int = 1
 ) -> torch.Tensor:
-    """What a batch contributes to the mean loss over all supervised tokens of a step.
+    """Return the contribution of a batch to the mean loss over all supervised tokens of a step.
 
-    Summed over all micro-steps and ranks, this is the mean cross entropy of the global batch; so are its
-    gradients. DDP and FSDP do not sum the gradients of ranks, though, they average them: with ``replicas``
-    = the number of ranks their average is the sum.
+    Summed over all micro-steps and ranks, it is the mean cross entropy of the global batch; so are its
+    gradients. DDP and FSDP average the gradients of ranks: ``replicas`` = the number of ranks makes that the
+    sum.
 
-    Computed in float32 (at least) in pieces: beside the logits (and their gradient, in the logits' own type)
-    no more than a thousand rows are held at a time. Rows without a label cost nothing.
+    Computed in float32 (at least), about a thousand rows at a time, so that it needs little memory besides
+    the logits and their gradient. Rows without a label cost nothing.
 
     Args:
         logits: [B, S, vocabulary].
@@ -50,7 +49,7 @@ def token_loss(
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(
             f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: expected [B, S, vocabulary] and "
-            "[B, S]; labels of a batch are already shifted, none is to be cut off"
+            "[B, S]; labels of a batch are already shifted, do not cut them"
         )
     summed: torch.Tensor = _SummedCrossEntropy.apply(logits, labels.to(logits.device))  # type: ignore[no-untyped-call]
     if isinstance(tokens, torch.Tensor):
@@ -59,7 +58,7 @@ def token_loss(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy over rows with a label; keeps a number for each, no other set of logits."""
+    """Sum of the cross entropy over rows with a label; saves one number per row besides the logits."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -90,35 +89,38 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def supervised(batch: Batch) -> int:
-    """How many tokens of a batch are supervised."""
+    """Return the number of supervised tokens of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
-def count_supervised(batches: Sequence[Batch], group: Any = None, device: Any = None) -> int:
-    """How many tokens are supervised in a step: in these micro-batches, on all ranks.
+def count_supervised(
+    batches: Sequence[Batch],
+    group: dist.ProcessGroup | None = None,
+    device: str | torch.device | None = None,
+) -> int:
+    """Return the number of supervised tokens of a step: of these micro-batches, on all ranks.
 
-    Every rank must call it once per step. Costs one all-reduce of a single number; none without a process
-    group.
+    Every rank must call it once per step: one all-reduce of a number, none without a process group.
 
     Args:
         batches: of this rank.
         group: the data-parallel ranks; None for all. Ranks that train on the same batches (tensor or context
-            parallel) do not belong in one group here, their tokens would be counted twice.
-        device: where the backend can reach a number; None asks it.
+            parallel) must not share a group, or their tokens count twice.
+        device: of the all-reduce; None for that of the backend.
     """
     count = sum(supervised(batch) for batch in batches)
     if not is_distributed():
         return count
-    number = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
-    dist.all_reduce(number, group=group)
-    return int(number)
+    total = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))
+    dist.all_reduce(total, group=group)
+    return int(total)
 
 
 def grouped(batches: Iterable[Item], gradient_accumulation_steps: int) -> Iterator[list[Item]]:
-    """The micro-batches of each step of the optimizer together, so that their tokens can be counted first.
+    """Yield the micro-batches of each optimizer step together, so that their tokens can be counted first.
 
-    Holds one group of batches at a time, on the CPU. A loader with the same ``gradient_accumulation_steps``
-    gives full groups only; otherwise the last group may be shorter.
+    A loader with the same ``gradient_accumulation_steps`` gives full groups; otherwise the last one may be
+    shorter.
 
     >>> list(grouped(range(5), 2))
     [[0, 1], [2, 3], [4]]

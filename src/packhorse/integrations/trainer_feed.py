@@ -1,29 +1,35 @@
-"""A loader as trainers see it that count steps themselves and fetch batches before they train them."""
+"""Loaders for trainers, which count steps themselves and prefetch batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from packhorse.errors import ConfigError
 from packhorse.families.models import UNCHECKED, check_packable, models_in
 from packhorse.integrations.loss import Batch, count_supervised
 
+if TYPE_CHECKING:
+    from packhorse.loader.loader import Loader
+
 
 def check_world(
-    loader: Any, rank: int, size: int, gradient_accumulation_steps: int, *, saved_by_all: bool = False
+    loader: Loader, rank: int, size: int, gradient_accumulation_steps: int, *, saved_by_all: bool = False
 ) -> None:
-    """Refuse a loader that deals to other ranks, or in other steps, than those that train.
+    """Raise if a loader does not match the training loop.
 
     Args:
         loader: the loader.
-        rank: of this process among those that train.
-        size: how many train.
+        rank: of this process.
+        size: number of training processes.
         gradient_accumulation_steps: micro-batches per optimizer step of the training loop.
-        saved_by_all: whether each rank has a state of its own in a checkpoint.
+        saved_by_all: whether each rank saves its own state in a checkpoint.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: ranks or ``gradient_accumulation_steps`` differ, or ``shard_data`` is set but only the
+            first rank saves.
     """
     world = loader.world
     if (world.rank, world.size) != (rank, size):
@@ -33,22 +39,21 @@ def check_world(
         )
     if loader.config.shard_data and size > 1 and not saved_by_all:
         raise ConfigError(
-            "shard_data=True: each rank's loader has a state of its own, but checkpoints hold only that of "
-            "the first rank. Leave shard_data out"
+            "shard_data=True: each rank's loader has its own state, but checkpoints hold only one. Remove "
+            "shard_data"
         )
     if loader.config.gradient_accumulation_steps != gradient_accumulation_steps:
         raise ConfigError(
             f"{gradient_accumulation_steps} micro-batches are accumulated, but the loader has "
-            "gradient_accumulation_steps="
-            f"{loader.config.gradient_accumulation_steps}: give both the same"
+            f"gradient_accumulation_steps={loader.config.gradient_accumulation_steps}: use the same"
         )
 
 
-def check_model(loader: Any, module: Any) -> None:
-    """Raise if a module that a loader of packs feeds holds a model that packed rows are wrong for.
+def check_model(loader: Loader, module: torch.nn.Module) -> None:
+    """Raise if a loader yields packs and the module holds a model that packed rows are wrong for.
 
     Args:
-        loader: the loader; one that was built with ``model="unchecked"`` is not checked here either.
+        loader: the loader; with ``model="unchecked"`` nothing is checked.
         module: a model, or a module around it (a LightningModule).
 
     Raises:
@@ -61,42 +66,40 @@ def check_model(loader: Any, module: Any) -> None:
 
 
 class TrainerFeed:
-    """One pass is the rest of the loader's epoch; the next pass is the next epoch.
+    """Iterates over the rest of the loader's epoch; the next iteration is the next epoch.
 
-    Trainers ask for as many batches as there are and never for the end, so the epoch is closed here, when its
-    last batch is delivered. Counts what was trained: trainers fetch all micro-batches of a step before they
-    train the first.
+    Trainers never iterate past the last batch, so the epoch ends here when that is delivered. Counts what was
+    trained: trainers fetch all micro-batches of a step before they train the first.
 
     Attributes:
-        handed_out: batches of this epoch, since the loader was built or loaded.
-        trained: of them, in finished optimizer steps; the trainer counts.
-        accumulated: of them, in an optimizer step that is not finished: a checkpoint does not hold their
-            gradients, so they do not count as trained.
+        delivered: batches of this epoch, since the loader was built or loaded.
+        trained: those in finished optimizer steps; the trainer counts.
+        accumulated: those in an unfinished optimizer step, whose gradients a checkpoint does not hold.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader, self.dataset = loader, loader.dataset
-        self._length = len(loader)  # what is left of an epoch that began on other ranks may be less
+        self._length = len(loader)  # a resumed epoch may be shorter
         self._reset()
 
     def _reset(self) -> None:
         self.epoch, self.delivered, self.trained, self.accumulated = self.loader.epoch, 0, 0, 0
 
     def finish_step(self) -> None:
-        """Count the micro-batches of the step that the optimizer has made."""
+        """Count the accumulated micro-batches as trained."""
         self.trained, self.accumulated = self.trained + self.accumulated, 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the batches of a whole epoch."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)  # begins the next epoch if this one is over
+        batches = iter(self.loader)  # starts the next epoch if this one is over
         if self.loader.epoch != self.epoch:
             self._reset()
-        return self._delivered(batches)
+        return self._deliver(batches)
 
-    def _delivered(self, batches: Iterator[Batch]) -> Iterator[Any]:
+    def _deliver(self, batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
             self.delivered += 1
             if not self.loader.remaining:
@@ -105,29 +108,28 @@ class TrainerFeed:
 
     @property
     def position(self) -> float:
-        """Epochs delivered, with the part of the present one."""
+        """Number of epochs delivered, with the fraction of the present one."""
         return float(self.loader.epoch + 1 - self.loader.remaining / self._length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, with no more used up than was trained."""
+        """Return the loader's state after the last trained batch."""
         consumed = None if self.trained == self.delivered else self.trained
         state: dict[str, Any] = self.loader.state_dict(consumed=consumed)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after what was trained."""
+        """Resume after what was trained."""
         self.loader.load_state_dict(state)
         self._reset()
 
 
 class StepFeed(TrainerFeed):
-    """Pairs of a batch and the supervised tokens of its step, for trainers that show one batch at a time.
+    """Yields pairs of a batch and the supervised tokens of its step over all ranks.
 
-    All micro-batches of a step are fetched when its first one is asked for; their tokens are counted over all
-    ranks.
+    For trainers that take one batch at a time; all micro-batches of a step are fetched with its first one.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._before = 0
         super().__init__(loader)
 
@@ -136,30 +138,29 @@ class StepFeed(TrainerFeed):
         super()._reset()
 
     def __len__(self) -> int:
-        """Batches of this epoch, those before a restart as they were then."""
+        """Return the batches of this epoch, including those before a restart."""
         return self._before + self.delivered + int(self.loader.remaining)
 
-    def _delivered(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
+    def _deliver(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, int]]:
         gradient_accumulation_steps = self.loader.config.gradient_accumulation_steps
         step: list[Batch] = []
-        for batch in super()._delivered(batches):
+        for batch in super()._deliver(batches):
             step.append(batch)
             if self.loader.cursor % gradient_accumulation_steps and self.loader.remaining:
                 continue
             tokens = count_supervised(step)
-            for number, one in enumerate(step, 1):
-                self.accumulated += 1  # by the time that anybody asks
+            for number, micro_batch in enumerate(step, 1):
+                self.accumulated += 1
                 if number == len(step):
                     self.finish_step()
-                yield one, tokens
+                yield micro_batch, tokens
             step = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, and how many batches of the epoch were trained, whatever the ranks were.
+        """Return the loader's state and the number of batches of the epoch that were trained.
 
         Raises:
-            ConfigError: an optimizer step is not finished. Trainers of this kind go on at the micro-batch
-                that they counted last, so the step could not be trained again from its beginning.
+            ConfigError: an optimizer step is not finished, and could not be repeated from its start.
         """
         if self.accumulated:
             raise ConfigError(
@@ -172,13 +173,13 @@ class StepFeed(TrainerFeed):
         return {"loader": super().state_dict(), "batches": self._before + self.trained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after what was trained."""
+        """Resume after what was trained."""
         super().load_state_dict(state["loader"])
         if self.loader.epoch == state["loader"]["epoch"]:
             self._before = int(state["batches"])
 
 
 def _close(batches: Iterator[Batch]) -> None:
-    """Ask for the end after the last batch, where the loader adds up its epoch."""
+    """Exhaust the iterator after the last batch, so that the loader ends its epoch."""
     for _ in batches:
         raise AssertionError("a loader with nothing remaining has delivered a batch")

@@ -1,7 +1,7 @@
-"""Models and the Trainer of transformers: made ready for packed batches, fed by a loader.
+"""Models and the Trainer of transformers.
 
-:func:`prepare` goes over a model once, before training. :class:`TrainFromLoader` is put in front of a Trainer
-class, and adds nothing but a loader: no second sharding, no replay on resume, no label shifted twice.
+:func:`prepare` makes a model ready for packed batches. :class:`TrainFromLoader` is a mix-in that makes a
+Trainer train from a loader: no second sharding, no replay on resume, no label shifted twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,12 +24,15 @@ from packhorse.integrations.loss import count_supervised, supervised, token_loss
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.types import Batch, to_device
 
+if TYPE_CHECKING:
+    from packhorse.loader.loader import Loader
+
 LOADER_STATE = "packhorse_loader.json"
-"""The loader's state in a checkpoint folder."""
+"""File name of the loader's state in a checkpoint folder."""
 
 
 class TrainFromLoader:
-    """Put in front of a Trainer class, with one more argument: ``loader``.
+    """Mix-in for a Trainer class that adds the argument ``loader``.
 
     ::
 
@@ -39,28 +42,26 @@ class TrainFromLoader:
         trainer = MyTrainer(model, TrainingArguments("out", gradient_accumulation_steps=4), loader=loader)
         trainer.train(resume_from_checkpoint=True)
 
-    - The loader deals batches to ranks itself; ``per_device_train_batch_size`` is without effect.
+    - The loader assigns batches to ranks; ``per_device_train_batch_size`` has no effect.
     - The loss is one mean over the supervised tokens of all ranks and accumulated micro-steps.
-    - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` goes on after the last batch
-      trained, without loading any before it, on another number of ranks too.
-    - The loader's metrics are logged beside the loss.
+    - Each checkpoint holds the loader's state; ``resume_from_checkpoint`` resumes after the last trained
+      batch, without loading earlier ones, also with another number of ranks.
+    - The loader's metrics are logged with the loss.
 
-    Evaluation is the Trainer's own: its batches come from ``eval_dataset`` and the collate function, with
-    labels as the model takes them.
+    Evaluation is that of the Trainer, with ``eval_dataset`` and the collate function.
 
     Args:
-        loader: a :class:`packhorse.Loader`, built with as many accumulated micro-steps as the Trainer takes.
+        loader: a :class:`packhorse.Loader` with the ``gradient_accumulation_steps`` of the Trainer.
 
     Raises:
-        ConfigError: arguments of the Trainer would undo what the loader does, packed rows are wrong for the
-            model, or the Trainer class has a loss of its own (preference and reward trainers of TRL), which
-            would not be computed.
+        ConfigError: arguments of the Trainer contradict the loader, packed rows are wrong for the model, or
+            the Trainer class has its own loss (preference and reward trainers of TRL).
     """
 
-    # The Trainer's own words for: do not divide by the number of accumulated micro-steps.
+    # The Trainer then does not divide by the number of accumulated micro-steps.
     loss_is_scaled_for_ga: bool | None = True
 
-    def __init__(self, *arguments: Any, loader: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, loader: Loader, **options: Any) -> None:
         _check_loss(type(self))
         self.loader = loader
         self._feed = TrainerFeed(loader)
@@ -70,24 +71,24 @@ class TrainFromLoader:
         check_model(loader, self.model)  # type: ignore[attr-defined]
         if self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise ConfigError(
-                "compute_loss_func is given, but TrainFromLoader computes the loss itself. Leave it out, or "
-                "override compute_loss in your class"
+                "compute_loss_func is set, but TrainFromLoader computes the loss. Remove it, or override "
+                "compute_loss in your class"
             )
         check_router_loss(getattr(self.model, "config", None))  # type: ignore[attr-defined]
-        args.ignore_data_skip = True  # the loader goes on by itself
-        self.model_accepts_loss_kwargs = True  # what versions without the attribute above go by
-        self._asked_steps = args.max_steps
+        args.ignore_data_skip = True  # the loader skips used batches
+        self.model_accepts_loss_kwargs = True  # for versions without loss_is_scaled_for_ga
+        self._requested_steps = args.max_steps
         self._resumed = self._finished = False
-        self._counted_step = 0  # the Trainer's global_step when micro-batches were counted last
+        self._counted_step = 0  # the global_step at which micro-batches were last counted
 
-    def get_train_dataloader(self) -> Any:
-        """The loader; nothing of Accelerate around it."""
+    def get_train_dataloader(self) -> TrainerFeed:
+        """Return the loader's batches, not prepared by Accelerate."""
         return self._feed
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
-        """As the Trainer's; the loader goes on where the checkpoint was made."""
+        """Train as the Trainer does; the loader resumes from the checkpoint too."""
         args: Any = self.args  # type: ignore[attr-defined]
-        args.max_steps, self._resumed, self._finished = self._asked_steps, False, False
+        args.max_steps, self._resumed, self._finished = self._requested_steps, False, False
         self._count_finished_step()
         if resume_from_checkpoint is True:
             last = require("transformers.trainer_utils", "trainer").get_last_checkpoint(args.output_dir)
@@ -103,48 +104,46 @@ class TrainFromLoader:
         return super().train(resume_from_checkpoint or None, *arguments, **options)  # type: ignore[misc]
 
     def _resume(self, checkpoint: Path) -> None:
-        """Restore the loader, and tell the Trainer how many steps the rest of the epochs has.
+        """Restore the loader, and set ``max_steps`` from the remaining epochs.
 
-        The Trainer works its epoch out from the number of steps; on another number of ranks that is wrong.
+        The Trainer derives its epoch from the number of steps, which is wrong for another number of ranks.
         """
         args: Any = self.args  # type: ignore[attr-defined]
         self._feed.load_state_dict(_read_state(checkpoint / _state_file(self.loader)))
         self._resumed = True
         done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
-        if self._asked_steps <= 0:
-            gradient_accumulation_steps = args.gradient_accumulation_steps
-            rest, whole = (
-                math.ceil(n / gradient_accumulation_steps) for n in (self.loader.remaining, len(self._feed))
-            )
-            more = rest + math.ceil((args.num_train_epochs - self.loader.epoch - 1) * whole)
-            args.max_steps = max(done + more, 1)  # the Trainer takes 0 for "not given"
+        if self._requested_steps <= 0:
+            accumulation = args.gradient_accumulation_steps
+            rest, whole = (math.ceil(n / accumulation) for n in (self.loader.remaining, len(self._feed)))
+            remaining = rest + math.ceil((args.num_train_epochs - self.loader.epoch - 1) * whole)
+            args.max_steps = max(done + remaining, 1)  # 0 would mean "not set"
         self._finished = args.max_steps <= done
 
     def set_initial_training_values(self, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's, with more epochs on resume: its first one is the rest of the loader's.
+        """Return the values of the Trainer, with more epochs on resume: the first one is a partial one.
 
-        The number of steps ends training, so epochs too many do no harm. A run that is at its end has none:
-        the Trainer would see that a step too late.
+        ``max_steps`` ends training, so surplus epochs have no effect. A finished run gets no epoch: the
+        Trainer would stop one step too late.
         """
         epochs, *others = super().set_initial_training_values(*arguments, **options)  # type: ignore[misc]
         return (0 if self._finished else epochs + 2 * self._resumed, *others)
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> tuple[list[Any], int | None]:
-        """The micro-batches of a step, and the supervised tokens of all ranks in them."""
+        """Return the micro-batches of a step, and their supervised tokens on all ranks."""
         batches, _ = super().get_batch_samples(*arguments, **options)  # type: ignore[misc]
         return batches, count_supervised(batches) if batches else None
 
     def training_step(self, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's; counts what was trained."""
+        """Train a micro-batch as the Trainer does, and count it."""
         self._count_finished_step()
         loss = super().training_step(*arguments, **options)  # type: ignore[misc]
         self._feed.accumulated += 1
         return loss
 
     def _count_finished_step(self) -> None:
-        """Count micro-batches as trained when the optimizer has made their step.
+        """Count micro-batches as trained after their optimizer step.
 
-        A checkpoint may be saved before that: on SIGTERM (``enable_jit_checkpoint``), or by a callback.
+        A checkpoint may be saved before: on SIGTERM (``enable_jit_checkpoint``), or by a callback.
         """
         step: int = self.state.global_step  # type: ignore[attr-defined]
         if step != self._counted_step:
@@ -152,7 +151,7 @@ class TrainFromLoader:
             self._feed.finish_step()
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Any:
-        """The Trainer's, which does not move block masks of flex attention, nor keep a batch's ``info``."""
+        """Move inputs; the Trainer alone would not move block masks nor keep ``info``."""
         moved = to_device(inputs, self.args.device)  # type: ignore[attr-defined]
         prepared = super()._prepare_inputs(moved)  # type: ignore[misc]
         return Batch(prepared, inputs.info) if isinstance(inputs, Batch) else prepared
@@ -164,7 +163,7 @@ class TrainFromLoader:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """What a micro-batch contributes to the mean over the step's tokens; see :mod:`.loss`."""
+        """Return the contribution of a micro-batch to the mean over the step's tokens; see :mod:`.loss`."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         outputs = model(**model_inputs(inputs))
@@ -174,11 +173,10 @@ class TrainFromLoader:
         return (loss, outputs) if return_outputs else loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The Trainer's, but for models whose weights have other names in a checkpoint than in memory.
+        """Load weights as the Trainer does, or with ``from_pretrained`` if their names differ.
 
-        Qwen2-VL is one: transformers saves it under the names of the first release, and its Trainer, which
-        looks for the present ones, would go on with the weights it began with. ``from_pretrained`` knows
-        both.
+        transformers saves Qwen2-VL under the names of the first release, which its Trainer does not find: it
+        would silently keep the initial weights.
         """
         whole = self.model if model is None else model  # type: ignore[attr-defined]
         saved = _saved_names(Path(resume_from_checkpoint))
@@ -189,48 +187,48 @@ class TrainFromLoader:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """The Trainer's, with the loader's metrics beside the loss, and the loader's word for the epoch."""
+        """Log as the Trainer does, with the loader's metrics and epoch."""
         if "loss" in logs:
             self.state.epoch = self._feed.position  # type: ignore[attr-defined]
-            numbers = self.loader.metrics.as_dict()
-            logs = {**logs, **{f"data/{name}": value for name, value in numbers.items()}}
+            metrics = self.loader.metrics.as_dict()
+            logs = {**logs, **{f"data/{name}": value for name, value in metrics.items()}}
         super().log(logs, *arguments, **options)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's; where it is for a checkpoint, the loader's state goes in first."""
+        """Save as the Trainer does; a checkpoint gets the loader's state first."""
         args: Any = self.args  # type: ignore[attr-defined]
-        own = self.loader.config.shard_data
+        per_rank = self.loader.config.shard_data
         self._count_finished_step()
-        if _internal_call and output_dir is not None and (args.should_save or own):
+        if _internal_call and output_dir is not None and (args.should_save or per_rank):
             _write_state(Path(output_dir) / _state_file(self.loader), self._feed.state_dict())
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
 
-# The losses that are replaced: a mean of cross entropies over tokens, like this one.
+# Trainers whose loss is a mean of cross entropies over tokens, which the mix-in may replace.
 _CROSS_ENTROPY = frozenset({("transformers", "Trainer"), ("trl", "SFTTrainer")})
 
 
 def _check_loss(trainer: type) -> None:
-    """Raise if the trainer class after the mix-in computes another loss, which the mix-in's would replace."""
+    """Raise if the trainer class after the mix-in computes another loss."""
     after = trainer.__mro__[trainer.__mro__.index(TrainFromLoader) + 1 :]
     owner = next((base for base in after if "compute_loss" in vars(base)), None)
     if owner is None or (owner.__module__.partition(".")[0], owner.__name__) in _CROSS_ENTROPY:
         return
     raise ConfigError(
-        f"{owner.__module__}.{owner.__name__} computes a loss of its own, but TrainFromLoader would train "
-        "plain cross entropy: put it in front of transformers.Trainer or trl.SFTTrainer. Loaders have no "
-        "preference data, so train DPO, KTO, reward models and the like without TrainFromLoader"
+        f"{owner.__module__}.{owner.__name__} computes its own loss, but TrainFromLoader trains plain cross "
+        "entropy: use it with transformers.Trainer or trl.SFTTrainer, and train DPO, KTO, reward models and "
+        "the like without it"
     )
 
 
-def _check(args: Any, loader: Any) -> None:
-    """Refuse what would undo the loader's work."""
+def _check(args: Any, loader: Loader) -> None:
+    """Raise if arguments of the Trainer contradict the loader."""
     steps = args.gradient_accumulation_steps
     check_world(loader, args.process_index, args.world_size, steps, saved_by_all=True)
     if args.n_gpu > 1:
         raise ConfigError(
-            f"one process for {args.n_gpu} GPUs (DataParallel) would cut packs in two: start one process for "
-            "each, with torchrun or accelerate launch"
+            f"one process for {args.n_gpu} GPUs (DataParallel) would split packs: start one process per GPU, "
+            "with torchrun or accelerate launch"
         )
     if args.auto_find_batch_size:
         raise ConfigError(
@@ -243,7 +241,7 @@ def _check(args: Any, loader: Any) -> None:
 
 
 def _saved_names(checkpoint: Path) -> set[str]:
-    """Names of the weights of a whole model in a checkpoint; empty where there is none (adapters, shards)."""
+    """Return the weight names of a whole model in a checkpoint; empty for adapters and shards."""
     index, weights = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
     if index.exists():
         return set(json.loads(index.read_text())["weight_map"])
@@ -253,16 +251,16 @@ def _saved_names(checkpoint: Path) -> set[str]:
         return set(file.keys())
 
 
-def _state_file(loader: Any) -> str:
-    """One state is good for all ranks, but where each has rows of its own."""
+def _state_file(loader: Loader) -> str:
+    # With shard_data, each rank has its own rows and its own state.
     return f"packhorse_loader_{loader.world.rank}.json" if loader.config.shard_data else LOADER_STATE
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}")
-    half.write_text(json.dumps(state))
-    os.replace(half, path)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(state))
+    os.replace(temporary, path)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -270,7 +268,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{path.parent} holds no {path.name}: expected a checkpoint that was made with TrainFromLoader. "
+            f"{path.parent} has no {path.name}: expected a checkpoint of TrainFromLoader. "
             "To start with its weights and the first epoch, load the model from it and call train()"
         ) from error
     return state
@@ -292,23 +290,19 @@ def prepare(
 ) -> str:
     """Make a model of transformers ready for packed training.
 
-    Sets the decoder's attention (the vision tower keeps its own) and turns off the cache of keys and values:
-    with it, transformers takes each row for one document. Where the installed transformers would shift the
-    labels of a batch a second time, the model gets hooks that compute its loss from ``shift_labels``. Costs
-    nothing; weights are not touched.
+    Sets the decoder's attention (not the vision tower's) and ``use_cache=False``: with a cache, transformers
+    takes each row for one document. If the installed transformers would shift the labels of a batch again,
+    the model gets hooks that compute its loss from ``shift_labels``. Weights do not change.
 
     Args:
         model: the model, before or after it is moved to its device.
         attn: ``"varlen"``, ``"flash_attention_2"``, ``"flex_attention"``, ``"sdpa"`` or ``"eager"``;
-            ``"auto"`` takes the first of these that is right for the model, on other devices than a GPU
-            ``"sdpa"`` first.
-        device: that the model is trained on. None for where it is now; a model that is not on a GPU yet is
-            taken to be trained on it, if there is one.
-        dtype: of the weights while they compute, where that is another than now (mixed precision of FSDP).
-        autocast: the type of ``torch.autocast`` around the forward pass, if there is one (``bf16=True`` in
-            the Trainer).
-        longest: tokens of the longest document, where it is known: layers with a sliding window are then
-            right with any backend if no document is longer than it.
+            ``"auto"`` chooses the first of these that is right for the model (without a GPU ``"sdpa"``
+            first).
+        device: to train on; None for a GPU if there is one, else the model's.
+        dtype: of the weights in computations, if different from now (mixed precision of FSDP).
+        autocast: the dtype of ``torch.autocast`` around the forward pass (``bf16=True`` in the Trainer).
+        longest: tokens of the longest document, if known: sliding windows at least as long do not matter.
 
     Returns:
         The attention that was set. A loader built with ``model=model`` makes batches for it.

@@ -1,4 +1,4 @@
-"""The loader: from data to batches on every rank, exactly once, taken up again anywhere."""
+"""The loader: from data to batches on every rank, exactly once, resumable at any step."""
 
 from packhorse.loader.config import LoaderConfig, load
 from packhorse.loader.epoch_stats import EpochStats, TooManyBad

@@ -20,6 +20,7 @@ from packhorse.types import Rows, World
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from packhorse.chat import Processor
     from packhorse.count.columns import CountColumns
     from packhorse.loader.loader import Loader
 
@@ -33,28 +34,19 @@ Placeholder = Literal["auto", "never"]
 StartMethod = Literal["fork", "spawn", "forkserver"]
 Verify = Literal["changed", "full"]
 
-# Names of other libraries (transformers, TRL, LLaMA-Factory, NeMo, Lightning) for settings, and ours.
+# Names of other libraries (transformers, TRL, LLaMA-Factory, NeMo, Lightning) for our settings.
 _OTHER_NAMES = {
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "accumulation": "gradient_accumulation_steps",
-    "attention": "attn_implementation",
-    "cutoff_len": "pack_size",
-    "dataset": "data",
-    "dtype": "pixel_dtype",
-    "flash_attn": "attn_implementation",
-    "max_length": "pack_size",
-    "max_seq_length": "pack_size",
-    "micro_batch_size": "batch_size",
-    "mp_context": "multiprocessing_context",
-    "packed_sequence_size": "pack_size",
-    "packing": "mode",
-    "per_device_train_batch_size": "batch_size",
-    "pp_n_microbatches": "pipeline_microbatches",
-    "prefetch": "prefetch_factor",
-    "sequence_length": "pack_size",
-    "start_method": "multiprocessing_context",
-    "torch_dtype": "pixel_dtype",
-    "workers": "num_workers",
+    "data": ("dataset", "train_dataset"),
+    "mode": ("packing",),
+    "pack_size": ("max_length", "max_seq_length", "sequence_length", "cutoff_len", "packed_sequence_size"),
+    "batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "gradient_accumulation_steps": ("accumulate_grad_batches", "accumulation"),
+    "attn_implementation": ("attention", "flash_attn"),
+    "pixel_dtype": ("dtype", "torch_dtype"),
+    "num_workers": ("workers",),
+    "prefetch_factor": ("prefetch",),
+    "multiprocessing_context": ("mp_context", "start_method"),
+    "pipeline_microbatches": ("pp_n_microbatches",),
 }
 _PATHS = ("data", "ledger_dir", "cache_dir")
 _AT_LEAST_ONE = (
@@ -219,7 +211,7 @@ class LoaderConfig:
 
     def build(
         self,
-        processor: Any,
+        processor: Processor | str | os.PathLike[str],
         *,
         model: Any = None,
         world: World | None = None,
@@ -248,7 +240,7 @@ class LoaderConfig:
 
 def load(  # noqa: D417 (the settings are documented once, in LoaderConfig)
     data: Data,
-    processor: Any,
+    processor: Processor | str | os.PathLike[str],
     *,
     model: Any = None,
     world: World | None = None,
@@ -326,16 +318,18 @@ def _check_names(names: Iterable[str], others: Sequence[str] = ()) -> None:
     known = [*(field.name for field in fields(LoaderConfig)), *others]
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
-        hints = [f"{name!r}{_suggest(name, known, _OTHER_NAMES)}" for name in unknown]
+        hints = [f"{name!r}{_suggest(name, known)}" for name in unknown]
         raise ConfigError(f"unknown setting {', '.join(hints)}. Settings are: {', '.join(sorted(known))}")
 
 
-def _suggest(name: object, choices: Sequence[str], other_names: Mapping[str, str] | None = None) -> str:
+def _suggest(name: object, choices: Sequence[str]) -> str:
     """Return `` (did you mean 'x'?)``, or an empty string if nothing is similar."""
-    other = (other_names or {}).get(str(name))
-    similar = [other] if other else get_close_matches(str(name), [*choices, *(other_names or {})], 1)
-    meant = [(other_names or {}).get(match, match) for match in similar]
-    return f" (did you mean {meant[0]!r}?)" if meant else ""
+    other_names = {
+        other: ours for ours, others in _OTHER_NAMES.items() for other in others if ours in choices
+    }
+    for match in get_close_matches(str(name), [*choices, *other_names], 1):
+        return f" (did you mean {other_names.get(match, match)!r}?)"
+    return ""
 
 
 @cache
@@ -343,7 +337,7 @@ def _field_types() -> dict[str, Any]:
     return get_type_hints(LoaderConfig)
 
 
-def _check_value(name: str, value: Any, hint: Any) -> None:
+def _check_value(name: str, value: Any, hint: object) -> None:
     """Raise if a value is not of the field's type or below its minimum."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     or_none = ", or None" if type(None) in options else ""

@@ -56,6 +56,16 @@ class TooManyBad(PackhorseError):
         return type(self), (str(self), self.setting, self.bad, self.samples, self.reasons)
 
 
+def exceeds_share(bad: int, samples: int, max_share: float | None) -> bool:
+    """Whether more samples are bad than ``max_bad_share`` allows.
+
+    Below 100 samples three bad ones are tolerated anyway, unless ``max_share`` is 0.
+    """
+    if max_share is None or not samples or (samples < _MIN_SAMPLES and bad <= _TOLERATED and max_share):
+        return False
+    return bad / samples > max_share  # divided, not multiplied: 29 of 100 are 0.29 to the bit
+
+
 @dataclass
 class BadSampleBudget:
     """Stops the run when too many samples of an epoch are bad, or too many consecutive ones.
@@ -64,8 +74,7 @@ class BadSampleBudget:
         samples: samples of the epoch, on all ranks.
         bad: those that were bad when they were counted.
         ranks: ranks that share them.
-        max_share: maximum share of bad samples; None for any. Below 100 samples three bad ones are tolerated
-            anyway, unless it is 0.
+        max_share: maximum share of bad samples, see :func:`exceeds_share`; None for any.
         max_consecutive: maximum consecutive bad samples on this rank; None for any.
         ledger: has the reasons.
         lost: samples that failed on this rank before a restart.
@@ -109,11 +118,7 @@ class BadSampleBudget:
 
     def is_exceeded(self, lost: int) -> bool:
         """Whether too many samples are bad if ``lost`` failed on all ranks together."""
-        bad = self.bad + lost
-        if self.max_share is None or (self.samples < _MIN_SAMPLES and bad <= _TOLERATED and self.max_share):
-            return False
-        # Divided, not multiplied: 29 of 100 are 0.29 to the bit.
-        return bool(self.samples) and bad / self.samples > self.max_share
+        return exceeds_share(self.bad + lost, self.samples, self.max_share)
 
     def check(self, lost: int) -> None:
         """Raise if too many samples are bad; see :meth:`is_exceeded`.
@@ -273,15 +278,8 @@ class StepFile:
                 "and resume from the last checkpoint"
             ) from error
 
-    def read(self, state: LoaderState) -> list[dict[int, Tally]]:
-        """Return, for each segment of a state, the tallies of its used micro-steps that this file has."""
-        return [{step: tally for step, (tally, _) in steps.items()} for steps in self._read(state)]
-
-    def drops(self, state: LoaderState) -> list[Drop]:
-        """Return the ledger entries of the used micro-steps."""
-        return [drop for steps in self._read(state) for _, drops in steps.values() for drop in drops]
-
-    def _read(self, state: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+    def read(self, state: LoaderState) -> list[dict[int, tuple[Tally, list[Drop]]]]:
+        """Return, for each segment of a state, its used micro-steps with their tallies and ledger entries."""
         by_segment: list[dict[int, tuple[Tally, list[Drop]]]] = [{} for _ in state.segments]
         segments = {state.branch(segment): segment for segment in range(len(state.segments))}
         for line in self.path.read_bytes().splitlines() if self.path.exists() else ():
@@ -324,7 +322,7 @@ def count_used(ledger: Ledger, ranks: Collectives, state: LoaderState) -> Tally 
                         f"{segment.steps:,}",
                     )
                 return None
-            for tally in steps.values():
+            for tally, _ in steps.values():
                 total = total.plus(tally)
     return total
 
@@ -352,11 +350,8 @@ def restore_epoch(ledger: Ledger, epoch: int) -> None:
 def roll_back(ledger: Ledger, world: World, epoch: int, remaining: Callable[[], Collection[str]]) -> None:
     """Remove entries that are later than a state: about its remaining samples, and about later epochs.
 
-    Args:
-        ledger: this rank's.
-        world: rank 0 also rolls back the files of ranks that only an earlier, larger run had.
-        epoch: the state's.
-        remaining: returns the keys of these samples; called only if there is anything to roll back.
+    Rank 0 also rolls back the files of ranks that only an earlier, larger run had. ``remaining`` returns the
+    keys of these samples; it is called only if there is anything to roll back.
     """
     if ledger.path is None:
         if ledger.last_epoch() >= epoch:
@@ -379,7 +374,8 @@ def restore_entries(ledger: Ledger, world: World, state: LoaderState) -> None:
     if ledger.path is None:
         return
     for steps in _own_files(ledger.path.parent, world, _STEPS):
-        drops, file = StepFile(steps).drops(state), steps.with_suffix(_LEDGER)
+        segments, file = StepFile(steps).read(state), steps.with_suffix(_LEDGER)
+        drops = [drop for segment in segments for _, entries in segment.values() for drop in entries]
         present = set(_read_ledger(file)) if drops else set()
         missing = [drop for drop in drops if drop not in present]
         if missing:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from packhorse.count.rank_engine import share_cores
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
-from packhorse.loader.build import Built, make_builder
+from packhorse.loader.build import Built, PackBuilder, PadBuilder
 from packhorse.loader.config import LoaderConfig
 from packhorse.loader.epoch_stats import (
     BadSampleBudget,
@@ -46,6 +45,8 @@ from packhorse.types import Batch, Drop, MediaMask, WorkItem, World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from packhorse.chat import Processor
 
 logger = getLogger("packhorse.loader")
 
@@ -108,7 +109,7 @@ class Loader:
     def __init__(
         self,
         config: LoaderConfig,
-        processor: Any,
+        processor: Processor | str | os.PathLike[str],
         *,
         model: Any = None,
         world: World | None = None,
@@ -121,7 +122,9 @@ class Loader:
         # An error on one rank raises on all of them; steps that may take long have names of their own.
         self._ranks.run_on_all_ranks("build the loader", partial(self._build, processor, model, counts))
 
-    def _build(self, processor: Any, model: Any, counts: CountColumns | None) -> None:
+    def _build(
+        self, processor: Processor | str | os.PathLike[str], model: Any, counts: CountColumns | None
+    ) -> None:
         config, folder = self.config, self.config.ledger_dir
         # Buffer entries until iteration starts, so a loader that fails validation never writes to its file.
         self.ledger = Ledger(None if folder is None else rank_file(folder, self.world.rank)).buffer()
@@ -136,7 +139,7 @@ class Loader:
         self._layout = BatchLayout(
             self._plan_world.size, config.batch_size, config.gradient_accumulation_steps
         ).check()
-        builder = make_builder(config, self._samples, opened.model)
+        builder = (PadBuilder if config.mode == "pad" else PackBuilder)(config, self._samples, opened.model)
         self._workers = WorkerPool(builder, config, self._choose_num_workers())
         if config.pin_memory and not torch.cuda.is_available():
             logger.warning("pin_memory=True has no effect: no GPU is available")
@@ -152,9 +155,9 @@ class Loader:
         cores = share_cores(self._ranks, None)  # a collective: called on every rank, whatever its settings
         if not self._ranks.is_distributed and self.world.size > 1:
             cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        rows = len(self.dataset) // self._plan_world.size
-        chosen = self.config.num_workers
-        return default_num_workers(rows, cores) if chosen is None else chosen
+        if self.config.num_workers is not None:
+            return self.config.num_workers
+        return default_num_workers(len(self.dataset) // self._plan_world.size, cores)
 
     def __len__(self) -> int:
         """Micro-steps of the epoch under the current batch layout; the same on every rank.
@@ -165,23 +168,16 @@ class Loader:
 
     def __repr__(self) -> str:
         config, data = self.config, self.config.data
-        attention = repr(attn_backend(config, self._startup.opened.model)) if config.mode == "pack" else None
+        name = repr(os.fspath(data)) if isinstance(data, str | os.PathLike) else type(data).__name__
+        attention = attn_backend(config, self._startup.opened.model) if config.mode == "pack" else None
         model = {"unchecked": "unchecked", "none": None}.get(self.model_name, f"{self.model_name} (checked)")
-        described = {
-            "data": repr(os.fspath(data)) if isinstance(data, str | Path) else type(data).__name__,
-            "rows": len(self.dataset),
-            "mode": repr(config.mode),
-            "pack_size": config.pack_size,
-            "batch_size": config.batch_size,
-            "rank": f"{self.world.rank} of {self.world.size}",
-            "num_workers": self.num_workers,
-            "attn_implementation": attention,
-            "model": model,
-            "packs": len(self.plan),
-            "epoch": self.epoch,
-            "step": f"{self.cursor} of {len(self)}",
-        }
-        return f"Loader({', '.join(f'{name}={value}' for name, value in described.items())})"
+        return (
+            f"Loader(data={name}, rows={len(self.dataset)}, mode={config.mode!r}, "
+            f"pack_size={config.pack_size}, batch_size={config.batch_size}, "
+            f"rank={self.world.rank} of {self.world.size}, num_workers={self.num_workers}, "
+            f"attn_implementation={attention!r}, model={model}, packs={len(self.plan)}, "
+            f"epoch={self.epoch}, step={self.cursor} of {len(self)})"
+        )
 
     @property
     def num_workers(self) -> int:
@@ -224,16 +220,12 @@ class Loader:
     def describe(self) -> str:
         """Return the plan, the steps and what was dropped, as text."""
         size, reserve = self.config.pack_size, self._planner.reserve_in(self.plan)
-        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are reserved for a placeholder"
+        reserved = f"; {reserve:,} of the {size:,} tokens of a pack are kept free for a placeholder"
         rows = f"{len(self.dataset):,} rows, plan {self.plan_key}, epoch {self.epoch}"
-        lines = [
-            rows + (reserved if reserve else ""),
-            *self._planner.describe(self.plan),
-            f"{len(self):,} micro-steps of {self._layout.batch_size} x {self.world.size} ranks, "
-            f"straggler ratio {self.straggler_ratio():.4f}",
-            self.ledger.summary(len(self.dataset)),
-        ]
-        return "\n".join(lines)
+        steps = f"{len(self):,} micro-steps of {self.config.batch_size} x {self.world.size} ranks"
+        plan, ledger = self._planner.describe(self.plan), self.ledger.summary(len(self.dataset))
+        steps += f", straggler ratio {self.straggler_ratio():.4f}"
+        return "\n".join([rows + (reserved if reserve else ""), *plan, steps, ledger])
 
     # Batches.
 
@@ -241,7 +233,7 @@ class Loader:
         """Iterate over the batches of this epoch that were not delivered yet, or over the next epoch."""
         if self._current.over:
             self._move_to(LoaderState(self.epoch + 1))
-        self.metrics.paused()
+        self.metrics.pause()
         return self._batches(self._current)
 
     def _batches(self, epoch: Epoch) -> Iterator[Batch]:
@@ -306,7 +298,7 @@ class Loader:
         mean = float(costs.mean())
         self._state = self._state.at(info.step + 1)
         current.tallies.append(current.tallies[-1].plus(tally))
-        self.metrics.delivered(info, float(costs.max()) / mean if mean else 1.0, waited)
+        self.metrics.update(info, float(costs.max()) / mean if mean else 1.0, waited)
 
     def _reconcile(self) -> None:
         current, shard_data = self._current, self.config.shard_data
@@ -462,16 +454,14 @@ class Loader:
 
     def _check_plan(self, plan: PackPlan) -> None:
         """Record what the plan drops; raise if the settings do not allow it, or nothing is left."""
-        self._planner.check_overlong(plan)
-        if self.config.on_bad == "raise":
-            self._planner.check_bad()
+        self._planner.check(plan)
         # Which samples are in no pack depends on their counts alone: record it once.
         if not self._recorded_dropped and (self.world.rank == 0 or self.config.shard_data):
             self._planner.warn_of_overlong(plan)
-            self.ledger.record_all(self._planner.dropped(plan))
+            self.ledger.record_all(self._planner.drops(plan))
         self._recorded_dropped = True
         if not len(plan):
-            dropped = self._dropped(plan)
+            dropped = self._ledger_of_drops(plan)
             first = next(iter(dropped), None)
             example = "" if first is None else f"\nfor example {first.key}: {first.detail}"
             raise ConfigError(
@@ -485,22 +475,18 @@ class Loader:
             lost = used.lost
         elif self.cursor:
             lost = count_lost(self.ledger, self.epoch)
-        budget = BadSampleBudget(
-            len(self.counts),
+        bad, limits = (
             int((~self.counts.ok).sum()),
-            self._plan_world.size,
-            self.config.max_bad_share,
-            self.config.max_consecutive_bad,
-            self.ledger,
-            lost,
+            (self.config.max_bad_share, self.config.max_consecutive_bad),
         )
+        budget = BadSampleBudget(len(self.counts), bad, self._plan_world.size, *limits, self.ledger, lost)
         if budget.is_exceeded(0):
-            budget.ledger = self._dropped(plan)
+            budget.ledger = self._ledger_of_drops(plan)
             budget.check(0)
         return budget
 
-    def _dropped(self, plan: PackPlan) -> Ledger:
+    def _ledger_of_drops(self, plan: PackPlan) -> Ledger:
         """Return the entries of the rows that are in no pack, which only the ledger of rank 0 has."""
         ledger = Ledger()
-        ledger.record_all(self._planner.dropped(plan))
+        ledger.record_all(self._planner.drops(plan))
         return ledger

@@ -1,11 +1,11 @@
-"""What a run's feeding looks like, in a few numbers per step."""
+"""Loader metrics of the last steps: fill, speed, waiting time."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packhorse.types import BatchInfo
 
@@ -13,28 +13,26 @@ _WINDOW = 50
 
 
 class Writer(Protocol):
-    """Where numbers go: TensorBoard's ``SummaryWriter``, or anything with its ``add_scalar``."""
+    """TensorBoard's ``SummaryWriter``, or anything with its ``add_scalar``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
-        """One number under a name."""
-        ...
+        """Write one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Over the last steps of this rank.
+    """Metrics of the last steps of this rank.
 
     Attributes:
-        fill: share of the batches' tokens, as they are delivered, that belong to samples. Without
-            ``pad_to_size`` a batch of one pack ends with its last sample, so that this is near 1 however
-            full packs are of ``pack_size``, which the plan tells.
+        fill: share of the batches' tokens that belong to samples. Without ``pad_to_size`` a batch of one pack
+            ends with its last sample, so this is near 1; how full packs are of ``pack_size`` is in the plan.
         padding: the rest.
         supervised: share of the samples' tokens that are supervised.
-        tokens_per_second: of samples, from batch to batch.
+        tokens_per_second: tokens of samples per second.
         wait: share of the time in which the loop waited for a batch.
-        straggler: max / mean over ranks of what a step costs, as planned.
-        samples: delivered since the loader was built.
-        lost: dropped since then.
+        straggler: planned cost of a step, maximum over mean of all ranks.
+        samples: samples delivered since the loader was built.
+        lost: samples that failed since then.
     """
 
     fill: float
@@ -47,8 +45,7 @@ class Numbers:
     lost: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     tokens: int
     slots: int
     supervised: int
@@ -58,10 +55,10 @@ class _Step:
 
 
 class Metrics:
-    """Numbers over the last 50 steps, for a line in the log or for TensorBoard.
+    """Metrics of the last 50 steps, for a line in the log or for TensorBoard.
 
     Args:
-        accumulation: micro-steps that may be fetched before anything is trained.
+        gradient_accumulation_steps: micro-steps that may be fetched before the first training step.
     """
 
     def __init__(self, gradient_accumulation_steps: int = 1) -> None:
@@ -70,10 +67,10 @@ class Metrics:
         self.samples = self.lost = self.steps = 0
         self._last: float | None = None
 
-    def delivered(self, info: BatchInfo, straggler: float, waited: float) -> None:
-        """A batch is about to be delivered, for which the loop has waited so many seconds."""
+    def update(self, info: BatchInfo, straggler: float, waited: float) -> None:
+        """Count a batch for which the loop has waited ``waited`` seconds."""
         now = time.perf_counter()
-        # The first step's time began when its batch was asked for.
+        # The time of the first step starts when its batch is requested.
         took = now - self._last if self._last is not None else waited
         self._last = now
         self.steps += 1
@@ -81,12 +78,12 @@ class Metrics:
         self.lost += len(info.lost)
         self._steps.append(_Step(info.tokens, info.slots, info.supervised, straggler, waited, took))
 
-    def paused(self) -> None:
-        """The time until the next batch belongs to no step (between epochs)."""
+    def pause(self) -> None:
+        """Exclude the time until the next batch (between epochs)."""
         self._last = None
 
     def numbers(self) -> Numbers:
-        """The present numbers; zeros before the first step."""
+        """Return the current metrics; zeros before the first step."""
         steps = self._steps
         tokens, slots = sum(s.tokens for s in steps), sum(s.slots for s in steps)
         took = sum(s.took for s in steps)
@@ -103,13 +100,13 @@ class Metrics:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """The numbers by name."""
+        """Return the metrics by name."""
         return asdict(self.numbers())
 
     def summary(self) -> str:
-        """One line for the log; how long the loop waits is told from the second step on."""
+        """Return one line for the log; waiting time is included from the second step on."""
         n = self.numbers()
-        # The first step is nothing but waiting: nobody has trained before it.
+        # Before the first training step there is nothing but waiting.
         wait = f"waiting for data {n.wait:.1%} · " if self.steps > self._accumulation else ""
         return (
             f"fill {n.fill:.1%} · {n.tokens_per_second:,.0f} tokens/s · supervised {n.supervised:.1%} · "
@@ -118,6 +115,6 @@ class Metrics:
         )
 
     def log(self, writer: Writer, step: int, prefix: str = "data/") -> None:
-        """Write the numbers to TensorBoard."""
+        """Write the metrics to TensorBoard."""
         for name, value in self.as_dict().items():
             writer.add_scalar(f"{prefix}{name}", value, step)

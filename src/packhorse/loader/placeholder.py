@@ -1,10 +1,10 @@
-"""A sample that teaches nothing: the placeholder that keeps ranks in step.
+"""Placeholder samples, which keep ranks in step.
 
-Under FSDP or ZeRO every rank has to run the vision tower whenever one rank does, and every rank has to step
-as often as the others. Where a rank has no image in a step in which another has one, or no sample at all, it
-gets this: a blank image (or video, or audio clip) of which no token is supervised. It is a document of its
-own, so no other token sees it, and its gradient is exactly zero. Every pack keeps that many tokens free, so
-it is the media item with the fewest tokens that the processor accepts.
+Under FSDP or ZeRO every rank has to run the vision tower whenever one rank does, and every rank needs the
+same number of steps. A rank that has no image in a step in which another has one, or no sample at all, gets a
+placeholder image (or video, or audio clip) without supervised tokens. It is a document of its own, so no
+other token attends to it, and its gradient is zero. Packs reserve its tokens, so it is the media item with
+the fewest tokens that the processor accepts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import Any
 
 from packhorse.chat import IGNORE_INDEX
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
@@ -25,22 +24,22 @@ from packhorse.types import MediaKind, MediaMask, Sample
 
 _SIDE = 56  # preferred among sizes with as few tokens: most processors do not enlarge it
 _SIDES = (7, 14, 20, 28, 32, 40, 48, 56, 64, 80, 100, 112, 128, 160, 200, 224, 256, 320, 400, 512)
-_MOST_PIXELS = 100_000
+_MAX_PIXELS = 100_000
 _FRAMES = (1, 2)
 _TENTHS = tuple(range(1, 11))  # of a second: shorter clips vanish in the convolutions of an audio encoder
 
 
 def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
-    """The size of the media item of a kind that has the fewest tokens.
+    """Return the size of the media item of a kind with the fewest tokens.
 
-    Found by the family's own count over small sizes. A family that has to run the processor to count gets
-    a fixed size.
+    Counts small sizes by the family's rule. A family that has to run the processor to count gets a fixed
+    size.
 
     Raises:
         ConfigError: the processor accepts none of them.
     """
     family = encoder.family
-    shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MOST_PIXELS] if family.exact else []
+    shapes = [(h, w) for h in _SIDES for w in _SIDES if h * w <= _MAX_PIXELS] if family.exact else []
     shapes.sort(key=lambda shape: abs(shape[0] - _SIDE) + abs(shape[1] - _SIDE))
     shapes = shapes or [(_SIDE, _SIDE)]
     sizes: dict[MediaKind, list[MediaSize]] = {
@@ -51,64 +50,53 @@ def smallest_media(encoder: Encoder, kind: MediaKind) -> MediaSize:
     if not family.exact:
         return sizes[kind][-1]
     counted: list[tuple[int, int]] = []
-    for place, size in enumerate(sizes[kind]):
+    for index, size in enumerate(sizes[kind]):
         with suppress(*PROCESSOR_ERRORS):
             tokens = encoder.media_tokens(kind, size)
             if tokens:
-                counted.append((tokens, place))
+                counted.append((tokens, index))
     if not counted:
         raise ConfigError(f"{family.name} accepts no small {kind}: set placeholder='never'")
     return sizes[kind][min(counted)[1]]
 
 
-def placeholder_example(kind: MediaKind | None, size: MediaSize | None, sampling_rate: int) -> dict[str, Any]:
-    """A conversation with one blank media item of a size, or with none."""
-    media = []
-    if kind is not None and size is not None:
-        placeholder = placeholder_media(kind, size, sampling_rate)
-        media = [{"type": kind, kind: placeholder.source, **placeholder.options}]
-    full_stop = {"type": "text", "text": "."}
-    turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
-    return {"conversation": [{"role": role, "content": content} for role, content in turns]}
-
-
 class Placeholders:
-    """Blank samples for an encoding dataset, each encoded once.
+    """Placeholder samples, each encoded once.
 
     Args:
-        dataset: whose processor and family encode them.
+        dataset: encodes them.
     """
 
     def __init__(self, dataset: PreTokenizedDatasetWrapper) -> None:
-        # A copy that cuts nothing off and whose remarks go nowhere: a blank is no row of the data.
+        # A copy that does not truncate and has its own ledger: a placeholder is no row of the data.
         self.dataset = copy(dataset)
         self.dataset.ledger, self.dataset.truncate, self.dataset.max_length = Ledger(), False, None
-        self._made: dict[MediaKind | None, Sample] = {}
+        self._encoded: dict[MediaKind | None, Sample] = {}
         self._smallest: dict[MediaKind, tuple[MediaKind, MediaSize]] = {}
 
     def samples(self, media_mask: MediaMask) -> list[tuple[MediaKind | None, Sample]]:
-        """Encoded samples before the shift, without a supervised token, each with the kind of its media.
+        """Return encoded samples without supervised tokens, before the shift, each with its media kind.
 
-        There is one for each kind; kinds that fill the same tensors (images and frames of SmolVLM and
-        InternVL) share one, so there may be fewer of them than kinds.
+        One for each kind; kinds that fill the same tensors (images and frames of SmolVLM and InternVL) share
+        one.
 
         Args:
             media_mask: the kinds; none gives a sample without media.
 
         Raises:
-            ConfigError: the processor cannot encode such a thing.
+            ConfigError: the processor cannot encode a placeholder.
         """
         chosen = dict(self._smallest_like(kind) for kind in media_mask.kinds)
         if not chosen:
-            return [(None, self._encoded(None, None))]
-        return [(kind, self._encoded(kind, size)) for kind, size in chosen.items()]
+            return [(None, self._encode(None, None))]
+        return [(kind, self._encode(kind, size)) for kind, size in chosen.items()]
 
     def lengths(self, media_mask: MediaMask) -> list[int]:
-        """How many tokens each of them takes up, after the shift."""
+        """Return the tokens of each of them, after the shift."""
         return [len(sample) - 1 for _, sample in self.samples(media_mask)]
 
     def _smallest_like(self, kind: MediaKind) -> tuple[MediaKind, MediaSize]:
-        """The smallest media item that fills the tensors of a kind, and its own kind."""
+        """Return the kind and size of the smallest media item that fills the tensors of a kind."""
         if kind not in self._smallest:
             encoder, family = self.dataset.encoder, self.dataset.family
             keys = {other: _tensors(family, other) for other in family.kinds}
@@ -120,32 +108,33 @@ class Placeholders:
             self._smallest[kind] = best, sizes[best]
         return self._smallest[kind]
 
-    def _encoded(self, kind: MediaKind | None, size: MediaSize | None) -> Sample:
+    def _encode(self, kind: MediaKind | None, size: MediaSize | None) -> Sample:
         import torch
 
-        if kind in self._made:
-            return self._made[kind]
-        example = placeholder_example(kind, size, self.dataset.family.sampling_rate)
+        if kind in self._encoded:
+            return self._encoded[kind]
+        media = []
+        if kind is not None:
+            placeholder = placeholder_media(kind, size, self.dataset.family.sampling_rate)
+            media = [{"type": kind, kind: placeholder.source, **placeholder.options}]
+        full_stop = {"type": "text", "text": "."}
+        turns = [("user", [*media, full_stop]), ("assistant", [full_stop])]
+        example = {"conversation": [{"role": role, "content": content} for role, content in turns]}
         try:
-            sample = self.dataset.encode(example, "blank")
+            sample = self.dataset.encode(example, "placeholder")
         except BadSample as error:
             raise ConfigError(
-                f"{self.dataset.family.name} cannot encode a blank {kind or 'text'} ({error.detail}): "
-                "placeholder='never' does without"
+                f"{self.dataset.family.name} cannot encode a placeholder {kind or 'text'} ({error.detail}): "
+                "set placeholder='never'"
             ) from error
-        labels = torch.full_like(sample.tokens["input_ids"], IGNORE_INDEX, dtype=torch.int64)
-        self._made[kind] = self._without_words(replace(sample, labels=labels))
-        return self._made[kind]
-
-    def _without_words(self, sample: Sample) -> Sample:
-        """The media's own tokens with one on each side: what is said around them costs room and does nothing.
-
-        The token after them goes when labels are shifted.
-        """
-        ids = sample.tokens["input_ids"].tolist()
-        media = self.dataset.encoder.media_token_ids
-        places = [place for place, token in enumerate(ids) if token in media] or [0]
-        return sample.cut(slice(max(0, places[0] - 1), places[-1] + 3))
+        ids = sample.tokens["input_ids"]
+        labels = torch.full_like(ids, IGNORE_INDEX, dtype=torch.int64)
+        # Only the media's own tokens and one on each side. The token after them goes with the label shift.
+        media_ids = self.dataset.encoder.media_token_ids
+        positions = [position for position, token in enumerate(ids.tolist()) if token in media_ids] or [0]
+        kept = slice(max(0, positions[0] - 1), positions[-1] + 3)
+        self._encoded[kind] = replace(sample, labels=labels).cut(kept)
+        return self._encoded[kind]
 
 
 def _tensors(family: Family, kind: MediaKind) -> frozenset[str]:

@@ -3,9 +3,9 @@
 :func:`open_data` opens processor, model and rows; :func:`start_up` counts what was not counted before and
 makes the planner. All ranks call both: a step that fails on one of them raises on all.
 
-Counting reads text and the headers of media, once. The counts of a meta file are saved next to the data, so
-the next start takes milliseconds. A list or a Hugging Face dataset is counted at every start (30 microseconds
-to a millisecond per row).
+Counting reads text and media headers. The counts of a meta file are saved next to the data, so the next start
+takes milliseconds. A list or a Hugging Face dataset is counted at every start (30 microseconds to a
+millisecond per row).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from packhorse.chat import is_tokenizer
+from packhorse.chat import Processor, is_tokenizer
 from packhorse.collate.packed import ATTENTION
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
@@ -51,21 +51,20 @@ from packhorse.families.qwen_vl import RopeIndex, rope_index
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.meta import MetaDataset, open_meta_dataset
 from packhorse.ledger import Ledger
-from packhorse.loader.config import LoaderConfig
+from packhorse.loader.config import Data, LoaderConfig
 from packhorse.loader.placeholder import Placeholders
 from packhorse.loader.planner import Planner
 from packhorse.media.source import is_address
 from packhorse.plan.cost_model import CostWeights
-from packhorse.types import MEDIA_KINDS, MediaMask, World
+from packhorse.types import MEDIA_KINDS, MediaMask, Rows, World
 from packhorse.utils.pool import LocalEngine
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.loader")
 
-_IN_THIS_PROCESS = 20_000
-"""Up to so many rows are counted without starting other processes, which takes some seconds."""
+_MAX_ROWS_WITHOUT_PROCESSES = 20_000  # starting processes takes some seconds
 _BLOCK = 256
-_COUNT = "count the tokens"
+_COUNT, _READ_COUNTS = "count the tokens", "read the count files"
 _EXPECTED = (
     "a meta file (JSON that names data files), a dict with its content, or examples with len() and [index] "
     "(a list, a Hugging Face dataset that is not streamed)"
@@ -76,15 +75,15 @@ _OTHER_FILES = (".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".tsv", ".xlsx")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loader needs to know of the model it feeds; the model itself is not kept.
+    """What a loader needs to know about the model; the model itself is not kept.
 
     Attributes:
-        get_rope_index: computes positions in three rows; None for models without mRoPE.
-        attention: the attention implementation of its decoder.
-        dtype: of its weights; None if unknown.
-        weights: what tokens and patches cost.
-        config: the model's; None if unknown.
-        name: of the model's class or config, or ``"unchecked"``.
+        get_rope_index: computes mRoPE positions; None for models without mRoPE.
+        attn_implementation: attention backend of its decoder.
+        dtype: dtype of its weights; None if unknown.
+        weights: compute cost of tokens and patches.
+        config: its config; None if unknown.
+        name: class of the model or config; ``"unchecked"``, or ``"none"`` without a model.
     """
 
     get_rope_index: RopeIndex | None = None
@@ -102,12 +101,12 @@ class OpenedData:
     Attributes:
         dataset: the rows.
         processor: encodes them.
-        model: is trained on them.
-        ledger: has the entries of rows that are not selected, and gets those of encoding.
+        model: the model to train.
+        ledger: entries of rows that are not selected, and later those of encoding.
     """
 
     dataset: Any
-    processor: Any
+    processor: Processor
     model: ModelInfo
     ledger: Ledger
 
@@ -132,48 +131,43 @@ class Startup:
 
 
 def open_data(
-    config: LoaderConfig, processor: Any, model: Any, ranks: Collectives, ledger: Ledger
+    config: LoaderConfig,
+    processor: Processor | str | PathLike[str],
+    model: Any,
+    ranks: Collectives,
+    ledger: Ledger,
 ) -> OpenedData:
-    """Open processor, model and rows.
+    """Open processor, model (see :func:`inspect_model`; or its result) and rows; all ranks call this.
 
-    Args:
-        config: the settings.
-        processor: a processor, or the folder or hub name of one.
-        model: see :func:`inspect_model`; or what that returned.
-        ranks: all of them call this.
-        ledger: gets an entry for each row that is not selected; the same on all ranks, so only the first one
-            records them (each rank its own with ``shard_data``).
+    ``ledger`` gets an entry for each row that is not selected. These are the same on all ranks; only rank 0
+    records them (with ``shard_data`` each rank its own).
 
     Raises:
         ConfigError: one of them is not what is expected, or the ranks have different settings.
     """
     run = ranks.run_on_all_ranks
     ranks.assert_same("have different settings", config.of_all_ranks(), "Give all of them the same settings")
-    processor = run("open the processor", partial(as_whole_processor, processor))
+    opened_processor = run("open the processor", partial(as_whole_processor, processor))
     if not isinstance(model, ModelInfo):
         model = run("inspect the model", partial(inspect_model, model, packed=config.mode == "pack"))
-    run("check the processor", partial(_check_processor, processor, model))
+    run("check the processor", partial(_check_processor, opened_processor, model))
     selection = ledger if config.shard_data or ranks.world.rank == 0 else Ledger()
     shard = ranks.world if config.shard_data else None
     dataset = run("open the data", partial(open_rows, config.data, config.dataset_names, selection, shard))
-    if getattr(dataset, "ledger", None) is selection:
+    if isinstance(dataset, MetaDataset) and dataset.ledger is selection:
         dataset.ledger = ledger  # remarks on a row are entries of the rank that delivers it
-    return OpenedData(dataset, processor, model, ledger)
+    return OpenedData(dataset, opened_processor, model, ledger)
 
 
 def start_up(
     config: LoaderConfig, opened: OpenedData, ranks: Collectives, counts: CountColumns | None = None
 ) -> Startup:
-    """Count what was not counted before, and make the planner.
+    """Count rows without counts (unless ``counts`` has those of all rows) and make the planner.
 
-    Args:
-        config: the settings.
-        opened: of :func:`open_data`; may be opened under other settings of packs.
-        ranks: all of them call this.
-        counts: of the rows, if the caller has them.
+    All ranks call this. ``opened`` may have been opened with other pack settings.
 
     Raises:
-        ConfigError: the counts are of other rows, a pack has no room for a placeholder, or the plans of the
+        ConfigError: the counts are of other rows, packs are too small for a placeholder, or the plans of the
             ranks differ.
     """
     dataset, processor = opened.dataset, opened.processor
@@ -202,12 +196,12 @@ def start_up(
         )
         ranks.assert_same("have different plans", planner.name, advice)
     if samples.truncate:
-        samples = encoding_dataset(config, opened, planner.room)
+        samples = encoding_dataset(config, opened, planner.capacity)
     return Startup(opened, counts, samples, planner, present)
 
 
 def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) -> PreTokenizedDatasetWrapper:
-    """What encodes single rows; ``on_overlong="truncate"`` cuts them to ``capacity`` tokens after the shift.
+    """Return what encodes single rows; ``on_overlong="truncate"`` cuts them to ``capacity`` shifted tokens.
 
     Raises:
         ConfigError: the processor has no chat template.
@@ -228,7 +222,7 @@ def encoding_dataset(config: LoaderConfig, opened: OpenedData, capacity: int) ->
 def _media_of_samples(
     counts: CountColumns, ranks: Collectives, shard_data: bool
 ) -> tuple[MediaMask, MediaMask]:
-    """The kinds of media that any sample has, and those that any sample lacks."""
+    """Return the kinds of media that any sample has, and those that any sample lacks."""
     have = {kind: getattr(counts, f"{kind}s")[counts.ok] > 0 for kind in MEDIA_KINDS}
     present = MediaMask.of(kind for kind in MEDIA_KINDS if have[kind].any())
     lacking = MediaMask.of(kind for kind in MEDIA_KINDS if not have[kind].all())
@@ -241,7 +235,7 @@ def _media_of_samples(
 def _placeholder_tokens(
     config: LoaderConfig, samples: PreTokenizedDatasetWrapper, media_mask: MediaMask
 ) -> int:
-    """How many tokens of every pack stay free for a placeholder with these kinds of media.
+    """Return how many tokens of every pack are reserved for a placeholder with these kinds of media.
 
     Raises:
         ConfigError: packs are too small for it.
@@ -251,7 +245,7 @@ def _placeholder_tokens(
     reserve = sum(length + -length % config.alignment for length in Placeholders(samples).lengths(media_mask))
     if 2 * reserve > config.pack_size:
         raise ConfigError(
-            f"pack_size={config.pack_size:,} has no room for the placeholder of {reserve} tokens: make it "
+            f"pack_size={config.pack_size:,} is too small for the placeholder of {reserve} tokens: make it "
             "larger, or set placeholder='never'"
         )
     return reserve
@@ -261,16 +255,16 @@ def _placeholder_tokens(
 
 
 def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> ModelInfo:
-    """What a loader needs to know of a model.
+    """Return what a loader needs to know about a model.
 
     Args:
         model: a model of transformers, also inside PEFT, DDP, FSDP or ``torch.compile``; its config; the
-            folder or hub name of one; ``"unchecked"``; or None.
-        packed: whether it is fed packed rows. Then None raises, and a model that they are wrong for.
-        trains: whether it is trained on the batches. Then its own loss must not shift labels a second time.
+            folder or Hub name of one; ``"unchecked"``; or None.
+        packed: raise for None, and for a model for which packed rows are wrong.
+        trains: raise if the model's own loss would shift labels a second time.
 
     Raises:
-        ConfigError: it is no model, cannot be fed packed rows, or would shift labels twice.
+        ConfigError: it is no model, or see above.
     """
     if is_unchecked(model):
         return ModelInfo()
@@ -294,6 +288,7 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
         weights = CostWeights()
     return ModelInfo(
         rope_index(known),
+        # transformers has no public way to read the attention implementation.
         str(getattr(text_config(config), "_attn_implementation", None) or "sdpa"),
         getattr(inner, "dtype", None),
         weights,
@@ -302,17 +297,13 @@ def inspect_model(model: Any, *, packed: bool = False, trains: bool = True) -> M
     )
 
 
-def _check_processor(processor: Any, model: ModelInfo) -> None:
-    """Raise if a tokenizer is to feed a model that has a vision or audio part.
-
-    Raises:
-        ConfigError: naming both.
-    """
+def _check_processor(processor: Processor, model: ModelInfo) -> None:
+    """Raise if the processor is a tokenizer, but the model has a vision or audio part."""
     parts = media_parts(model.config) if model.config is not None else ()
     if parts and is_tokenizer(processor):
         raise ConfigError(
             f"processor is a tokenizer ({type(processor).__name__}), but {model.name} has a {parts[0]}: pass "
-            "the model's processor, as AutoProcessor.from_pretrained(name)"
+            "the model's processor, AutoProcessor.from_pretrained(name)"
         )
 
 
@@ -320,9 +311,7 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     """Raise if batches cannot be built with these settings, or would be wrong for the model.
 
     Raises:
-        ConfigError: the pixel type is unknown, the tokenizer has no padding token, packs cannot be padded to
-            whole documents; or the model lacks the positions of the processor's family, or adds a loss that
-            packed batches do not have.
+        ConfigError: naming the setting, or what model or processor lack.
     """
     model, family = opened.model, family_of(opened.processor)
     if config.mode == "pad":
@@ -342,7 +331,7 @@ def check_batches(config: LoaderConfig, opened: OpenedData) -> None:
     if config.pad_to_size and config.pack_size % config.alignment:
         raise ConfigError(
             f"pad_to_size=True pads to pack_size={config.pack_size:,}, which is no multiple of "
-            f"alignment={config.alignment}: the last document could not be divided. Make it one"
+            f"alignment={config.alignment}: make it one"
         )
     if attn_backend(config, model) not in ATTENTION:
         raise ConfigError(
@@ -360,19 +349,34 @@ def attn_backend(config: LoaderConfig, model: ModelInfo) -> str:
 # The rows.
 
 
-def open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
-    """The rows of a meta file, or the sequence itself; at least one.
+def open_rows(data: Data, names: Sequence[str] | None, ledger: Ledger, shard: World | None = None) -> Any:
+    """Open the rows of a meta file, or check a sequence of examples; there must be at least one.
 
     Args:
         data: a meta file, its content, or examples: a list, or anything with ``len`` and ``[index]``.
-        names: only these datasets of a meta file.
+        names: use only these datasets of a meta file.
         ledger: gets an entry for each row that is not selected.
-        shard: take only this rank's rows; None takes all.
+        shard: use only this rank's rows; None uses all.
 
     Raises:
-        ConfigError: it is nothing of the kind, or there is no row.
+        ConfigError: it is none of these, or there is no row.
     """
-    dataset = _open_rows(data, names, ledger, shard)
+    if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
+        raise ConfigError(
+            f"data has the splits {', '.join(data)}: choose one, for example data['{next(iter(data))}']"
+        )
+    dataset: Rows
+    if isinstance(data, str | PathLike | Mapping):
+        meta = dict(data) if isinstance(data, Mapping) else str(data)
+        if isinstance(meta, str):
+            _check_is_meta_file(meta)
+        options: dict[str, Any] = {}
+        if shard is not None:
+            options = {"shard_data": True, "rank": shard.rank, "world_size": shard.size, "remainder": "keep"}
+        dataset = open_meta_dataset(meta, names, ledger=ledger, **options)
+    else:
+        _check_examples(data, names, shard)
+        dataset = data if shard is None else Shard(data, shard)
     if not len(dataset):
         name = f"{data}: " if isinstance(data, str | PathLike) else ""
         where = f" for {shard}: it has fewer rows than ranks" if shard is not None else ""
@@ -380,128 +384,98 @@ def open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: Wor
     return dataset
 
 
-def _open_rows(data: Any, names: Sequence[str] | None, ledger: Ledger, shard: World | None) -> Any:
-    if isinstance(data, Mapping) and data and all(hasattr(part, "column_names") for part in data.values()):
-        raise ConfigError(f"data has the splits {', '.join(data)}: choose one, as data['{next(iter(data))}']")
-    if isinstance(data, str | PathLike | Mapping):
-        meta: Any = dict(data) if isinstance(data, Mapping) else str(data)
-        if not isinstance(data, Mapping):
-            _refuse_other_files(str(data))
-        if shard is None:
-            return open_meta_dataset(meta, names, ledger=ledger)
-        rank, size = shard.rank, shard.size
-        return open_meta_dataset(meta, names, "train", True, rank, size, remainder="keep", ledger=ledger)
+def _check_examples(data: Any, names: Sequence[str] | None, shard: World | None) -> None:
+    """Raise if ``data`` is no sequence of conversations; looks at the first one."""
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
             f'data is a {type(data).__name__}: expected {_EXPECTED}. Write data="meta.json", or '
             'data=[{"conversation": […]}, …]'
         )
     if names is not None:
-        raise ConfigError("dataset_names= goes with a meta file; data is a sequence of examples")
+        raise ConfigError("dataset_names= needs a meta file, but data is a sequence of examples")
     if len(data) and shard is None and not isinstance(data, MetaDataset):
         with data_errors() as outcome:
             first = data[0]
-        if outcome.error is not None:
-            return data  # counting records it
-        if not isinstance(first, Mapping) or "conversation" not in first:
+        if outcome.error is None and (not isinstance(first, Mapping) or "conversation" not in first):
             found = ", ".join(first) if isinstance(first, Mapping) else type(first).__name__
             raise ConfigError(
-                f"examples need a 'conversation' (found: {found}): see docs/datasets.md, or give a meta file"
+                f"examples need a 'conversation' (found: {found}): see docs/datasets.md, or pass a meta file"
             )
-    return data if shard is None else Shard(data, shard)
 
 
-def _refuse_other_files(path: str) -> None:
-    """Raise if a path on this machine is no meta file, with the line to write instead.
-
-    Raises:
-        ConfigError: it is missing, a folder, a data file, an archive or a table.
-    """
+def _check_is_meta_file(path: str) -> None:
+    """Raise if a local path is missing, a folder, a data file, an archive or a table; say what to write."""
     if is_address(path):
         return
     if not os.path.exists(path):
         raise ConfigError(f"data {path}: no such file or directory. Expected {_EXPECTED}")
-    if os.path.isdir(path):
-        inside = (name for name in sorted(os.listdir(path)) if name.endswith(_DATA_FILES))
-        file = os.path.join(path, next(inside, "train.jsonl"))
-        raise _no_meta_file(path, "a directory", f"Write {_entry(file, path)}")
     folder = os.path.dirname(path) or "."
-    if path.lower().endswith(_DATA_FILES):
-        raise _no_meta_file(path, "a data file", f"Write {_entry(path, folder)}")
-    if path.lower().endswith(_OTHER_FILES):
-        stem = os.path.basename(path).partition(".")[0]
-        converted = os.path.join(folder, f"{stem}.jsonl")
-        how = f"Write its rows to {converted} first, one JSON object a line, then {_entry(converted, folder)}"
-        raise _no_meta_file(path, "an archive or table", how)
-
-
-def _entry(file: str, media_dir: str) -> str:
+    file, advice = path, "Write"
+    if os.path.isdir(path):
+        data_files = (name for name in sorted(os.listdir(path)) if name.endswith(_DATA_FILES))
+        kind, folder, file = "a directory", path, os.path.join(path, next(data_files, "train.jsonl"))
+    elif path.lower().endswith(_DATA_FILES):
+        kind = "a data file"
+    elif path.lower().endswith(_OTHER_FILES):
+        kind = "an archive or table"
+        file = os.path.join(folder, f"{os.path.basename(path).partition('.')[0]}.jsonl")
+        advice = f"Write its rows to {file} first, one JSON object a line, then"
+    else:
+        return
     name = os.path.basename(file).partition(".")[0] or "train"
-    return f"data={{{name!r}: {{'file_name': {file!r}, 'media_dir': {media_dir!r}}}}}"
-
-
-def _no_meta_file(path: str, kind: str, advice: str) -> ConfigError:
-    return ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice}")
+    entry = f"data={{{name!r}: {{'file_name': {file!r}, 'media_dir': {folder!r}}}}}"
+    raise ConfigError(f"data {path} is {kind}. Expected {_EXPECTED}. {advice} {entry}")
 
 
 class Shard(Sequence[Any]):
     """Every ``size``-th example of a sequence, from ``rank`` on."""
 
-    def __init__(self, data: Any, world: World) -> None:
-        self.data, self.world = data, world
+    def __init__(self, data: Rows, world: World) -> None:
+        self.data, self.indices = data, range(world.rank, len(data), world.size)
 
     def __len__(self) -> int:
-        return len(range(self.world.rank, len(self.data), self.world.size))
+        return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        return self.data[self._place(index)]
+            return [self.data[position] for position in self.indices[index]]
+        return self.data[self.indices[index]]
 
     def key(self, index: int) -> str:
-        """The name of an example: that of the sequence, else its number there."""
-        own = getattr(self.data, "key", None)
-        place = self._place(index)
-        return str(own(place)) if callable(own) else str(place)
-
-    def _place(self, index: int) -> int:
-        return self.world.rank + index % len(self) * self.world.size
+        """Return the key of an example: that of the sequence, or its index there."""
+        key, position = getattr(self.data, "key", None), self.indices[index]
+        return str(key(position)) if callable(key) else str(position)
 
 
 def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> CountColumns:
-    """The exact counts of all rows: from the count files, or counted now.
+    """Return the exact counts of all rows, from the count files or counted now.
 
-    Each rank counts a share; ranks without a process group count all rows, each for itself.
+    Each rank counts a share; without a process group each rank counts all rows.
     """
-    meta, dataset, processor = config.data, opened.dataset, opened.processor
+    dataset, processor, run = opened.dataset, opened.processor, ranks.run_on_all_ranks
     if isinstance(dataset, Shard):  # no other rank has these rows
-        return ranks.run_on_all_ranks(_COUNT, partial(count_examples, dataset, processor))
+        return run(_COUNT, partial(count_examples, dataset, processor))
     if not isinstance(dataset, MetaDataset):
         return _count_slices(dataset, processor, ranks)
     retry = not os.environ.get("PACKHORSE_KEEP_COUNTS")
-    tell = ranks.world.rank == 0
-    look = partial(counts_of, dataset, processor, tell=tell, retry_unreachable=retry)
-    found = ranks.run_on_all_ranks("read the count files", look)
-    if ranks.all_agree(found is not None) and found is not None:
-        return found
-    if isinstance(meta, MetaDataset):  # opened by the caller: there is no file to count
+    read = partial(counts_of, dataset, processor, tell=ranks.world.rank == 0, retry_unreachable=retry)
+    counts = run(_READ_COUNTS, read)
+    if ranks.all_agree(counts is not None) and counts is not None:
+        return counts
+    if isinstance(config.data, MetaDataset):  # opened by the caller: there is no file to count
         return _count_slices(dataset, processor, ranks)
     processes = share_cores(ranks, config.count_workers)  # on every rank: their shards may differ in length
-    local = LocalEngine(processes if len(dataset) > _IN_THIS_PROCESS else 1)
-    ranks.run_on_all_ranks(_COUNT, partial(_count_meta, config, opened, ranks, local))
-    look = partial(counts_of, dataset, processor, tell=False)  # only rank 0 may see the files
-    found = ranks.run_on_all_ranks("read the count files", look)
-    if not ranks.all_agree(found is not None):  # no shared folder: the count files are rank 0's alone
-        whole = ranks.broadcast("read the count files", partial(_whole_counts, dataset, processor))
-        found = None if whole is None else _own_counts(dataset, whole)
-    if found is None:
+    local = LocalEngine(processes if len(dataset) > _MAX_ROWS_WITHOUT_PROCESSES else 1)
+    run(_COUNT, partial(_count_meta, config, opened, ranks, local))
+    counts = run(_READ_COUNTS, partial(counts_of, dataset, processor, tell=False))
+    if not ranks.all_agree(counts is not None):  # no shared folder: only rank 0 has the count files
+        whole = ranks.broadcast(_READ_COUNTS, partial(_counts_of_all_ranks, dataset, processor))
+        counts = None if whole is None else _own_counts(dataset, whole)
+    if counts is None:
         raise ConfigError(
-            f"{dataset!r} was counted, but its count files are not found: run `packhorse count` and see what "
-            "it says"
+            f"{dataset!r} was counted, but its count files are not found: `packhorse count` says why"
         )
-    return found
+    return counts
 
 
 def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, local: LocalEngine) -> None:
@@ -522,28 +496,28 @@ def _count_meta(config: LoaderConfig, opened: OpenedData, ranks: Collectives, lo
     return None
 
 
-def _whole_counts(dataset: MetaDataset, processor: Any) -> CountColumns | None:
-    """The counts of the rows of all ranks, where each takes a share."""
-    whole = [
+def _counts_of_all_ranks(dataset: MetaDataset, processor: Processor) -> CountColumns | None:
+    """Return the counts of the rows of all ranks, of which this one has a share."""
+    sources = [
         replace(source, selection=replace(source.selection, world=World(), remainder="keep"))
         for source in dataset.sources
     ]
-    return counts_of(MetaDataset(whole, Ledger()), processor)
+    return counts_of(MetaDataset(sources, Ledger()), processor)
 
 
 def _own_counts(dataset: MetaDataset, whole: CountColumns) -> CountColumns:
-    """This rank's share of the counts of all rows."""
+    """Return this rank's share of the counts of all rows."""
     positions, first = [], 0
     for source in dataset.sources:
         selection = source.selection
         rows = len(replace(selection, world=World(), remainder="keep"))
-        every = np.arange(first, first + rows)
-        positions.append(every[selection.world.rank :: selection.world.size][: len(source)])
+        own = np.arange(first, first + rows)[selection.world.rank :: selection.world.size]
+        positions.append(own[: len(source)])
         first += rows
     return whole.take(np.concatenate(positions))
 
 
-def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColumns:
+def _count_slices(dataset: Rows, processor: Processor, ranks: Collectives) -> CountColumns:
     """Count examples that all ranks have: each rank a slice of them."""
     rank, size = (ranks.world.rank, ranks.world.size) if ranks.is_distributed else (0, 1)
     rows = range(len(dataset) * rank // size, len(dataset) * (rank + 1) // size)
@@ -551,29 +525,22 @@ def _count_slices(dataset: Any, processor: Any, ranks: Collectives) -> CountColu
     return CountColumns.joined(ranks.gather(counted))
 
 
-def count_examples(dataset: Any, processor: Any, rows: range | None = None) -> CountColumns:
-    """Count the examples of a sequence, one after the other; one that cannot be counted has its reason.
-
-    Args:
-        dataset: the sequence.
-        processor: what will encode them.
-        rows: only these examples; all if None.
-    """
+def count_examples(dataset: Rows, processor: Processor, rows: range | None = None) -> CountColumns:
+    """Count the examples of a sequence (``rows``: only these); one that fails has a reason instead."""
     rows = range(len(dataset)) if rows is None else rows
     counter = make_counter(processor)
     parts = []
     with Progress("counting tokens", len(rows)) as progress:
         for first in range(0, len(rows), _BLOCK):
-            counted = CountedRows()
+            block = CountedRows()
             for index in rows[first : first + _BLOCK]:
-                counted.add(_counted(counter, dataset, index))
-            parts.append(CountColumns.of(counted.batch()))
-            done = min(first + _BLOCK, len(rows))
-            progress(done)
+                block.add(_count_example(counter, dataset, index))
+            parts.append(CountColumns.of(block.batch()))
+            progress(min(first + _BLOCK, len(rows)))
     return CountColumns.joined(parts)
 
 
-def _counted(counter: TokenCounter, dataset: Any, index: int) -> Counted | BadSample:
+def _count_example(counter: TokenCounter, dataset: Rows, index: int) -> Counted | BadSample:
     with data_errors(key=str(index)) as outcome:
         example = counter.encoder.place_audio(dataset[index], str(index))
         return counter.count(parse_conversation(example, str(index)))

@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -60,30 +59,20 @@ def _is_importing_main() -> bool:
     return "__mp_main__" in sys.modules and sys.modules["__main__"] is not sys.modules["__mp_main__"]
 
 
-@dataclass(frozen=True)
-class StagedBuilder:
-    """Builds batches that carry their ledger entries; nothing is recorded before a batch is delivered.
+def build_staged(builder: BatchBuilder, item: WorkItem) -> Built:
+    """Build a batch that carries its ledger entries; nothing is recorded before it is delivered.
 
     Batches are built ahead, and rebuilt after a worker died or the loader was closed or iterated again.
     Recorded at once, the entries of a first attempt would stay although the second one may succeed.
     """
-
-    builder: BatchBuilder
-
-    def __call__(self, item: WorkItem) -> Built:
-        """Build the batch of a work item."""
-        if in_worker():
-            _seed(item.epoch, item.step)  # the same numbers in any worker, and in a retry
-        with self.builder.samples.ledger.staged() as drops:
-            built = self.builder[item]
-        return built._replace(drops=tuple(drops))
-
-
-def _seed(*key: int) -> None:
-    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds the GPUs, which initialises them
+    if in_worker():  # seed by step: the same numbers in any worker, and in a retry
+        seed = int(np.random.SeedSequence((item.epoch, item.step)).generate_state(1)[0])
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would initialise the GPUs
+    with builder.samples.ledger.staged() as drops:
+        built = builder.build(item)
+    return built._replace(drops=tuple(drops))
 
 
 class WorkerPool:
@@ -98,26 +87,21 @@ class WorkerPool:
 
     def __init__(self, builder: BatchBuilder, config: LoaderConfig, num_workers: int) -> None:
         self.builder, self.config, self.num_workers = builder, config, num_workers
-        self._build = StagedBuilder(builder)
+        self._build = partial(build_staged, builder)
         self._processes: ProcessPool[WorkItem, Built] = ProcessPool(
             self._build, num_workers, config.multiprocessing_context, _RETRIES
         )
         self._iteration = 0
 
     def batches(self, make: Callable[[int], WorkItem], first: int, last: int) -> Iterator[Built]:
-        """Yield the batches of the steps from ``first`` up to ``last``, which is excluded.
-
-        Args:
-            make: returns the work item of a step.
-            first: the first step.
-            last: the step after the last one.
+        """Yield the batches of the steps from ``first`` to before ``last``; ``make`` makes their work items.
 
         Raises:
             SystemFault: a batch killed its worker on every attempt, or did not arrive in time.
         """
         self._iteration += 1
         iteration, pin = self._iteration, self.config.pin_memory and torch.cuda.is_available()
-        for built in self._built(make, range(first, last), pin):
+        for built in self._build_all(make, range(first, last), pin):
             yield built
             if iteration != self._iteration:
                 return  # another iterator uses the workers now
@@ -137,7 +121,7 @@ class WorkerPool:
             self.close()
             self.num_workers = 0
 
-    def _built(self, make: Callable[[int], WorkItem], steps: range, pin: bool) -> Iterator[Built]:
+    def _build_all(self, make: Callable[[int], WorkItem], steps: range, pin: bool) -> Iterator[Built]:
         if self.num_workers and steps:
             self._start()
         if not self.num_workers:

@@ -1,9 +1,7 @@
-"""Best fit decreasing on the histogram of lengths, and how few packs there could be at best.
+"""Best fit decreasing on the histogram of lengths, and a lower bound on the number of packs.
 
-In go the distinct lengths with their numbers, out come bulk moves; samples do not appear. Lengths are small
-integers, so a dataset of any size has at most a few thousand of them, and packs that hold the same lengths
-are moved together. The cost is that of the distinct lengths and of the moves (some 25,000 for the mixes we
-know, 2 microseconds each), whether there are a hundred thousand samples or ten million.
+Packs with the same content are filled together by one move, so the cost depends on the number of distinct
+lengths and moves (typically 25,000, 2 microseconds each), not on the number of samples.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from packhorse.types import Integers
 
 
 class Histogram(NamedTuple):
-    """Distinct lengths, the longest first, and how many samples have each."""
+    """Distinct lengths, the longest first, and the number of samples of each."""
 
     lengths: Integers
     counts: Integers
 
     @classmethod
     def of(cls, lengths: npt.NDArray[np.integer], capacity: int) -> Histogram:
-        """Of lengths from 1 to ``capacity``, in any order."""
-        # A table of all lengths is the fastest, unless it is much larger than the samples are many.
+        """Return the histogram of lengths from 1 to ``capacity``."""
+        # A table of all lengths is fastest, unless it is much larger than the number of samples.
         if capacity <= 4 * len(lengths) + (1 << 16):
             table = np.bincount(lengths, minlength=1)
             present = np.flatnonzero(table)[::-1]
@@ -37,16 +35,16 @@ class Histogram(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return int(self.counts.sum())
 
     @property
     def tokens(self) -> int:
-        """How long all samples are together."""
+        """Sum of all lengths."""
         return int(self.lengths @ self.counts)
 
-    def rounded_up(self, grain: int) -> Histogram:
-        """In units of ``grain``."""
+    def round_up(self, grain: int) -> Histogram:
+        """Return the histogram in units of ``grain``."""
         units = -(-self.lengths // grain)
         starts = np.flatnonzero(np.diff(units, prepend=-1))
         return Histogram(units[starts], np.add.reduceat(self.counts, starts))
@@ -55,9 +53,9 @@ class Histogram(NamedTuple):
 class Fill(NamedTuple):
     """How a histogram is packed, as moves over the samples from the longest to the shortest.
 
-    A move puts the next ``width * each`` samples, all of one length, into the ``width`` packs from ``first``
-    on, ``each`` into every one of them, where ``depth`` samples lie already. All packs of a move have the
-    same content up to then.
+    A move puts the next ``width * each`` samples, all of one length, into ``width`` packs starting at
+    ``first``: ``each`` into every pack, after the ``depth`` samples that it holds. All packs of a move have
+    the same content before it.
     """
 
     packs: int
@@ -67,7 +65,7 @@ class Fill(NamedTuple):
     depth: Integers
 
     def pack_of(self) -> npt.NDArray[np.int32]:
-        """For each sample, from the longest to the shortest, its pack."""
+        """Return the pack of each sample, from the longest to the shortest."""
         first = np.repeat(self.first, self.each).astype(np.int32)
         count = np.repeat(self.width, self.each)
         ends = np.cumsum(count)
@@ -76,11 +74,11 @@ class Fill(NamedTuple):
         return packs
 
     def sizes(self) -> Integers:
-        """How many samples each pack holds."""
+        """Return the number of samples of each pack."""
         return self.totals(self.each)
 
     def totals(self, amounts: Integers) -> Integers:
-        """For each pack the sum of an amount that each move puts into every one of its packs."""
+        """Return for each pack the sum of the amounts of its moves."""
         steps = np.zeros(self.packs + 1, np.int64)
         np.add.at(steps, self.first, amounts)
         np.subtract.at(steps, self.first + self.width, amounts)
@@ -88,36 +86,36 @@ class Fill(NamedTuple):
         return totals
 
     def lengths(self, histogram: Histogram) -> Integers:
-        """The length of the samples of each move."""
-        number = self.width * self.each
-        kind = np.searchsorted(np.cumsum(histogram.counts), np.cumsum(number) - number, "right")
-        found: Integers = histogram.lengths[kind]
-        return found
+        """Return the length of the samples of each move."""
+        samples = self.width * self.each
+        length = np.searchsorted(np.cumsum(histogram.counts), np.cumsum(samples) - samples, "right")
+        lengths: Integers = histogram.lengths[length]
+        return lengths
 
 
 Group = tuple[int, int, int]
-"""Packs with the same content: the number of the first, how many, and how many samples are in each."""
+"""Packs with the same content: the first, how many, and how many samples each holds."""
 
 Move = tuple[int, int, int, int]
 """First pack, width, each and depth: see :class:`Fill`."""
 
 
-def best_fit(histogram: Histogram, capacity: int, rooms_left: Integers | None = None) -> Fill:
-    """Best fit decreasing: each sample, the longest first, goes where it leaves the least room.
+def best_fit(histogram: Histogram, capacity: int, free_spaces: Integers | None = None) -> Fill:
+    """Best fit decreasing: each sample, the longest first, goes where it leaves the least space.
 
-    The result is that of going through the samples one by one: the tightest pack with room for a length takes
-    as many of it as fit before another pack is touched, so all packs of a group can be served in one move.
+    Equals the algorithm on single samples: the tightest pack with space for a length takes as many of it as
+    fit before another pack is used, so all packs of a group are filled in one move.
 
     Args:
         histogram: lengths from 1 to ``capacity``.
         capacity: of a pack.
-        rooms_left: of packs that exist already; they are the first, and ``depth`` counts from what they hold.
+        free_spaces: of packs that exist already; they come first, and ``depth`` counts from their content.
     """
     groups: dict[int, list[Group]] = {}
     moves: list[Move] = []
     lengths, counts = histogram.lengths.tolist(), histogram.counts.tolist()
     large = 0
-    if rooms_left is None:  # samples of more than half a pack have one each: no need to look for room
+    if free_spaces is None:  # each sample of more than half a pack has its own
         large = int((2 * histogram.lengths > capacity).sum())
         firsts = [0, *accumulate(counts[:large])]
         packs = firsts[large]
@@ -128,58 +126,58 @@ def best_fit(histogram: Histogram, capacity: int, rooms_left: Integers | None = 
             if length < capacity
         }
     else:
-        packs = len(rooms_left)
-        for pack, room in enumerate(rooms_left.tolist()):
-            groups.setdefault(room, []).append((pack, 1, 0))
-    rooms = sorted(groups)  # the keys of groups
-    made: list[tuple[int, Group]] = []
+        packs = len(free_spaces)
+        for pack, space in enumerate(free_spaces.tolist()):
+            groups.setdefault(space, []).append((pack, 1, 0))
+    spaces = sorted(groups)  # the keys of groups
+    changed: list[tuple[int, Group]] = []
     for length, left in zip(lengths[large:], counts[large:], strict=True):
-        start = at = bisect_left(rooms, length)
-        while left and at < len(rooms):
-            room = rooms[at]
-            stack = groups[room]
-            left = _serve(stack, room, length, left, moves, made)
+        start = end = bisect_left(spaces, length)
+        while left and end < len(spaces):
+            space = spaces[end]
+            stack = groups[space]
+            left = _serve(stack, space, length, left, moves, changed)
             if stack:
                 break
-            del groups[room]
-            at += 1
-        if at > start:
-            del rooms[start:at]
+            del groups[space]
+            end += 1
+        if end > start:
+            del spaces[start:end]
         if left:
             count = -(-left // (capacity // length))
-            _serve([(packs, count, 0)], capacity, length, left, moves, made)
+            _serve([(packs, count, 0)], capacity, length, left, moves, changed)
             packs += count
-        for room, group in made:
-            if room in groups:
-                groups[room].append(group)
-            elif room:
-                groups[room] = [group]
-                insort(rooms, room)
-        made.clear()
+        for space, group in changed:
+            if space in groups:
+                groups[space].append(group)
+            elif space:
+                groups[space] = [group]
+                insort(spaces, space)
+        changed.clear()
     flat = np.fromiter(chain.from_iterable(moves), np.int64, 4 * len(moves)).reshape(-1, 4)
     return Fill(packs, *np.ascontiguousarray(flat.T))
 
 
 def _serve(
     stack: list[Group],
-    room: int,
+    space: int,
     length: int,
     left: int,
     moves: list[Move],
-    made: list[tuple[int, Group]],
+    changed: list[tuple[int, Group]],
 ) -> int:
-    """Put ``left`` samples of a length into the groups on the stack; returns how many found no place.
+    """Put ``left`` samples of a length into the groups on the stack; return how many did not fit.
 
-    Groups served leave the stack and are added to ``made`` with the room they have now.
+    Filled groups move from the stack to ``changed``, with their remaining space.
     """
-    each = room // length
+    each = space // length
     while stack and left:
         first, count, depth = stack.pop()
         if left <= each:  # one pack takes them all
             if count > 1:
                 stack.append((first + 1, count - 1, depth))
             moves.append((first, 1, left, depth))
-            made.append((room - left * length, (first, 1, depth + left)))
+            changed.append((space - left * length, (first, 1, depth + left)))
             return 0
         served = left // each
         if served < count:
@@ -187,26 +185,26 @@ def _serve(
         else:
             served = count
         moves.append((first, served, each, depth))
-        made.append((room - each * length, (first, served, depth + each)))
+        changed.append((space - each * length, (first, served, depth + each)))
         left -= served * each
     return left
 
 
 def lower_bound(histogram: Histogram, capacity: int) -> int:
-    """No plan has fewer packs than this (Martello and Toth's second bound).
+    """Return a lower bound on the number of packs (Martello and Toth's L2).
 
-    Samples of more than half a pack need one each; what the shorter ones of at least ``k`` tokens cannot find
-    in the room beside those, for some ``k``, needs further packs. ``k = 1`` is the bound of the area.
+    Each sample of more than half a pack needs its own; the shorter samples of at least ``k`` tokens that do
+    not fit next to those need further packs. The bound is the maximum over ``k``.
     """
     lengths, counts = histogram.lengths[::-1], histogram.counts[::-1]
     if not len(lengths):
         return 0
-    number = np.concatenate([[0], np.cumsum(counts)])
+    samples = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * lengths)])
     half = int(np.searchsorted(lengths, capacity // 2, "right"))
     smallest = np.concatenate([[0], lengths[:half]])
     low = np.searchsorted(lengths, smallest, "left")
     high = np.maximum(np.searchsorted(lengths, capacity - smallest, "right"), half)
-    beside = (number[high] - number[half]) * capacity - (tokens[high] - tokens[half])
-    without_room = tokens[half] - tokens[low] - beside
-    return int((number[-1] - number[half] + np.maximum(0, -(-without_room // capacity))).max())
+    free = (samples[high] - samples[half]) * capacity - (tokens[high] - tokens[half])
+    without_space = tokens[half] - tokens[low] - free
+    return int((samples[-1] - samples[half] + np.maximum(0, -(-without_space // capacity))).max())

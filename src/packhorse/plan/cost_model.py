@@ -1,9 +1,7 @@
-"""Balance: what a pack costs to train, and how even the steps of an epoch are.
+"""Cost of training on samples and packs, in floating-point operations.
 
-The cost of a pack is counted in operations: the language model's for each token, its attention for each pair
-of tokens of one document, the vision encoder's for each patch, its attention for each pair of patches of one
-media item. Packs of equal length differ by a factor of two in it. ``order`` puts packs of equal cost
-together.
+Per token and pair of tokens of a document for the language model, per patch and pair of patches of a media
+item for the vision encoder. Packs of equal length differ by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CostWeights:
-    """What one of each costs, in floating-point operations of a forward pass (or any other unit).
+    """Floating-point operations of a forward pass (or any other unit of cost).
 
-    The defaults are those of a language model of 7 B parameters with a vision encoder of 0.6 B.
+    The defaults are for a language model of 7 B parameters with a vision encoder of 0.6 B.
 
     Attributes:
         token: of the language model, without attention.
@@ -43,11 +41,11 @@ class CostWeights:
 
     def __post_init__(self) -> None:
         if min(self.token, self.token_pair, self.patch, self.patch_pair) < 0 or self.token == 0:
-            raise ConfigError(f"{self}: expected weights of 0 or more, and a token that costs something")
+            raise ConfigError(f"{self}: expected weights of 0 or more, and more than 0 for token")
 
     @classmethod
     def of_model(cls, config: Any) -> CostWeights:
-        """From a model's sizes: a transformers config, or a mapping with the same names.
+        """Return the weights of a model, from its transformers config or a mapping with the same names.
 
         A matrix of ``a`` by ``b`` costs ``2ab`` for each token. With hidden size ``h``, ``H`` heads and ``K``
         key heads of size ``d``, intermediate size ``i``, vocabulary ``v`` and ``L`` layers the language
@@ -131,14 +129,14 @@ def sample_costs(
     patches: npt.ArrayLike | None = None,
     patch_pairs: npt.ArrayLike | None = None,
 ) -> Floats:
-    """What each sample costs, which is what it costs in any pack.
+    """Return the cost of each sample, which is the same in any pack.
 
     Args:
         lengths: tokens of each sample.
-        weights: what one of each costs.
+        weights: of the model.
         patches: vision patches of each sample; none if not given.
-        patch_pairs: of each sample the sum of ``m * m`` over its media of ``m`` patches (frames, if the
-            encoder attends within a frame); if not given, as if each sample had one media item.
+        patch_pairs: the sum of ``m * m`` over the media (or frames, if the encoder attends within a frame) of
+            ``m`` patches of each sample; None assumes one media item per sample.
     """
     tokens = np.asarray(lengths, np.float64)
     costs: Floats = weights.token * tokens + weights.token_pair * tokens**2
@@ -150,12 +148,12 @@ def sample_costs(
 
 
 def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames: npt.ArrayLike = 1) -> Floats:
-    """``patch_pairs`` for :func:`sample_costs` from the media of all samples, flat.
+    """Return ``patch_pairs`` for :func:`sample_costs` from the flat media of all samples.
 
     Args:
         media_patches: patches of each media item.
         offsets: the media of sample ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
-        frames: into how many pieces that do not attend to each other a media item falls: frames of a video.
+        frames: of each media item, if they do not attend to each other.
     """
     patches = np.asarray(media_patches, np.float64)
     ends = np.concatenate([[0.0], np.cumsum(patches**2 / np.maximum(1, np.asarray(frames)))])
@@ -165,9 +163,9 @@ def patch_pairs_of(media_patches: npt.ArrayLike, offsets: npt.ArrayLike, frames:
 
 
 def pack_costs(plan: PackPlan, costs: npt.ArrayLike) -> Floats:
-    """What each pack costs, from :func:`sample_costs`."""
-    found: Floats = plan.sums(np.asarray(costs, np.float64))
-    return found
+    """Return the cost of each pack, from :func:`sample_costs`."""
+    totals: Floats = plan.sums(np.asarray(costs, np.float64))
+    return totals
 
 
 def media_masks(**counts: npt.ArrayLike) -> npt.NDArray[np.uint8]:
@@ -197,11 +195,11 @@ def pack_media_masks(plan: PackPlan, **counts: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def straggler_ratio(costs: npt.ArrayLike, steps: Integers) -> float:
-    """How much longer a step takes than with evenly spread work: max / mean over ranks, mean over steps.
+    """Return max / mean of the costs over ranks, averaged over steps; 1.0 is perfectly even.
 
     Args:
         costs: of each pack.
-        steps: the pack of each rank, one row for each step.
+        steps: [steps, ranks], the pack of each rank.
     """
     table = np.asarray(costs, np.float64)[steps]
     return float((table.max(axis=1) / table.mean(axis=1)).mean()) if table.size else 1.0

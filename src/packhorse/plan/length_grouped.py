@@ -1,7 +1,6 @@
-"""Batches of samples of similar length, the same length on every rank at the same step.
+"""``LengthGroupedSampler``: batches of samples of similar length, in the same step on every rank.
 
-A rank's rows go in; the order in which it takes them comes out. Sorting ten million rows takes a few seconds
-and 240 MB; an epoch starts in well under a second.
+Sorting ten million rows takes a few seconds and 240 MB; an epoch starts in well under a second.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ from packhorse.types import Drop, Flags, Integers, Reason, Rows, World
 
 
 class IntegerSequence(Sequence[int]):
-    """Reads like a list of ints (``[i]``, ``len``, ``==`` with a list), is kept like a numpy array.
-
-    ``np.asarray`` of it costs nothing. Ten million numbers take 80 MB; as a list they would take 400.
-    """
+    """A sequence of ints (``[i]``, ``len``, ``==`` with a list) over a numpy array."""
 
     __slots__ = ("_values",)
     __hash__ = None  # type: ignore[assignment]
@@ -57,8 +53,8 @@ class IntegerSequence(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        found: int | list[int] = self._values[index].tolist()
-        return found
+        values: int | list[int] = self._values[index].tolist()
+        return values
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, list | tuple | IntegerSequence | np.ndarray):
@@ -98,20 +94,20 @@ def ranks_sharing(dataset: Rows) -> int:
 
 
 def key_of(dataset: Rows, index: int) -> str:
-    """Return the name of a row in the ledger: the dataset's own (``coco/812``), else its number."""
+    """Return the key of a row in the ledger: that of the dataset (``coco/812``), else its index."""
     for wrapper in _wrappers(dataset):
         if isinstance(wrapper, Subset):
             index = int(wrapper.indices[index])
-        elif callable(own := getattr(wrapper, "key", None)):
-            return str(own(index))
+        elif callable(key := getattr(wrapper, "key", None)):
+            return str(key(index))
     return str(index)
 
 
 def ledger_of(dataset: Rows) -> Ledger:
-    """Return the dataset's own ledger, or that of what it wraps, or that of this process."""
+    """Return the ledger of the dataset, of what it wraps, or of this process."""
     for wrapper in _wrappers(dataset):
-        if isinstance(own := getattr(wrapper, "ledger", None), Ledger):
-            return own
+        if isinstance(ledger := getattr(wrapper, "ledger", None), Ledger):
+            return ledger
     return default_ledger()
 
 
@@ -119,8 +115,8 @@ def processor_of(dataset: Any) -> Any:
     """Return the processor that a wrapper encodes with; None if there is none, or several are joined."""
     for wrapper in _wrappers(dataset):
         if isinstance(wrapper, ConcatDataset):
-            found = {id(one): one for one in map(processor_of, wrapper.datasets)}
-            return next(iter(found.values())) if len(found) == 1 else None
+            processors = {id(processor): processor for processor in map(processor_of, wrapper.datasets)}
+            return next(iter(processors.values())) if len(processors) == 1 else None
         if getattr(wrapper, "processor", None) is not None:
             return wrapper.processor
     return None
@@ -152,11 +148,12 @@ def smallest_share(dataset: MetaDataset, world: World, max_length: int | None, p
         raise ConfigError(
             f"the dataset is split across {sorted(sizes)} ranks: expected {world.size}, as in {world}"
         )
-    everything = [replace(one.selection, world=World(), remainder="keep") for one in dataset.sources]
+    everything = [replace(source.selection, world=World(), remainder="keep") for source in dataset.sources]
     fits = np.ones(sum(map(len, everything)), np.bool_)
     if max_length is not None:
-        whole = [replace(one, selection=rows) for one, rows in zip(dataset.sources, everything, strict=True)]
-        counts = counts_of(MetaDataset(whole, Ledger()), processor) if processor is not None else None
+        pairs = zip(dataset.sources, everything, strict=True)
+        unsplit = MetaDataset([replace(source, selection=rows) for source, rows in pairs], Ledger())
+        counts = counts_of(unsplit, processor) if processor is not None else None
         if counts is None:
             return None
         fits = ~are_too_long(counts.total, counts.exact, max_length)
@@ -173,45 +170,44 @@ def smallest_share(dataset: MetaDataset, world: World, max_length: int | None, p
 logger = getLogger("packhorse.samplers")
 
 _CHUNKS_AT_ONCE = 8192
-_NAMED_ONE_BY_ONE = 10_000
+_MOST_SINGLE_ENTRIES = 10_000
 _GOLDEN = 0.6180339887498949
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Gives batches of neighbours in length; step N has similar lengths on every rank.
+    """Yields batches of samples of similar length; step N has similar lengths on every rank.
 
-    Each rank samples from its own rows (``shard_data=True``). They are sorted by tokens, the longest first;
-    each epoch the sorted order is cut into chunks of ``batch_size``, and the chunks are taken in an order
-    drawn from ``seed + epoch``, the same on all ranks. So a ``DataLoader`` of that batch size gets batches of
-    neighbours, and ranks wait little for each other. Where the number of rows does not divide by
-    ``batch_size``, one chunk is short: a different one each epoch, and it comes last.
+    Each rank samples from its own rows (``shard_data=True``), sorted by tokens, the longest first. Each epoch
+    the sorted order is cut into chunks of ``batch_size``, which are shuffled with ``seed + epoch``, the same
+    on all ranks. If ``batch_size`` does not divide the number of rows, one chunk is short: a different one
+    each epoch, which comes last.
 
-    All ranks take as many rows as the one that has the fewest. With a process group that number is agreed on
-    when the sampler is made, so make it on all ranks. Rows of the others that are over are dropped evenly
-    along the sorted order, different ones each epoch, and are recorded in the ledger.
+    All ranks take as many rows as the rank with the fewest. With a process group they agree on that number in
+    the constructor, which all ranks have to call. Surplus rows are dropped evenly along the sorted order,
+    different ones each epoch, and recorded in the ledger.
 
-    A length comes from the count file that ``packhorse count`` has written for this processor if there is
-    one, else from the row's own fields, else it is estimated; the log says for how many rows each.
+    Lengths come from the count file of ``packhorse count`` for this processor, else from the row's own
+    fields, else they are estimated; the log has the number of rows of each.
 
     Args:
         dataset: this rank's rows, wrapped or not.
         seed: the same on every rank.
-        processor: its geometry (``image_processor``, ``video_processor``) tells the tokens of media of known
-            size; count files are looked for by it. A processor or the path of one; without it the one that
-            the dataset's wrapper encodes with.
-        max_length: leave out rows of more tokens, or, where the length is not exact, of more than
+        processor: finds count files and, by its geometry (``image_processor``, ``video_processor``), the
+            tokens of media of known size. A processor or the path of one; None for the one that the
+            dataset's wrapper encodes with.
+        max_length: drop rows of more tokens or, if the length is not exact, of more than
             ``max_length + 512``; they are recorded in the ledger.
-        batch_size: how many samples are taken together.
-        world: this rank's place, where there is no process group, or ``World()`` to agree with nobody.
+        batch_size: samples of a batch.
+        world: this rank, if there is no process group; ``World()`` does not communicate.
         counts: the lengths of the rows, if the caller has them.
-        smallest: how many rows every rank has left, if that was agreed on elsewhere.
-        ledger: where rows that are dropped are recorded; the dataset's own, or else the process's.
+        smallest: the rows that every rank takes, if agreed on elsewhere.
+        ledger: records dropped rows; by default that of the dataset, else of the process.
 
     Attributes:
         lengths: tokens of each row of the dataset, in its order.
         sorted_indices: the rows of this epoch, the longest first.
-        length_source: how many rows have their length from which source: ``given``, ``sidecar``,
-            ``row fields``, ``estimate``, or ``unknown`` (the row cannot be read: 0 tokens).
+        length_source: number of rows by the source of their length: ``given``, ``sidecar``, ``row fields``,
+            ``estimate``, or ``unknown`` (the row cannot be read: 0 tokens).
         epoch: see :meth:`set_epoch`.
         batch_size: at least 1.
 
@@ -241,7 +237,7 @@ class LengthGroupedSampler(Sampler[int]):
         self._image_cfg = self._extract_image_config(processor)
         self._video_cfg = self._extract_video_config(processor)
         self.lengths = self._compute_or_load_lengths(dataset)
-        self._order = self._longest_first()
+        self._order = self._sort_rows()
         self._count = self._agree_on_count(len(self._order), world, smallest)
         self._start = self._position = 0
         self._thinned: tuple[int, Integers] | None = None
@@ -253,7 +249,7 @@ class LengthGroupedSampler(Sampler[int]):
         return IntegerSequence(self._rows_of(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch has another order. A position that was loaded for this very epoch stays."""
+        """Set the epoch, which changes the order. A position loaded for the same epoch is kept."""
         if epoch != self.epoch:
             self.epoch, self._start, self._position = epoch, 0, 0
 
@@ -261,7 +257,7 @@ class LengthGroupedSampler(Sampler[int]):
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        self._position = self._start  # at once: what was given before is another iteration's
+        self._position = self._start
         return self._iterate()
 
     def _iterate(self) -> Iterator[int]:
@@ -275,10 +271,9 @@ class LengthGroupedSampler(Sampler[int]):
                 yield index
 
     def state_dict(self) -> dict[str, int]:
-        """Where the sampler is: how many indices of which epoch it has given.
+        """Return the epoch and the number of indices that were yielded.
 
-        A ``DataLoader`` asks ahead of the training; what it holds ready but has not delivered is not known
-        here. Whoever knows how many samples were used writes that under ``position``.
+        A ``DataLoader`` prefetches: to resume exactly, set ``position`` to the number of samples used.
         """
         return {
             "epoch": self.epoch,
@@ -289,15 +284,15 @@ class LengthGroupedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken: the next iteration begins there, at once.
+        """Resume from :meth:`state_dict`: the next iteration starts at its position.
 
         Raises:
-            ConfigError: it was taken from another order: seed, batch size or the number of samples differ.
+            ConfigError: seed, batch size or the number of samples differ.
         """
-        own = self.state_dict()
+        current = self.state_dict()
         for name in ("seed", "batch_size", "samples"):
-            if state[name] != own[name]:
-                raise ConfigError(f"the state has {name}={state[name]}, this sampler {own[name]}")
+            if state[name] != current[name]:
+                raise ConfigError(f"the state has {name}={state[name]}, this sampler {current[name]}")
         if not 0 <= state["position"] <= self._count:
             raise ConfigError(f"position {state['position']} of {self._count} samples")
         self.epoch, self._start = state["epoch"], state["position"]
@@ -315,32 +310,32 @@ class LengthGroupedSampler(Sampler[int]):
 
     @staticmethod
     def _get_raw_samples(dataset: Rows) -> Any:
-        """What lies under the wrappers of a dataset."""
+        """See :func:`raw_samples`."""
         return raw_samples(dataset)
 
     def _compute_or_load_lengths(self, dataset: Rows) -> IntegerSequence:
-        """Tokens of each row, from the best source there is."""
+        """Return the tokens of each row, from the best source."""
         configs = self._image_cfg, self._video_cfg
-        found = row_lengths(dataset, self._processor, *configs, counts=self._counts)
-        self.length_source = found.sources
-        self._exact: Flags = found.exact
-        return IntegerSequence(found.tokens)
+        lengths = row_lengths(dataset, self._processor, *configs, counts=self._counts)
+        self.length_source = lengths.sources
+        self._exact: Flags = lengths.exact
+        return IntegerSequence(lengths.tokens)
 
     def _estimate_tokens(self, example: Mapping[str, Any]) -> tuple[int, int]:
-        """(text tokens, media tokens) of one example, by its fields or estimated."""
+        """Return (text tokens, media tokens) of one example, from its fields or estimated."""
         total, media, _ = estimate_lengths(columns_of([example]), self._image_cfg, self._video_cfg)
         return int(total[0] - media[0]), int(media[0])
 
     def _estimate_image_tokens(self, img_meta: Any) -> int:
-        """Tokens of one image by its ``[height, width]``."""
+        """Return the tokens of an image of ``[height, width]``."""
         return estimate_image_tokens(img_meta, self._image_cfg)
 
     def _estimate_video_tokens(self, vid_meta: Any) -> int:
-        """Tokens of one video by its ``[total_frames, height, width, fps, duration]``."""
+        """Return the tokens of a video of ``[total_frames, height, width, fps, duration]``."""
         return estimate_video_tokens(vid_meta, self._video_cfg)
 
-    def _longest_first(self) -> Integers:
-        """All rows that are not too long; those that are go to the ledger."""
+    def _sort_rows(self) -> Integers:
+        """Return the rows that are not too long, the longest first; record the others."""
         lengths = np.asarray(self.lengths)
         order: Integers = np.argsort(-lengths, kind="stable")
         if self.max_length is None:
@@ -353,7 +348,7 @@ class LengthGroupedSampler(Sampler[int]):
         return order[~too_long[order]]
 
     def _agree_on_count(self, count: int, world: World | None, smallest: int | None) -> int:
-        """How many rows every rank takes in an epoch."""
+        """Return the number of rows that every rank takes in an epoch."""
         if smallest is not None:
             if not 0 <= smallest <= count:
                 raise ConfigError(f"smallest={smallest}: this rank has {count} rows that are not too long")
@@ -368,8 +363,8 @@ class LengthGroupedSampler(Sampler[int]):
             return count
         if self._counts is not None and self.max_length is not None:
             raise ConfigError(
-                f"counts= and max_length with {world}: how many rows the other ranks leave out by their own "
-                "counts is not known. Initialise torch.distributed, or pass smallest="
+                f"counts= and max_length with {world}: the number of rows that other ranks drop is unknown. "
+                "Initialise torch.distributed, or pass smallest="
             )
         raw, agreed = raw_samples(self._dataset), None
         if isinstance(raw, MetaDataset):
@@ -378,40 +373,40 @@ class LengthGroupedSampler(Sampler[int]):
             return count  # the dataset has to have equal shards
         if agreed is None:
             raise ConfigError(
-                f"max_length with {world}: how many rows the other ranks leave out is not known. Initialise "
-                "torch.distributed, pass smallest=, or run `packhorse count` and sample from "
+                f"max_length with {world}: the number of rows that other ranks drop is unknown. "
+                "Initialise torch.distributed, pass smallest=, or run `packhorse count` and sample from "
                 "open_meta_dataset(…)"
             )
         if agreed > count:
             raise ConfigError(
-                f"the files tell that every rank has {agreed} rows, but this one has {count}: sample from "
+                f"by the files every rank has {agreed} rows, but this one has {count}: sample from "
                 "the rows of open_meta_dataset(…) themselves, or pass smallest="
             )
         return agreed
 
     def _rows_of(self, epoch: int) -> Integers:
-        """The rows of an epoch in sorted order: all, or so many that every rank has the same number."""
+        """Return the rows of an epoch in sorted order, without surplus rows."""
         rows, over = len(self._order), len(self._order) - self._count
         if not over:
             return self._order
         if self._thinned is None or self._thinned[0] != epoch:
-            # Evenly along the order, so that equal places keep similar lengths on all ranks; shifted by the
-            # golden ratio, so that no two epochs leave out the same rows if it can be helped.
+            # Evenly along the order, so that equal positions keep similar lengths on all ranks; shifted by
+            # the golden ratio, so that epochs drop different rows.
             phase = (abs(self.seed) + epoch) * _GOLDEN % 1
             without = ((np.arange(over) + phase) * rows / over).astype(np.int64)
             self._thinned = epoch, np.delete(self._order, without)
         return self._thinned[1]
 
     def _blocks(self, rows: Integers, epoch: int, start: int) -> Iterator[Integers]:
-        """The rows of an epoch in the order in which they are taken, from place ``start`` on."""
+        """Yield the rows of an epoch in their random order, from ``start`` on."""
         size, count = self.batch_size, len(rows)
         chunks, rest = -(-count // size), count % size
         generator = torch.Generator().manual_seed(self.seed + epoch)
         drawn = torch.randperm(chunks, generator=generator).numpy()
         firsts, last = drawn * size, np.empty(0, np.int64)
         if rest:
-            # A short chunk in the middle would shift all batches after it, so it comes last; and were it
-            # always the end of the order, drop_last would lose the same rows in every epoch.
+            # The short chunk comes last, to shift no batch, and is drawn, so that drop_last does not drop
+            # the same rows in every epoch.
             short = int(torch.randint(chunks, (1,), generator=generator))
             firsts = (drawn * size - (drawn > short) * (size - rest))[drawn != short]
             last = rows[short * size : short * size + rest]
@@ -436,26 +431,22 @@ class LengthGroupedSampler(Sampler[int]):
         lengths: Integers | None = None,
         epoch: int | None = None,
     ) -> None:
-        """Name rows in the ledger: one by one with their lengths, or as whole arrays if they are many."""
+        """Record rows in the ledger: single entries with their lengths, or arrays if they are many."""
         many: dict[str, list[int]] = defaultdict(list)
-        one_by_one = len(rows) <= _NAMED_ONE_BY_ONE
-        for place, row in enumerate(rows.tolist()):
+        for position, row in enumerate(rows.tolist()):
             key = key_of(self._dataset, row)
             name, _, number = key.rpartition("/")
-            if number.isdigit() and not one_by_one:
+            if number.isdigit() and len(rows) > _MOST_SINGLE_ENTRIES:
                 many[name].append(int(number))
                 continue
-            tokens = "" if lengths is None else f"{lengths[place]} tokens are "
+            tokens = "" if lengths is None else f"{lengths[position]} tokens are "
             self.ledger.record(Drop(key, "plan", reason, tokens + detail, "dropped", name, epoch))
         for name, numbers in many.items():
-            found = np.unique(np.array(numbers, np.int64))
-            self.ledger.record_rows(name, found, stage="plan", reason=reason, detail=detail, epoch=epoch)
+            unique = np.unique(np.array(numbers, np.int64))
+            self.ledger.record_rows(name, unique, stage="plan", reason=reason, detail=detail, epoch=epoch)
 
     def _warn_of_accelerate(self) -> None:
-        """Warn that Accelerate splits batches of a prepared DataLoader across ranks, even if rows are split.
-
-        Whether the DataLoader will be prepared cannot be known here.
-        """
+        """Warn that Accelerate splits batches of a prepared DataLoader, even if rows are split already."""
         state = sys.modules.get("accelerate.state")
         if state is not None and state.is_initialized() and ranks_sharing(self._dataset) > 1:
             logger.warning(
@@ -471,7 +462,7 @@ class LengthGroupedSampler(Sampler[int]):
         unknown = self.length_source[SOURCES[UNKNOWN]]
         if unknown:
             logger.warning(
-                "%s rows cannot be read: taken as 0 tokens, loading them will say why", f"{unknown:,}"
+                "%s rows cannot be read and count as 0 tokens; loading them records why", f"{unknown:,}"
             )
         too_long = len(self.lengths) - len(self._order)
         if too_long:

@@ -2,7 +2,8 @@
 
 Sources, the best first: lengths that the caller gives, the sidecar of ``packhorse count``, the row's own
 fields, an estimate. :func:`row_lengths` answers for rows, :func:`sample_lengths` for what a dataset encodes
-from them, and :class:`LazyLengths` counts single samples when they are needed.
+from them, :class:`LazyLengths` counts single samples, and :func:`check_eligibility` finds those that no pack
+holds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from packhorse.formats.estimate import (
 from packhorse.formats.example_media import inject_fake_image
 from packhorse.formats.meta import MetaDataset, RowKeys
 from packhorse.formats.summary import MetaExamples
-from packhorse.types import Conversation, Flags, Integers, Rows
+from packhorse.types import Conversation, Flags, Integers, Reason, Rows
 from packhorse.utils.progress import Progress
 
 logger = getLogger("packhorse.datasets")
@@ -105,9 +106,9 @@ class Lengths:
 
     @property
     def sources(self) -> Counter[str]:
-        """How many rows have their length from which source."""
+        """Number of rows by source."""
         rows = np.bincount(self.source, minlength=len(SOURCES)).tolist()
-        return Counter({name: number for name, number in zip(SOURCES, rows, strict=True) if number})
+        return Counter({name: count for name, count in zip(SOURCES, rows, strict=True) if count})
 
 
 def after_shift(tokens: Integers) -> Integers:
@@ -166,7 +167,7 @@ def _given_lengths(
         lengths = np.asarray(counts)
     if lengths.shape != (rows,) or lengths.dtype.kind not in "iu":
         raise ConfigError(
-            f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one whole number for "
+            f"counts= is of shape {lengths.shape} and type {lengths.dtype}: expected one integer for "
             f"each of the dataset's {rows} rows"
         )
     if isinstance(counts, CountColumns):
@@ -320,7 +321,7 @@ def sample_lengths(
     Args:
         dataset: encodes the samples.
         ds_raw: their rows; without it what one of Packhorse's own wrappers wraps, or the dataset itself (any
-            other wrapper is asked for all of its samples, which may encode them).
+            other wrapper returns all its samples, which may encode them).
         processor: for the geometry of media and to find counts; without it the dataset's.
         counts: exact counts of the rows.
 
@@ -370,7 +371,7 @@ def _fake_image_tokens(dataset: Rows) -> int:
 
 
 class LazyLengths:
-    """Counts the tokens of single samples, before the label shift, when they are asked for.
+    """Counts the tokens of single samples, before the label shift, on access.
 
     Args:
         dataset: the encoding dataset.
@@ -412,7 +413,7 @@ class LazyLengths:
             if self._counter is None:
                 self._counter = TokenCounter(self._wrapper.encoder)
             return self._counter.count(_encoded_conversation(self._wrapper, index)).count.total
-        return 0  # encoding it fails too, and says why
+        return 0  # encoding raises the same error, and records it
 
     def __getstate__(self) -> dict[str, Any]:
         # Recounting in a worker is cheaper than sending the counts to each of them.
@@ -426,3 +427,99 @@ def _encoded_conversation(dataset: PreTokenizedDatasetWrapper, index: int) -> Co
     if dataset.inject_fake_images and "image" in dataset.family.kinds:
         example = inject_fake_image(example)
     return parse_conversation(example, key)
+
+
+# Which samples can be packed.
+
+FOUND_WHEN_COUNTED = "found when it was counted"
+"""In the ledger, after the detail of a row that was bad before planning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eligibility:
+    """Which samples of a dataset can be packed.
+
+    Attributes:
+        lengths: tokens that each takes up in a pack.
+        bad: rows that could not be counted.
+        too_long: samples that are excluded because they exceed a pack (or ``max_length``).
+        doubtful: samples that seem to be too long, and stay until they are encoded.
+        capacity: the longest sample that a pack holds.
+        counts: exact counts; None if lengths are estimated.
+        limit: the most tokens that the dataset encodes; None for no limit.
+    """
+
+    lengths: Integers
+    bad: Flags
+    too_long: Flags
+    doubtful: Flags
+    capacity: int
+    counts: CountColumns | None = None
+    limit: int | None = None
+
+    def bad_reason(self, index: int, dataset: Rows) -> tuple[Reason, str]:
+        """Return the reason and the detail of a bad row, with its location in the file if known."""
+        assert self.counts is not None, "without counts no row is known to be bad"
+        reason: Reason = self.counts.status[index]
+        locations = getattr(getattr(dataset, "dataset", None), "locations", None)
+        location = f"; {locations([index])[0]}" if callable(locations) else ""
+        return reason, f"{self.counts.detail[index]} ({FOUND_WHEN_COUNTED}){location}"
+
+    def overlong_reason(self, index: int) -> str:
+        """Return the detail of a sample that is too long."""
+        length = int(self.lengths[index])
+        about = "" if self.counts is not None else "an estimated "
+        if length <= self.capacity and self.limit is not None and length + 1 > self.limit:
+            return f"{about}{length + 1:,} tokens are more than max_length={self.limit:,}"
+        return f"{about}{length + 1:,} tokens ({length:,} after the shift) for packs of {self.capacity:,}"
+
+
+def check_eligibility(
+    dataset: Rows, found: Lengths, pack_size: int, alignment: int, drop_long: bool
+) -> Eligibility:
+    """Find the samples that can be in no pack.
+
+    Args:
+        dataset: encodes them.
+        found: their lengths, before the shift.
+        pack_size: the most tokens of a pack.
+        alignment: the padded length of each sample is a multiple of this.
+        drop_long: also exclude samples that only seem to be too long.
+    """
+    capacity = pack_size - pack_size % alignment
+    tokens, limit = found.tokens, None
+    bad = surely = np.zeros(len(tokens), np.bool_)
+    if found.counts is not None:
+        bad = ~found.counts.ok
+        tokens, surely, limit = _surely_too_long(dataset, tokens, found.counts, capacity)
+    lengths = after_shift(tokens)
+    seems = (lengths > capacity) & ~bad
+    too_long = surely | (seems & drop_long)
+    return Eligibility(lengths, bad, too_long, seems & ~too_long, capacity, found.counts, limit)
+
+
+def _surely_too_long(
+    dataset: Rows, tokens: Integers, counts: CountColumns, capacity: int
+) -> tuple[Integers, Flags, int | None]:
+    """Return tokens, which samples are surely too long, and the most tokens that the dataset accepts.
+
+    The tokens of the fake image are known up to one or two, so samples near the limit are counted with it.
+    """
+    wrapper = dataset if isinstance(dataset, PreTokenizedDatasetWrapper) else None
+    if wrapper is not None and wrapper.post_tokenize_hook is not None:  # which may add or remove any number
+        return tokens, np.zeros(len(tokens), np.bool_), None
+    least = np.where(counts.exact, counts.total, np.where(counts.off_by < 0, 0, counts.total - counts.off_by))
+    limit = None if wrapper is None else wrapper.max_length
+    if wrapper is not None and limit is not None and wrapper.truncate:
+        least, limit = np.where(counts.total > limit, 0, least), None
+    most = capacity + 1 if limit is None else min(capacity + 1, limit)
+    surely = counts.ok & (least > most)
+    near = np.flatnonzero((tokens > most) & ~surely & counts.ok & (least > 0))
+    lazy = LazyLengths(dataset)
+    if len(near) and lazy.countable:
+        tokens = tokens.copy()
+        for index in near.tolist():
+            total = lazy.total(index)
+            if total:
+                tokens[index], surely[index] = total, total > most
+    return tokens, surely, limit

@@ -1,4 +1,4 @@
-"""The documented planning functions: lists in, lists of lists out."""
+"""Plan packs: which samples go into which pack."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import numpy.typing as npt
 
 from packhorse.errors import ConfigError
 from packhorse.plan.best_fit import Fill, Histogram, best_fit, lower_bound
-from packhorse.plan.cutting_stock import Assignment, improved
+from packhorse.plan.cutting_stock import Assignment, improve
 from packhorse.plan.limits import Resource, within_limits
 from packhorse.plan.pack_plan import DROP_REASONS, PackPlan, sums_by_pack
 from packhorse.plan.schedule import random_generator
 from packhorse.types import Integers
 
 Limits = Mapping[str, tuple[npt.ArrayLike, int]]
-"""Further limits by name: what each sample takes, and how much of it a pack may hold."""
+"""Further limits by name: what each sample takes, and the most that a pack may hold."""
 
 _LARGEST = 2**31 - 1
-_PLANNER = 1  # goes up when the same lengths give another plan
+_PLANNER = 1  # incremented when the same lengths give another plan
 
 Positions = npt.NDArray[np.int32]
 
 _LOWER_HALF = 0 if sys.byteorder == "little" else 1
-# From so many samples on copying runs is quicker than a second sort, provided that the runs are this long.
+# Copying runs needs half the time of a second sort from this many samples on, if the runs are this long:
+# benchmarks/packing.py promises at most 5 times np.sort for ten million samples.
 _MANY, _LONG_RUN = 1 << 20, 24
-_PIECE = 1 << 14  # numbers that stay in the processor's cache while several operations pass over them
-_LEAST_BITS = 16  # a shuffle of two samples draws its order from this many bits
+_PIECE = 1 << 14  # integers that stay in the processor's cache over several operations
+_LEAST_BITS = 16  # even two samples are shuffled with this many bits
 
 
 def plan_packs(
@@ -46,30 +47,29 @@ def plan_packs(
     effort: float | None = None,
     empty: Literal["drop", "keep"] = "drop",
 ) -> PackPlan:
-    """Put samples into as few packs as can be found.
+    """Assign samples to as few packs as possible.
 
     Every sample is in exactly one pack, or dropped with a reason: ``too_long`` (for the capacity),
-    ``over_limit`` (alone over a further limit), ``empty_sample`` (no tokens). No pack is over the capacity or
-    over any limit, and there are never more packs than best fit decreasing makes. The same arguments give the
-    same plan.
+    ``over_limit`` (alone over a further limit), ``empty_sample`` (no tokens). No pack exceeds the capacity or
+    a limit, and there are never more packs than with best fit decreasing. The same arguments give the same
+    plan.
 
     Args:
         lengths: tokens of each sample: a list, an array or a tensor of integers.
-        capacity: how many tokens a pack holds.
+        capacity: tokens of a pack.
         limits: for example ``{"visual tokens": (visual, 6144), "documents": (np.ones(n, int), 32)}``.
         alignment: each sample takes up its length rounded up to a multiple of this.
-        seed: deals samples of one length at random; None deals them in the order in which they come.
-        epoch: deals them anew.
+        seed: assigns samples of one length at random; None keeps their order.
+        epoch: changes the random assignment.
         dataset_ids: the dataset of each sample; samples of one length are assigned so that each dataset is
             spread evenly over the packs.
-        effort: about how many seconds to look for something better than best fit; 0 is best fit alone; None
-            spends, where best fit is more than 0.1 % over the bound, as long as the packs that could be saved
-            take to train (a twentieth of a second each), but five seconds at most.
-        empty: what to do with samples of no tokens; ``"keep"`` puts them into the last pack, and goes with no
-            ``limits``.
+        effort: approximate seconds to search for a better plan than best fit; 0 is best fit alone. None
+            searches if best fit is more than 0.1 % over the bound: a twentieth of a second for each pack
+            that could be saved, at most five seconds.
+        empty: samples of no tokens are dropped, or kept in the last pack (not with ``limits``).
 
     Raises:
-        ConfigError: an argument is out of range, or not of the right kind or number.
+        ConfigError: an argument is out of range, or of the wrong type or length.
     """
     tokens = as_integers(lengths, "lengths")
     if not 0 < capacity <= _LARGEST or not 0 < alignment <= _LARGEST:
@@ -83,16 +83,16 @@ def plan_packs(
         None if dataset_ids is None else as_integers(dataset_ids, "dataset_ids", len(tokens)).astype(np.int64)
     )
     units = tokens if alignment == 1 else -(-tokens // alignment)
-    room = capacity // alignment
-    codes = _drop_codes(units, room, others)
+    units_per_pack = capacity // alignment
+    codes = _drop_codes(units, units_per_pack, others)
     kept = None if codes is None else np.flatnonzero(codes < 0)
     if kept is not None:
         units, others = units[kept], [other.take(kept) for other in others]
         groups = None if groups is None else groups[kept]
-    order = longest_first(units, room, seed=seed, epoch=epoch, dataset_ids=groups)
-    histogram = Histogram.of(units, room)
-    bound = lower_bound(histogram, room)
-    fill = _filled(histogram, room, bound, effort, [other.take(order) for other in others])
+    order = longest_first(units, units_per_pack, seed=seed, epoch=epoch, dataset_ids=groups)
+    histogram = Histogram.of(units, units_per_pack)
+    bound = lower_bound(histogram, units_per_pack)
+    fill = _pack(histogram, units_per_pack, bound, effort, [other.take(order) for other in others])
     if isinstance(fill, Fill):
         offsets, indices = assign_samples(fill, order)
     else:
@@ -103,7 +103,7 @@ def plan_packs(
         packed = sums_by_pack((tokens if kept is None else tokens[kept])[indices], offsets)
     if kept is not None:
         indices = kept.astype(np.int32)[indices]
-    plan = PackPlan(offsets, indices, packed, *_dropped(codes), capacity, bound)
+    plan = PackPlan(offsets, indices, packed, *_drops(codes), capacity, bound)
     return _with_empty_samples(plan) if empty == "keep" else plan
 
 
@@ -120,10 +120,10 @@ def plan_key(
     empty: str = "drop",
     source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What ``plan_packs`` would plan from: a digest of all counts, and the settings.
+    """Return the key of a plan: a digest of all counts, and the settings.
 
-    It takes the arguments of ``plan_packs``, and as ``source`` anything else that JSON can hold and on which
-    the plan depends: names of data, of the processor.
+    Takes the arguments of ``plan_packs``, and as ``source`` anything else, as JSON, that the plan depends on:
+    names of data, of the processor.
     """
     hashed = hashlib.blake2b(digest_size=16)
     tokens = as_integers(lengths, "lengths")
@@ -152,62 +152,63 @@ def plan_key(
     return plain
 
 
-def _filled(
-    histogram: Histogram, room: int, bound: int, effort: float | None, others: list[Resource]
+def _pack(
+    histogram: Histogram, units_per_pack: int, bound: int, effort: float | None, others: list[Resource]
 ) -> Fill | Assignment:
-    """The pack of each sample, from the longest to the shortest."""
-    fit = best_fit(histogram, room)
-    fill = improved(histogram, room, fit, bound, effort)
+    """Return the pack of each sample, from the longest to the shortest."""
+    fit = best_fit(histogram, units_per_pack)
+    fill = improve(histogram, units_per_pack, fit, bound, effort)
     if not others:
         return fill
     plan = Assignment(fill.packs, fill.pack_of()) if isinstance(fill, Fill) else fill
-    tokens = Resource(np.repeat(histogram.lengths, histogram.counts), room)
+    tokens = Resource(np.repeat(histogram.lengths, histogram.counts), units_per_pack)
     return within_limits(plan, tokens, others, bound)
 
 
 def as_integers(values: npt.ArrayLike, what: str, expected: int | None = None) -> npt.NDArray[np.integer]:
-    """An array of integers that are not negative.
+    """Return ``values`` as an array of non-negative integers.
 
     Raises:
-        ConfigError: they are something else, or not ``expected`` many.
+        ConfigError: they are something else, or their number is not ``expected``.
     """
     array = np.asarray(values)
     if array.ndim == 1 and not len(array):
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigError(f"{what}: expected one row of integers, found shape {array.shape} of {array.dtype}")
+        raise ConfigError(
+            f"{what}: expected a 1-d array of integers, found shape {array.shape} of {array.dtype}"
+        )
     if expected is not None and len(array) != expected:
         raise ConfigError(f"{what}: expected one for each of the {expected:,} samples, found {len(array):,}")
     if len(array) and (smallest := array.min()) < 0:
-        at = int(array.argmin())
-        raise ConfigError(f"{what}: expected 0 or more, found {smallest} for sample {at}")
+        raise ConfigError(f"{what}: expected 0 or more, found {smallest} for sample {int(array.argmin())}")
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int64)
 
 
 def _resources(limits: Limits, samples: int) -> list[Resource]:
-    found = []
+    resources = []
     for name, (values, limit) in limits.items():
         if limit < 1:
             raise ConfigError(f"limit of {name}: expected 1 or more, found {limit}")
-        found.append(Resource(as_integers(values, name, samples).astype(np.int64), limit))
-    return found
+        resources.append(Resource(as_integers(values, name, samples).astype(np.int64), limit))
+    return resources
 
 
 def _drop_codes(
-    units: npt.NDArray[np.integer], room: int, others: list[Resource]
+    units: npt.NDArray[np.integer], units_per_pack: int, others: list[Resource]
 ) -> npt.NDArray[np.int8] | None:
-    """Why each sample is in no pack (-1: it is in one), or None if all of them are."""
-    if not len(units) or (units.min() > 0 and units.max() <= room and not others):
+    """Return the drop code of each sample (-1: packed), or None if all are packed."""
+    if not len(units) or (units.min() > 0 and units.max() <= units_per_pack and not others):
         return None
     codes = np.full(len(units), -1, np.int8)
     for other in others:
         codes[other.values > other.limit] = DROP_REASONS.index("over_limit")
-    codes[units > room] = DROP_REASONS.index("too_long")
+    codes[units > units_per_pack] = DROP_REASONS.index("too_long")
     codes[units == 0] = DROP_REASONS.index("empty_sample")
     return codes if codes.max() >= 0 else None
 
 
-def _dropped(codes: npt.NDArray[np.int8] | None) -> tuple[Integers, npt.NDArray[np.uint8]]:
+def _drops(codes: npt.NDArray[np.int8] | None) -> tuple[Integers, npt.NDArray[np.uint8]]:
     if codes is None:
         return np.zeros(0, np.int64), np.zeros(0, np.uint8)
     positions = np.flatnonzero(codes >= 0)
@@ -215,7 +216,7 @@ def _dropped(codes: npt.NDArray[np.int8] | None) -> tuple[Integers, npt.NDArray[
 
 
 def _with_empty_samples(plan: PackPlan) -> PackPlan:
-    """The plan with its samples of no tokens in the last pack, or in one of their own if there is none."""
+    """Return the plan with its empty samples in the last pack, or in a new one if there is none."""
     are_empty = plan.drop_codes == DROP_REASONS.index("empty_sample")
     samples = plan.dropped[are_empty]
     if not len(samples):
@@ -231,18 +232,18 @@ def _with_empty_samples(plan: PackPlan) -> PackPlan:
 
 
 def greedy_knapsack(lengths: npt.ArrayLike, max_length: int) -> list[list[int]]:
-    """Put samples into bins by best fit decreasing.
+    """Assign samples to bins by best fit decreasing.
 
     >>> greedy_knapsack([5, 3, 4, 20], 8)
     [[0, 1], [2]]
 
     Args:
         lengths: tokens of each sample.
-        max_length: what a bin holds.
+        max_length: tokens of a bin.
 
     Returns:
-        Lists of positions. Every sample of at most ``max_length`` tokens is in exactly one of them; longer
-        ones are in none. :func:`plan_packs` names those and needs fewer bins for hard mixes.
+        Lists of positions. Every sample of at most ``max_length`` tokens is in exactly one list; longer ones
+        are in none. :func:`plan_packs` reports those and needs fewer bins for hard data.
     """
     return plan_packs(lengths, max_length, effort=0, empty="keep").bins()
 
@@ -250,14 +251,14 @@ def greedy_knapsack(lengths: npt.ArrayLike, max_length: int) -> list[list[int]]:
 def greedy_knapsack_vt_balanced(
     lengths: npt.ArrayLike, max_length: int, visual_tokens: npt.ArrayLike
 ) -> list[list[int]]:
-    """The bins of :func:`greedy_knapsack`, ordered so that neighbours carry similar visual tokens.
+    """Return the bins of :func:`greedy_knapsack`, ordered by their visual tokens.
 
-    Ranks that take consecutive packs of a step then have a similar load on the vision encoder. The cost model
-    of ``balance`` knows more: it counts the language model and attention too, and shuffles.
+    Ranks that take consecutive packs of a step then have a similar load on the vision encoder.
+    :func:`order_packs` also balances the language model and attention, and shuffles.
 
     Args:
         lengths: tokens of each sample, media included.
-        max_length: what a bin holds.
+        max_length: tokens of a bin.
         visual_tokens: media tokens of each sample.
     """
     plan = plan_packs(lengths, max_length, effort=0, empty="keep")
@@ -277,47 +278,44 @@ def longest_first(
     epoch: int = 0,
     dataset_ids: Integers | None = None,
 ) -> Positions:
-    """Positions in order of falling length.
+    """Return positions in order of decreasing length.
 
-    Sorting one integer made of length and position is several times faster than numpy's ``argsort``, and for
-    a shuffle within each length only the position in it has to be scrambled.
+    Sorts one integer of length and position, several times faster than ``argsort``; to shuffle within each
+    length, the position is scrambled.
 
     Args:
         lengths: up to ``capacity``, fewer than 2^31 of them.
         capacity: an upper bound, below 2^31.
-        seed: None keeps samples of one length in the order in which they come.
-        epoch: another one shuffles anew.
+        seed: None keeps the order of samples of one length.
+        epoch: changes the shuffle.
         dataset_ids: the dataset of each sample; samples of one length are spread so that each dataset appears
             as evenly as possible.
     """
     bits = max(_LEAST_BITS, len(lengths).bit_length())
     shuffle = None if seed is None else Shuffle(bits, seed, epoch)
     keys = np.empty(len(lengths), np.int64)
-    for at in range(0, len(keys), _PIECE):
-        piece = keys[at : at + _PIECE]
-        np.subtract(capacity, lengths[at : at + _PIECE], out=piece)
+    for start in range(0, len(keys), _PIECE):
+        piece = keys[start : start + _PIECE]
+        np.subtract(capacity, lengths[start : start + _PIECE], out=piece)
         piece <<= 32
-        positions = np.arange(at, at + len(piece), dtype=np.int64)
-        piece |= positions if shuffle is None else shuffle.scrambled(positions)
+        positions = np.arange(start, start + len(piece), dtype=np.int64)
+        piece |= positions if shuffle is None else shuffle.scramble(positions)
     keys.sort()
     order: Positions = keys.view(np.int32)[_LOWER_HALF::2]  # no copy
     if shuffle is not None:
         order = order.copy()
-        for at in range(0, len(order), _PIECE):
-            scrambled = order[at : at + _PIECE]
-            scrambled[:] = shuffle.restored(scrambled.astype(np.int64))
+        for start in range(0, len(order), _PIECE):
+            scrambled = order[start : start + _PIECE]
+            scrambled[:] = shuffle.restore(scrambled.astype(np.int64))
     if dataset_ids is not None:
-        order = order[
-            _spread(np.asarray(lengths)[order], dataset_ids[order], 0 if seed is None else seed, epoch)
-        ]
+        order = order[_spread_datasets(np.asarray(lengths)[order], dataset_ids[order], seed or 0, epoch)]
     return order
 
 
 class Shuffle:
-    """A reversible scrambling of the numbers of ``bits`` bits, another for each seed and epoch.
+    """A permutation of the integers of ``bits`` bits for each seed and epoch, independent of numpy's version.
 
-    It needs no table and no random generator, whose streams may change from one numpy to the next: three
-    rounds of multiplying by an odd number and folding the upper half onto the lower.
+    Three rounds of multiplying by an odd number and folding the upper half onto the lower.
     """
 
     def __init__(self, bits: int, seed: int, epoch: int) -> None:
@@ -328,8 +326,8 @@ class Shuffle:
         self._rounds = [(words[i] | 1, words[i + 1]) for i in (0, 2, 4)]
         self._undo = [(pow(factor, -1, 1 << bits), add) for factor, add in reversed(self._rounds)]
 
-    def scrambled(self, numbers: Integers) -> Integers:
-        """Where each number goes; the array is overwritten."""
+    def scramble(self, numbers: Integers) -> Integers:
+        """Permute integers in place."""
         x = numbers.view(np.uint64)
         for factor, add in self._rounds:
             x *= np.uint64(factor)
@@ -338,8 +336,8 @@ class Shuffle:
             x ^= x >> self._fold
         return numbers
 
-    def restored(self, numbers: Integers) -> Integers:
-        """The inverse of :meth:`scrambled`; the array is overwritten."""
+    def restore(self, numbers: Integers) -> Integers:
+        """Invert :meth:`scramble` in place."""
         x = numbers.view(np.uint64)
         for factor, add in self._undo:
             x ^= x >> self._fold
@@ -349,21 +347,23 @@ class Shuffle:
         return numbers
 
 
-def _spread(lengths: npt.NDArray[np.integer], dataset_ids: Integers, seed: int, epoch: int) -> Integers:
-    """An order within each run of equal lengths in which the datasets come evenly."""
+def _spread_datasets(
+    lengths: npt.NDArray[np.integer], dataset_ids: Integers, seed: int, epoch: int
+) -> Integers:
+    """Return an order that mixes the datasets evenly within each run of equal lengths."""
     groups = np.lexsort((dataset_ids, -lengths.astype(np.int64)))  # stable: it keeps the shuffle
-    run, kind = lengths[groups], dataset_ids[groups]
-    starts = np.flatnonzero(np.concatenate([[True], (np.diff(run) != 0) | (np.diff(kind) != 0)]))
+    run, dataset = lengths[groups], dataset_ids[groups]
+    starts = np.flatnonzero(np.concatenate([[True], (np.diff(run) != 0) | (np.diff(dataset) != 0)]))
     counts = np.diff(np.append(starts, len(groups)))
     rank = np.arange(len(groups)) - np.repeat(starts, counts)
-    # Each stratum starts at a point of its own, so that not all of them begin with their first.
+    # Each dataset starts at its own offset, so that they do not all begin together.
     begin = random_generator(seed, epoch).random(len(starts))
     share = (rank + np.repeat(begin, counts)) / np.repeat(counts, counts)
     return groups[np.lexsort((share, -run.astype(np.int64)))]
 
 
 def assign_samples(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
-    """Hand out the samples in ``order`` (the longest first) as the fill says.
+    """Assign the samples in ``order`` (the longest first) to the packs of a fill.
 
     Returns:
         Offsets and positions: pack ``k`` holds ``positions[offsets[k]:offsets[k + 1]]``.
@@ -373,25 +373,25 @@ def assign_samples(fill: Fill, order: Positions) -> tuple[Integers, Positions]:
         return gather(fill.pack_of(), fill.packs, order)
     sizes = fill.sizes()
     offsets = _ends(sizes)
-    fill = _split(fill, np.flatnonzero(np.diff(sizes)) + 1)
+    fill = _split_moves(fill, np.flatnonzero(np.diff(sizes)) + 1)
     positions = np.empty(len(order), np.int32)
     begins = offsets[fill.first] + fill.depth
     columns = (begins, sizes[fill.first], fill.width, fill.each)
-    at = 0
+    start = 0
     for begin, size, width, each in zip(*(column.tolist() for column in columns), strict=True):
         if each >= width:
             for to in range(begin, begin + width * size, size):
-                positions[to : to + each] = order[at : at + each]
-                at += each
+                positions[to : to + each] = order[start : start + each]
+                start += each
         else:
             for to in range(begin, begin + each):
-                positions[to : to + width * size : size] = order[at : at + width]
-                at += width
+                positions[to : to + width * size : size] = order[start : start + width]
+                start += width
     return offsets, positions
 
 
-def _split(fill: Fill, changes: Integers) -> Fill:
-    """The moves cut at these packs, so that all packs of a move are of one size in the end."""
+def _split_moves(fill: Fill, changes: Integers) -> Fill:
+    """Split moves at these packs, so that all packs of a move have the same final size."""
     low = np.searchsorted(changes, fill.first, "right")
     high = np.searchsorted(changes, fill.first + fill.width, "left")
     parts = high - low + 1

@@ -19,7 +19,10 @@ from packhorse.media.failure import RemoteError
 from packhorse.media.remote import INVALID_PATH, RemoteFile, call_store, find_store
 from packhorse.media.source import is_address, local_path
 from packhorse.types import mask_secrets
-from packhorse.utils.files import _PIECE, _STATE, Fingerprint, build_once, digest, logger
+from packhorse.utils.files import Fingerprint, build_once, digest, logger
+
+_PIECE = 1 << 22
+_STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
 
 
 def local_file(address: str) -> str:

@@ -1,8 +1,8 @@
-"""The local cache: addresses fetched, archives unpacked, indexes kept, each built once per machine.
+"""Atomic files, locks, fingerprints, and the local cache.
 
-Everything lies under one folder (``$PACKHORSE_CACHE``, else ``$XDG_CACHE_HOME/packhorse``, else
-``~/.cache/packhorse``) and can be deleted at any time. A file appears under its name only when it is whole;
-processes that want the same file at the same time wait for the first one to make it.
+The cache folder (``$PACKHORSE_CACHE``, else ``$XDG_CACHE_HOME/packhorse``, else ``~/.cache/packhorse``) can
+be deleted at any time. A file appears under its name when it is complete; of several processes that need the
+same file, one builds it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,22 @@ from packhorse.errors import FULL_DISK, ConfigError
 logger = getLogger(__name__)
 
 _EDGE = 1 << 16
-_PIECE = 1 << 22
-_LEAVINGS_AGE = 3600.0
+_STALE_AGE = 3600.0  # seconds
 _TRIES = 20
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # then the age of a file has to tell
-_STATE = ("size", "mtime", "created", "LastModified", "last_modified", "ETag", "etag", "checksum", "sha")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
 
 
 def cache_folder() -> Path:
-    """The folder of the cache; nothing is created."""
+    """Return the folder of the cache, which need not exist."""
     if folder := os.environ.get("PACKHORSE_CACHE"):
-        return Path(folder).expanduser()  # a YAML file, say, does not do it
+        return Path(folder).expanduser()  # a value from a YAML file may start with ~
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "packhorse"
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What tells one state of a file from another without reading all of it."""
+    """Identifies the state of a file without reading all of it."""
 
     size: int
     mtime_ns: int
@@ -52,7 +50,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Fingerprint:
-        """Size, time of change and a hash of the first and last 64 KiB: under a millisecond."""
+        """Return size, modification time and a hash of the first and last 64 KiB, in under a millisecond."""
         with open(path, "rb", buffering=0) as file:
             stat = os.fstat(file.fileno())
             edges = hashlib.blake2b(os.pread(file.fileno(), _EDGE, 0), digest_size=16)
@@ -60,14 +58,14 @@ class Fingerprint:
         return cls(stat.st_size, stat.st_mtime_ns, edges.hexdigest())
 
     def key(self, path: str | os.PathLike[str]) -> str:
-        """A name for what is made from this state of the file at ``path``."""
+        """Return a cache key for this state of the file at ``path``."""
         return digest(os.path.realpath(path), str(self.size), str(self.mtime_ns), self.edges)
 
 
 def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
-    """The file ``name`` of the cache; if it is not there, ``write`` fills it first.
+    """Return the cache file ``name``; ``write`` fills it if it does not exist.
 
-    ``name`` must say what the content depends on (a hash of it). Of several processes one writes.
+    ``name`` must contain a hash of everything that the content depends on.
     """
     target = cache_folder() / name
     if target.exists():
@@ -83,12 +81,12 @@ def build_once(name: str, write: Callable[[IO[bytes]], None]) -> Path:
 
 
 def rebuild(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path:
-    """As :func:`build_once`, where the file is there but is not what was written.
+    """Replace a damaged cache file, unless another process has replaced it already.
 
     Args:
         name: as for :func:`build_once`.
-        write: likewise.
-        damaged: the inode of that file; if another process has replaced it by now, the new one is taken.
+        write: see ``name``.
+        damaged: the inode of the damaged file.
     """
     target = cache_folder() / name
     with cache_lock(name):
@@ -98,26 +96,26 @@ def rebuild(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path
 
 
 def write_atomic(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bool = False) -> None:
-    """Write a file so that it is seen under its name only when it is complete.
+    """Write a file that appears under its name when it is complete.
 
-    ``to_disk`` waits until it is safe from a power cut; for files whose damage nobody would notice.
+    ``to_disk`` syncs it, for files whose damage would not be noticed.
 
     Raises:
-        OSError: it cannot be written; where the disk is full, it names the file.
+        OSError: it cannot be written; if the disk is full, the error names the file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leavings(target)
+    _remove_stale_files(target)
     fd, temporary = _new_file(target)
     try:
         with contextlib.ExitStack() as stack:
             with os.fdopen(fd, "wb") as file:
                 # The lock holds until the last descriptor is closed.
-                stack.callback(_let_go, os.dup(fd))
+                stack.callback(_close_quietly, os.dup(fd))
                 write(file)
                 file.flush()
                 if to_disk:
                     os.fsync(file.fileno())
-            # Closed before it gets its name: a file server or a quota may refuse what was written only then.
+            # Rename after closing: a file server or a quota may reject the data when it is closed.
             os.chmod(temporary, 0o644)  # mkstemp makes it private; other users share the data
             os.replace(temporary, target)
     except BaseException as error:
@@ -129,18 +127,18 @@ def write_atomic(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: b
 
 
 def is_machine_error(error: Exception) -> bool:
-    """Whether an error is the system's own (no rights, no room), and tells nothing of what a file holds.
+    """Return whether an error comes from the system (no permission, full disk), not from a file's content.
 
-    Arrow says OSError of a file whose inside is wrong, too, but then without the system's number.
+    Arrow also raises OSError for a damaged file, but without an errno.
     """
     return isinstance(error, OSError) and error.errno is not None
 
 
 @contextlib.contextmanager
 def cache_lock(name: str) -> Iterator[None]:
-    """Only one process of this machine is inside for a given ``name``. Lets go when the process dies.
+    """Lock ``name`` between the processes of this machine; a process that dies releases it.
 
-    Where the cache cannot be written there is no lock: work may then be done twice, never wrongly.
+    If the cache cannot be written there is no lock: work may then be done twice, with the same result.
     """
     lock = FileLock(cache_folder() / "locks" / f"{digest(name)}.lock")
     try:
@@ -154,55 +152,49 @@ def cache_lock(name: str) -> Iterator[None]:
         lock.release()
 
 
-def _remove_leavings(target: Path) -> None:
-    """Remove what a killed process left of an earlier attempt.
+def _remove_stale_files(target: Path) -> None:
+    """Remove temporary files of killed processes, but none that a process has locked.
 
-    Not what another process is writing now. Its age alone does not tell: a clock that jumps, or that of a
-    file server, makes a new file look old (or an old one new).
+    The age alone is not enough: the clock of a file server may differ.
     """
-    for leaving in target.parent.glob(f".{escape(target.name)}.*"):
-        with contextlib.suppress(OSError):  # gone already, or not ours to remove
-            if abs(time.time() - leaving.stat().st_mtime) > _LEAVINGS_AGE:
-                remove_if_idle(leaving)
+    for stale in target.parent.glob(f".{escape(target.name)}.*"):
+        with contextlib.suppress(OSError):  # removed already, or no permission
+            if abs(time.time() - stale.stat().st_mtime) > _STALE_AGE:
+                remove_if_idle(stale)
 
 
 def _new_file(target: Path) -> tuple[int, str]:
-    """An empty file beside ``target``, open for writing and locked while it is: its descriptor and its name.
+    """Create and lock a temporary file next to ``target``; return its descriptor and name.
 
-    Somebody whose clock is wrong may take it for a leaving in the moment before it is locked: then this makes
-    another one. A killed process lets go of the lock.
+    A process with a wrong clock may remove it as stale before it is locked; then another one is created.
     """
     for _ in range(_TRIES):
         fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
-            ours = _lock(fd, exclusive=True)
-        except OSError as error:  # those who cannot ask for the lock remove nothing either
+            locked = _lock(fd, exclusive=True)
+        except OSError as error:  # then other processes cannot lock and remove it either
             logger.debug("no lock for %s (%s)", temporary, error)
-            ours = True
-        if ours and os.path.exists(temporary):
+            locked = True
+        if locked and os.path.exists(temporary):
             return fd, temporary
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-    told = f"{_TRIES} new files were removed at once by another process; is its clock wrong?"
-    raise OSError(errno.EAGAIN, told, str(target))
+    message = f"another process removed {_TRIES} new files; check the clocks of the machines"
+    raise OSError(errno.EAGAIN, message, str(target))
 
 
 def remove_if_idle(path: Path) -> None:
     """Remove a file that no process has locked (see :func:`_new_file`)."""
     with open(path, "rb") as file:
-        # Shared: a file server gives no exclusive lock for a file that is open for reading. And it is removed
-        # with the lock in hand: who has just made it, and locks it next, sees that it is gone.
+        # Shared: a file server gives no exclusive lock for a file that is open for reading. Removed while
+        # locked, so that a process that has just created it notices when it gets the lock.
         if _lock(file.fileno(), exclusive=False):
             path.unlink()
 
 
 def _lock(fd: int, *, exclusive: bool) -> bool:
-    """Lock an open file; False if another process has it. On a file system without locks everybody may.
-
-    Raises:
-        OSError: it cannot be said.
-    """
+    """Lock an open file; return False if another process has locked it. True on systems without locks."""
     try:
         import fcntl
     except ImportError:
@@ -217,11 +209,11 @@ def _lock(fd: int, *, exclusive: bool) -> bool:
     return True
 
 
-def _let_go(fd: int) -> None:
-    with contextlib.suppress(OSError):  # all that was written is there: told when the file was closed
+def _close_quietly(fd: int) -> None:
+    with contextlib.suppress(OSError):  # closing the file has reported errors of writing
         os.close(fd)
 
 
 def digest(*parts: str) -> str:
-    """A short name for these texts together."""
+    """Return a hash of these texts."""
     return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -26,7 +26,7 @@ from packhorse.neat_packing_vlm import plan_packs
         ("{rows}", "looks like a data file; expected a meta file"),
         ("{plan} --processor /nowhere", "processor /nowhere: no such folder"),
         ("{bare}", "make one with `packhorse plan`"),
-        ("{torn}", "is not a whole plan"),
+        ("{torn}", "is not a complete plan"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_exit_code_two(source: str, says: str, tmp_path: Path) -> None:

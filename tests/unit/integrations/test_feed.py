@@ -127,7 +127,7 @@ def test_an_epoch_that_goes_on_in_other_steps_is_as_long_as_what_was_and_what_co
     ("rank", "size", "gradient_accumulation_steps", "match"),
     [
         (0, 2, 2, "rank 0 of 1, but rank 0 of 2 trains"),
-        (0, 1, 4, "4 micro-batches are accumulated, but the loader has accumulation=2"),
+        (0, 1, 4, "4 micro-batches are accumulated, but the loader has gradient_accumulation_steps=2"),
     ],
 )
 def test_a_loader_for_others_is_rejected(
@@ -140,6 +140,6 @@ def test_a_loader_for_others_is_rejected(
 def test_rows_of_its_own_are_rejected_where_only_the_first_rank_saves() -> None:
     config = SimpleNamespace(shard_data=True, gradient_accumulation_steps=1)
     own = SimpleNamespace(world=World(1, 2), config=config)
-    with pytest.raises(ConfigError, match="Leave shard_data out"):
+    with pytest.raises(ConfigError, match="Remove shard_data"):
         check_world(own, 1, 2, 1)
     check_world(own, 1, 2, 1, saved_by_all=True)

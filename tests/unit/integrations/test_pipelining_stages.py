@@ -18,11 +18,13 @@ from noise_floor import largest_difference, noise_floor, relative_difference
 from packhorse.collate.masks import document_block_mask, segments
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
-from packhorse.integrations.pipelining import VlmPipeline, pipeline_inputs, split_vlm
-from packhorse.integrations.pipelining.microbatches import (
+from packhorse.integrations.pipelining import (
+    VlmPipeline,
     _filled,
     even_rows,
+    pipeline_inputs,
     segment_starts,
+    split_vlm,
     varlen_arguments,
 )
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, prepare_vlm_media_for_pp
@@ -144,8 +146,8 @@ def test_rows_are_added_on_the_device_of_the_batch() -> None:
     ("more", "message"),
     [
         ({"labels": torch.zeros(2, 5)}, r"'input_ids' of shape \(2, 6\) and 'labels' of shape \(2, 5\)"),
-        ({"pixel_values": torch.rand(4, 3)}, "'pixel_values', which the stages would not be given"),
-        ({"seq_lens": torch.ones(2, 3)}, "'seq_lens', which the stages would not be given"),
+        ({"pixel_values": torch.rand(4, 3)}, "'pixel_values', which stages do not take"),
+        ({"seq_lens": torch.ones(2, 3)}, "'seq_lens', which stages do not take"),
         ({"attention_mask": torch.ones(1, 6)}, r"'attention_mask' of shape \(1, 6\) cannot be split"),
         ({"position_ids": torch.ones(3, 1, 6)}, r"'position_ids' of shape \(3, 1, 6\).*2 rows along axis 1"),
         ({"attention_mask": {"full_attention": 1}}, r"'attention_mask' \(dict\) cannot be split"),
@@ -210,12 +212,12 @@ def test_layers_that_take_visual_features_stay_on_stage_0() -> None:
 
 @pytest.mark.parametrize("layers", [[1], [2, 1], [0, 2], [1, 1, 0]])
 def test_layers_that_do_not_add_up_are_rejected(layers: list[int]) -> None:
-    with pytest.raises(ConfigError, match="expected 2 positive numbers that make 2"):
+    with pytest.raises(ConfigError, match="expected 2 positive numbers with the sum 2"):
         split_vlm(tiny_model("qwen2_vl"), 2, layers)
 
 
 def test_more_stages_than_layers_and_no_stages_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="expected 3 positive numbers that make 2"):
+    with pytest.raises(ConfigError, match="expected 3 positive numbers with the sum 2"):
         split_vlm(tiny_model("qwen2_vl"), 3)
     with pytest.raises(ConfigError, match="n_stages=0"):
         split_vlm(tiny_model("qwen2_vl"), 0)
@@ -255,7 +257,7 @@ def test_a_tied_head_is_copied_on_request_and_the_model_says_the_same(name: str,
     logits.sum().backward()
     assert bool(head.grad.any())
     assert bool(embedding.grad.any())
-    assert not torch.equal(head.grad, embedding.grad), "they are trained apart"
+    assert not torch.equal(head.grad, embedding.grad), "they are trained separately"
 
 
 def test_a_head_that_is_not_tied_is_not_copied() -> None:
@@ -281,7 +283,7 @@ def test_a_batch_prepared_for_other_microbatches_is_rejected() -> None:
 
 
 def test_two_stages_on_a_schedule_of_one_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="ScheduleGPipe runs one stage a rank, and here are 2"):
+    with pytest.raises(ConfigError, match="ScheduleGPipe runs one stage per rank, not 2"):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleGPipe)
     for number in (0, True):
         with pytest.raises(ConfigError, match="n_microbatches="):

@@ -96,7 +96,7 @@ def test_auto_considers_every_backend_that_batches_are_made_for() -> None:
 
 def test_a_window_that_no_document_is_longer_than_is_none() -> None:
     facts = gpu(window=4096, dropout=0.1, flash=False)
-    with pytest.raises(ConfigError, match="sees 4,096 tokens only"):
+    with pytest.raises(ConfigError, match="window of 4,096 tokens"):
         choose_attention(facts)
     with pytest.raises(ConfigError, match="up to 4,097 tokens"):
         choose_attention(facts, longest=4097)
@@ -160,7 +160,7 @@ def test_a_sliding_window_is_kept_by_varlen_and_rejected_for_one_mask() -> None:
 
     model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=32))
     assert prepare(model) == "varlen"
-    with pytest.raises(ConfigError, match="sees 32 tokens only"):
+    with pytest.raises(ConfigError, match="window of 32 tokens"):
         prepare(model, "sdpa")
 
 

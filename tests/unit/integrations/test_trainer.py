@@ -210,7 +210,7 @@ def test_a_checkpoint_without_the_loaders_state_is_rejected(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"gradient_accumulation_steps": 3}, "give both the same"),
+        ({"gradient_accumulation_steps": 3}, "use the same"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
@@ -278,7 +278,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_rejected(name: str, tmp_path: Path)
 
     model = tiny_model("qwen2_vl")
     mixed: Any = type("Mixed", (TrainFromLoader, getattr(trl, name)), {})
-    with pytest.raises(ConfigError, match=f"{name} computes a loss of its own.*plain cross entropy"):
+    with pytest.raises(ConfigError, match=f"{name} computes its own loss.*plain cross entropy"):
         mixed(model, loader=make_loader(model))
 
 

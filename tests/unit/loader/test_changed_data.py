@@ -34,7 +34,7 @@ ROWS = 30
 FORMATS = ["rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.json.gz", "rows.parquet"]
 
 
-def row(number: int, word: str = "mule") -> dict[str, Any]:
+def row(number: int, word: str = "horse") -> dict[str, Any]:
     """Rows of one length: they differ only in content."""
     turns = [{"role": "user", "content": f"Say {number:04}."}, {"role": "assistant", "content": f"A {word}."}]
     return {"messages": turns}
@@ -66,7 +66,7 @@ def saved_state(file: Path | str, **options: Any) -> dict[str, Any]:
     return state
 
 
-def swapped(content: list[Any], one: int, other: int) -> list[Any]:
+def swap(content: list[Any], one: int, other: int) -> list[Any]:
     changed = list(content)
     changed[one], changed[other] = changed[other], changed[one]
     return changed
@@ -79,7 +79,7 @@ def edits(draw: st.DrawFn) -> list[dict[str, Any]]:
     kind = draw(st.sampled_from(["swap", "word", "field", "remove", "double", "append"]))
     if kind == "swap":
         other = draw(st.integers(0, ROWS - 1).filter(lambda n: n != place))
-        return swapped(content, place, other)
+        return swap(content, place, other)
     if kind == "word":
         content[place] = row(place, "goat")
     elif kind == "field":
@@ -116,7 +116,7 @@ def test_any_edit_of_any_row_is_rejected_and_the_file_is_named(
 def test_swapped_rows_are_rejected_in_every_format(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, rows())
     state = saved_state(file)
-    write(file, swapped(rows(), 11, 20))
+    write(file, swap(rows(), 11, 20))
     with pytest.raises(ConfigError, match=f"{name}.*digest {state['data'][0][1]} when"):
         load(file).load_state_dict(state)
 
@@ -145,7 +145,7 @@ def test_a_remote_file_that_was_replaced_is_rejected() -> None:
     state = saved_state("memory://changed-data/rows.jsonl")
     load("memory://changed-data/rows.jsonl").load_state_dict(state)
     with fsspec.open("memory://changed-data/rows.jsonl", "wb") as file:
-        file.write("".join(json.dumps(one) + "\n" for one in swapped(rows(), 3, 17)).encode())
+        file.write("".join(json.dumps(one) + "\n" for one in swap(rows(), 3, 17)).encode())
     with pytest.raises(ConfigError, match=r"memory://changed-data/rows\.jsonl"):
         load("memory://changed-data/rows.jsonl").load_state_dict(state)
 
@@ -153,11 +153,11 @@ def test_a_remote_file_that_was_replaced_is_rejected() -> None:
 @pytest.fixture
 def edited_in_secret(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A large file with two rows swapped in its middle, and the size and time of change it had before."""
-    content = [row(n, "mule " * 30) for n in range(1200)]
+    content = [row(n, "word " * 30) for n in range(1200)]
     file = write(tmp_path / "rows.jsonl", content)
     state = saved_state(file)
     before = file.stat()
-    write(file, swapped(content, 600, 601))
+    write(file, swap(content, 600, 601))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
     return file, state
@@ -179,7 +179,7 @@ def test_counts_that_were_passed_do_not_hide_an_edit(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", rows())
     counts = load(file).counts
     state = saved_state(file, counts=counts)
-    write(file, swapped(rows(), 1, 2))
+    write(file, swap(rows(), 1, 2))
     with pytest.raises(ConfigError, match=r"rows\.jsonl"):
         load(file, counts=counts).load_state_dict(state)
 
@@ -189,17 +189,17 @@ def test_only_the_changed_file_of_a_mixture_is_named(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", rows())
     meta = write_meta(tmp_path, {name: {"file_name": f"{name}.jsonl"} for name in ("first", "second")})
     state = load_examples(meta, model="unchecked").state_dict()
-    write(tmp_path / "second.jsonl", swapped(rows(), 0, ROWS - 1))
+    write(tmp_path / "second.jsonl", swap(rows(), 0, ROWS - 1))
     with pytest.raises(ConfigError) as caught:
         load_examples(meta, model="unchecked").load_state_dict(state)
     assert "second.jsonl" in str(caught.value)
     assert "first.jsonl" not in str(caught.value)
-    with pytest.raises(ConfigError, match="of the datasets first, second, this loader has first"):
+    with pytest.raises(ConfigError, match="has the datasets first, second, this loader has first"):
         load_examples(meta, model="unchecked", dataset_names=["first"]).load_state_dict(state)
 
 
 def test_other_columns_of_the_same_file_are_another_plan(tmp_path: Path) -> None:
-    both = [one | {"other": swapped(one["messages"], 0, 0)} for one in rows()]
+    both = [one | {"other": swap(one["messages"], 0, 0)} for one in rows()]
     file = write(tmp_path / "rows.jsonl", both)
     plans = [
         load_examples({"x": {"file_name": str(file), "columns": {"messages": name}}}, model="unchecked")
@@ -281,11 +281,11 @@ def test_what_is_made_twice_has_one_digest(make: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [2**70, "\ud800", {(1, 2): 3}, [[[2**70]]]])
-def test_a_value_that_json_cannot_hold_hides_no_change_beside_it(odd: Any) -> None:
+def test_a_value_that_json_cannot_hold_hides_no_change_next_to_it(odd: Any) -> None:
     def row(sample: int) -> dict[str, Any]:
-        sound = np.zeros(5000)
-        sound[2500] = sample
-        return {"id": odd, "turns": [{"audio": sound, "text": "a"}]}
+        audio = np.zeros(5000)
+        audio[2500] = sample
+        return {"id": odd, "turns": [{"audio": audio, "text": "a"}]}
 
     assert digest_of_examples([row(0)]) == digest_of_examples([row(0)])
     assert digest_of_examples([row(0)]) != digest_of_examples([row(1)])
@@ -299,7 +299,7 @@ def test_a_hugging_face_dataset_is_hashed_without_decoding_it() -> None:
     content = texts(600)
     whole = NeverDecoded.from_list(content)
     assert digest_of_examples(whole) == digest_of_examples(NeverDecoded.from_list(content))
-    assert digest_of_examples(whole) != digest_of_examples(NeverDecoded.from_list(swapped(content, 598, 599)))
+    assert digest_of_examples(whole) != digest_of_examples(NeverDecoded.from_list(swap(content, 598, 599)))
 
 
 # States of other versions.

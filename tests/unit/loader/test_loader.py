@@ -1,4 +1,4 @@
-"""The loader in one process: what it opens, what it delivers, what it leaves out and says so."""
+"""The loader in one process: what it opens, what it delivers, what it drops and records."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from PIL import Image
 
 import packhorse
 from contract.processors import processor
-from loader_samples import chat, delivered_rows, image, load, mixed, texts
+from loader_samples import chat, delivered_rows, image, load, mixed_rows, texts
 from packhorse import ConfigError, Ledger, LoaderConfig, World
 from packhorse.chat import IGNORE_INDEX
 from packhorse.loader import TooManyBad
@@ -30,7 +30,7 @@ def meta(tmp_path):
     rows = []
     for n in range(30):
         Image.new("RGB", (60 + n, 80), "tan").save(tmp_path / "images" / f"{n}.png")
-        turns = [("user", f"<image>What is {n}?"), ("assistant", "A mule. " * (n % 5 + 1))]
+        turns = [("user", f"<image>What is {n}?"), ("assistant", "A horse. " * (n % 5 + 1))]
         rows.append(
             {"images": [f"images/{n}.png"], "messages": [{"role": r, "content": c} for r, c in turns]}
         )
@@ -66,15 +66,15 @@ def test_a_meta_file_is_counted_planned_and_delivered_and_bad_rows_are_in_the_le
         loader.dataset.key(n) for n in range(len(loader.dataset))
     }
     assert len(seen) == len(set(seen)) == 48
-    account = loader.epoch_stats
-    assert (account.rows, account.planned, account.delivered, account.lost) == (50, 48, 48, 0)
-    assert account.reasons == {"missing_media": 1, "malformed_row": 1}
+    stats = loader.epoch_stats
+    assert (stats.rows, stats.planned, stats.delivered, stats.lost) == (50, 48, 48, 0)
+    assert stats.reasons == {"missing_media": 1, "malformed_row": 1}
     assert list(meta.parent.glob("*.phcount")), "counts are kept for the next start"
 
 
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 def test_batches_are_what_the_processor_makes_of_the_samples(mode):
-    rows = mixed(12)
+    rows = mixed_rows(12)
     loader = load(rows, mode=mode, batch_size=2)
     expected = count_examples(rows, processor("qwen2_vl"))
     for batch in loader:
@@ -93,7 +93,7 @@ def test_packs_of_a_model_with_mrope_have_its_positions():
     from contract.tiny_models import tiny_model
 
     model = tiny_model("qwen2_vl")
-    loader = packhorse.load(mixed(8), processor("qwen2_vl"), model=model, world=World(), pack_size=256)
+    loader = packhorse.load(mixed_rows(8), processor("qwen2_vl"), model=model, world=World(), pack_size=256)
     batch = next(iter(loader))
     assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
     assert batch["pixel_values"].dtype == model.dtype if "pixel_values" in batch else True
@@ -122,20 +122,20 @@ def test_something_that_is_no_data_is_rejected(data, words):
 
 
 def test_a_single_sample_on_many_ranks_is_delivered_once_and_all_ranks_step():
-    seen, fillers = [], 0
+    seen, padding_batches = [], 0
     for rank in range(4):
         loader = load(texts(1), rank, 4, gradient_accumulation_steps=2)
         assert len(loader) == 2
         for batch in loader:
             seen += batch.info.samples
-            fillers += batch.info.is_padding
+            padding_batches += batch.info.is_padding
             assert batch.info.is_padding == bool((batch["labels"] == IGNORE_INDEX).all())
     assert seen == [0]
-    assert fillers == 7
+    assert padding_batches == 7
 
 
 def test_all_ranks_have_the_same_media_in_a_step(caplog):
-    rows = mixed(50)
+    rows = mixed_rows(50)
     kinds = {"image_grid_thw": "image", "video_grid_thw": "video"}
     differ = 0
     for placeholder in ("auto", "never"):
@@ -153,7 +153,7 @@ def test_all_ranks_have_the_same_media_in_a_step(caplog):
 
 def test_packs_with_a_placeholder_are_not_longer_than_a_pack():
     for rank in range(3):
-        loader = load(mixed(40), rank, 3, pad_to_size=True)
+        loader = load(mixed_rows(40), rank, 3, pad_to_size=True)
         assert all(batch["input_ids"].shape == (1, 256) for batch in loader)
 
 
@@ -185,12 +185,12 @@ def test_a_start_does_not_read_the_data_to_name_a_row_at_their_end(tmp_path, mon
     load(tmp_path / "meta.json").close()
     read, pread = [], os.pread
 
-    def counted(fd, size, offset):
+    def count_reads(fd, size, offset):
         data = pread(fd, size, offset)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(os, "pread", count_reads)
     (drop,) = load(tmp_path / "meta.json").ledger
     assert sum(read) < 5_000_000, "of 10 million bytes"
     assert re.search(place, drop.detail)
@@ -356,7 +356,7 @@ def test_an_epoch_that_begins_again_in_the_same_folder_does_not_count_what_the_e
 # Settings.
 
 
-def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
+def test_settings_come_from_a_yaml_file_and_data_are_found_next_to_it(meta):
     (meta.parent / "run.yaml").write_text("data: meta.json\npack_size: 300\nmax_bad_share: 0.1\n")
     config = LoaderConfig.from_yaml(meta.parent / "run.yaml")
     assert config.pack_size == 300
@@ -368,25 +368,25 @@ def test_settings_come_from_a_yaml_file_and_data_are_found_beside_it(meta):
     ("settings", "words"),
     [
         ({"pack_siz": 3}, r"unknown setting.*pack_siz"),
-        ({"mode": "stack"}, "expected one of pack, pad"),
+        ({"mode": "stack"}, "expected one of 'pack', 'pad'"),
         ({"batch_size": 0}, "at least 1"),
         ({"pack_size": "8k"}, "whole number"),
-        ({"num_workers": -1}, "0 or more"),
+        ({"num_workers": -1}, "at least 0"),
         ({"max_bad_share": 7}, "share from 0 to 1"),
-        ({"alignment": 2, "mode": "pad"}, "for packs"),
-        ({"max_patches": 50, "mode": "pad"}, "for packs"),
+        ({"alignment": 2, "mode": "pad"}, "applies to packs"),
+        ({"max_patches": 50, "mode": "pad"}, "applies to packs"),
         ({"seed": 1.5}, "whole number"),
         ({"num_workers": "4"}, "whole number"),
-        ({"timeout": -1}, "0 or more"),
+        ({"timeout": -1}, "above 0"),
         ({"sample_timeout": "x"}, "a number"),
-        ({"pixel_dtype": "bf17"}, "torch type"),
-        ({"pack_size": 10}, "no room for the placeholder"),
-        ({"dataset_names": ["coco"]}, "goes with a meta file"),
+        ({"pixel_dtype": "bf17"}, "torch dtype"),
+        ({"pack_size": 10}, "too small for the placeholder"),
+        ({"dataset_names": ["coco"]}, "needs a meta file"),
     ],
 )
 def test_wrong_settings_are_rejected(settings, words):
     with pytest.raises(ConfigError, match=words):
-        load(mixed(6), **settings)
+        load(mixed_rows(6), **settings)
 
 
 def test_a_yaml_file_that_is_none_is_rejected(tmp_path):
@@ -398,16 +398,16 @@ def test_a_yaml_file_that_is_none_is_rejected(tmp_path):
         LoaderConfig.from_yaml(tmp_path / "b.yaml")
 
 
-def test_shards_need_ranks_that_can_talk():
+def test_shards_need_a_process_group():
     with pytest.raises(ConfigError, match=r"Initialise torch\.distributed"):
         load(texts(8), 0, 2, shard_data=True)
     assert sorted(delivered_rows(load(texts(8), shard_data=True))) == list(range(8))
 
 
-# What it tells.
+# Metrics and messages.
 
 
-def test_metrics_add_up_and_go_to_tensorboard(tmp_path):
+def test_metrics_are_summed_and_go_to_tensorboard(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     loader = load(texts(30), pad_to_size=True)
@@ -433,14 +433,14 @@ def test_the_description_names_plan_steps_and_losses():
     assert "micro-steps" in text
 
 
-def test_the_end_of_an_epoch_is_told(caplog):
+def test_the_end_of_an_epoch_is_logged(caplog):
     with caplog.at_level(logging.INFO, "packhorse.loader"):
         delivered_rows(load(texts(5)))
     assert "epoch 0: 5 rows, 5 in the plan, 5 delivered" in caplog.text
 
 
 def test_feeding_draws_nothing_from_the_programs_random_numbers():
-    rows = mixed(10)
+    rows = mixed_rows(10)
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     loader = load(rows, num_workers=1)
@@ -485,7 +485,7 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
     from packhorse.pp_media import VLM_PP_MEDIA_KEY
     from packhorse.pp_media.documented import by_own_names
 
-    rows = [row for row in mixed(24) if family != "gemma3" or "video" not in str(row)]
+    rows = [row for row in mixed_rows(24) if family != "gemma3" or "video" not in str(row)]
     settings = {"family": family, "mode": mode, "batch_size": 5, "pack_size": 900, "max_bad_share": None}
     alone = PreTokenizedDatasetWrapper(rows, processor(family), inject_fake_images=False, on_bad="raise")
     said = [re.search(r"so (\d+) ", str(row)).group(1) for row in rows]
@@ -555,7 +555,7 @@ def test_a_broken_first_row_does_not_stop_the_run():
     assert sorted(delivered_rows(loader)) == list(range(1, 30))
 
 
-def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
+def test_the_reasons_of_epoch_stats_are_those_of_their_epoch(tmp_path):
     rows = Breaking(texts(30), {3})
     loader = load(rows, max_bad_share=0.1, ledger_dir=tmp_path)
     rows.counted = True
@@ -565,7 +565,7 @@ def test_the_reasons_of_an_account_are_those_of_its_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_path, ranks):
+def test_a_resumed_run_reconciles_whatever_was_recorded_after_its_state(tmp_path, ranks):
     """Rows fail before and after the state; one of them is mended before the run goes on with one rank."""
     rows = Breaking(texts(40), set())
     settings = {"max_bad_share": None, "ledger_dir": tmp_path, "mode": "pad"}
@@ -592,9 +592,9 @@ def test_a_run_that_goes_on_adds_up_whatever_was_recorded_after_its_state(tmp_pa
     after = delivered_rows(again)
 
     assert sorted(before + after) == [n for n in range(40) if n not in (early, late)]
-    account = again.epoch_stats
-    assert (account.delivered, account.lost, account.dropped) == (38, 2, 0)
-    assert account.reasons == {"sample_failed": 2}
+    stats = again.epoch_stats
+    assert (stats.delivered, stats.lost, stats.dropped) == (38, 2, 0)
+    assert stats.reasons == {"sample_failed": 2}
     from packhorse.ledger import read_ledgers
 
     names = {drop.key for drop in read_ledgers(tmp_path)[0]}
@@ -615,7 +615,7 @@ def test_a_run_of_one_rank_that_goes_on_without_a_ledger_folder_knows_what_it_de
     assert (again.epoch_stats.delivered, again.epoch_stats.lost) == (19, 1)
 
 
-def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta):
+def test_a_bad_row_stops_the_run_with_on_bad_raise(meta):
     with pytest.raises(packhorse.BadSample, match=r"images/7.*retry-bad"):
         load(meta, on_bad="raise", pack_size=300)
 
@@ -660,7 +660,7 @@ def test_entries_from_before_a_state_are_restored_when_the_ledger_has_lost_them(
     assert set(Ledger.load(file)) == entries
 
 
-def test_many_ranks_do_not_stop_for_what_chance_deals_to_one_of_them():
+def test_many_ranks_do_not_stop_for_what_chance_assigns_to_one_of_them():
     from packhorse.loader.epoch_stats import BadSampleBudget
     from packhorse.types import BatchInfo
 
@@ -688,11 +688,11 @@ def test_a_dataset_with_splits_is_rejected_with_advice():
     import datasets
 
     rows = datasets.DatasetDict({"train": datasets.Dataset.from_list(texts(2))})
-    with pytest.raises(ConfigError, match=r"choose one, as data\['train'\]"):
+    with pytest.raises(ConfigError, match=r"choose one, for example data\['train'\]"):
         load(rows)
 
 
-def test_plans_of_large_sets_are_kept_and_a_damaged_one_is_made_anew(tmp_path, monkeypatch):
+def test_plans_of_large_datasets_are_saved_and_a_damaged_one_is_replanned(tmp_path, monkeypatch):
     from packhorse.loader import planner as plans
 
     monkeypatch.setattr(plans, "_CACHED_FROM", 10)

@@ -11,7 +11,7 @@ import packhorse
 from contract.processors import processor
 from count_samples import write_meta, write_rows
 from loader_samples import chat as chat_of
-from loader_samples import delivered_rows, image, load, mixed, texts
+from loader_samples import delivered_rows, image, load, mixed_rows, texts
 from packhorse.loader import TooManyBad
 from view_samples import chat
 
@@ -30,7 +30,7 @@ def meta(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
-def test_waiting_is_told_from_the_second_step_on(gradient_accumulation_steps: int) -> None:
+def test_waiting_is_reported_from_the_second_step_on(gradient_accumulation_steps: int) -> None:
     loader = load(texts(60), pack_size=300, gradient_accumulation_steps=gradient_accumulation_steps)
     batches = iter(loader)
     for _ in range(gradient_accumulation_steps):
@@ -41,7 +41,7 @@ def test_waiting_is_told_from_the_second_step_on(gradient_accumulation_steps: in
 
 
 def test_the_description_says_what_of_a_pack_is_kept_free() -> None:
-    loader = load(mixed(30), pack_size=300)
+    loader = load(mixed_rows(30), pack_size=300)
     free = 300 - loader.plan.capacity
     assert free > 0
     assert f"; {free} of the 300 tokens of a pack are kept free for a placeholder\n" in loader.describe()
@@ -68,7 +68,7 @@ def test_nothing_is_kept_free_if_every_pack_has_an_image() -> None:
     assert load(rows, pack_size=int(longest) + 2).plan.capacity < longest + 2
 
 
-def test_a_row_that_is_too_long_is_told_once_with_its_length(
+def test_a_row_that_is_too_long_is_logged_once_with_its_length(
     meta: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -79,7 +79,7 @@ def test_a_row_that_is_too_long_is_told_once_with_its_length(
     assert caplog.text.count("too_long: 1 of 10") == 1
     caplog.clear()
     with caplog.at_level(logging.WARNING), pytest.raises(TooManyBad, match="2 of 10 samples cannot be used"):
-        packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200)
+        packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.0)
     assert caplog.text.count("too_long: 1 of 10") == 1
     (entry,) = [drop for drop in loader.ledger if drop.key == "chats/2"]
     length = int(loader.counts.total[2]) - 1
@@ -88,16 +88,16 @@ def test_a_row_that_is_too_long_is_told_once_with_its_length(
 
 def test_only_media_that_may_arrive_are_to_be_counted_again(meta: Path) -> None:
     loader = packhorse.load(meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.5)
-    told = {drop.reason: drop.detail for drop in loader.ledger}
+    details = {drop.reason: drop.detail for drop in loader.ledger}
     assert (
-        "(found when it was counted; between runs `packhorse count --retry-bad` looks again)"
-        in told["missing_media"]
+        "(found when it was counted; `packhorse count --retry-bad` between runs retries it)"
+        in details["missing_media"]
     )
-    assert "(found when it was counted);" in told["malformed_row"]
+    assert "(found when it was counted);" in details["malformed_row"]
 
 
 def test_one_rank_says_that_rows_are_counted_now(meta: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = []
+    logged = []
     for rank in (1, 0):
         for old in meta.parent.glob("*.phc*"):
             old.unlink()
@@ -107,5 +107,5 @@ def test_one_rank_says_that_rows_are_counted_now(meta: Path, caplog: pytest.LogC
             packhorse.load(
                 meta, processor("qwen2_vl"), model="unchecked", pack_size=200, max_bad_share=0.5, world=world
             )
-        told.append("a loader counts the rows now" in caplog.text)
-    assert told == [False, True]
+        logged.append("a loader counts the rows now" in caplog.text)
+    assert logged == [False, True]

@@ -24,7 +24,7 @@ def new_store(seconds: float = 30) -> dist.Store:
     return store
 
 
-def test_nobody_leaves_a_meeting_before_all_have_come() -> None:
+def test_no_rank_leaves_a_meeting_before_all_have_arrived() -> None:
     ranks = places(new_store())
     with ThreadPoolExecutor(RANKS) as pool:
         waiting = [pool.submit(rank.meet) for rank in ranks[:-1]]

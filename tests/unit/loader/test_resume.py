@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from loader_samples import delivered_rows, load, mixed, texts
+from loader_samples import delivered_rows, load, mixed_rows, texts
 from packhorse.errors import ConfigError
 
 SHAPES = [(1, 1, 1), (3, 2, 1), (9, 1, 1), (4, 3, 2)]
@@ -66,7 +66,7 @@ def test_another_shape_gets_exactly_what_was_not_used(before, after, mode):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("mode", ["pack", "pad"])
 def test_the_same_shape_goes_on_with_the_same_batches(mode, num_workers):
-    rows = mixed(40)
+    rows = mixed_rows(40)
     loader = load(rows, 1, 2, mode=mode, batch_size=2, num_workers=num_workers)
     whole = batches(loader)
     loader.close()
@@ -119,9 +119,9 @@ def test_a_state_of_another_plan_is_rejected_and_both_are_named():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
-        ({"pack_size": 300}, r"differ in the tokens that a pack has room for \(256 there, 300 here\):"),
+        ({"pack_size": 300}, r"differ in the capacity of a pack \(256 there, 300 here\):"),
         ({"seed": 7}, r"differ in seed \(0 there, 7 here\):"),
         ({"alignment": 4}, r"differ in alignment \(1 there, 4 here\):"),
         ({"max_documents": 3}, "limits"),
@@ -129,10 +129,10 @@ def test_a_state_of_another_plan_is_rejected_and_both_are_named():
         ({"rows": 19}, r"the data have changed since the state was saved. data in memory: digest \w+ when"),
     ],
 )
-def test_a_rejected_state_says_what_differs(change, told):
+def test_a_rejected_state_says_what_differs(change, message):
     state = load(texts(20)).state_dict()
     rows = texts(change.pop("rows", 20))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load(rows, **change).load_state_dict(state)
 
 

@@ -43,7 +43,7 @@ def test_settings_that_batches_cannot_be_built_with_raise_before_rows_are_counte
     assert sidecars(meta.parent)
 
 
-def test_a_plan_refuses_a_tokenizer_for_a_model_with_images_as_the_loader_does(tmp_path: Path) -> None:
+def test_a_plan_rejects_a_tokenizer_for_a_model_with_images_as_the_loader_does(tmp_path: Path) -> None:
     tiny_model("qwen2_vl").config.save_pretrained(tmp_path / "model")
     config = LoaderConfig(data=str(write_samples(tmp_path / "data")), pack_size=256)
     with pytest.raises(ConfigError, match="processor is a tokenizer"):

@@ -18,7 +18,7 @@ from contract.processors import processor
 from contract.tiny_models import tiny_model
 from contract.tiny_tokenizers import tokenizer
 from contract.torchvision_ops import make_torchvision_importable
-from loader_samples import chat, load, mixed, texts
+from loader_samples import chat, load, mixed_rows, texts
 from packhorse.errors import ConfigError
 from packhorse.families.models import check_name
 from packhorse.types import World
@@ -80,8 +80,8 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "a processor's name, offline": (
         "processor",
-        lambda folder: "nobody/nothing",
-        ("processor nobody/nothing: no such folder", "HF_HUB_OFFLINE", "hf download nobody/nothing"),
+        lambda folder: "someone/missing",
+        ("processor someone/missing: no such folder", "HF_HUB_OFFLINE", "hf download someone/missing"),
     ),
     "no model": (
         "model",
@@ -100,8 +100,8 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "a model's name, offline": (
         "model",
-        lambda folder: "nobody/nothing",
-        ("model nobody/nothing: no such folder", "HF_HUB_OFFLINE", "hf download nobody/nothing"),
+        lambda folder: "someone/missing",
+        ("model someone/missing: no such folder", "HF_HUB_OFFLINE", "hf download someone/missing"),
     ),
     "an empty folder for a model": (
         "model",
@@ -125,32 +125,32 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
     ),
     "a folder": (
         "data",
-        lambda folder: made(folder, "rows/train.jsonl").parent,
+        lambda folder: write_file(folder, "rows/train.jsonl").parent,
         ("is a directory", "data={'train': {'file_name': '", "rows/train.jsonl', 'media_dir': '"),
     ),
     "an archive": (
         "data",
-        lambda folder: made(folder, "train.tar"),
+        lambda folder: write_file(folder, "train.tar"),
         ("train.tar is an archive", "a meta file", "data={'train': {'file_name': '"),
     ),
     "a table": (
         "data",
-        lambda folder: made(folder, "train.csv"),
+        lambda folder: write_file(folder, "train.csv"),
         ("train.csv is an archive or table", "a meta file", "train.jsonl"),
     ),
     "a data file": (
         "data",
-        lambda folder: made(folder, "train.jsonl"),
+        lambda folder: write_file(folder, "train.jsonl"),
         ("train.jsonl is a data file", "a meta file", "data={'train': {'file_name': '"),
     ),
     "a parquet file": (
         "data",
-        lambda folder: str(made(folder, "train.parquet")),
+        lambda folder: str(write_file(folder, "train.parquet")),
         ("train.parquet is a data file", "data={'train': {'file_name': '"),
     ),
     "a JSON file of rows": (
         "data",
-        lambda folder: made(folder, "train.json", json.dumps(texts(2))),
+        lambda folder: write_file(folder, "train.json", json.dumps(texts(2))),
         ("looks like a data file", "expected a meta file", '{"train": {"file_name": "train.json"}}'),
     ),
     "a path to nothing": (
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
 }
 
 
-def made(folder: Path, name: str, content: str = "{}\n") -> Path:
+def write_file(folder: Path, name: str, content: str = "{}\n") -> Path:
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
@@ -185,7 +185,7 @@ def test_a_wrong_object_is_one_error_that_says_what_to_write(
     assert "\n" not in message
 
 
-def test_a_name_that_the_hub_cannot_be_asked_for_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_cannot_look_up_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -193,13 +193,13 @@ def test_a_name_that_the_hub_cannot_be_asked_for_is_rejected_at_once(monkeypatch
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     started = time.monotonic()
-    for arguments in ({"model": "nobody/nothing"}, {"processor": "nobody/nothing"}, {"model": "gpt2"}):
+    for arguments in ({"model": "someone/missing"}, {"processor": "someone/missing"}, {"model": "gpt2"}):
         with pytest.raises(ConfigError, match="the hub cannot be reached"):
             packhorse.load(**{"data": texts(4), "processor": processor("qwen2_vl"), **arguments})
     assert time.monotonic() - started < 20, "the hub's client alone retries for longer"
 
 
-def test_the_hub_is_asked_for_a_name_without_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_looks_up_a_name_without_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     asked: list[str] = []
@@ -229,17 +229,15 @@ def test_without_a_model_packs_are_rejected_and_padded_batches_are_not() -> None
     with pytest.raises(ConfigError, match="model is missing"):
         packhorse.Loader(packhorse.LoaderConfig(data=texts(4)), processor("qwen2_vl"), world=World())
     loader = packhorse.load(texts(4), processor("qwen2_vl"), world=World(), mode="pad")
-    assert "model none" in repr(loader)
+    assert "model=None," in repr(loader)
 
 
 def test_the_loader_shows_which_model_it_makes_batches_for() -> None:
     model = tiny_model("qwen2_vl")
-    assert "model unchecked>" in repr(load(texts(4), model="unchecked"))
-    assert "model Qwen2VLForConditionalGeneration>" in repr(load(texts(4), model=model))
-    assert "model Qwen2VLConfig>" in repr(load(texts(4), model=model.config))
-    shown = repr(load(texts(4), 1, 2))
-    assert shown.startswith("<Loader: 4 rows, packs of 256 tokens, ")
-    assert "rank 1 of 2, epoch 0, step 0" in shown
+    assert "model=unchecked," in repr(load(texts(4), model="unchecked"))
+    assert "model=Qwen2VLForConditionalGeneration (checked)," in repr(load(texts(4), model=model))
+    assert "model=Qwen2VLConfig (checked)," in repr(load(texts(4), model=model.config))
+    assert "rank=1 of 2," in repr(load(texts(4), 1, 2))
 
 
 # A tokenizer in place of a processor.
@@ -281,7 +279,7 @@ def test_media_that_the_processor_makes_no_tensor_of_are_bad_samples() -> None:
         def __call__(self, text: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
             return self.tokenizer(text, **options)
 
-    rows = mixed(20)
+    rows = mixed_rows(20)
     plain = {
         index
         for index, row in enumerate(rows)

@@ -134,7 +134,7 @@ def test_keys_are_compared_as_they_are_saved(tmp_path):
     key = {"source": ("a", "b")}
     plan_packs([3, 4], 8).save(tmp_path / "plan", key)
     assert len(PackPlan.load(tmp_path / "plan", key)) == 1
-    with pytest.raises(ConfigError, match="no seed; asked for seed=None"):
+    with pytest.raises(ConfigError, match="no seed; this run has seed=None"):
         PackPlan.load(tmp_path / "plan", {**key, "seed": None})
     with pytest.raises(ConfigError, match="JSON"):
         PackPlan.load(tmp_path / "plan", {"source": object()})

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from loader_samples import load, mixed
+from loader_samples import load, mixed_rows
 from packhorse.collate.packer import join
 
 LARGE = 1 << 20  # values of a row; a few rows are allocated as large tensors are
@@ -49,7 +49,7 @@ def test_a_part_with_another_stride_is_joined_by_its_values() -> None:
 
 def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.collate.packer._LARGE", 1)  # forked workers inherit it
-    rows = mixed(30, seed=7)
+    rows = mixed_rows(30, seed=7)
     in_process, in_workers = (
         [dict(batch) for batch in load(rows, pack_size=512, num_workers=num_workers, pixel_dtype="bfloat16")]
         for num_workers in (0, 2)
@@ -63,7 +63,7 @@ def test_batches_of_workers_are_those_of_the_process_itself(monkeypatch: pytest.
 
 def test_batches_that_are_all_kept_are_all_different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.collate.packer._LARGE", 1)
-    rows = mixed(40, seed=5)
+    rows = mixed_rows(40, seed=5)
     kept = list(load(rows, pack_size=512, num_workers=0, pixel_dtype="bfloat16"))
     repeated = load(rows, pack_size=512, num_workers=0, pixel_dtype="bfloat16")
     for batch, other in zip(kept, repeated, strict=True):

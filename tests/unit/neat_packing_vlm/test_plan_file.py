@@ -77,7 +77,7 @@ def test_a_plan_of_something_else_is_rejected_and_both_are_named(tmp_path, other
     settings = {"lengths": LENGTHS, "capacity": 8, "seed": 1}
     ours, theirs = plan_key(**settings), plan_key(**{**settings, **other})
     plan_packs(LENGTHS, 8, seed=1).save(tmp_path / "plan", ours)
-    with pytest.raises(ConfigError, match=r"was planned from .*; asked for ") as caught:
+    with pytest.raises(ConfigError, match=r"was planned from .*; this run has ") as caught:
         PackPlan.load(tmp_path / "plan", theirs)
     name = "counts" if set(other) & {"lengths", "dataset_ids"} else next(iter(other))
     assert f"{name}={ours[name]}" in str(caught.value)
@@ -123,11 +123,11 @@ def test_files_that_are_no_plans_are_rejected(tmp_path):
     path = tmp_path / "plan"
     for content in (b"", b"no plan", b"ARROW1\0\0" + b"\0" * 100):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match="is not a whole plan"):
+        with pytest.raises(ConfigError, match="is not a complete plan"):
             PackPlan.load(path)
     with pa.ipc.new_file(path, pa.schema([("a", pa.int64())])) as writer:
         writer.write_batch(pa.record_batch({"a": [1]}))
-    with pytest.raises(ConfigError, match="is not a whole plan"):
+    with pytest.raises(ConfigError, match="is not a complete plan"):
         PackPlan.load(path)
     with pytest.raises(FileNotFoundError):
         PackPlan.load(tmp_path / "nothing")
@@ -152,7 +152,7 @@ def test_a_plan_with_a_column_that_is_no_list_of_numbers_is_rejected(tmp_path, k
     columns = [column if number == place else one for number, one in enumerate(batch.columns)]
     with pa.ipc.new_file(path, schema) as writer:
         writer.write_batch(pa.record_batch(columns, schema=schema))
-    with pytest.raises(ConfigError, match="is not a whole plan"):
+    with pytest.raises(ConfigError, match="is not a complete plan"):
         PackPlan.load(path)
 
 
@@ -188,7 +188,7 @@ def test_a_description_names_fill_packs_documents_drops_and_stragglers():
     assert f"{100 * plan.fill:.3f} %" in text
     assert "too_long: 3 of 5,000 (samples 0, 1, 2)" in text
     assert "straggler" not in text
-    assert "not known: the plan has no costs" in plan.describe((8,))
+    assert "unknown: the plan has no costs" in plan.describe((8,))
     sizes = Distribution.of(np.diff(plan.offsets))
     marks = ", ".join(str(sizes.percentile(percent)) for percent in QUARTILES)
     assert f"samples (least, quartiles, most: {marks})" in text

@@ -70,7 +70,7 @@ def test_lists_arrays_and_tensors_give_the_same_plan(kind):
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([1.5], {}, "lengths: expected one row of integers"),
+        ([1.5], {}, "lengths: expected a 1-d array of integers"),
         ([[1]], {}, "found shape"),
         ([True], {}, "of bool"),
         ([3, -1], {}, "expected 0 or more, found -1 for sample 1"),
@@ -118,11 +118,11 @@ def test_a_shuffle_is_a_permutation_that_can_be_undone_and_treats_all_places_ali
     for bits in (16, 17, 24):
         shuffle = Shuffle(bits, seed=7, epoch=2)
         numbers = np.arange(1 << 16, dtype=np.int64)
-        scrambled = shuffle.scrambled(numbers.copy())
+        scrambled = shuffle.scramble(numbers.copy())
         assert len(np.unique(scrambled)) == len(numbers)
         assert scrambled.min() >= 0
         assert scrambled.max() < 1 << bits
-        assert np.array_equal(shuffle.restored(scrambled), numbers)
+        assert np.array_equal(shuffle.restore(scrambled), numbers)
     # Six samples of one length over 6,000 epochs: each of them is in each place a sixth of the time.
     places = np.array([longest_first(np.full(6, 5), 8, seed=1, epoch=epoch) for epoch in range(6000)])
     shares = np.stack([(places == sample).mean(axis=0) for sample in range(6)])

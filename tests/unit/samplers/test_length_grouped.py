@@ -180,7 +180,7 @@ def test_rows_far_above_max_length_are_dropped_and_recorded(caplog: pytest.LogCa
 
 
 def test_very_many_rows_are_recorded_as_arrays(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(length_grouped, "_NAMED_ONE_BY_ONE", 2)
+    monkeypatch.setattr(length_grouped, "_MOST_SINGLE_ENTRIES", 2)
     ledger = Ledger()
     LengthGroupedSampler(told(*[9999] * 5), max_length=1, ledger=ledger)
     assert ledger.counts() == {"too_long": 5}

@@ -301,5 +301,5 @@ def test_lengths_can_be_given(counted: dict[str, Any]):
 
 @pytest.mark.parametrize("counts", [[1], [1.5, 2.5], [[1, 2]]])
 def test_counts_that_do_not_fit_are_rejected(counts: Any):
-    with pytest.raises(ConfigError, match="one whole number for each"):
+    with pytest.raises(ConfigError, match="one integer for each"):
         LengthGroupedSampler([{}, {}], counts=counts)

@@ -35,7 +35,7 @@ def test_lengths_that_the_caller_gives_are_not_agreed_on_by_those_of_count_files
     dataset = open_meta_dataset(meta, shard_data=True, rank=0, world_size=2)
     counts = np.array([100] * 10 + [6000] * (len(dataset) - 10))
     options: dict[str, Any] = {"processor": made, "max_length": 1000, "counts": counts}
-    with pytest.raises(ConfigError, match=r"leave out by their own counts is not known.*pass smallest="):
+    with pytest.raises(ConfigError, match=r"other ranks drop is unknown.*pass smallest="):
         LengthGroupedSampler(dataset, world=World(0, 2), **options)
     sampler = LengthGroupedSampler(dataset, world=World(0, 2), smallest=9, **options)
     assert len(sampler) == len(list(sampler)) == 9
@@ -74,7 +74,7 @@ def test_the_state_of_a_finished_epoch_gives_nothing_of_it_again() -> None:
 def test_rows_left_over_are_named_for_each_epoch_however_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(length_grouped, "_NAMED_ONE_BY_ONE", 10)
+    monkeypatch.setattr(length_grouped, "_MOST_SINGLE_ENTRIES", 10)
     ledger = Ledger()
     sampler = LengthGroupedSampler(Named(told(100)), smallest=40, ledger=ledger)
     for epoch in (0, 1, 1):

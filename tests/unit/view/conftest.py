@@ -22,7 +22,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="package")
 def planned(tmp_path_factory: pytest.TempPathFactory, saved: str) -> Planned:
     meta = write_samples(tmp_path_factory.mktemp("view") / "data")
-    return make_plan(Request(LoaderConfig(data=str(meta), pack_size=512), saved))
+    return make_plan(Request(LoaderConfig(data=str(meta), pack_size=512, max_bad_share=0.0), saved))
 
 
 @pytest.fixture(scope="package")

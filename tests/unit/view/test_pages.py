@@ -45,7 +45,7 @@ def test_the_overview_says_where_the_loader_would_not_start_and_how_tokens_are_c
 ) -> None:
     page = html.unescape(ask(app, "/").text)
     bad = book.report["bad"]
-    assert f"The loader stops at more than 1 % bad rows (max_bad_share): {bad} of {len(book)} are" in page
+    assert f"The loader stops at more than 0 % bad rows (max_bad_share): {bad} of {len(book)} are" in page
     assert "before the label shift takes one from each" in page
     assert "kept free for a placeholder" in page
     assert "name no row of" not in page
@@ -80,7 +80,7 @@ def test_each_row_that_is_too_long_says_how_long_it_is(planned: Planned, tmp_pat
     told = {drop.key: drop.detail for drop in small.dropped if drop.reason == "too_long"}
     assert len(told) > 1
     for index in small.packs.plan.dropped_by_reason()["too_long"].tolist():
-        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.room} of a pack"
+        detail = f"{small.planner.lengths[index]:,} tokens, more than the {small.planner.capacity} of a pack"
         for book in (made, again):
             drop = book.dropped(index)
             assert drop is not None

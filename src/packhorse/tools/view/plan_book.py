@@ -107,7 +107,7 @@ class Planned:
     @property
     def dropped(self) -> list[Drop]:
         """Rows that are in no pack, as the loader records them."""
-        return self.planner.dropped(self.packs.plan)
+        return self.planner.drops(self.packs.plan)
 
 
 def open_request(request: Request) -> OpenedData:
@@ -142,7 +142,7 @@ def make_plan(
     start = start_up(request.config, opened, Collectives(World()), counts)
     planner = start.planner
     plan = planner.plan(request.epoch)
-    planner.check_overlong(plan)
+    planner.check(plan)
     packs = Packs(plan, planner.sample_info)
     return Planned(request, opened, start.counts, planner, packs, planner.reserve_in(plan))
 

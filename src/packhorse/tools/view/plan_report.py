@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from packhorse.count.columns import Distribution
 from packhorse.formats.estimate import image_config, video_config
+from packhorse.loader.epoch_stats import exceeds_share
 from packhorse.plan.lengths import estimated_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
@@ -93,7 +94,7 @@ def estimated(
     if len(rows) > most:
         rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
     guesses = _guesses(planned, rows, progress or Progress("estimating lengths"))
-    room = planned.planner.room
+    room = planned.planner.capacity
     real = planned.planner.lengths[rows]
     plan = plan_packs(np.maximum(guesses - 1, 1), room, seed=planned.request.config.seed)
     overflow = overflowing(plan, real, room)
@@ -237,7 +238,7 @@ def sizes_report(request: Request, sizes: Sequence[int]) -> dict[str, Any]:
 def too_many_bad(report: Mapping[str, Any]) -> str:
     """What the loader will say of the rows that cannot be used, where it will not start; else nothing."""
     share, bad, rows = report.get("max_bad_share"), report.get("bad", 0), report["rows"]
-    if share is None or not rows or bad / rows <= share:
+    if share is None or not exceeds_share(bad, rows, share):
         return ""
     return (
         f"the loader stops at more than {100 * share:.4g} % bad rows (max_bad_share): {bad:,} of {rows:,} "

@@ -1,0 +1,597 @@
+"""Vision-language models of transformers as stages of ``torch.distributed.pipelining``.
+
+:func:`split_vlm` splits a Qwen-VL model into stage modules. :class:`VlmPipeline` runs batches of
+:func:`packhorse.pp_media.wrap_vlm_collate_for_pp` through them: stage 0 takes the media of each microbatch,
+and every stage its rows of positions and masks. Loss and gradients equal those of the whole model on the
+whole batch.
+
+``torch.distributed.pipelining`` splits each tensor along one axis with ``torch.tensor_split``, rejects a
+batch with fewer rows than microbatches, and receives every microbatch into a buffer of the first one's shape.
+So unsupervised rows are appended to shorter microbatches, which keeps the rows of each microbatch and their
+media together. This copies the tokens if the rows are uneven.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from packhorse.chat import IGNORE_INDEX
+from packhorse.errors import ConfigError
+from packhorse.families.qwen_vl import RopeIndex, rope_index
+from packhorse.integrations.loss import supervised, token_loss
+from packhorse.pp_media import VLM_PP_MEDIA_KEY, stage_vlm_media_for_pp
+from packhorse.pp_media.stage import innermost
+
+__all__ = ["SPLITTABLE", "PipelineInputs", "VlmPipeline", "VlmStage", "pipeline_inputs", "split_vlm"]
+
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+_USED = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "mm_token_type_ids"})
+# The loss of a pipeline takes the labels, which equal shift_labels.
+_UNUSED = frozenset({"shift_labels", "use_cache"})
+# All of these follow from cu_seq_lens_q.
+_VARLEN = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+_KNOWN = _USED | _VARLEN | _UNUSED
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineInputs:
+    """The inputs of a schedule; the number of rows is a multiple of the microbatches.
+
+    Attributes:
+        ids: [B, S].
+        labels: [B, S].
+        kwargs: of every stage: masks, positions, document starts.
+        axes: the axis of the rows of each.
+        tokens: number of supervised tokens.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    kwargs: dict[str, Any]
+    axes: dict[str, int]
+    tokens: int
+
+    def to(self, device: torch.device) -> PipelineInputs:
+        """Move the tensors to a device."""
+        moved = {name: value.to(device) for name, value in self.kwargs.items()}
+        return replace(self, ids=self.ids.to(device), labels=self.labels.to(device), kwargs=moved)
+
+
+def pipeline_inputs(
+    batch: Mapping[str, Any], n_microbatches: int, rope: RopeIndex | None, config: Any
+) -> PipelineInputs:
+    """Return the inputs of a schedule from a prepared batch of any collate function.
+
+    Args:
+        batch: its media, if any, under :data:`~packhorse.pp_media.VLM_PP_MEDIA_KEY`.
+        n_microbatches: of the schedule.
+        rope: the model's ``get_rope_index``, to compute the positions of batches with media and without
+            ``position_ids``: stages after the first have neither ids nor grids.
+        config: of the model, for the ids of media tokens.
+
+    Raises:
+        ConfigError: the batch cannot be split or has keys that stages do not take, or ``n_microbatches`` is
+            below 1.
+    """
+    if isinstance(n_microbatches, bool) or n_microbatches < 1:
+        raise ConfigError(f"{n_microbatches=}: expected at least 1")
+    _check_keys(batch)
+    ids, labels = (
+        batch["input_ids"].contiguous(),
+        batch["labels"],
+    )  # microbatches are identified by their memory
+    if ids.dim() != 2 or labels.shape != ids.shape:
+        raise ConfigError(
+            f"'input_ids' of shape {tuple(ids.shape)} and 'labels' of shape {tuple(labels.shape)}: expected "
+            "[B, S] both"
+        )
+    kwargs: dict[str, Any] = {}
+    if "cu_seq_lens_q" in batch:
+        kwargs["segment_starts"] = segment_starts(batch["cu_seq_lens_q"], *ids.shape)
+    elif batch.get("attention_mask") is not None:
+        kwargs["attention_mask"] = batch["attention_mask"]
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = _positions(batch, rope)
+    if positions is not None:
+        kwargs["position_ids"] = positions
+    axes = {name: _axis(name, value, len(ids)) for name, value in kwargs.items()}
+    tokens = supervised(batch)
+    rows = even_rows(len(ids), n_microbatches)
+    if bool((rows < 0).any()):
+        ids, labels, kwargs = _add_rows(ids, labels, kwargs, axes, rows, config)
+    return PipelineInputs(ids, labels, kwargs, axes, tokens)
+
+
+def even_rows(batch_size: int, n_microbatches: int) -> torch.Tensor:
+    """Return the row at each position so that all microbatches are equal; -1 for an added row.
+
+    7 rows for 3 microbatches: 0 1 2, 3 4 -1, 5 6 -1.
+    """
+    split = torch.tensor_split(torch.arange(batch_size), n_microbatches)
+    most = max(len(part) for part in split)
+    return torch.cat([torch.nn.functional.pad(part, (0, most - len(part)), value=-1) for part in split])
+
+
+def segment_starts(cumulative: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """Return where documents begin, bool [B, S]: ``cu_seq_lens_q`` in a form that can be split by rows.
+
+    Raises:
+        ConfigError: a document continues in the next row, or does not end with the batch.
+    """
+    positions = cumulative.to(torch.int64)
+    starts = torch.zeros(rows * length + 1, dtype=torch.bool, device=cumulative.device)
+    within = bool((positions >= 0).all()) and bool((positions <= rows * length).all())
+    if within:
+        starts[positions] = True
+    by_row = starts[:-1].view(rows, length)
+    if not within or not bool(starts[-1]) or not bool(by_row[:, 0].all()):
+        raise ConfigError(
+            f"cu_seq_lens_q goes from {int(positions[0])} to {int(positions[-1])} in a batch of {rows} rows "
+            f"of {length} tokens: each row must begin a document, and the last must end at {rows * length}"
+        )
+    return by_row
+
+
+def varlen_arguments(starts: torch.Tensor) -> dict[str, Any]:
+    """Return ``cu_seq_lens_q`` etc. of one microbatch from its document starts."""
+    positions = torch.nonzero(starts.flatten()).flatten().to(torch.int32)
+    cumulative = torch.cat([positions, positions.new_tensor([starts.numel()])])
+    longest = int(cumulative.diff().max())
+    return {f"cu_seq_lens_{side}": cumulative for side in "qk"} | {
+        f"max_length_{side}": longest for side in "qk"
+    }
+
+
+def _check_keys(batch: Mapping[str, Any]) -> None:
+    missing = [key for key in ("input_ids", "labels") if batch.get(key) is None]
+    if missing:
+        raise ConfigError(f"the batch has no '{missing[0]}', only {', '.join(batch)}")
+    unknown = [key for key in batch if key not in _KNOWN and not key.startswith("_")]
+    if unknown:
+        raise ConfigError(
+            f"the batch holds '{unknown[0]}', which stages do not take: prepare media with "
+            "packhorse.pp_media.wrap_vlm_collate_for_pp, and remove keys that the model does not need"
+        )
+
+
+def _axis(name: str, value: Any, rows: int) -> int:
+    """Return the axis of the rows."""
+    shape = tuple(getattr(value, "shape", ()))
+    axis = 1 if name == "position_ids" and len(shape) == 3 else 0
+    if len(shape) <= axis or shape[axis] != rows:
+        what = f"of shape {shape}" if shape else f"({type(value).__name__})"
+        raise ConfigError(
+            f"'{name}' {what} cannot be split into microbatches: expected {rows} rows along axis {axis}"
+        )
+    return axis
+
+
+def _positions(batch: Mapping[str, Any], rope: RopeIndex | None) -> torch.Tensor | None:
+    """Return positions [3, B, S] as the model computes them; None if it counts from 0."""
+    chunks = batch.get(VLM_PP_MEDIA_KEY) or {}
+    if rope is None or not any("grid" in key for key in chunks):
+        return None
+    mask = batch.get("attention_mask")
+    if "cu_seq_lens_q" in batch or (mask is not None and (not hasattr(mask, "dim") or mask.dim() != 2)):
+        raise ConfigError("a packed batch without 'position_ids': pass get_rope_index to the packed dataset")
+    if batch.get("mm_token_type_ids") is None:
+        raise ConfigError(
+            "the batch has media but neither 'position_ids' nor 'mm_token_type_ids', from which they are "
+            "computed: keep all tensors of the processor"
+        )
+    media = {key: torch.cat(list(parts)) for key, parts in chunks.items() if "pixel_values" not in key}
+    known = {key: batch[key] for key in ("input_ids", "mm_token_type_ids")}
+    arguments = {**media, **known, "attention_mask": mask}
+    takes = inspect.signature(rope).parameters
+    positions = rope(**{name: value for name, value in arguments.items() if name in takes})
+    return torch.as_tensor(positions[0] if isinstance(positions, tuple) else positions)
+
+
+def _add_rows(
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    kwargs: Mapping[str, Any],
+    axes: Mapping[str, int],
+    rows: torch.Tensor,
+    config: Any,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return the batch with added rows: masks and positions of row 0, no supervised token."""
+    wrong = [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]
+    if wrong:
+        raise ConfigError(
+            f"'{wrong[0]}' is a {type(kwargs[wrong[0]]).__name__}, to which no row can be added: use "
+            "a batch size that is a multiple of the microbatches, or varlen or sdpa attention"
+        )
+    added, source = rows < 0, rows.clamp(min=0)
+    media = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
+    text_token = next(token for token in range(len(media) + 1) if token not in media)
+    taken = {name: value.index_select(axes[name], source.to(value.device)) for name, value in kwargs.items()}
+    ids, labels = (
+        value.index_select(0, source.to(value.device)).masked_fill(added[:, None].to(value.device), fill)
+        for value, fill in ((ids, text_token), (labels, IGNORE_INDEX))
+    )
+    return ids, labels, taken
+
+
+# Stages.
+
+SPLITTABLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types that :func:`split_vlm` splits."""
+
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+_PLACEHOLDERS = {"pixel_values": "image_token_id", "pixel_values_videos": "video_token_id"}
+
+
+class VlmStage(torch.nn.Module):
+    """Some decoder layers of a model; the first stage has the embedding and vision tower, the last the head.
+
+    Parameters have the names of the whole model, so its checkpoint loads with
+    ``load_state_dict(…, strict=False)``, and the state dicts of all stages together are one.
+
+    Attributes:
+        index: of the stage, of ``n_stages``.
+        config: of the model.
+        rope_index: the model's ``get_rope_index``, without its weights.
+    """
+
+    def __init__(
+        self, model: Any, index: int, n_stages: int, layers: range, *, head: Any = None, config: Any = None
+    ) -> None:
+        super().__init__()
+        self.index, self.n_stages = index, n_stages
+        self.config = model.config if config is None else config
+        self.rope_index = rope_index(model)
+        # packhorse.pp_media.stage_vlm_media_for_pp sets them during a schedule call.
+        self._vlm_media_chunks: Mapping[str, Sequence[torch.Tensor]] | None = None
+        self._vlm_chunk_idx: int | None = None
+        whole = model.model.language_model
+        kept = torch.nn.ModuleList()
+        # Keys are layer numbers of the whole model; ModuleList has no public way to set them.
+        kept._modules = {str(number): whole.layers[number] for number in layers}
+        parts: dict[str, Any] = {"layers": kept}
+        if not self.is_first:
+            parts["embed_tokens"] = None
+        if not self.is_last:
+            parts["norm"] = torch.nn.Identity()
+        decoder = _with_children(whole, parts)
+        decoder.config = copy.copy(whole.config)
+        decoder.config.num_hidden_layers = len(layers)
+        if getattr(whole.config, "layer_types", None) is not None:
+            decoder.config.layer_types = [whole.config.layer_types[number] for number in layers]
+        self.model = _with_children(
+            model.model, {"language_model": decoder, **({} if self.is_first else {"visual": None})}
+        )
+        if self.is_last:
+            self.lm_head = model.lm_head if head is None else head
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage takes ids and media, not hidden states."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage returns logits, not hidden states."""
+        return self.index == self.n_stages - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and hidden states."""
+        weights: torch.Tensor = next(self.model.language_model.parameters())
+        return weights.dtype
+
+    def forward(
+        self,
+        given: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        segment_starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run one microbatch.
+
+        Args:
+            given: ``input_ids`` [b, S] for the first stage, hidden states [b, S, H] for the others.
+            attention_mask: of these rows, as the model takes it.
+            position_ids: [3, b, S].
+            segment_starts: bool [b, S], where documents begin, for varlen and flash attention.
+
+        Returns:
+            Hidden states [b, S, H], or the logits [b, S, V] of the last stage.
+        """
+        more = {} if segment_starts is None else varlen_arguments(segment_starts)
+        more |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        if self.is_first:
+            output = self.model(input_ids=given, **more, **self._next_media(given))
+        else:
+            output = self.model.language_model(inputs_embeds=given, **more)
+        hidden: torch.Tensor = output.last_hidden_state
+        return self.lm_head(hidden) if self.is_last else hidden
+
+    def _next_media(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the non-empty media of the next microbatch."""
+        chunks = self._vlm_media_chunks or {}
+        index = self._vlm_chunk_idx or 0
+        if chunks:
+            count = len(next(iter(chunks.values())))
+            if index >= count:
+                raise RuntimeError(f"microbatch {index + 1} of a batch whose media were split for {count}")
+            self._vlm_chunk_idx = index + 1
+        media = {key: chunks[key][index] for key in _MEDIA if key in chunks}
+        media = {key: value for key, value in media.items() if len(value)}
+        self._check_staged(ids, media, index)
+        return {key: value.to(ids.device, non_blocking=True) for key, value in media.items()}
+
+    def _check_staged(self, ids: torch.Tensor, media: Mapping[str, torch.Tensor], index: int) -> None:
+        """Raise if there are media tokens without pixels, which the model would embed like text."""
+        for key, name in _PLACEHOLDERS.items():
+            token = getattr(self.config, name, None)
+            if key in media or token is None or ids.is_meta:
+                continue
+            if bool((ids == token).any()):
+                raise RuntimeError(
+                    f"microbatch {index + 1} holds {name} {token} and stage 0 has no '{key}' for it: prepare "
+                    "the batch (packhorse.pp_media.wrap_vlm_collate_for_pp) and run the schedule within "
+                    "stage_vlm_media_for_pp, or with VlmPipeline"
+                )
+
+
+def _with_children(module: Any, replaced: Mapping[str, Any]) -> Any:
+    """Return the module with other children (None: removed), sharing its weights."""
+    # A shallow copy of a module shares these dicts; there is no public way to copy them.
+    shell = copy.copy(module)
+    for name in ("_parameters", "_buffers"):
+        setattr(shell, name, dict(getattr(module, name)))
+    children = {**module._modules, **replaced}
+    shell._modules = {name: child for name, child in children.items() if child is not None}
+    return shell
+
+
+def split_vlm(
+    model: Any, n_stages: int, layers: Sequence[int] | None = None, *, untie: bool = False
+) -> list[VlmStage]:
+    """Split a model into stages that share its weights.
+
+    Args:
+        model: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model for conditional generation.
+        n_stages: number of stages; a rank takes its own (``stages[rank::size]`` for interleaved schedules).
+        layers: decoder layers of each stage; None distributes them evenly.
+        untie: if the head is tied to the embedding, give the last stage a copy, which is trained separately;
+            ``config.tie_word_embeddings`` of the stages is then False. The model does not change.
+
+    Returns:
+        All stages. Delete the stages of other ranks and the model to free their weights.
+
+    Raises:
+        ConfigError: the model type is not supported, embeddings are tied, there are too few layers, or layers
+            of Qwen3-VL that take features of the vision tower would not be on stage 0.
+    """
+    kind = model.config.model_type
+    if kind not in SPLITTABLE:
+        raise ConfigError(
+            f"cannot split a model of type '{kind}', only {', '.join(SPLITTABLE)}: write its stages yourself "
+            "and pass them their media with packhorse.pp_media.stage_vlm_media_for_pp"
+        )
+    decoder = model.model.language_model
+    total = len(decoder.layers)
+    tied = n_stages > 1 and model.lm_head.weight is decoder.embed_tokens.weight
+    if tied and not untie:
+        raise ConfigError(
+            "the model ties its head to its embedding, which would be on different stages: with "
+            "split_vlm(…, untie=True) the head gets a copy of the weights and is trained separately"
+        )
+    # Features of the vision tower's inner layers are added after the first decoder layers.
+    deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
+    numbers = _layers_per_stage(total, n_stages, deep) if layers is None else list(layers)
+    if len(numbers) != n_stages or sum(numbers) != total or min(numbers, default=0) < 1:
+        raise ConfigError(
+            f"layers={numbers} for {n_stages} stages of a decoder of {total} layers: expected {n_stages} "
+            f"positive numbers with the sum {total}"
+        )
+    if numbers[0] < deep:
+        raise ConfigError(
+            f"stage 0 has {numbers[0]} decoder layers, but features of the vision tower go into the first "
+            f"{deep} ('deepstack_visual_indexes'): give stage 0 at least {deep}"
+        )
+    edges = pairwise([0, *accumulate(numbers)])
+    options = _untie(model) if tied else {}
+    return [VlmStage(model, index, n_stages, range(*edge), **options) for index, edge in enumerate(edges)]
+
+
+def _untie(model: Any) -> dict[str, Any]:
+    """Return a head with a copy of the embedding's weights, and an untied configuration."""
+    head = _with_children(model.lm_head, {})
+    weight = model.lm_head.weight
+    head._parameters["weight"] = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    config = copy.deepcopy(model.config)
+    for each in (config, config.get_text_config()):
+        each.tie_word_embeddings = False
+    return {"head": head, "config": config}
+
+
+def _layers_per_stage(total: int, n_stages: int, least: int) -> list[int]:
+    """Return the layers of each stage, as even as possible with at least ``least`` on stage 0."""
+    if n_stages < 1:
+        raise ConfigError(f"{n_stages=}: expected at least 1")
+    first = max(-(-total // n_stages), least)
+    if n_stages == 1 or first == -(-total // n_stages):
+        return [len(part) for part in torch.tensor_split(torch.arange(total), n_stages)]
+    return [first, *(len(part) for part in torch.tensor_split(torch.arange(total - first), n_stages - 1))]
+
+
+# Running batches.
+
+
+class PipelineInfo(NamedTuple):
+    """What :func:`packhorse.pp_media.stage_vlm_media_for_pp` needs."""
+
+    has_first_stage: bool
+    has_last_stage: bool
+
+
+class VlmPipeline:
+    """Runs batches through the stages of this and the other ranks.
+
+    Every rank builds the same batches (the same data-parallel rank and seed) and calls the same methods. Any
+    batch size works: rows without a supervised token make all microbatches equal. Shapes may change from step
+    to step; the receive buffers are then rebuilt.
+
+    Args:
+        parts: this rank's stages in order, wrapped (DDP, ``checkpoint_wrapper``) or not.
+        n_microbatches: as in the collate function's wrapper.
+        schedule: a schedule class of ``torch.distributed.pipelining``.
+        device: of this rank's stages; token tensors and media are moved there.
+        group: the pipeline's ranks; None for all ranks.
+        loss_fn: takes logits [b, S, V], labels [b, S] and the supervised tokens of the whole step; its values
+            are summed over microbatches. If data-parallel copies of the pipeline average their gradients:
+            ``partial(token_loss, replicas=copies)``.
+        hidden_dtype: of the hidden states between stages; None for that of the weights.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.nn.Module],
+        n_microbatches: int,
+        schedule: type = Schedule1F1B,
+        *,
+        device: torch.device | str = "cpu",
+        group: Any = None,
+        loss_fn: Loss = token_loss,
+        hidden_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not parts or isinstance(n_microbatches, bool) or n_microbatches < 1:
+            raise ConfigError(f"{len(parts)} stages, {n_microbatches=}: expected at least one of each")
+        if "kwargs_chunk_spec" not in inspect.signature(schedule).parameters:
+            raise ConfigError(
+                f"{schedule.__name__} takes no kwargs_chunk_spec, the axis along which positions are "
+                "split: use ScheduleInterleaved1F1B, Schedule1F1B or ScheduleGPipe"
+            )
+        self.single = issubclass(schedule, PipelineScheduleSingle)
+        if self.single and len(parts) > 1:
+            raise ConfigError(
+                f"{schedule.__name__} runs one stage per rank, not {len(parts)}: use an interleaved "
+                "schedule, or split the model into as many stages as there are ranks"
+            )
+        self.parts, self.n_microbatches, self.schedule = list(parts), n_microbatches, schedule
+        self.device, self.group, self.hidden_dtype = torch.device(device), group, hidden_dtype
+        self.inner: list[VlmStage] = [innermost(part) for part in parts]
+        self.info = PipelineInfo(self.inner[0].is_first, any(part.is_last for part in self.inner))
+        self._loss = _StepLoss(loss_fn)
+        self._schedules: dict[bool, tuple[Any, Any]] = {}
+
+    def step(self, batch: dict[str, Any], tokens: int | None = None) -> torch.Tensor | None:
+        """Run forward and backward of one batch; gradients accumulate.
+
+        Args:
+            batch: of a wrapped collate function; labels are already shifted.
+            tokens: supervised tokens of the step over all data-parallel ranks and accumulated batches
+                (:func:`packhorse.integrations.loss.count_supervised`); None for those of the batch.
+
+        Returns:
+            The loss on the rank of the last stage, None elsewhere.
+
+        Raises:
+            ConfigError: the batch was prepared for another number of microbatches, or has keys that stages do
+                not take.
+        """
+        return self._run(batch, tokens, train=True)
+
+    def eval(self, batch: dict[str, Any], tokens: int | None = None) -> torch.Tensor | None:
+        """Return the loss of one batch in evaluation mode without gradients, see :meth:`step`.
+
+        Restores the mode of every module.
+        """
+        modules = [module for part in self.parts for module in part.modules()]
+        training = [module.training for module in modules]
+        try:
+            for part in self.parts:
+                part.eval()
+            with torch.no_grad():
+                return self._run(batch, tokens, train=False)
+        finally:
+            for module, mode in zip(modules, training, strict=True):
+                module.training = mode
+
+    def _run(self, batch: dict[str, Any], tokens: int | None, *, train: bool) -> torch.Tensor | None:
+        chunks = batch.get(VLM_PP_MEDIA_KEY) or {}
+        counts = {len(parts) for parts in chunks.values()}
+        if counts - {self.n_microbatches}:
+            raise ConfigError(
+                f"the media of the batch were split for {sorted(counts)} microbatches, the schedule has "
+                f"{self.n_microbatches}: pass the same number to wrap_vlm_collate_for_pp"
+            )
+        first = self.inner[0]
+        inputs = pipeline_inputs(batch, self.n_microbatches, first.rope_index, first.config)
+        self._loss.tokens = inputs.tokens if tokens is None else tokens
+        losses: list[torch.Tensor] = []
+        sent = inputs.to(self.device)
+        arguments = (sent.ids,) if self.info.has_first_stage else ()
+        options: dict[str, Any] = (
+            {"target": sent.labels, "losses": losses} if self.info.has_last_stage else {}
+        )
+        schedule = self._schedule(inputs, train)
+        run = schedule.step if train else schedule.eval
+        if "return_outputs" in inspect.signature(schedule.step).parameters:
+            options["return_outputs"] = False  # the logits of a whole batch are not needed
+        try:
+            with stage_vlm_media_for_pp(self, [*self.parts], batch):
+                run(*arguments, **options, **sent.kwargs)
+        except BaseException:
+            self._schedules.clear()  # frees the activations
+            raise
+        return torch.stack(losses).sum().detach() if self.info.has_last_stage else None
+
+    def _schedule(self, inputs: PipelineInputs, train: bool) -> Any:
+        """Return the schedule for these shapes, the last one if possible."""
+        rows, length = len(inputs.ids) // self.n_microbatches, inputs.ids.shape[1]
+        key = (rows, length, tuple(sorted(inputs.axes.items())))
+        if self._schedules.get(train, (None,))[0] == key:
+            return self._schedules[train][1]
+        pairs = zip(self.parts, self.inner, strict=True)
+        stages = [self._stage(part, inner, rows, length) for part, inner in pairs]
+        schedule = self.schedule(
+            stages[0] if self.single else stages,
+            n_microbatches=self.n_microbatches,
+            loss_fn=self._loss,
+            kwargs_chunk_spec=TensorChunkSpec.from_dict(inputs.axes),
+            scale_grads=False,  # the loss is divided by the tokens of the whole batch
+        )
+        self._schedules[train] = (key, schedule)
+        return schedule
+
+    def _stage(self, part: torch.nn.Module, inner: VlmStage, rows: int, length: int) -> PipelineStage:
+        text = inner.config.get_text_config()
+        dtype = inner.dtype if self.hidden_dtype is None else self.hidden_dtype
+        ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(rows, length, text.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        logits = torch.empty(rows, length, text.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+        return PipelineStage(
+            part,
+            inner.index,
+            inner.n_stages,
+            self.device,
+            input_args=ids if inner.is_first else hidden,
+            output_args=logits if inner.is_last else hidden,
+            group=self.group,
+        )
+
+
+class _StepLoss:
+    """A loss with the tokens of the whole step, so that the sum over microbatches is their mean."""
+
+    def __init__(self, of_tokens: Loss) -> None:
+        self.of_tokens, self.tokens = of_tokens, 1
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.of_tokens(logits, labels, self.tokens)
