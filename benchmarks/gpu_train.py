@@ -74,7 +74,7 @@ from gpu_stages import Stages, free_memory, log
 from packhorse import open_meta_dataset
 from packhorse.collate_fns import model_inputs
 from packhorse.integrations.attention import attention_of
-from packhorse.integrations.loss import supervised, token_loss
+from packhorse.integrations.loss import supervised_tokens, token_loss
 from packhorse.loader.startup import count_examples
 from packhorse.types import to_device
 from promises import fact, parse, promise, recorded
@@ -189,7 +189,7 @@ def step(setup: Setup, batch: Batch, optimizer: torch.optim.Optimizer) -> torch.
     forward_only = setup.device == "cpu" and attention_of(model) == "flex_attention"
     with torch.set_grad_enabled(not forward_only):
         logits = model(**model_inputs(moved, model)).logits
-        loss = token_loss(logits, moved["labels"], supervised(batch))
+        loss = token_loss(logits, moved["labels"], supervised_tokens(batch))
     if not forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -225,7 +225,7 @@ def train(setup: Setup, fed: Iterator[Fed]) -> Figures:
         found.build += one.build
         found.batches += 1
         found.tokens += one.tokens
-        found.supervised += supervised(one.batch)
+        found.supervised += supervised_tokens(one.batch)
         found.slots += one.batch["input_ids"].numel()
         if found.seconds > options.seconds or found.batches >= options.steps:
             break
@@ -309,7 +309,7 @@ def judge_speed(name: str, found: dict[str, Figures], setup: Setup) -> None:
 
 
 def judge_against(padded: str, target: float, found: dict[str, Figures]) -> None:
-    """Promise real tokens a second against one way to pad; supervised ones stand beside it."""
+    """Promise real tokens a second against one way to pad, and state supervised ones."""
     varlen, base = found["packed, varlen"], found.get(padded)
     if base is None:
         return

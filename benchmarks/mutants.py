@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         "a packed batch is cut as if each row held one sample",
         "pp_media/rows.py",
-        "        if self._packed():",
-        "        if not self._packed():",
+        "        if self._is_packed():",
+        "        if not self._is_packed():",
         ("tests/unit/test_pp_media.py", "tests/unit/test_pp_media_rejected.py"),
     ),
     Mutant(
@@ -215,10 +215,10 @@ MUTANTS = (
         quick=True,
     ),
     Mutant(
-        "segments begin inside what fills a document up",
+        "segments begin inside the padding of a document",
         "collate/masks.py",
-        "of_row * length + place + -place % multiple",
-        "of_row * length + place",
+        "row_index * length + index + -index % multiple",
+        "row_index * length + index",
         ("tests/unit/collate_fns/test_packed_collate.py",),
     ),
     Mutant(

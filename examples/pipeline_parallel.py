@@ -19,7 +19,7 @@ from tiny import demo_meta, tiny_model, tiny_processor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import packhorse
-from packhorse.integrations.loss import supervised
+from packhorse.integrations.loss import supervised_tokens
 from packhorse.integrations.pipelining import VlmPipeline, split_vlm
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -57,7 +57,7 @@ def train(options: argparse.Namespace) -> None:
     evaluated = list(loader)
     losses = [pipeline.eval(batch, tokens=1) for batch in evaluated]  # sums over tokens
     if losses[0] is not None:
-        mean = sum(map(float, losses)) / sum(map(supervised, evaluated))
+        mean = sum(map(float, losses)) / sum(map(supervised_tokens, evaluated))
         print(f"evaluation loss {mean:.4f}", flush=True)
     for part in parts:  # the names are those of the whole model: together they are its checkpoint
         torch.save(part.state_dict(), options.folder / f"stage-{part.index}.pt")

@@ -9,11 +9,12 @@
         ├── SystemFault                the machine failed: no memory, disk, file handles; a dead rank
         ├── BadSample (ValueError)     one sample cannot be used: key, reason, stage, detail
         │   └── EmptyPack              no sample of a pack can be used: failures
-        ├── TooManyBad                 the bad-sample budget of a loader is exceeded
+        ├── ReplacementsFailed (RuntimeError)  a dataset wrapper gives up: failures, last
+        ├── TooManyBad                 the bad-sample budget of a loader is exceeded: setting, bad, reasons
         ├── CannotAlign                answers cannot be found in the rendered text
         └── EngineError                a process pool failed
-            ├── WorkerDied             a worker process was killed: task
-            └── ResultTimeout          a worker process does not answer
+            ├── WorkerDied             a worker process died repeatedly: position, deaths, exit_reason
+            └── ResultTimeout          a worker process does not answer: position
     BaseException
     └── SampleTimeout                  stops one sample; becomes a BadSample
 
@@ -27,7 +28,7 @@ import errno
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -104,6 +105,20 @@ class BadSample(PackhorseError, ValueError):
         return Drop(self.key or key, self.stage, self.reason, self.detail, action, dataset)
 
 
+class ReplacementsFailed(PackhorseError, RuntimeError):
+    """Raised by dataset wrappers when no replacement can be used, or too many consecutive ones are skipped.
+
+    Attributes:
+        failures: samples or batches that failed.
+        last: the last error.
+    """
+
+    def __init__(self, message: str, failures: int = 0, last: BadSample | None = None) -> None:
+        super().__init__(message)
+        self.failures, self.last = failures, last
+        self.__cause__ = None if last is None else last.original
+
+
 def _rebuild_bad_sample(detail: str, reason: Reason, key: str, stage: Stage) -> BadSample:
     return BadSample(detail, reason=reason, key=key, stage=stage)
 
@@ -134,22 +149,32 @@ def is_data_error(error: BaseException) -> bool:
     return isinstance(error, DATA_ERRORS) and not isinstance(error, _NOT_DATA_ERRORS)
 
 
-@dataclass(slots=True, kw_only=True)
-class DataErrors:
-    """The context manager of :func:`data_errors`.
+@dataclass(slots=True)
+class data_errors:  # named like contextlib.suppress
+    """Context manager that ends its block at an error of the data; every other error is raised.
+
+    >>> with data_errors("drop", lambda bad: print(bad.reason)) as outcome:
+    ...     raise OSError("no such file")
+    sample_failed
+    >>> outcome.error
+    BadSample('OSError: no such file')
 
     Attributes:
+        policy: ``"raise"`` raises errors of the data too; after any other value (``"drop"``, ``"replace"``)
+            the caller looks at ``error``.
+        record: called with the error, for example to write a ledger entry.
+        reason: of an error that is no :class:`BadSample`, like ``key`` and ``stage``.
         error: why the block failed; None if it did not.
     """
 
-    policy: str
-    record: Callable[[BadSample], object] | None
-    reason: Reason
-    key: str
-    stage: Stage
-    error: BadSample | None = None
+    policy: str = "drop"
+    record: Callable[[BadSample], object] | None = None
+    reason: Reason = field(default="sample_failed", kw_only=True)
+    key: str = field(default="", kw_only=True)
+    stage: Stage = field(default="read", kw_only=True)
+    error: BadSample | None = field(default=None, init=False)
 
-    def __enter__(self) -> DataErrors:
+    def __enter__(self) -> data_errors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
@@ -159,33 +184,6 @@ class DataErrors:
         if self.record is not None:
             self.record(self.error)
         return True
-
-
-def data_errors(
-    policy: str = "drop",
-    record: Callable[[BadSample], object] | None = None,
-    *,
-    reason: Reason = "sample_failed",
-    key: str = "",
-    stage: Stage = "read",
-) -> DataErrors:
-    """End a ``with`` block at an error of the data; every other error is raised.
-
-    >>> with data_errors("drop", lambda bad: print(bad.reason)) as outcome:
-    ...     raise OSError("no such file")
-    sample_failed
-    >>> outcome.error
-    BadSample('OSError: no such file')
-
-    Args:
-        policy: ``"raise"`` raises errors of the data too; after any other value (``"drop"``, ``"replace"``)
-            the caller looks at ``outcome.error``.
-        record: called with the error, for example to write a ledger entry.
-        reason: of an error that is no :class:`BadSample`, like ``key`` and ``stage``.
-        key: see ``reason``.
-        stage: see ``reason``.
-    """
-    return DataErrors(policy=policy, record=record, reason=reason, key=key, stage=stage)
 
 
 @contextlib.contextmanager

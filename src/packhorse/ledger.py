@@ -20,10 +20,11 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from packhorse.errors import FULL_DISK, ConfigError, SystemFault
 from packhorse.types import Action, Drop, Reason, Stage
+from packhorse.utils.files import write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +115,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.is_buffering = False  # see buffer
-        self._staged: list[Drop] | None = None  # see staged
+        self._staged: list[Drop] | None = None  # see capture
         self._spool_name = f"packhorse-ledger-{uuid.uuid4().hex}.jsonl"
         self._spool_read = _size(self.path) if self.path is not None else 0
         self._unwritten: list[bytes] = []  # lines that could not be written
@@ -167,14 +168,12 @@ class Ledger:
     def merge(self, other: Ledger) -> None:
         """Add all entries of another ledger."""
         other._collect()
-        for drop, times in list(other._drops.items()):
-            for _ in range(times):
-                self.record(drop)
+        self.record_all(drop for drop, times in list(other._drops.items()) for _ in range(times))
         for many in list(other._many.values()):
             self._record_many(many)
 
     @contextlib.contextmanager
-    def staged(self) -> Iterator[list[Drop]]:
+    def capture(self) -> Iterator[list[Drop]]:
         """Collect the entries of the block in a list instead of recording them.
 
         A batch that is built ahead may never be delivered; its entries are recorded when it is.
@@ -328,21 +327,13 @@ class Ledger:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all entries as JSONL, atomically; entries of many rows are one line with row ranges."""
         self._collect()
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(fd, "wb") as file:
-                for drop, times in list(self._drops.items()):
-                    file.write(entry_line(asdict(drop)) * times)
-                file.writelines(entry_line(many.to_json()) for many in list(self._many.values()))
-            os.chmod(temporary, 0o644)  # mkstemp makes it private
-            os.replace(temporary, target)
-        except BaseException as error:
-            os.unlink(temporary)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(target)
-            raise
+
+        def write(file: IO[bytes]) -> None:
+            for drop, times in list(self._drops.items()):
+                file.write(entry_line(asdict(drop)) * times)
+            file.writelines(entry_line(many.to_json()) for many in list(self._many.values()))
+
+        write_atomic(Path(path), write)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ledger:

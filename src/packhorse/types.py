@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 # For annotations only, so that this module does not import numpy.
 Integers: TypeAlias = "npt.NDArray[np.int64]"
@@ -174,7 +175,7 @@ class World:
         return cls()
 
     @classmethod
-    def from_mesh(cls, mesh: Any, dims: str | Sequence[str] | None = None) -> World:
+    def from_mesh(cls, mesh: DeviceMesh, dims: str | Sequence[str] | None = None) -> World:
         """Return the rank and size along the data-parallel dimensions of a mesh.
 
         Ranks that differ only in other dimensions (tensor, context or pipeline parallelism) are equal and get

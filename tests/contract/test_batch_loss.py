@@ -40,7 +40,7 @@ from packhorse.neat_packing_vlm import PackedDatasetWrapper
 
 CASES = ("text", "one image", "many turns", "two images", "video")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
-# Gemma's images see both ways, which a kernel for causal sequences cannot do.
+# Gemma's images attend in both directions, which a causal kernel cannot do.
 PACKED = [
     (name, backend)
     for name in MODELS

@@ -33,8 +33,8 @@ BATCHES: dict[str, tuple[str, ...]] = {
     "unusual images": ("rgba", "palette", "one pixel"),
     "a video": ("video",),
     "a video, words, an image": ("video", "text", "one image"),
-    "audios": ("audio", "two audio clips", "text"),
-    "a sound and an image": ("audio and image", "audio", "one image"),
+    "audio": ("audio", "two audio clips", "text"),
+    "audio and an image": ("audio and image", "audio", "one image"),
 }
 CHATTING = [name for name, fixture in FAMILIES.items() if fixture.chats]
 BUNDLED = [name for name in CHATTING if FAMILIES[name].bundled]
@@ -49,7 +49,7 @@ GOLDEN = [
     if not function.__name__.startswith("qwen3_omni")
     if function.__name__ != "nemotron_omni_collate_fn" or "video" not in cases  # it takes fewer frames
 ]
-# Told better, or for every sample, by Packhorse; each is looked at below.
+# Packhorse returns these for every sample, or exactly; each has its own test below.
 OURS = {"video_second_per_grid", "batch_num_images"}
 
 
@@ -71,7 +71,7 @@ def examples(name, cases, files):
     return [{"conversation": conversation(name, case, files)} for case in cases]
 
 
-def supervised(name: str, labels: torch.Tensor) -> str:
+def supervised_text(name: str, labels: torch.Tensor) -> str:
     return processor(name).tokenizer.decode(labels[labels != IGNORE_INDEX])
 
 
@@ -108,7 +108,7 @@ def test_a_batch_is_the_processors_own_shifted_by_one(name, function, cases, col
             *("n_images_per_sample", "n_videos_per_sample", "n_audios_per_sample"),
         }
     else:
-        # Neither processor takes videos beside other samples; each sample is as it is alone.
+        # Neither processor takes videos together with other samples; each sample is as it is alone.
         for row, raw, mask in zip(batch["input_ids"], raws, batch["attention_mask"], strict=True):
             alone = own_batch(name, [raw])["input_ids"][0]
             assert torch.equal(row[mask.bool()], alone[: int(mask.sum())])
@@ -124,8 +124,8 @@ def test_labels_are_the_next_tokens_of_the_answers(name, function, cases, collat
     media = torch.tensor(sorted(Encoder(processor(name)).media_token_ids))
     assert not torch.isin(labels, media).any()
     for row, case in zip(labels, cases, strict=True):
-        said, expected = supervised(name, row), answers(name, case, files)
-        if name == "smolvlm":  # the blank of "Assistant: " belongs to the first token of most answers
+        said, expected = supervised_text(name, row), answers(name, case, files)
+        if name == "smolvlm":  # the space of "Assistant: " belongs to the first token of most answers
             said, expected = said.replace(" ", ""), expected.replace(" ", "")
         assert said == expected
 
@@ -235,7 +235,7 @@ def test_the_loss_that_a_model_makes_of_a_padded_batch_is_the_mean_over_its_labe
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_a_fixed_length_is_kept_and_longer_samples_are_dropped_if_asked_for(name, files, fresh_ledger):
+def test_a_fixed_length_is_kept_and_longer_samples_are_dropped_if_requested(name, files, fresh_ledger):
     given = examples(name, ("many turns", "one image", "text"), files)
     whole = default_collate_fn(given, processor(name), pixel_dtype=None)
     lengths = [len(row) for row in rows(whole, "input_ids")]
@@ -311,13 +311,15 @@ def test_the_fake_image_of_a_sample_is_hidden_from_attention(name, files):
     shown = batch["input_ids"][1][batch["attention_mask"][1] == 1]
     assert torch.isin(hidden, media).any()
     assert not torch.isin(shown, media).any()
-    # What is left to see is the sample without the image, but for blanks that the template writes with it,
+    # The visible tokens are the sample without the image, except for spaces that the template writes with it,
     # and for the last token, which the shift takes from the longest row only.
     decode = processor(name).tokenizer.decode
     seen, whole = ("".join(decode(ids).split()) for ids in (shown, rows(plain, "input_ids")[1]))
     assert seen.startswith(whole) or whole.startswith(seen)
     assert len(seen) > len(whole) - 20
-    assert supervised(name, batch["labels"][1]).split() == supervised(name, plain["labels"][1]).split()
+    assert (
+        supervised_text(name, batch["labels"][1]).split() == supervised_text(name, plain["labels"][1]).split()
+    )
     assert batch["n_images_per_sample"].tolist() == [1, 1]
 
 
@@ -331,8 +333,8 @@ def test_a_fake_image_does_not_take_the_place_of_the_next_rows_image(name, funct
         batch = pad_collate_fn([samples[index] for index in range(3)], processor(name))
     else:
         batch = default_collate_fn(given, processor(name), pixel_dtype=None)
-    told = [supervised(name, row) for row in batch["labels"]]
-    assert told == [answers(name, case, files) for case in ("one image", "text", "many turns")]
+    texts = [supervised_text(name, row) for row in batch["labels"]]
+    assert texts == [answers(name, case, files) for case in ("one image", "text", "many turns")]
     inputs = {key: value for key, value in batch.items() if key != "labels" and not key.startswith("n_")}
     with torch.no_grad():
         assert torch.isfinite(tiny_model(name)(**inputs).logits).all()
@@ -351,19 +353,19 @@ def test_the_tokenizer_decides_on_which_side_is_padded(name, side, files):
         assert mask[0] == (side == "right")
         assert mask[-1] == (side == "left")
         for row, case in zip(batch["labels"], ("text", "many turns"), strict=True):
-            said, expected = supervised(name, row), answers(name, case, files)
+            said, expected = supervised_text(name, row), answers(name, case, files)
             assert said.replace(" ", "") == expected.replace(" ", "")
         assert batch["input_ids"].shape[1] == 399 or limit is None
 
 
 @pytest.mark.parametrize("name", [name for name in BUNDLED if "video" in FAMILIES[name].modalities])
 def test_videos_that_do_not_go_into_one_call_go_into_one_batch(name, files):
-    def film(frames):
+    def video_example(frames):
         pixels, metadata = clip(frames)
         video = {"type": "video", "video": pixels, "video_metadata": metadata}
         return {"conversation": [{**turn, "content": list(turn["content"])} for turn in turns()], "v": video}
 
-    given = [film(4), film(4)]
+    given = [video_example(4), video_example(4)]
     for example in given:
         example["conversation"][0]["content"].insert(0, example.pop("v"))
     raw = Raw(turns("video"), clips=(clip(4),))

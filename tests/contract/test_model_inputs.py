@@ -63,7 +63,7 @@ def test_a_batch_for_another_attention_than_the_decoders_is_rejected(
         if runs in RIGHT[made_for]:
             assert model_inputs(batch, model).keys() == model_inputs(batch).keys()
             continue
-        with pytest.raises(ConfigError, match=f"was made for .*{made_for}.* decoder runs {runs}: "):
+        with pytest.raises(ConfigError, match=f"the batch is for .*{made_for}.* decoder runs {runs}: "):
             model_inputs(batch, model)
 
 

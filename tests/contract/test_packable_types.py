@@ -162,7 +162,7 @@ def test_a_type_that_selects_keys_over_the_row_differs_and_is_rejected_as_unprov
 @pytest.mark.parametrize(
     "name", ["idefics", "molmo2", "blt", "reformer", "kosmos-2", "git", "diffusion_gemma", "falcon"]
 )
-def test_types_that_nobody_tested_are_rejected_by_their_config(name: str) -> None:
+def test_untested_types_are_rejected_by_their_config(name: str) -> None:
     assert packing_problems(CONFIG_MAPPING[name]())
 
 

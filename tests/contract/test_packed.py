@@ -40,11 +40,14 @@ ROWS = (
     ("two images", "text", "video", "system"),
 )
 CASES = tuple(case for row in ROWS for case in row)
-BOTH_WAYS = ("gemma3", "gemma4")
+BIDIRECTIONAL = ("gemma3", "gemma4")
 BACKENDS = ("sdpa", "eager", "varlen", "flex_attention")
-# Gemma's images see both ways, which a kernel for causal sequences cannot do, and refuses.
+# Gemma's images have bidirectional attention, which kernels for causal sequences do not support.
 PAIRS = [
-    (name, backend) for name in MODELS for backend in BACKENDS if name not in BOTH_WAYS or backend != "varlen"
+    (name, backend)
+    for name in MODELS
+    for backend in BACKENDS
+    if name not in BIDIRECTIONAL or backend != "varlen"
 ]
 
 
@@ -62,16 +65,20 @@ class Unpacked:
 @pytest.fixture(scope="module")
 def unpacked(files: dict[str, Path]) -> Callable[..., Unpacked]:
     @cache
-    def made(name: str, fakes: bool = True) -> Unpacked:
+    def unpacked_of(name: str, fakes: bool = True) -> Unpacked:
         numbers = [
             [
                 number
                 for number in range(len(CASES))
-                if CASES[number] in _taken(name) and (number < 6) == first
+                if CASES[number] in _accepted_cases(name) and (number < 6) == first
             ]
             for first in (True, False)
         ]
-        rows = [{"conversation": conversation(name, case, files)} for case in CASES if case in _taken(name)]
+        rows = [
+            {"conversation": conversation(name, case, files)}
+            for case in CASES
+            if case in _accepted_cases(name)
+        ]
         renumbered = iter(range(len(rows)))
         bins = [[next(renumbered) for _ in row] for row in numbers]
         samples = PreTokenizedDatasetWrapper(
@@ -79,7 +86,7 @@ def unpacked(files: dict[str, Path]) -> Callable[..., Unpacked]:
         )
         return with_leak(name, samples, bins)
 
-    return made
+    return unpacked_of
 
 
 def with_leak(name: str, samples: PreTokenizedDatasetWrapper, bins: list[list[int]]) -> Unpacked:
@@ -106,7 +113,7 @@ def forward(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, 
     return logits.detach(), gradients_of(model)
 
 
-def _taken(name: str) -> tuple[str, ...]:
+def _accepted_cases(name: str) -> tuple[str, ...]:
     return tuple(c for c in dict.fromkeys(CASES) if c != "video" or "video" in FAMILIES[name].modalities)
 
 
@@ -167,8 +174,8 @@ def _uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_packed_batch_is_what_separate_forwards_are(
     name: str, backend: str, unpacked: Any, parity: Any
 ) -> None:
-    # A fake image is rejected where flex attention would have to look both ways.
-    given = unpacked(name, fakes=name not in BOTH_WAYS or backend != "flex_attention")
+    # A fake image is rejected if flex attention would have to be bidirectional.
+    given = unpacked(name, fakes=name not in BIDIRECTIONAL or backend != "flex_attention")
     batch = packed_batch(name, given, backend)
     assert len(given.bins[0]) >= 4
     assert bool((batch["_packed_seq_ids"][1][-1:] == 0).all())
@@ -179,7 +186,7 @@ def test_a_packed_batch_is_what_separate_forwards_are(
         parity.check("gradients", difference, given.separate.gradient_floor, given.gradient_leak)
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in BOTH_WAYS])
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in BIDIRECTIONAL])
 def test_alignment_changes_no_logit(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name)
     batch = packed_batch(name, given, "varlen", sequence_alignment=16)
@@ -209,24 +216,24 @@ def test_positions_without_the_models_weights_are_the_models(name: str, unpacked
     assert rope_index(tiny_model("gemma3")) is None
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
-def test_gemma_refuses_kernels_that_cannot_look_both_ways(name: str, unpacked: Any) -> None:
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_kernels_without_bidirectional_attention_are_rejected_for_gemma(name: str, unpacked: Any) -> None:
     given = unpacked(name)
     packs = list(PackedDatasetWrapper(given.samples, given.bins, 8192, on_bad="raise"))
     for backend in ("varlen", "flash_attention_2"):
-        with pytest.raises(ConfigError, match=f"both ways, which {backend} cannot do"):
+        with pytest.raises(ConfigError, match=f"bidirectional attention, which {backend} does not support"):
             neat_packed_vlm_collater(packs, attn_implementation=backend)
-    with pytest.raises(ConfigError, match="both ways, which Transformer Engine cannot do"):
+    with pytest.raises(ConfigError, match="bidirectional attention, which Transformer Engine does not"):
         packed_sequence_thd_vlm_collater(packs)
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
-def test_gemma_refuses_flex_attention_for_packs_with_a_fake_image(name: str, unpacked: Any) -> None:
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_flex_attention_is_rejected_for_gemma_packs_with_a_fake_image(name: str, unpacked: Any) -> None:
     with pytest.raises(ConfigError, match="inject_fake_images=False"):
         packed_batch(name, unpacked(name), "flex_attention")
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
 def test_gemma_without_fake_images_needs_no_mask(name: str, unpacked: Any, parity: Any) -> None:
     given = unpacked(name, fakes=False)
     batch = packed_batch(name, given, "sdpa")
@@ -237,10 +244,10 @@ def test_gemma_without_fake_images_needs_no_mask(name: str, unpacked: Any, parit
 
 
 @pytest.mark.parametrize("looks", ["vision", None])
-def test_gemma_4_with_sound_and_a_fake_image_is_what_separate_forwards_are(
+def test_gemma_4_with_audio_and_a_fake_image_is_what_separate_forwards_are(
     looks: str | None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, parity: Any
 ) -> None:
-    """Sound looks back only, and in the smaller Gemma 4 models so do images."""
+    """Audio attends causally, and in the smaller Gemma 4 models so do images."""
     name, model = "gemma4", tiny_model("gemma4")
     monkeypatch.setattr(model.config.get_text_config(), "use_bidirectional_attention", looks)
     cases = ("audio", "text", "audio and image", "one image")
@@ -272,9 +279,9 @@ def test_a_fake_image_in_a_pack_changes_no_loss_of_its_text(unpacked: Any) -> No
 def test_samples_counted_before_they_are_encoded_fill_packs_exactly(
     name: str, files: dict[str, Path]
 ) -> None:
-    rows = [{"conversation": conversation(name, case, files)} for case in _taken(name) * 4]
+    rows = [{"conversation": conversation(name, case, files)} for case in _accepted_cases(name) * 4]
     samples = PreTokenizedDatasetWrapper(rows, processor(name), on_bad="raise", ledger=Ledger())
-    longest = max(len(samples[index]["input_ids"]) for index in range(len(_taken(name))))
+    longest = max(len(samples[index]["input_ids"]) for index in range(len(_accepted_cases(name))))
     ledger = Ledger()
     packs = neat_pack_dataset_vlm(
         samples, longest + 100, get_rope_index=rope_index(tiny_model(name)), ledger=ledger
@@ -282,5 +289,5 @@ def test_samples_counted_before_they_are_encoded_fill_packs_exactly(
     assert packs._carries
     delivered = sum(len(pack["seq_lens"]) for pack in packs)
     assert delivered + len([drop for drop in ledger if drop.reason == "pack_full"]) == len(rows)
-    counted = packs._lazy_lengths.lengths(range(len(_taken(name))))
-    assert counted == [len(samples[index]["input_ids"]) for index in range(len(_taken(name)))]
+    counted = packs._lazy_lengths.lengths(range(len(_accepted_cases(name))))
+    assert counted == [len(samples[index]["input_ids"]) for index in range(len(_accepted_cases(name)))]

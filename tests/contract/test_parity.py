@@ -242,7 +242,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, saved: Path) -> None
     assert "--dtype float99" in result.stderr
 
 
-def test_the_command_names_rows_that_it_leaves_out_and_goes_on(tmp_path: Path, saved: Path) -> None:
+def test_the_command_reports_the_rows_that_it_drops_and_continues(tmp_path: Path, saved: Path) -> None:
     meta = write_demo_data(tmp_path)
     (tmp_path / "media" / "chart00.png").unlink()
     result = run(meta, "--model", saved, "--samples", 24, "--attention", "sdpa", "--dataset", "charts")

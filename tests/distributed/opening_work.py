@@ -55,7 +55,7 @@ def die() -> None:
 
 
 def open_badly(run: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Build a loader with which one rank has a problem; what this rank is told, and how soon."""
+    """Build a loader with which one rank has a problem; return what this rank raises, and when."""
     data: Any = run["meta"]
     settings: dict[str, Any] = {"model": "unchecked", "pack_size": 128}
     how, bad, used = run["how"], rank == BAD_RANK, processor(PROCESSOR)

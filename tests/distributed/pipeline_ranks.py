@@ -35,7 +35,7 @@ def run_together(commands: Sequence[Sequence[str]], folder: Path, path: str, tim
         end = time.monotonic() + timeout
         while any(process.poll() is None for process in running) and time.monotonic() < end:
             if any(process.poll() for process in running):
-                end = min(end, time.monotonic() + 10)  # the others wait in vain
+                end = min(end, time.monotonic() + 10)  # the others would wait for ever
             time.sleep(0.05)
     finally:
         for process in running:

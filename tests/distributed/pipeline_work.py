@@ -1,4 +1,4 @@
-"""What each of two processes runs: pipelined steps beside steps of the whole model, and how far they differ.
+"""What each of two processes runs: pipelined steps and steps of the whole model, and how far they differ.
 
     python pipeline_work.py rank folder
 

@@ -32,7 +32,7 @@ FAILURES = {
 
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each of three ranks is told when one has a problem, by problem."""
+    """What each of three ranks raises when one has a problem, by problem."""
     folder = tmp_path_factory.mktemp("failing")
     runs = {
         how: {
@@ -50,9 +50,9 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for how, run in runs.items():
         expected = [0, -9, 0] if how == "killed" else [0, 0, 0]
         assert codes(run) == expected, f"{how}\n{written[-12_000:]}"
-    told = {how: found(run) for how, run in runs.items() if how != "killed"}
-    told["killed"] = found({**runs["killed"], "world": 1})
-    return told
+    reports = {how: found(run) for how, run in runs.items() if how != "killed"}
+    reports["killed"] = found({**runs["killed"], "world": 1})
+    return reports
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -77,10 +77,10 @@ def test_a_rank_that_is_interrupted_stops_the_others(failing: dict[str, list[dic
 def test_a_killed_rank_is_named_after_the_timeout_of_the_process_group(
     failing: dict[str, list[dict[str, Any]]],
 ) -> None:
-    told = failing["killed"][0]
-    assert told["class"] == "SystemFault"
-    assert "rank 1 has died or hangs during 'count the tokens'" in told["message"]
-    assert f"no heartbeat for {TIMEOUT:g} s, the timeout of the process group" in told["message"]
+    reports = failing["killed"][0]
+    assert reports["class"] == "SystemFault"
+    assert "rank 1 has died or hangs during 'count the tokens'" in reports["message"]
+    assert f"no heartbeat for {TIMEOUT:g} s, the timeout of the process group" in reports["message"]
 
 
 def counting_run(home: Path, **settings: Any) -> dict[str, Any]:
@@ -122,29 +122,31 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     count_meta(meta, processor("qwen2_vl"), part_rows=PART_ROWS)
     counts = counts_of(open_meta_dataset(meta), processor("qwen2_vl"))
     assert counts is not None
-    told = {name: found(run) for name, run in runs.items() if name != "killed"}
-    told["killed"] = found({**runs["killed"], "world": 1})
-    return {**told, "alone": counts.total.tolist(), "written": written, "folder": folder}
+    reports = {name: found(run) for name, run in runs.items() if name != "killed"}
+    reports["killed"] = found({**runs["killed"], "world": 1})
+    return {**reports, "alone": counts.total.tolist(), "written": written, "folder": folder}
 
 
 def test_ranks_share_the_counting_and_outlast_the_timeout_of_the_process_group(
     counting: dict[str, Any],
 ) -> None:
-    told = counting["slow"]
-    assert [one["class"] for one in told] == [None] * 3
-    assert all(one["seconds"] > TIMEOUT for one in told)
-    assert [len(one["counted"]) for one in told] == [ROWS // PART_ROWS // 3] * 3
-    assert sorted(first for one in told for first, _ in one["counted"]) == list(range(0, ROWS, PART_ROWS))
-    assert all(one["total"] == counting["alone"] for one in told)
+    reports = counting["slow"]
+    assert [one["class"] for one in reports] == [None] * 3
+    assert all(one["seconds"] > TIMEOUT for one in reports)
+    assert [len(one["counted"]) for one in reports] == [ROWS // PART_ROWS // 3] * 3
+    assert sorted(first for one in reports for first, _ in one["counted"]) == list(range(0, ROWS, PART_ROWS))
+    assert all(one["total"] == counting["alone"] for one in reports)
     assert "rank 1 waits for rank 0 (count the tokens)" in counting["written"]
 
 
 @pytest.mark.parametrize("name", ["own", "sharded"])
 def test_ranks_without_a_shared_folder_get_the_counts_of_rank_0(name: str, counting: dict[str, Any]) -> None:
-    told, alone, folder = counting[name], counting["alone"], counting["folder"] / name
-    assert [len(one["counted"]) for one in told] == [ROWS // PART_ROWS // 3] * 3  # nothing was counted twice
+    reports, alone, folder = counting[name], counting["alone"], counting["folder"] / name
+    assert [len(one["counted"]) for one in reports] == [
+        ROWS // PART_ROWS // 3
+    ] * 3  # nothing was counted twice
     assert [len(sidecars(folder / f"node{rank}")) for rank in range(3)] == [1, 0, 0]
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         assert one["total"] == (alone[rank::3] if name == "sharded" else alone)
 
 
@@ -198,13 +200,13 @@ def test_tensor_parallel_ranks_get_the_same_rows_and_data_parallel_ranks_others(
 def test_tensor_parallel_ranks_get_the_same_batches_and_together_all_rows(
     shard_data: bool, mesh: list[dict[str, Any]]
 ) -> None:
-    told = [one[f"shard_data={shard_data}"] for one in mesh]
-    assert told[0]["steps"] == told[1]["steps"]
-    assert told[2]["steps"] == told[3]["steps"]
-    assert len(told[0]["steps"]) == len(told[2]["steps"])
-    seen = [key for one in told[::2] for step in one["steps"] for key in step]
+    reports = [one[f"shard_data={shard_data}"] for one in mesh]
+    assert reports[0]["steps"] == reports[1]["steps"]
+    assert reports[2]["steps"] == reports[3]["steps"]
+    assert len(reports[0]["steps"]) == len(reports[2]["steps"])
+    seen = [key for one in reports[::2] for step in one["steps"] for key in step]
     assert sorted(seen) == sorted(f"chats/{number}" for number in range(ROWS))
-    assert {one["delivered"] for one in told} == {ROWS}
+    assert {one["delivered"] for one in reports} == {ROWS}
 
 
 def run_job(folder: Path, job: str, world: int, **settings: Any) -> list[Any]:

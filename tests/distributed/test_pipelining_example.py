@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipeline_ranks import run_together
 
-from contract.processors import processor  # noqa: F401 - transformers beside a CPU torch
+from contract.processors import processor  # noqa: F401 - transformers with a CPU torch
 from count_samples import TESTS, python_path
 
 EXAMPLES = TESTS.parent / "examples"

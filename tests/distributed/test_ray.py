@@ -151,7 +151,7 @@ def test_what_the_work_raises_comes_through_with_its_type(cluster: Any) -> None:
     assert "fail_on_three" in str(caught.value.__cause__)
 
 
-def test_what_cannot_be_pickled_is_told(cluster: Any) -> None:
+def test_work_that_cannot_be_pickled_raises(cluster: Any) -> None:
     engine, lock = RayEngine(cluster.address), threading.Lock()
     with pytest.raises(EngineError, match="the work cannot be sent to another process"):
         results(engine, lock.acquire, range(2))
@@ -207,7 +207,7 @@ def test_no_more_tasks_are_under_way_than_workers(cluster: Any) -> None:
         assert len(taken) == done + 1
 
 
-def test_a_cluster_that_is_not_there_is_told() -> None:
+def test_a_missing_cluster_raises() -> None:
     with pytest.raises(EngineError, match=r"cannot join the Ray cluster at '127.0.0.1:1'"):
         results(RayEngine("127.0.0.1:1"), abs, range(2))
 
@@ -228,7 +228,7 @@ def test_a_cluster_without_a_free_cpu_is_reported_while_tasks_wait(
         cpus = int(ray.cluster_resources()["CPU"])
         holders = [ray.remote(hold).remote(str(tmp_path / f"taken{n}")) for n in range(cpus)]
         while len(list(tmp_path.glob("taken*"))) < cpus:
-            assert not ray.wait(holders, timeout=0.05)[0], "nobody holds the CPUs"
+            assert not ray.wait(holders, timeout=0.05)[0], "no task holds the CPUs"
 
         def let_go() -> None:
             while not caplog.records and not release.exists():

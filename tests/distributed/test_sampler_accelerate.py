@@ -1,4 +1,4 @@
-"""Real Accelerate, two processes: which rows reach which rank when it deals the sampler's batches."""
+"""Real Accelerate, two processes: which rows reach which rank when it splits the sampler's batches."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Real processes that talk over gloo: the same steps everywhere, similar lengths in each, own rows only."""
+"""Real processes with gloo: the same steps everywhere, similar lengths in each, own rows only."""
 
 import json
 from datetime import timedelta
@@ -28,13 +28,13 @@ def rank_main(rank: int, size: int, folder: str) -> None:
         timeout=timedelta(seconds=120),
     )
     try:
-        seen = _seen(rank, size, folder)
+        seen = _run_samplers(rank, size, folder)
     finally:
         dist.destroy_process_group()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
 
 
-def _seen(rank: int, size: int, folder: str) -> dict[str, Any]:
+def _run_samplers(rank: int, size: int, folder: str) -> dict[str, Any]:
     meta = json.loads(Path(folder, "meta.json").read_text())
     shard = open_meta_dataset(meta, shard_data=True, remainder="keep")  # rank and size from the group
     sampler = LengthGroupedSampler(RobustDatasetWrapper(shard), max_length=MAX_LENGTH, batch_size=BATCH)
@@ -50,7 +50,7 @@ def _seen(rank: int, size: int, folder: str) -> dict[str, Any]:
         seen["steps"].append(len(sampler))
         seen["epochs"].append([[shard.key(index), sampler.lengths[index]] for index in order])
     seen["lost"] = [[drop.key, drop.reason, drop.epoch] for drop in shard.ledger if drop.stage == "plan"]
-    # One rank has nothing at all: nobody may take a step, and nobody may wait.
+    # One rank has nothing at all: no rank may take a step, and none may wait.
     seen["with an empty rank"] = len(list(LengthGroupedSampler(shard[:rank])))
     seen["alone"] = len(LengthGroupedSampler(shard[:rank], world=World()))
     try:
@@ -61,7 +61,7 @@ def _seen(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def lengths_of_rows() -> list[int]:
-    """From ten tokens to far too many; the too long ones are not evenly dealt."""
+    """From ten tokens to far too many; the overlong ones are not spread evenly."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6, 0.8, ROWS), 10, 1900).astype(int)
     lengths[: ROWS // 2 : 4] = 3000
@@ -89,7 +89,7 @@ def test_all_ranks_take_as_many_steps_as_the_one_with_the_fewest_rows(ranks: lis
 
 
 def waiting(lengths: Any) -> float:
-    """The longest sample of a step over the mean of all ranks', on average; 1 if nobody ever waits."""
+    """The longest sample of a step over the mean of all ranks', on average; 1 if no rank ever waits."""
     return float((lengths.max(0) / lengths.mean(0)).mean())
 
 
@@ -127,12 +127,12 @@ def test_every_row_is_taken_or_named_in_a_ledger(ranks: list[dict[str, Any]]):
         assert too_long == {f"chat/{row}" for row, n in enumerate(lengths) if n > MAX_LENGTH + 512}
 
 
-def test_a_rank_without_rows_stops_all_and_a_world_of_one_asks_nobody(ranks: list[dict[str, Any]]):
+def test_a_rank_without_rows_stops_all_and_a_world_of_one_is_independent(ranks: list[dict[str, Any]]):
     assert [rank["with an empty rank"] for rank in ranks] == [0] * len(ranks)
     assert [rank["alone"] for rank in ranks] == list(range(len(ranks)))
 
 
-def test_ranks_with_different_seeds_are_told_so_on_every_rank(ranks: list[dict[str, Any]]):
+def test_different_seeds_raise_on_every_rank(ranks: list[dict[str, Any]]):
     named = "; ".join(f"seed={rank}, batch_size=1 on ranks [{rank}]" for rank in range(len(ranks)))
     assert {rank["rejected"] for rank in ranks} == {
         f"the ranks sample with different settings: {named}. Pass the same on every rank."

@@ -75,7 +75,7 @@ def test_each_epoch_trains_every_sample_once(results: Results) -> None:
     assert [step.number for step in whole] == list(range(1, 2 * EPOCH + 1))
     for epoch in (whole[:EPOCH], whole[EPOCH:]):
         assert sorted(samples_of(epoch)) == sorted(DEMO_KEYS)
-    assert samples_of(whole[:EPOCH]) != samples_of(whole[EPOCH:]), "epochs are dealt anew"
+    assert samples_of(whole[:EPOCH]) != samples_of(whole[EPOCH:]), "every epoch has its own schedule"
 
 
 def test_the_model_learns(results: Results) -> None:
@@ -105,7 +105,7 @@ def test_samples_before_and_after_the_checkpoint_are_the_epochs(results: Results
 
 
 def test_a_run_can_go_on_with_other_steps(results: Results) -> None:
-    """One micro-batch a step instead of two; the rest of the epoch is dealt anew, and the next one whole."""
+    """One micro-batch per step instead of two; the rest of the epoch is rescheduled."""
     runs = results.runs(CHECKPOINTS[0])
     before, after = runs.stopped[:-1], runs.in_other_steps
     trained = samples_of(before) + samples_of(after)

@@ -15,7 +15,7 @@ from noise_floor import noise_floor, relative_difference
 from packhorse.integrations.loss import count_supervised, token_loss
 
 RANKS, STEPS, LENGTH, WORDS = 2, 3, 12, 30
-# Supervised tokens of each rank's micro-batches: uneven, and one filler without any.
+# Supervised tokens of each rank's micro-batches: uneven, and one padding batch without any.
 SUPERVISED = ((12, 1, 5), (2, 0, 7))
 
 
@@ -26,7 +26,7 @@ def small_model() -> torch.nn.Module:
     ).double()
 
 
-def micro_batch(rank: int, step: int) -> dict[str, torch.Tensor]:
+def batch_of(rank: int, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(rank * STEPS + step)
     ids = torch.randint(0, WORDS, (1, LENGTH), generator=generator)
     labels = torch.randint(0, WORDS, (1, LENGTH), generator=generator)
@@ -46,7 +46,7 @@ def rank_main(rank: int, folder: str) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=60),
     )
-    batches = [micro_batch(rank, step) for step in range(STEPS)]
+    batches = [batch_of(rank, step) for step in range(STEPS)]
     tokens = count_supervised(batches)
     found = {"tokens": torch.tensor(tokens)}
     for name in ("ours", "naive"):
@@ -57,7 +57,7 @@ def rank_main(rank: int, folder: str) -> None:
             logits = wrapped(batch["input_ids"])
             if name == "ours":
                 loss = token_loss(logits, batch["labels"], tokens, replicas=RANKS)
-            else:  # the mean of each batch, divided by the number of batches; a filler has none
+            else:  # the mean of each batch, divided by the number of batches; a padding batch has none
                 summed = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
                 loss = summed / max(SUPERVISED[rank][step], 1) / STEPS
             loss.backward()
@@ -75,7 +75,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tens
 
 def one_big_batch(order: int = 1) -> torch.Tensor:
     model = small_model()
-    batches = [micro_batch(rank, step) for rank in range(RANKS) for step in range(STEPS)][::order]
+    batches = [batch_of(rank, step) for rank in range(RANKS) for step in range(STEPS)][::order]
     ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
     F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
     return gradients(model)

@@ -60,7 +60,7 @@ def samples_of(steps: list[Step]) -> list[str]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on; all are held until the last one is found."""
+    """Free ports; all are held until the last one is found."""
     with ExitStack() as held:
         ports = []
         for _ in range(number):

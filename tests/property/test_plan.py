@@ -20,12 +20,12 @@ CHUNKS = 36
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> int:
     """The number of bins of best fit decreasing, sample by sample."""
-    rooms: list[int] = []
+    spaces: list[int] = []
     for length in sorted(lengths, reverse=True):
-        at = bisect.bisect_left(rooms, length)
-        room = rooms.pop(at) if at < len(rooms) else capacity
-        bisect.insort(rooms, room - length)
-    return len(rooms)
+        index = bisect.bisect_left(spaces, length)
+        space = spaces.pop(index) if index < len(spaces) else capacity
+        bisect.insort(spaces, space - length)
+    return len(spaces)
 
 
 def check(lengths, capacity, *, limits=None, alignment=1, **options):

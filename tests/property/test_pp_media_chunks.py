@@ -33,7 +33,7 @@ class Drawn:
         assert len(tensor) == len(owners)
         self.batch[key], self.owners[key], self.layout[key] = tensor, owners, layout
 
-    def named(self, owners: list[int], *sides: int) -> torch.Tensor:
+    def make_tensor(self, owners: list[int], *sides: int) -> torch.Tensor:
         """Entries that hold their row and their own number."""
         numbers = torch.tensor([[row, place] for place, row in enumerate(owners)]).reshape(-1, 2)
         shaped = numbers.reshape(len(owners), *[1] * (len(sides) - 1), 2)
@@ -65,11 +65,11 @@ def flat(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     grid = torch.tensor([[drawn.rng.randint(1, 3) for _ in range(sides)] for _ in owners])
     patches = [row for row, size in zip(owners, grid.prod(1).tolist(), strict=True) for _ in range(size)]
     drawn.add(grid_key, grid, owners, TensorLayout((kind,), "item"))
-    drawn.add(key, drawn.named(patches, 2), patches, TensorLayout((kind,), "rows", grid_key))
+    drawn.add(key, drawn.make_tensor(patches, 2), patches, TensorLayout((kind,), "rows", grid_key))
 
 
-def padded(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
-    """Patches filled up to one length: one entry per media item, beside what tells about it."""
+def padded_patches(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
+    """Patches padded to one length: one entry per media item, as in its grid."""
     key = "pixel_values_videos" if kind == "video" else "pixel_values"
     item = TensorLayout((kind,), "item")
     names = ("image_grid_thw", "image_sizes", "image_position_ids", "spatial_shapes", None)
@@ -81,14 +81,14 @@ def padded(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
         drawn.add(about, torch.tensor([drawn.rng.randint(2, 9)]).expand(shape), owners, item)
         drawn.seen.add(about)
     if about == "spatial_shapes":
-        drawn.add("pixel_attention_mask", drawn.named(owners, 2), owners, item)
-    drawn.add(key, drawn.named(owners, 30, 2), owners, item)
+        drawn.add("pixel_attention_mask", drawn.make_tensor(owners, 2), owners, item)
+    drawn.add(key, drawn.make_tensor(owners, 30, 2), owners, item)
 
 
 def whole(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     """[N, C, H, W]"""
     key = "pixel_values_videos" if kind == "video" else "pixel_values"
-    drawn.add(key, drawn.named(owners, 3, 4, 2), owners, TensorLayout((kind,), "item"))
+    drawn.add(key, drawn.make_tensor(owners, 3, 4, 2), owners, TensorLayout((kind,), "item"))
 
 
 def frames(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
@@ -96,8 +96,8 @@ def frames(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     each = [row for row, number in zip(owners, numbers, strict=True) for _ in range(number)]
     layout = TensorLayout((kind,), "rows", "num_frames_per_video")
     drawn.add("num_frames_per_video", torch.tensor(numbers), owners, TensorLayout((kind,), "item"))
-    drawn.add("pixel_values_videos", drawn.named(each, 6, 2), each, layout)
-    drawn.add("video_position_ids", drawn.named(each, 6, 2), each, layout)
+    drawn.add("pixel_values_videos", drawn.make_tensor(each, 6, 2), each, layout)
+    drawn.add("video_position_ids", drawn.make_tensor(each, 6, 2), each, layout)
 
 
 def crops(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
@@ -105,16 +105,16 @@ def crops(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     numbers = [drawn.rng.randint(0, 3) for _ in owners]
     each = [row for row, number in zip(owners, numbers, strict=True) for _ in range(number)]
     item, rows = TensorLayout((kind,), "item"), TensorLayout((kind,), "rows", "num_patches")
-    drawn.add("pixel_values", drawn.named(owners, 3, 4, 2), owners, item)
+    drawn.add("pixel_values", drawn.make_tensor(owners, 3, 4, 2), owners, item)
     drawn.add("num_patches", torch.tensor(numbers), owners, item)
-    drawn.add("patch_pixel_values", drawn.named(each, 3, 2), each, rows)
-    drawn.add("patch_newline_mask", drawn.named(each, 2)[:, 1] % 2 == 0, each, rows)
+    drawn.add("patch_pixel_values", drawn.make_tensor(each, 3, 2), each, rows)
+    drawn.add("patch_newline_mask", drawn.make_tensor(each, 2)[:, 1] % 2 == 0, each, rows)
 
 
 def tiles(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     """Entries that no grid counts: the batch says how many each row has."""
     each = [row for row in owners for _ in range(drawn.rng.randint(1, 5))]
-    drawn.add("pixel_values", drawn.named(each, 3, 4, 2), each, TensorLayout((kind,), "rows"))
+    drawn.add("pixel_values", drawn.make_tensor(each, 3, 4, 2), each, TensorLayout((kind,), "rows"))
     drawn.seen.add("rows needed")
 
 
@@ -122,29 +122,29 @@ def of_samples(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     """[B, n, C, H, W] and a mask: one entry per row, whatever the counts."""
     each = list(range(drawn.rows))
     layout = TensorLayout((kind,), "sample")
-    drawn.add("pixel_values", drawn.named(each, 2, 3, 4, 2), each, layout)
-    drawn.add("pixel_attention_mask", drawn.named(each, 2, 4, 2), each, layout)
+    drawn.add("pixel_values", drawn.make_tensor(each, 2, 3, 4, 2), each, layout)
+    drawn.add("pixel_attention_mask", drawn.make_tensor(each, 2, 4, 2), each, layout)
 
 
-def sound(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
+def audio(drawn: Drawn, owners: list[int], kind: MediaKind) -> None:
     names = drawn.rng.choice(
         (("input_features", "feature_attention_mask"), ("audio_input_features", "audio_embed_sizes"))
     )
     for key in names:
-        drawn.add(key, drawn.named(owners, 8, 2), owners, TensorLayout((kind,), "item"))
+        drawn.add(key, drawn.make_tensor(owners, 8, 2), owners, TensorLayout((kind,), "item"))
 
 
 STYLES: dict[MediaKind, tuple[Callable[[Drawn, list[int], MediaKind], None], ...]] = {
-    "image": (flat, flat, padded, padded, whole, crops, tiles, of_samples),
-    "video": (flat, padded, whole, frames),
-    "audio": (sound,),
+    "image": (flat, flat, padded_patches, padded_patches, whole, crops, tiles, of_samples),
+    "video": (flat, padded_patches, whole, frames),
+    "audio": (audio,),
 }
 
 
 def random_batch(rng: random.Random) -> Drawn:
     drawn = Drawn(rng)
     if rng.random() < 0.1:
-        style = rng.choice((flat, padded, whole, crops))
+        style = rng.choice((flat, padded_patches, whole, crops))
         style(drawn, list(range(drawn.rows)), "image")
         drawn.seen |= {"legacy", style.__name__}  # one image a row, and nothing says so
         return drawn
@@ -214,7 +214,7 @@ def test_a_count_that_is_wrong_is_never_split_in_silence() -> None:
 
 
 def test_wrong_counts_that_keep_the_sum_are_rejected_where_the_batch_says_its_rows() -> None:
-    """Nothing else could tell: what collate functions say with ``media_layout=True`` is worth having."""
+    """Only the rows that collate functions return with ``media_layout=True`` show it."""
     rng = random.Random("wrong counts with the right sum")
     rejected = 0
     for _ in range(SEEDED):
@@ -225,13 +225,13 @@ def test_wrong_counts_that_keep_the_sum_are_rejected_where_the_batch_says_its_ro
             wrong = drawn.batch[key][torch.randperm(drawn.rows, generator=torch.Generator().manual_seed(1))]
             if torch.equal(wrong, drawn.batch[key]):
                 continue
-            with pytest.raises(ValueError, match=rf"'_media_rows' says .* and {key} says"):
+            with pytest.raises(ValueError, match=rf"by '_media_rows' .*, by {key} \["):
                 prepare_vlm_media_for_pp({**drawn.batch, key: wrong}, drawn.rows, drawn.microbatches)
             rejected += 1
     assert rejected > SEEDED // 10
 
 
-def test_media_that_nobody_counts_are_rejected_but_for_one_image_a_row() -> None:
+def test_uncounted_media_are_rejected_except_for_one_image_a_row() -> None:
     rng = random.Random("no counts")
     rejected = 0
     for _ in range(SEEDED):
@@ -243,7 +243,7 @@ def test_media_that_nobody_counts_are_rejected_but_for_one_image_a_row() -> None
         one_each = counted == ["n_images_per_sample"] and MEDIA_LAYOUT_KEY not in left
         images = sum(drawn.batch[counted[0]].tolist())
         if one_each and images == drawn.rows:
-            continue  # the documented rule: it cannot be told from one image a row
+            continue  # the documented rule: it looks like one image a row
         with pytest.raises(ValueError, match=r"without 'n_\w+_per_sample'"):
             prepare_vlm_media_for_pp(left, drawn.rows, drawn.microbatches)
         rejected += 1

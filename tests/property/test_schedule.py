@@ -1,4 +1,4 @@
-"""Dealing an epoch under any layouts: every sample once, equal steps, nothing lost in a change of layout."""
+"""The schedule of an epoch under any layouts: every sample once, even steps, no loss on a change."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def of_steps(schedule, first, last):
 
 @settings(max_examples=1500, deadline=None)
 @given(epochs(), layouts, st.integers(0, 3), st.integers(0, 2))
-def test_every_sample_is_dealt_to_one_rank_once(epoch, layout, seed, number):
+def test_every_sample_is_assigned_to_one_rank_once(epoch, layout, seed, number):
     plan, info = epoch
     schedule = PackSchedule(Packs(plan, info), [ResumeSegment(*layout, 0)], seed=seed, epoch=number)
 
@@ -95,7 +95,7 @@ def test_a_rank_has_nothing_only_where_there_are_fewer_samples_than_ranks(epoch,
 
 @settings(max_examples=500, deadline=None)
 @given(epochs(), layouts, st.integers(0, 5))
-def test_more_steps_can_be_asked_for_and_lose_nothing(epoch, layout, more):
+def test_at_least_adds_steps_and_loses_no_sample(epoch, layout, more):
     plan, info = epoch
     natural = len(PackSchedule(Packs(plan, info), [ResumeSegment(*layout, 0)]))
     schedule = PackSchedule(Packs(plan, info), [ResumeSegment(*layout, 0)], at_least=natural + more)
@@ -106,7 +106,7 @@ def test_more_steps_can_be_asked_for_and_lose_nothing(epoch, layout, more):
 
 @settings(max_examples=300, deadline=None)
 @given(epochs(), layouts, st.integers(0, 9), st.integers(0, 9))
-def test_the_same_arguments_deal_the_same_and_another_epoch_another_order(epoch, layout, seed, number):
+def test_the_same_arguments_give_the_same_schedule_and_another_epoch_another(epoch, layout, seed, number):
     plan, info = epoch
     one, same = (
         PackSchedule(Packs(plan, info), [ResumeSegment(*layout, 0)], seed=seed, epoch=number)

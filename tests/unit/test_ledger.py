@@ -167,7 +167,7 @@ def test_a_file_that_is_no_ledger_is_rejected_with_its_line(tmp_path: Path) -> N
         Ledger.load(tmp_path / "x.jsonl")
 
 
-def test_merging_two_ranks_adds_up_without_doubling() -> None:
+def test_merging_two_ranks_counts_nothing_twice() -> None:
     first, second = Ledger(), Ledger()
     first.record(MISSING)
     second.record(MISSING)
@@ -221,7 +221,7 @@ def test_a_bad_sample_survives_the_way_from_a_worker() -> None:
     )
 
 
-def test_a_sample_that_was_cut_and_then_lost_is_not_told_as_delivered():
+def test_a_sample_that_was_cut_and_then_lost_does_not_count_as_delivered():
     ledger = Ledger()
     ledger.record(Drop("a/1", "encode", "truncated", "cut", "cut", "a", 0))
     ledger.record(Drop("a/2", "encode", "truncated", "cut", "cut", "a", 0))
@@ -231,7 +231,7 @@ def test_a_sample_that_was_cut_and_then_lost_is_not_told_as_delivered():
     assert ledger.samples_by_reason() == {"truncated": 2, "collate_failed": 1}
 
 
-def test_a_ledger_that_is_held_writes_what_the_file_has_not_when_it_is_released(tmp_path: Path) -> None:
+def test_flush_writes_the_buffered_entries_that_the_file_lacks(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     old, new = (Drop(f"a/{n}", "plan", "too_long", "9 tokens") for n in range(2))
     Ledger(path).record(old)
@@ -247,7 +247,7 @@ def test_a_ledger_that_is_held_writes_what_the_file_has_not_when_it_is_released(
     assert len(Ledger.load(path)) == 4
 
 
-def test_entries_of_the_file_that_are_taken_in_are_not_written_again(tmp_path: Path) -> None:
+def test_restored_entries_are_not_written_twice(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     nameless = Drop("", "collate", "collate_failed", "which one is not known", epoch=0)
     first = Ledger(path)
@@ -261,7 +261,7 @@ def test_entries_of_the_file_that_are_taken_in_are_not_written_again(tmp_path: P
     assert list(ledger) == list(Ledger.load(path))
 
 
-def test_taking_back_forgets_later_epochs_and_nothing_before(tmp_path: Path) -> None:
+def test_rolling_back_removes_later_epochs_and_nothing_before(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     drops = [
         Drop(f"a/{n}", "media", "missing_media", "no file", epoch=epoch) for n in (1, 2) for epoch in range(3)
@@ -276,7 +276,7 @@ def test_taking_back_forgets_later_epochs_and_nothing_before(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("written", [0, 1])
-def test_an_entry_that_a_full_disk_kept_from_the_file_is_taken_back_too(tmp_path: Path, written: int) -> None:
+def test_an_entry_that_could_not_be_written_is_rolled_back_too(tmp_path: Path, written: int) -> None:
     path = tmp_path / "ledger.jsonl"
     before, after, later = (
         Drop(f"a/{n}", "media", "missing_media", "no file", epoch=n > 2) for n in (1, 2, 3)

@@ -86,7 +86,7 @@ def default_configs() -> Iterator[tuple[str, type, Any]]:
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
     for model_type, name in sorted({entry for table in tables for entry in table.items()}):
-        if model_type != "gemma4_assistant":  # its class refuses its own default config
+        if model_type != "gemma4_assistant":  # its class rejects its own default config
             yield model_type, getattr(transformers, name), CONFIG_MAPPING[model_type]()
 
 
@@ -170,10 +170,10 @@ def test_every_tested_family_is_accepted_as_model_and_as_config(name: str) -> No
     assert packing_problems(model.config) == ()
 
 
-# Hybrid models leak, and every entrance refuses them.
+# Hybrid models leak, and every entry point rejects them.
 
 
-def test_a_hybrid_model_leaks_from_document_to_document_and_the_loader_refuses_it() -> None:
+def test_a_hybrid_model_leaks_from_document_to_document_and_the_loader_rejects_it() -> None:
     model, plain = hybrid(), decoder()
     ids = torch.randint(4, 200, (1, 24), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
@@ -205,7 +205,7 @@ def test_a_hybrid_model_is_rejected_by_its_folder(tmp_path: Path) -> None:
         load(texts(8), tmp_path, pack_size=256)
 
 
-def test_model_inputs_refuse_packs_for_a_hybrid_model_and_take_padded_batches() -> None:
+def test_model_inputs_reject_packs_for_a_hybrid_model_and_take_padded_batches() -> None:
     model = hybrid()
     batch = next(iter(load(texts(8), "unchecked", pack_size=256)))
     with pytest.raises(ConfigError, match=r"layer 0 \(conv\)"):
@@ -213,7 +213,7 @@ def test_model_inputs_refuse_packs_for_a_hybrid_model_and_take_padded_batches() 
     assert "input_ids" in model_inputs(next(iter(load(texts(8), None, mode="pad"))), model)
 
 
-def test_prepare_and_parity_refuse_a_hybrid_model() -> None:
+def test_prepare_and_parity_reject_a_hybrid_model() -> None:
     from packhorse.integrations.transformers import prepare
     from packhorse.tools.parity import check_parity
 
@@ -245,7 +245,7 @@ def test_a_model_type_without_a_test_is_rejected_by_the_loader_and_measured_by_p
     assert reports[2048].ok
 
 
-def test_the_trainer_refuses_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
+def test_the_trainer_rejects_a_hybrid_model_unless_the_loader_is_unchecked(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     from packhorse.integrations.transformers import TrainFromLoader
@@ -260,7 +260,7 @@ def test_the_trainer_refuses_a_hybrid_model_unless_the_loader_is_unchecked(tmp_p
     PackedTrainer(hybrid(), args, loader=unchecked)
 
 
-def test_accelerate_refuses_a_hybrid_model() -> None:
+def test_accelerate_rejects_a_hybrid_model() -> None:
     from accelerate import Accelerator
 
     from packhorse.integrations.accelerate import attach, steps
@@ -275,7 +275,7 @@ def test_accelerate_refuses_a_hybrid_model() -> None:
     accelerator.free_memory()
 
 
-def test_lightning_refuses_a_hybrid_model(tmp_path: Path) -> None:
+def test_lightning_rejects_a_hybrid_model(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
 
     from packhorse.integrations.lightning import LoaderDataModule
@@ -300,7 +300,7 @@ def test_lightning_refuses_a_hybrid_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["parity", "plan"])
-def test_commands_refuse_a_hybrid_model_by_its_config(command: str, tmp_path: Path) -> None:
+def test_commands_reject_a_hybrid_model_by_its_config(command: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from packhorse.cli.app import app

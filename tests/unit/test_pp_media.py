@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import packhorse.pp_media as pp_media
-from contract.calls import render  # noqa: F401 - makes torchvision importable beside a CPU torch
+from contract.calls import render  # noqa: F401 - makes torchvision importable with a CPU torch
 from packhorse.pp_media import (
     MEDIA_LAYOUT_KEY,
     MEDIA_ROWS_KEY,
@@ -142,7 +142,7 @@ def test_step3_batches_are_prepared_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("grid", ["image_sizes", "image_position_ids", "image_grid_hws"])
-def test_what_tells_about_images_is_split_by_image_under_its_own_name(grid: str) -> None:
+def test_a_tensor_with_one_entry_per_image_is_split_by_image_under_its_own_name(grid: str) -> None:
     values = torch.randint(1, 9, (4, 6, 2) if grid == "image_position_ids" else (4, 2))
     batch = batch_of(
         3, pixel_values=torch.rand(4, 6, 5), n_images_per_sample=torch.tensor([3, 0, 1]), **{grid: values}
@@ -153,7 +153,7 @@ def test_what_tells_about_images_is_split_by_image_under_its_own_name(grid: str)
     assert lengths(chunks[grid]) == lengths(chunks["pixel_values"]) == [3, 0, 1]
 
 
-def test_videos_and_sound_have_counts_of_their_own() -> None:
+def test_videos_and_audio_have_their_own_counts() -> None:
     batch = batch_of(
         3,
         pixel_values_videos=torch.rand(24, 5),
@@ -307,7 +307,7 @@ def test_what_is_no_grid_is_not_multiplied_out() -> None:
     assert lengths(chunks["pixel_values"]) == [2, 0, 1]
 
 
-def test_frames_and_their_positions_are_told_by_the_frames_of_each_video() -> None:
+def test_frames_and_their_positions_are_split_by_the_frames_of_each_video() -> None:
     batch = batch_of(
         3,
         pixel_values_videos=torch.rand(7, 6, 5),
@@ -327,12 +327,12 @@ def test_frames_and_their_positions_are_told_by_the_frames_of_each_video() -> No
         *("audio_input_features", "audio_embed_sizes", "audio_attention_mask", "input_audio_embeds"),
     ],
 )
-def test_sound_is_taken_out_by_every_name_and_never_taken_for_one_each(key: str) -> None:
-    sound = {key: torch.rand(3, 8)}
-    batch = batch_of(3, **sound, n_audios_per_sample=torch.tensor([2, 0, 1]))
+def test_audio_of_every_name_is_split_and_never_taken_for_one_each(key: str) -> None:
+    audio = {key: torch.rand(3, 8)}
+    batch = batch_of(3, **audio, n_audios_per_sample=torch.tensor([2, 0, 1]))
     assert lengths(prepare_vlm_media_for_pp(batch, 3, 3)[VLM_PP_MEDIA_KEY][key]) == [2, 0, 1]
     with pytest.raises(ValueError, match=f"'{key}' of shape .*without 'n_audios_per_sample'"):
-        prepare_vlm_media_for_pp(batch_of(3, **sound), 3, 3)
+        prepare_vlm_media_for_pp(batch_of(3, **audio), 3, 3)
 
 
 def test_videos_are_never_taken_for_one_each() -> None:
@@ -374,8 +374,8 @@ def test_a_wrapped_collate_function_prepares_its_batches_in_workers_too() -> Non
     assert wrapped([]) is None
 
 
-def test_a_collate_function_without_ids_is_told_so() -> None:
-    with pytest.raises(ValueError, match="no tensor 'input_ids' to tell its rows, only pixel_values"):
+def test_a_collate_function_without_ids_is_rejected() -> None:
+    with pytest.raises(ValueError, match="no tensor 'input_ids' with its rows, only pixel_values"):
         wrap_vlm_collate_for_pp(dict, 2)({"pixel_values": torch.rand(2, 3, 4, 4)})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.calls import render  # noqa: F401 - makes torchvision importable beside a CPU torch
+from contract.calls import render  # noqa: F401 - makes torchvision importable with a CPU torch
 from contract.cases import REJECTED, conversation, takes
 from contract.media_files import write_media
 from contract.processors import FAMILIES, processor
@@ -32,7 +32,7 @@ from packhorse.pp_media import (
     prepare_vlm_media_for_pp,
     wrap_vlm_collate_for_pp,
 )
-from packhorse.pp_media.documented import _BY_NAME, by_own_names
+from packhorse.pp_media.documented import _BY_NAME, without_added_grid
 from packhorse.types import TensorLayout
 
 CHATTING = [name for name in FAMILIES if FAMILIES[name].chats]
@@ -70,7 +70,7 @@ class Encoded(list[Sample]):
 
 
 def packs_of(name: str | None, samples: list[Sample], documents: list[list[int]]) -> list[dict[str, Any]]:
-    """Packs of samples; without a name, of samples that nobody knows the family of."""
+    """Packs of samples; without a name, of samples of unknown family."""
     known = Encoded(samples)
     known.family = None if name is None else family_of(processor(name))
     packs = PackedDatasetWrapper(known, documents, 8192, 0, None, on_bad="raise")
@@ -80,7 +80,7 @@ def packs_of(name: str | None, samples: list[Sample], documents: list[list[int]]
 def chunks_of(batch: dict[str, Any], n: int, **more: Any) -> dict[str, list[torch.Tensor]]:
     """The chunks by the names of the tensors."""
     prepared = prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), n, **more)
-    return by_own_names(prepared[VLM_PP_MEDIA_KEY])
+    return without_added_grid(prepared[VLM_PP_MEDIA_KEY])
 
 
 def assert_holds(part: torch.Tensor, own: list[torch.Tensor | None], key: str) -> None:
@@ -101,12 +101,12 @@ def assert_holds(part: torch.Tensor, own: list[torch.Tensor | None], key: str) -
 # --- every family ------------------------------------------------------------------------------------------
 
 
-BOTH_WAYS = ("gemma3", "gemma4")  # images see themselves both ways, which Transformer Engine cannot do
+BIDIRECTIONAL = ("gemma3", "gemma4")  # in images, which Transformer Engine does not support
 SHAPES = [
     (name, shape)
     for shape in ("padded", "packed", "packed, family unknown", "thd")
     for name in CHATTING
-    if shape != "thd" or name not in BOTH_WAYS
+    if shape != "thd" or name not in BIDIRECTIONAL
 ]
 
 
@@ -143,7 +143,7 @@ def test_each_chunk_is_what_its_samples_have_alone_where_the_collate_function_sa
 
 
 @pytest.mark.parametrize("name", [name for name in CHATTING if name != "internvl"])  # its tiles are rejected
-def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_media_item_from_the_next(
+def test_counts_of_collate_functions_are_enough_if_a_tensor_separates_media_items(
     name: str, files: dict[str, Path], encoded: Callable[[str, str], Sample]
 ) -> None:
     """The function that examples of the family go through, by its layout and by the names alone."""
@@ -152,7 +152,7 @@ def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_media_item_
     function = COLLATE_FNS.get(type(processor(name)).__name__, default_collate_fn)
     for layout in (None, family_of(processor(name)).layout):
         collate = wrap_vlm_collate_for_pp(lambda some: function(some, processor(name)), 4, layout=layout)
-        for key, parts in by_own_names(collate(rows)[VLM_PP_MEDIA_KEY]).items():
+        for key, parts in without_added_grid(collate(rows)[VLM_PP_MEDIA_KEY]).items():
             for case, part in zip(given, parts, strict=True):
                 tensor = encoded(name, case).get(key)
                 if tensor is None and len(part) == 1:
@@ -161,9 +161,9 @@ def test_the_counts_of_collate_functions_do_where_a_tensor_tells_one_media_item_
                 assert len(part) == (0 if tensor is None else len(tensor)), (key, case)
 
 
-# --- sound -------------------------------------------------------------------------------------------------
+# --- audio --------------------------------------------------------------------------------------------------
 
-SOUNDS = ("two audio clips", "text", "audio")  # as many as rows, and not one each
+AUDIO_CASES = ("two audio clips", "text", "audio")  # as many as rows, and not one each
 
 
 def assert_two_none_one(chunks: dict[str, list[torch.Tensor]]) -> None:
@@ -174,13 +174,13 @@ def assert_two_none_one(chunks: dict[str, list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("name", HEARING)
 @pytest.mark.parametrize("which", ["default", "its own"])
-def test_as_many_sounds_as_rows_are_not_taken_for_one_each(
+def test_as_many_audio_clips_as_rows_are_not_taken_for_one_each(
     name: str, which: str, files: dict[str, Path]
 ) -> None:
     function = default_collate_fn
     if which == "its own":
         function = COLLATE_FNS.get(type(processor(name)).__name__, default_collate_fn)
-    rows = [{"conversation": conversation(name, case, files)} for case in SOUNDS]
+    rows = [{"conversation": conversation(name, case, files)} for case in AUDIO_CASES]
     batch = function(rows, processor(name))
     assert batch["n_audios_per_sample"].tolist() == [2, 0, 1]
     assert_two_none_one(chunks_of(batch, 3))
@@ -188,10 +188,10 @@ def test_as_many_sounds_as_rows_are_not_taken_for_one_each(
 
 @pytest.mark.parametrize("name", HEARING)
 @pytest.mark.parametrize("said", [False, True], ids=["by counts", "as the collate function says"])
-def test_sounds_of_encoded_samples_are_counted_padded_and_packed(
+def test_audio_clips_of_encoded_samples_are_counted_padded_and_packed(
     name: str, said: bool, encoded: Callable[[str, str], Sample]
 ) -> None:
-    samples = [encoded(name, case) for case in SOUNDS]
+    samples = [encoded(name, case) for case in AUDIO_CASES]
     padded = pad_collate_fn(samples, processor(name), media_layout=said)
     packs = packs_of(name, [*samples, samples[1]], [[1, 0], [1], [2, 3]])
     packed = neat_packed_vlm_collater(packs, attn_implementation="flex_attention", media_layout=said)
@@ -200,16 +200,16 @@ def test_sounds_of_encoded_samples_are_counted_padded_and_packed(
         assert_two_none_one(chunks_of(batch, 3))
 
 
-def test_sound_beside_a_conversation_is_counted(files: dict[str, Path]) -> None:
-    sound = str(files["second.wav"])
+def test_audio_next_to_a_conversation_is_counted(files: dict[str, Path]) -> None:
+    clip = str(files["second.wav"])
     rows = [{"conversation": conversation("phi4_mm", "text", files)} for _ in range(3)]
-    rows[0]["audio"], rows[2]["audio"] = [sound, sound], sound
+    rows[0]["audio"], rows[2]["audio"] = [clip, clip], clip
     batch = COLLATE_FNS["Phi4MultimodalProcessor"](rows, processor("phi4_mm"))
     assert batch["n_audios_per_sample"].tolist() == [2, 0, 1]
     assert_two_none_one(chunks_of(batch, 3))
 
 
-def test_a_batch_without_sound_counts_none(encoded: Callable[[str, str], Sample]) -> None:
+def test_a_batch_without_audio_counts_none(encoded: Callable[[str, str], Sample]) -> None:
     assert "n_audios_per_sample" not in pad_collate_fn([encoded("gemma4", "text")], processor("gemma4"))
 
 
@@ -218,7 +218,7 @@ def test_a_batch_without_sound_counts_none(encoded: Callable[[str, str], Sample]
 
 @pytest.mark.parametrize("name", ["smolvlm", "llava_onevision"])
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex_attention", "thd"])
-def test_entries_of_samples_in_packed_rows_are_rejected_or_told_by_the_collate_function(
+def test_entries_of_samples_in_packed_rows_are_rejected_or_counted_by_the_collate_function(
     name: str, backend: str, encoded: Callable[[str, str], Sample]
 ) -> None:
     """Three entries for three rows, and not one each."""
@@ -236,7 +236,7 @@ def test_entries_of_samples_in_packed_rows_are_rejected_or_told_by_the_collate_f
     assert [len(part) for part in chunks[key]] == [2, 0, 1]
 
 
-# --- what no tensor tells ----------------------------------------------------------------------------------
+# --- entries that no tensor counts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_entries_of_samples_in_packed_rows_are_rejected_or_told_by_the_collate_f
         ("kimi_k25", "image and video", "video_grid_thw"),
     ],
 )
-def test_a_wrapped_collate_function_that_cannot_tell_names_the_way_that_can(
+def test_a_wrapped_collate_function_without_rows_names_those_that_return_them(
     name: str, case: str, key: str, files: dict[str, Path], encoded: Callable[[str, str], Sample]
 ) -> None:
     function = COLLATE_FNS.get(type(processor(name)).__name__, default_collate_fn)

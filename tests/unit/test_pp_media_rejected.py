@@ -1,4 +1,4 @@
-"""Media chunks for microbatches: everything that does not add up is rejected, by name, shapes and counts."""
+"""Media chunks for microbatches: mismatches are rejected with key, shapes and counts."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ from pp_media_samples import GRID, IMAGES, LAYOUT, PATCHES, batch_of, lengths
     [
         (
             {"pixel_values": [16, 12]},
-            r"\[16, 12\] entries of 'pixel_values', and 'image_grid_thw' multiplied out says \[4, 24\]",
+            r"\[16, 12\] entries of 'pixel_values', by 'image_grid_thw' multiplied out \[4, 24\]",
         ),
         (
             {"image_grid_thw": [2, 1]},
-            r"\[2, 1\] entries of 'image_grid_thw', and n_images_per_sample says \[1, 2\]",
+            r"\[2, 1\] entries of 'image_grid_thw', by n_images_per_sample \[1, 2\]",
         ),
-        ({"pixel_value": [4, 24]}, r"'_media_rows' names 'pixel_value', which is no media tensor"),
+        ({"pixel_value": [4, 24]}, r"'_media_rows' has the key 'pixel_value', which is no media tensor"),
         ({"pixel_values": [4, 25]}, r"\[4, 25\].*\[4, 24\]"),
         ({"pixel_values": [4.0, 24.0]}, r"_media_rows\['pixel_values'\].*whole numbers"),
         ([4, 24], "'_media_rows' is a list"),
@@ -55,7 +55,7 @@ def test_rows_of_tiles_must_fit_the_counts() -> None:
             chunks = prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)[VLM_PP_MEDIA_KEY]
             assert lengths(chunks["pixel_values"]) == rows
         else:
-            with pytest.raises(ValueError, match=r"'pixel_values', and n_images.* \(at least\) says"):
+            with pytest.raises(ValueError, match=r"'pixel_values', by n_images.* \(at least\)"):
                 prepare_vlm_media_for_pp(batch, 3, 3, layout=layout)
 
 
@@ -95,7 +95,7 @@ BAD = {
 
 @pytest.mark.parametrize("layout", [None, LAYOUT], ids=["by name", "declared"])
 @pytest.mark.parametrize("case", BAD)
-def test_media_that_do_not_add_up_are_rejected_by_name_and_the_batch_stays(
+def test_media_that_do_not_match_their_counts_are_rejected_by_key_and_the_batch_stays(
     case: str, layout: dict[str, TensorLayout] | None
 ) -> None:
     media, message = BAD[case]
@@ -146,7 +146,7 @@ def test_a_batch_size_that_the_ids_contradict_is_rejected() -> None:
         prepare_vlm_media_for_pp(batch_of(4, **IMAGES), 3, 2)
 
 
-def test_step3_images_and_crops_that_do_not_add_up_are_rejected() -> None:
+def test_step3_images_and_crops_that_do_not_match_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"'pixel_values' has shape \(4, 3, 8, 8\)"):
         chunk_step3_media(torch.rand(4, 3, 8, 8), 3, 2)
     with pytest.raises(ValueError, match=r"'patch_pixel_values' .*make 6 entries, not 5"):
@@ -201,7 +201,7 @@ def test_a_batch_whose_tensors_are_empty_has_no_media_and_is_fine() -> None:
             assert lengths(chunks[VLM_PP_MEDIA_KEY]["pixel_values"]) == [0, 0]
 
 
-def test_rows_from_a_grid_that_nobody_declares_are_rejected() -> None:
+def test_rows_from_an_undeclared_grid_are_rejected() -> None:
     layout = {"pixel_values": TensorLayout(("image",), "rows", "my_grid")}
     batch = batch_of(2, pixel_values=PATCHES, my_grid=GRID, n_images_per_sample=torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="'my_grid', which no layout declares"):
@@ -219,5 +219,5 @@ def test_a_batch_that_is_prepared_for_another_number_of_microbatches_is_rejected
     assert prepare_vlm_media_for_pp(batch, 3, 2)[VLM_PP_MEDIA_KEY] is chunks
     with pytest.raises(ValueError, match=r"split for \[2\] microbatches, and now for 3"):
         prepare_vlm_media_for_pp(batch, 3, 3)
-    with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and media"):
+    with pytest.raises(ValueError, match="chunks of image_grid_thw, pixel_values, image_grid_hws and also"):
         prepare_vlm_media_for_pp({**batch, **IMAGES}, 3, 2)

@@ -46,12 +46,12 @@ def pipe(first: bool) -> Any:
     return SimpleNamespace(info=SimpleNamespace(has_first_stage=first))
 
 
-def prepared() -> dict[str, Any]:
+def make_prepared_batch() -> dict[str, Any]:
     return dict(prepare_vlm_media_for_pp(batch_of(3, **IMAGES), 3, 3))
 
 
 def test_stage_0_holds_the_chunks_during_the_call_and_nothing_afterwards() -> None:
-    stage, batch = Taking(), prepared()
+    stage, batch = Taking(), make_prepared_batch()
     chunks = batch[VLM_PP_MEDIA_KEY]
     with stage_vlm_media_for_pp(pipe(True), [stage, torch.nn.Identity()], batch):
         assert stage._vlm_pixel_values_chunks is chunks["pixel_values"]
@@ -66,7 +66,7 @@ def test_stage_0_holds_the_chunks_during_the_call_and_nothing_afterwards() -> No
 
 
 def test_an_exception_inside_the_call_leaves_nothing_staged() -> None:
-    stage, batch = Taking(), prepared()
+    stage, batch = Taking(), make_prepared_batch()
     with pytest.raises(KeyError), stage_vlm_media_for_pp(pipe(True), [stage], batch):
         raise KeyError("inside the schedule")
     assert {name: getattr(stage, name) for name in STAGED} == dict.fromkeys(STAGED)
@@ -74,7 +74,7 @@ def test_an_exception_inside_the_call_leaves_nothing_staged() -> None:
 
 
 def test_other_ranks_hold_nothing() -> None:
-    stage, batch = Taking(), prepared()
+    stage, batch = Taking(), make_prepared_batch()
     with stage_vlm_media_for_pp(pipe(False), [stage], batch):
         assert not any(hasattr(stage, name) for name in STAGED)
         assert VLM_PP_MEDIA_KEY not in batch
@@ -86,7 +86,7 @@ def test_other_ranks_hold_nothing() -> None:
 def test_the_cursor_starts_again_after_a_probe(probe: str, rows: int) -> None:
     stage, ids = Taking(), torch.arange(rows * 5).view(rows, 5)
     microbatches = torch.tensor_split(ids, rows)
-    with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
+    with stage_vlm_media_for_pp(pipe(True), [stage], make_prepared_batch()):
         if probe != "none":
             stage(microbatches[0].detach().to("meta" if "meta" in probe else "cpu"))
         for microbatch in microbatches:
@@ -96,7 +96,7 @@ def test_the_cursor_starts_again_after_a_probe(probe: str, rows: int) -> None:
 
 def test_a_batch_that_was_not_prepared_is_rejected() -> None:
     with (
-        pytest.raises(ValueError, match="the batch holds 'pixel_values', which the schedule would split"),
+        pytest.raises(ValueError, match="the batch has 'pixel_values', which the schedule would split"),
         stage_vlm_media_for_pp(pipe(True), [Taking()], batch_of(3, **IMAGES)),
     ):
         pass
@@ -143,7 +143,7 @@ WRAPPERS = {
 def test_a_wrapped_stage_takes_the_media_of_its_microbatches(wrapper: str, group: None) -> None:
     stage = Learning()
     wrapped = WRAPPERS[wrapper](stage)
-    with stage_vlm_media_for_pp(pipe(True), [wrapped], prepared()):
+    with stage_vlm_media_for_pp(pipe(True), [wrapped], make_prepared_batch()):
         for ids in torch.tensor_split(torch.arange(15).view(3, 5), 3):
             wrapped(ids).sum().backward()
     forwards = [0, 0, 1, 1, 2, 2] if "checkpoint" in wrapper else [0, 1, 2]
@@ -156,7 +156,7 @@ def test_a_compiled_stage_takes_the_media_of_each_step() -> None:
     wrapped = torch.compile(stage, backend="eager")
     ids = torch.arange(15).view(3, 5)
     for step in range(2):
-        batch = prepared()
+        batch = make_prepared_batch()
         batch[VLM_PP_MEDIA_KEY]["pixel_values"] = [
             part + step for part in batch[VLM_PP_MEDIA_KEY]["pixel_values"]
         ]
@@ -187,7 +187,7 @@ def test_gradients_under_activation_checkpointing_are_those_without(
     for again in (False, True):
         stage, ids = Learning(), torch.arange(15).view(3, 5)
         microbatches, outputs = torch.tensor_split(ids, 3), {}
-        with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
+        with stage_vlm_media_for_pp(pipe(True), [stage], make_prepared_batch()):
             if probe:
                 stage(microbatches[0].detach())
             for kind, number in (tuple(step) for step in ORDERS[order]):
@@ -212,15 +212,15 @@ def test_gradients_under_activation_checkpointing_are_those_without(
 
 def test_a_microbatch_that_is_run_again_with_a_copy_of_its_tokens_is_rejected() -> None:
     stage, ids = Learning(), torch.arange(15).view(3, 5)
-    with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
+    with stage_vlm_media_for_pp(pipe(True), [stage], make_prepared_batch()):
         out = checkpoint(lambda given: stage(given.clone()), ids[:1], use_reentrant=False)
-        with pytest.raises(RuntimeError, match=r"run again .* with a copy of its input"):
+        with pytest.raises(RuntimeError, match=r"recomputes stage 0 with a copy of its input"):
             out.sum().backward()
 
 
 def test_memory_of_a_microbatch_is_kept_so_that_the_next_one_does_not_get_it() -> None:
     stage, ids, alive = Taking(), torch.arange(15).view(3, 5), []
-    with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
+    with stage_vlm_media_for_pp(pipe(True), [stage], make_prepared_batch()):
         for microbatch in torch.tensor_split(ids, 3):
             copied = microbatch.clone()
             alive.append(weakref.ref(copied))
@@ -233,7 +233,7 @@ def test_memory_of_a_microbatch_is_kept_so_that_the_next_one_does_not_get_it() -
 
 def test_expanded_tokens_are_rejected_and_not_taken_for_a_probe() -> None:
     stage, ids = Taking(), torch.arange(5).expand(3, 5)
-    with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
+    with stage_vlm_media_for_pp(pipe(True), [stage], make_prepared_batch()):
         for microbatch in torch.tensor_split(ids, 3):
             with pytest.raises(ValueError, match=r"expanded \(strides \[\(0, 1\)\]\).*contiguous"):
                 stage(microbatch)
@@ -242,9 +242,9 @@ def test_expanded_tokens_are_rejected_and_not_taken_for_a_probe() -> None:
 
 def test_a_microbatch_too_many_or_twice_is_rejected() -> None:
     stage, ids = Taking(), torch.arange(20).view(4, 5)
-    with stage_vlm_media_for_pp(pipe(True), [stage], prepared()):
+    with stage_vlm_media_for_pp(pipe(True), [stage], make_prepared_batch()):
         stage(ids[:1]), stage(ids[1:2])
-        with pytest.raises(RuntimeError, match="microbatch 1 comes to stage 0 a second time"):
+        with pytest.raises(RuntimeError, match="microbatch 1 runs through stage 0 a second time"):
             stage(ids[:1])
         stage(ids[2:3])
         with pytest.raises(RuntimeError, match="microbatch 4 of a batch whose media were split for 3"):

@@ -30,6 +30,6 @@ COLLATE_FNS: dict[str, Callable[..., dict[str, Any]]] = {
     "SmolVLMProcessor": default_collate_fn,
     "default": default_collate_fn,
 }
-"""By the name of the processor's class; for any other processor, ``"default"``.
+"""The collate function for raw examples by the class name of the processor; ``"default"`` for any other.
 
-Gemma 4's thinking prefix is for some of its models only, so :func:`gemma4_prefix_collate_fn` is asked for."""
+Only some models of Gemma 4 need the thinking prefix, so :func:`gemma4_prefix_collate_fn` is not in it."""

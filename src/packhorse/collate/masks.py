@@ -1,7 +1,7 @@
-"""What keeps documents of a packed batch apart, for each attention backend.
+"""Attention masks and segments that separate the documents of a packed batch, for each attention backend.
 
-Document numbers [B, S] go in (1, 2, … along each row, 0 for tokens that nobody may see: a fake image's, and
-padding). Dense masks are filled document by document; no S x S comparison is made.
+All are built from document numbers [B, S]: 1, 2, … along each row, 0 for tokens without attention (of a fake
+image, and padding). Dense masks are filled document by document; no S x S comparison is made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packhorse.errors import ConfigError
 
 
 class Span(NamedTuple):
-    """Where a document lies: its row, its first token and the one after its last."""
+    """A document: its row, its first token and the one after its last."""
 
     row: int
     start: int
@@ -26,17 +26,17 @@ class Span(NamedTuple):
 
 
 def spans(documents: torch.Tensor) -> Iterator[Span]:
-    """The documents of a batch. Hidden tokens may lie inside one.
+    """Yield the documents of a batch. Hidden tokens may be inside one.
 
     Raises:
-        ConfigError: numbers of a row do not rise.
+        ConfigError: document numbers decrease within a row.
     """
     for row, numbers in enumerate(documents):
         seen = torch.nonzero(numbers).flatten()
         visible = numbers[seen]
         steps = visible.diff()
         if bool((steps < 0).any()):
-            raise ConfigError(f"document numbers of row {row} go down: expected 1, 2, … from left to right")
+            raise ConfigError(f"document numbers of row {row} decrease: expected 1, 2, … from left to right")
         starts = torch.nonzero(steps).flatten() + 1
         edges = [0, *starts.tolist(), len(seen)]
         for first, after in pairwise(edges):
@@ -47,20 +47,20 @@ def spans(documents: torch.Tensor) -> Iterator[Span]:
 def block_causal_mask(
     documents: torch.Tensor, bidirectional: torch.Tensor | None = None, window: int | None = None
 ) -> torch.Tensor:
-    """Which token sees which: bool [B, 1, S, S], True where the column is seen by the row.
+    """Return the mask bool [B, 1, S, S], True if the row's token attends to the column's.
 
     Args:
         documents: [B, S].
-        bidirectional: bool [B, S]: tokens that also see later tokens of their own run of such tokens.
-        window: a token sees so many of its document, itself included; None for all.
+        bidirectional: bool [B, S]: tokens that also attend to later tokens of their own run of such tokens.
+        window: how many tokens of its document a token attends to, itself included; None for all.
     """
     rows, length = documents.shape
-    # numpy's zeros are memory that nobody has touched yet: what lies between documents is never written.
+    # numpy's zeros are untouched memory: the blocks between documents are never written.
     mask = torch.from_numpy(np.zeros((rows, 1, length, length), np.bool_))
-    found = list(spans(documents))
-    longest = max((span.stop - span.start for span in found), default=0)
+    all_spans = list(spans(documents))
+    longest = max((span.stop - span.start for span in all_spans), default=0)
     triangle = torch.ones(longest, longest, dtype=torch.bool).tril_()
-    for row, start, stop in found:
+    for row, start, stop in all_spans:
         size = stop - start
         block = mask[row, 0, start:stop, start:stop]
         block.copy_(triangle[:size, :size])
@@ -77,21 +77,21 @@ def block_causal_mask(
 
 
 def _runs(marked: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """First and after-last place of each run of True."""
+    """Yield the first and after-last index of each run of True."""
     edges = torch.nn.functional.pad(marked.to(torch.int8), (1, 1)).diff()
     starts, ends = torch.nonzero(edges == 1).flatten(), torch.nonzero(edges == -1).flatten()
     yield from zip(starts.tolist(), ends.tolist(), strict=True)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same mask as numbers to add to attention scores: 0 where seen, the lowest number elsewhere."""
+    """Convert a mask to numbers to add to attention scores: 0 if True, the lowest number elsewhere."""
     return torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype).masked_fill_(mask, 0)
 
 
-def positions_tell(documents: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether positions [B, S] alone tell documents apart and hide what is hidden.
+def positions_separate(documents: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Return whether positions [B, S] alone separate documents and hidden tokens.
 
-    transformers takes every place where positions do not rise by one for the beginning of a document.
+    transformers begins a document at every token whose position is not its predecessor's plus one.
     """
     derived = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
     for numbers, runs in zip(documents, derived, strict=True):
@@ -108,15 +108,15 @@ def positions_tell(documents: torch.Tensor, positions: torch.Tensor) -> bool:
 
 
 class Segments(NamedTuple):
-    """A batch as kernels for sequences of different lengths take it.
+    """A batch for attention kernels with variable sequence lengths.
 
     Attributes:
-        order: [B, S]: where each token comes from, so that hidden ones stand after their document.
-        moved: whether any token does move.
+        order: [B, S]: the index of each token before hidden ones are moved after their document.
+        moved: whether any token moves.
         cumulative: int32 [N + 1]: where segments begin in the flattened batch, and its end.
-        longest: tokens of the longest.
+        longest: tokens of the longest segment.
         lengths: for each row the visible tokens of its documents.
-        padded: for each row what its documents take up, hidden tokens and padding included.
+        padded: the same with hidden tokens and padding.
     """
 
     order: torch.Tensor
@@ -127,21 +127,21 @@ class Segments(NamedTuple):
     padded: list[list[int]]
 
 
-def segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -> Segments:
-    """Make every document one run of tokens: what is hidden inside it goes after it.
+def find_segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -> Segments:
+    """Make every document one run of tokens: hidden tokens inside it move after it.
 
-    After its document and in a segment of its own, a hidden token sees nobody and is seen by nobody. Its
-    position goes with it, and positions, not places, are what attention turns by.
+    After its document and in its own segment, a hidden token attends to nothing and is not attended to. Its
+    position moves with it, and rotary embeddings depend on positions, not on indices.
 
     With ``alignment``, segments begin at multiples of it: the hidden tokens up to the next multiple belong to
-    the segment of their document. They come after all its tokens, so these do not see them.
+    the segment of their document. They follow all its tokens, so causal attention does not reach them.
 
     Args:
         documents: [B, S].
-        alignment: of all rows, or one for each row. A row that was packed with a smaller one has documents
-            that begin between multiples, so each row is rounded by its own.
+        alignment: of all rows, or one for each row: rows that were packed with a smaller one have documents
+            that begin between multiples.
     """
-    list(spans(documents))  # numbers must rise
+    list(spans(documents))  # raises if numbers decrease
     hidden = (documents == 0).to(torch.int64)
     owner = documents.cummax(-1).values.clamp(min=1)
     keys = owner * 2 + hidden
@@ -150,10 +150,10 @@ def segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -> Seg
     rows, length = documents.shape
     starts = torch.ones_like(sorted_keys, dtype=torch.bool)
     starts[:, 1:] = sorted_keys.diff() != 0
-    of_row, place = torch.nonzero(starts, as_tuple=True)
-    # Only where hidden tokens begin is there anything to round; past the last one the next document begins.
-    multiple = torch.as_tensor(alignment).expand(rows)[of_row]
-    boundaries = of_row * length + place + -place % multiple
+    row_index, index = torch.nonzero(starts, as_tuple=True)
+    # Documents begin at multiples already; only the start of hidden tokens is rounded.
+    multiple = torch.as_tensor(alignment).expand(rows)[row_index]
+    boundaries = row_index * length + index + -index % multiple
     ends = torch.tensor([rows * length])
     cumulative = torch.unique_consecutive(torch.cat([boundaries, ends])).to(torch.int32)
     lengths, padded = [], []
@@ -171,7 +171,7 @@ _BLOCK = 128  # flex attention's own
 
 
 class DocumentMask:
-    """Flex attention's question "may q see kv?", answered from document numbers. Can be sent to processes."""
+    """The ``mask_mod`` of flex attention from document numbers; can be pickled."""
 
     def __init__(self, documents: torch.Tensor) -> None:
         self.documents = documents
@@ -180,28 +180,28 @@ class DocumentMask:
     def __call__(
         self, row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        """Whether tokens of a row see each other."""
-        mine = self.documents[row, query]
-        return (query >= key) & (mine == self.documents[row, key]) & (mine > 0)
+        """Return whether a query attends to a key."""
+        document = self.documents[row, query]
+        return (query >= key) & (document == self.documents[row, key]) & (document > 0)
 
 
 class PackedBlockMask(BlockMask):
-    """A BlockMask that takes its document numbers along to a device."""
+    """A BlockMask whose ``to`` moves its document numbers too."""
 
     def to(self, device: Any) -> PackedBlockMask:
-        """The mask on another device; BlockMask's own ``to`` leaves what its ``mask_mod`` holds after."""
+        """Return the mask on another device; ``BlockMask.to`` does not move what its ``mask_mod`` holds."""
         moved = super().to(device)
         moved.__class__ = PackedBlockMask
-        own: Any = self.mask_mod
-        moved.mask_mod = DocumentMask(own.documents.to(device))
+        mask_mod: Any = self.mask_mod
+        moved.mask_mod = DocumentMask(mask_mod.documents.to(device))
         return moved  # type: ignore[return-value]
 
 
 def document_block_mask(documents: torch.Tensor) -> PackedBlockMask:
-    """Which blocks of tokens see which, by document numbers [B, S] (see :mod:`packhorse.collate.masks`).
+    """Return the block mask of flex attention for document numbers [B, S].
 
     Raises:
-        ConfigError: numbers of a row do not rise.
+        ConfigError: document numbers decrease within a row.
     """
     list(spans(documents))
     rows, length = documents.shape
@@ -212,14 +212,14 @@ def document_block_mask(documents: torch.Tensor) -> PackedBlockMask:
     high, whole = padded.amax(-1), (padded > 0).all(-1)
     before = torch.ones(blocks, blocks, dtype=torch.bool).tril(-1)
     diagonal = torch.eye(blocks, dtype=torch.bool)
-    # Numbers rise, so an earlier block shares a document exactly if its last is this one's first.
+    # Numbers increase, so an earlier block shares a document exactly if its last is this one's first.
     shares = high[:, None, :] >= low[:, :, None]
     alone = whole & (low == high)
     full = before & shares & alone[:, :, None] & alone[:, None, :]
     partial = (before & shares & ~full) | (diagonal & (high > 0)[:, :, None])
     made = PackedBlockMask.from_kv_blocks(
-        *_listed(partial),
-        *_listed(full),
+        *_to_indices(partial),
+        *_to_indices(full),
         BLOCK_SIZE=_BLOCK,
         mask_mod=DocumentMask(documents),
         seq_lengths=(length, length),
@@ -228,8 +228,8 @@ def document_block_mask(documents: torch.Tensor) -> PackedBlockMask:
     return made
 
 
-def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of each row are set, and their numbers first; both with an axis for heads."""
+def _to_indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many blocks of each row are set, and their indices first; both with an axis for heads."""
     numbers = blocks.sum(-1, dtype=torch.int32)[:, None]
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[:, None]
     return numbers, order.contiguous()

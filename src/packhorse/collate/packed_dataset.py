@@ -1,4 +1,4 @@
-"""Packing configurations: the arguments of packing as plain data, and ``build()``, which makes the packs."""
+"""A dataset of packs, and :func:`neat_pack_dataset_vlm`, which plans the packs of a dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from logging import getLogger
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
@@ -26,7 +25,6 @@ from packhorse.ledger import Ledger
 from packhorse.plan.lengths import (
     Eligibility,
     LazyLengths,
-    Lengths,
     after_shift,
     check_eligibility,
     sample_lengths,
@@ -48,14 +46,14 @@ class Bins(Protocol):
 
 
 GROUP = 4
-"""Neighbouring packs that take in each other's overflow."""
+"""Number of neighbouring packs that share their overflow."""
 
 
 class EmptyPack(BadSample):
-    """A pack of which no sample could be used.
+    """No sample of a pack can be used.
 
     Attributes:
-        failures: each of its samples, and why. They are recorded when it is known what comes instead.
+        failures: each of its samples, and why. They are recorded once the replacement is known.
     """
 
     def __init__(self, key: str, failures: Sequence[tuple[int, BadSample]]) -> None:
@@ -64,38 +62,37 @@ class EmptyPack(BadSample):
 
 
 class PackedDatasetWrapper(ReplacingDataset):
-    """A torch dataset of packs; :func:`neat_pack_dataset_vlm` plans and makes one.
+    """A torch dataset of packs; :func:`neat_pack_dataset_vlm` plans and returns one.
 
-    A sample that fails is taken out and recorded, and its pack goes on. Where lengths were estimated, a pack
-    may turn out too full: what does not fit is carried over to a pack of the same group (``GROUP``
-    neighbours) that has room, and recorded if none has. Who goes where depends on the bins and the samples
-    alone, not on workers or the order of asking: the samples of a group are counted before one of its packs
-    is built.
+    A sample that fails is dropped from its pack and recorded. If lengths were estimated, a pack may overflow:
+    what does not fit is carried over to a pack of the same group (``GROUP`` neighbours) with free space, and
+    recorded if there is none. The result depends on bins and samples alone, not on workers or the order of
+    access: the samples of a group are counted before one of its packs is built.
 
     Args:
         inner_dataset: a :class:`packhorse.datasets.PreTokenizedDatasetWrapper`, or any dataset of encoded
             samples.
         bins: for each pack the indices of its samples.
-        pack_size: the most tokens of a pack, after the shift.
-        padding_idx: fills documents up to ``sequence_alignment``.
+        pack_size: the maximum number of tokens of a pack, after the shift.
+        padding_idx: pads documents to ``sequence_alignment``.
         get_rope_index: ``model.model.get_rope_index`` for models with mRoPE (better
-            :func:`packhorse.families.qwen_vl.rope_index` of the model, which leaves the weights at home).
+            :func:`packhorse.families.qwen_vl.rope_index` of the model, which holds no weights).
         max_retries: with ``on_bad="replace"``: how many other packs are tried for one that is all bad.
-        sequence_alignment: each document takes up a multiple of so many tokens (2 x the size of context
+        sequence_alignment: each document is padded to a multiple of this many tokens (2 x the size of context
             parallelism).
-        on_overflow: ``"carry"``, or ``"drop"``: leave out what does not fit, and record it. Without it:
-            carried where lengths can be counted without encoding; ``"carry"`` encodes to learn them.
+        on_overflow: ``"carry"``, or ``"drop"``: drop and record what does not fit. None carries if lengths
+            can be counted without encoding; ``"carry"`` encodes to count them.
         exact: the bins were planned with exact lengths: nothing is counted.
-        on_bad: what becomes of a pack with no usable sample: ``"replace"`` it by another pack, ``"skip"``
-            it (``None``, which :meth:`robust_collate` takes out) or ``"raise"`` (which raises for a single
-            bad sample too). Without it, as the inner dataset does.
+        on_bad: for a pack without a usable sample: ``"replace"`` it by another pack, ``"skip"`` it (``None``,
+            which :meth:`robust_collate` removes) or ``"raise"`` (which raises for a single bad sample too).
+            None is the value of the inner dataset.
         max_consecutive_bad: as for :class:`~packhorse.datasets.RobustDatasetWrapper`, like ``seed`` and
             ``ledger``.
 
     Attributes:
         has_mrope: whether positions are three rows.
-        plan: the plan whose packs these are, in the order in which they are trained, and what is in none of
-            them; None where ``bins`` were lists.
+        plan: the plan with these packs, in training order, and the excluded samples; None if ``bins`` were
+            lists.
     """
 
     def __init__(
@@ -151,23 +148,23 @@ class PackedDatasetWrapper(ReplacingDataset):
         return len(self.bins)
 
     def __getitem__(self, pack_idx: int) -> Any:
-        """The pack, its recorded replacement, or None if it is skipped."""
+        """Return the pack, its recorded replacement, or None if it is skipped."""
         return super().__getitem__(pack_idx)
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch chooses other replacements."""
+        """Set the epoch, which selects the replacements."""
         super().set_epoch(epoch)
         if hasattr(self.inner_dataset, "set_epoch"):
             self.inner_dataset.set_epoch(epoch)
 
     def key(self, idx: int) -> str:
-        """The name of a pack in messages."""
+        """Return the name of a pack for messages."""
         return f"pack/{idx}"
 
     def sample_key(self, index: int) -> str:
-        """The name of a sample of the inner dataset in the ledger."""
-        own = getattr(self.inner_dataset, "key", None)
-        return str(own(index)) if callable(own) else str(index)
+        """Return the key of a sample of the inner dataset for the ledger."""
+        key = getattr(self.inner_dataset, "key", None)
+        return str(key(index)) if callable(key) else str(index)
 
     def load(self, idx: int) -> dict[str, Any]:
         """Build one pack.
@@ -175,55 +172,49 @@ class PackedDatasetWrapper(ReplacingDataset):
         Raises:
             EmptyPack: none of its samples can be used.
         """
-        chosen, dropped = self.dealt(idx)
+        chosen, dropped = self.pack_samples(idx)
         failures: list[tuple[int, BadSample]] = []
         for index in dropped:
             length = self._lazy_lengths.lengths([index])[0]
-            failures.append((index, self._no_room(idx, self.packer.padded_length(length - 1))))
-        # A wrapper below knows no more than that reading failed.
+            failures.append((index, self._overflow(idx, self.packer.padded_length(length - 1))))
+        # The inner wrapper records no more than that reading failed.
         stage: Stage = "read" if isinstance(self.inner_dataset, ReplacingDataset) else "encode"
         samples: list[Sample] = []
         used = 0
         for index in chosen:
             with data_errors(self.on_bad, stage=stage) as outcome:
-                sample = self._prepared(index)
+                values = load_sample(self.inner_dataset, index)
+                if "input_ids" not in values:
+                    raise not_encoded(self.inner_dataset)
+                sample = self.packer.prepare(to_sample(values, self.family))
             if outcome.error is not None:
                 failures.append((index, outcome.error))
                 continue
-            room = self.packer.padded_length(len(sample))
-            if used + room > self.pack_size:
-                failures.append((index, self._no_room(idx, room, self.pack_size - used)))
+            length = self.packer.padded_length(len(sample))
+            if used + length > self.pack_size:
+                failures.append((index, self._overflow(idx, length, self.pack_size - used)))
                 continue
             samples.append(sample)
-            used += room
+            used += length
         if not samples:
             raise EmptyPack(self.key(idx), failures)
         for index, failure in failures:
             self._record_sample(index, failure)
         return pack_to_dict(self.packer.join(samples), self.family)
 
-    def _prepared(self, index: int) -> Sample:
-        sample = load_sample(self.inner_dataset, index)
-        if "input_ids" not in sample:
-            raise not_encoded(self.inner_dataset)
-        return self.packer.prepare(to_sample(sample, self.family))
-
-    def dealt(self, idx: int) -> tuple[list[int], list[int]]:
-        """The samples of a pack, its own and those it takes in, and its own that no pack has room for."""
+    def pack_samples(self, idx: int) -> tuple[list[int], list[int]]:
+        """Return the samples of a pack, with those carried over to it, and its samples that fit nowhere."""
         if not self._carries:
             return [int(index) for index in self.bins[idx]], []
         first = idx - idx % GROUP
         bins = tuple(tuple(int(i) for i in self.bins[n]) for n in range(first, min(first + GROUP, len(self))))
-        rooms = {index: self.packer.padded_length(n - 1) for index, n in self._lengths(bins).items()}
-        packs, dropped = _redealt(bins, tuple(rooms.items()), self.pack_size)
+        indices = [index for pack in bins for index in pack]
+        lengths = (self.packer.padded_length(n - 1) for n in self._lazy_lengths.lengths(indices))
+        packs, dropped = _carry_over(bins, tuple(zip(indices, lengths, strict=True)), self.pack_size)
         return list(packs[idx - first]), list(dropped[idx - first])
 
-    def _lengths(self, bins: Sequence[Sequence[int]]) -> dict[int, int]:
-        indices = [index for bin_ in bins for index in bin_]
-        return dict(zip(indices, self._lazy_lengths.lengths(indices), strict=True))
-
     def record(self, idx: int | None, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
-        """Write into the ledger what became of the samples of a pack."""
+        """Record what happened to the samples of a pack."""
         if isinstance(error, EmptyPack):
             for index, failure in error.failures:
                 self._record_sample(index, failure, more, replaced=replaced)
@@ -234,12 +225,12 @@ class PackedDatasetWrapper(ReplacingDataset):
                 reason=error.reason if own else "collate_failed",
                 stage=error.stage if own else "collate",
             )
-            for index in self.dealt(idx)[0]:
+            for index in self.pack_samples(idx)[0]:
                 self._enter(index, failure, "replaced" if replaced else "dropped")
         logger.warning("%s %s: %s%s", self.key(idx or 0), "replaced" if replaced else "dropped", error, more)
 
     def _record_sample(self, index: int, error: BadSample, more: str = "", *, replaced: bool = False) -> None:
-        """Write into the ledger what became of one sample."""
+        """Record what happened to one sample."""
         if isinstance(self.inner_dataset, ReplacingDataset) and error.stage != "plan":
             self.inner_dataset.record(index, error, more, replaced=replaced)
             return
@@ -254,69 +245,66 @@ class PackedDatasetWrapper(ReplacingDataset):
         entry = Drop(key, failure.stage, failure.reason, failure.detail, action, dataset, self.epoch)
         self.ledger.record(entry)
 
-    def _no_room(self, idx: int, room: int, left: int | None = None) -> BadSample:
-        """Why a sample of so many tokens is not in its pack."""
-        if room > self.pack_size:
-            detail = f"it takes up {room:,} tokens, for packs of {self.pack_size:,}"
+    def _overflow(self, idx: int, length: int, left: int | None = None) -> BadSample:
+        """Return why a sample of this padded length is not in its pack."""
+        if length > self.pack_size:
+            detail = f"sample needs {length:,} tokens, packs have {self.pack_size:,}"
             return BadSample(detail, reason="too_long", stage="plan")
-        detail = f"no room in pack {idx} of {self.pack_size:,} tokens, nor in those beside it"
+        detail = f"no space in pack {idx} of {self.pack_size:,} tokens, nor in its neighbours"
         if left is not None:
-            detail = f"{room:,} tokens where pack {idx} has {left:,} left"
+            detail = f"sample needs {length:,} tokens, pack {idx} has {left:,} left"
         return BadSample(detail, reason="pack_full", stage="plan")
 
 
 def not_encoded(dataset: Any) -> ConfigError:
-    """What to say where examples are to be packed."""
+    """Return the error for a dataset of raw examples."""
     return ConfigError(
-        f"the samples of a {type(dataset).__name__} have no 'input_ids', and packs are made of encoded "
-        "samples: wrap the examples, PreTokenizedDatasetWrapper(dataset, processor), and pack that"
+        f"the samples of a {type(dataset).__name__} have no 'input_ids', but packs need encoded samples: "
+        "pack PreTokenizedDatasetWrapper(dataset, processor)"
     )
 
 
 @lru_cache(maxsize=64)
-def _redealt(
-    bins: tuple[tuple[int, ...], ...], rooms: tuple[tuple[int, int], ...], capacity: int
+def _carry_over(
+    bins: tuple[tuple[int, ...], ...], lengths: tuple[tuple[int, int], ...], capacity: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The packs of a group, and for each the samples of its own that fit nowhere.
+    """Return the packs of a group, and for each pack its samples that fit nowhere.
 
-    Each pack first takes its own samples in their order; what does not fit goes, the longest first, to the
-    first pack of the group that has room.
+    Each pack first gets its own samples in order; the others go, longest first, to the first pack of the
+    group with enough space.
     """
-    needs = dict(rooms)
-    packs: list[list[int]] = []
-    left: list[int] = []
-    over: list[tuple[int, int]] = []
-    for number, bin_ in enumerate(bins):
-        own, room = [], capacity
-        for index in bin_:
-            if needs[index] <= room:
-                own.append(index)
-                room -= needs[index]
+    length_of = dict(lengths)
+    packs: list[list[int]] = [[] for _ in bins]
+    free = [capacity] * len(bins)
+    overflow: list[tuple[int, int]] = []
+    for pack, indices in enumerate(bins):
+        for index in indices:
+            if length_of[index] <= free[pack]:
+                packs[pack].append(index)
+                free[pack] -= length_of[index]
             else:
-                over.append((number, index))
-        packs.append(own)
-        left.append(room)
+                overflow.append((pack, index))
     dropped: list[list[int]] = [[] for _ in bins]
-    for number, index in sorted(over, key=lambda entry: -needs[entry[1]]):
-        home = next((place for place, room in enumerate(left) if needs[index] <= room), None)
-        if home is None:
-            dropped[number].append(index)
+    for pack, index in sorted(overflow, key=lambda entry: -length_of[entry[1]]):
+        target = next((number for number, space in enumerate(free) if length_of[index] <= space), None)
+        if target is None:
+            dropped[pack].append(index)
         else:
-            packs[home].append(index)
-            left[home] -= needs[index]
+            packs[target].append(index)
+            free[target] -= length_of[index]
     return packs, dropped
 
 
 def pack_lengths(samples: Any, counts: CountColumns | None = None) -> Integers:
-    """How many tokens of a pack each sample takes up: what :func:`neat_pack_dataset_vlm` plans with itself.
+    """Return the lengths with which :func:`neat_pack_dataset_vlm` plans.
 
-    That is one less than its ``input_ids`` has, for the shift of labels; the fake image of a sample without
-    images is in it, and what truncation cuts is not. A row that could not be counted has 0.
+    That is one less than the ``input_ids`` of each sample, for the label shift; the fake image of a sample
+    without images counts, tokens that truncation cuts do not. A row that could not be counted has 0.
 
     Args:
         samples: a :class:`packhorse.datasets.PreTokenizedDatasetWrapper`, or any dataset of encoded samples.
-        counts: exact counts of the rows; without them those of ``packhorse count``, where there are any,
-            else lengths are estimated (or, of encoded samples, measured).
+        counts: exact counts of the rows; None for those of ``packhorse count``, if there are any; otherwise
+            lengths are estimated (or, of encoded samples, measured).
     """
     return after_shift(sample_lengths(samples, counts=counts).tokens)
 
@@ -341,41 +329,39 @@ def neat_pack_dataset_vlm(
     ledger: Ledger | None = None,
     plan: PackPlan | str | os.PathLike[str] | None = None,
 ) -> PackedDatasetWrapper:
-    """Plan packs for a dataset and wrap it so that they are built when asked for.
+    """Plan packs for a dataset and wrap it, so that packs are built on access.
 
     Args:
         dataset: a :class:`packhorse.datasets.PreTokenizedDatasetWrapper`, or any dataset of encoded samples.
-        pack_size: the most tokens of a pack, after the shift.
-        padding_idx: fills documents up to ``sequence_alignment``.
-        drop_long_samples: where lengths are estimated: leave out samples that seem to be longer than
-            ``pack_size``, and record them. They get a pack of their own otherwise, and are recorded if they
-            really are too long for it. What is known to be too long (by exact counts) is dropped and
-            recorded in any case.
-        max_packs: keep no more packs than this, taken evenly from all of them; what is in the others is
+        pack_size: the maximum number of tokens of a pack, after the shift.
+        padding_idx: pads documents to ``sequence_alignment``.
+        drop_long_samples: if lengths are estimated: drop and record samples that seem longer than
+            ``pack_size``. Otherwise each gets its own pack and is recorded if it is too long for it. Samples
+            that exact counts show to be too long are dropped and recorded in any case.
+        max_packs: the maximum number of packs, taken evenly from all of them; samples of the others are
             recorded.
         get_rope_index: for models with mRoPE: :func:`packhorse.families.qwen_vl.rope_index` of the model.
-        ds_raw: the rows, to estimate lengths from; without it, what ``dataset`` wraps.
-        packing_ratio: plan with this share of ``pack_size``, to leave room for wrong estimates.
-        processor: tells the geometry of media and finds the counts of ``packhorse count``; without it, the
-            dataset's.
-        balance_media_tokens: neighbouring packs carry similar numbers of media tokens.
-        sequence_alignment: each document takes up a multiple of so many tokens.
-        counts: exact counts, where the caller has them. Rows that could not be counted are in no pack; they
-            are recorded with the reason that was found then.
+        ds_raw: the rows, to estimate lengths from; None for the dataset that ``dataset`` wraps.
+        packing_ratio: plan with this share of ``pack_size``, a margin for wrong estimates.
+        processor: for the geometry of media and the counts of ``packhorse count``; None for the dataset's.
+        balance_media_tokens: neighbouring packs have similar numbers of media tokens.
+        sequence_alignment: each document is padded to a multiple of this many tokens.
+        counts: exact counts, if the caller has them. Rows that could not be counted are in no pack; they are
+            recorded with the reason of the count.
         on_overflow: see :class:`PackedDatasetWrapper`, like ``on_bad`` and ``ledger``.
         on_bad: see there.
-        seed: deals samples of the same length at random, and chooses replacements; None for neither.
+        seed: shuffles samples of the same length, and selects replacements; None for neither.
         ledger: see there.
-        plan: take these packs in their order (a plan, or the file of one) instead of planning: made with
+        plan: use these packs in their order (a plan, or the file of one) instead of planning: from
             ``plan_packs(pack_lengths(dataset), pack_size)``.
 
     Returns:
-        The packs; ``.plan`` says what is in them, and what is in none. Counting or estimating lengths and
-        planning is all that happened until now.
+        The packs; ``.plan`` has their samples and the excluded ones. Lengths are counted or estimated, but no
+        sample is encoded yet.
 
     Raises:
-        ConfigError: a setting is out of range, rows and samples are not equally many, the samples are not
-            encoded, or a given plan is not one of these samples and packs.
+        ConfigError: a setting is out of range, rows and samples differ in number, the samples are not
+            encoded, or a given plan does not match these samples and packs.
         BadSample: ``on_bad="raise"``, and a row could not be counted.
     """
     if not 0 < packing_ratio <= 1:
@@ -384,43 +370,41 @@ def neat_pack_dataset_vlm(
         raise ConfigError(f"{max_packs=}: expected 0 or more")
     if plan is not None and packing_ratio != 1:
         raise ConfigError(
-            f"{packing_ratio=} with a plan: that was planned already, with a capacity of its own"
+            f"{packing_ratio=} with a plan: the plan has its own capacity, remove packing_ratio"
         )
-    _refuse_examples(dataset)
-    found = sample_lengths(dataset, ds_raw, processor, counts)
-    eligibility = check_eligibility(dataset, found, pack_size, sequence_alignment, drop_long_samples)
+    _check_encoded(dataset)
+    lengths = sample_lengths(dataset, ds_raw, processor, counts)
+    eligibility = check_eligibility(dataset, lengths, pack_size, sequence_alignment, drop_long_samples)
     if plan is None:
         capacity = int(pack_size * packing_ratio)
-        planned = _planned(eligibility, pack_size, capacity, sequence_alignment, seed)
-        order = _order(planned, found, balance_media_tokens)
+        full_plan = _make_plan(eligibility, pack_size, capacity, sequence_alignment, seed)
+        order = np.arange(len(full_plan))
+        if balance_media_tokens and lengths.media.any():
+            order = np.argsort(full_plan.sums(lengths.media), kind="stable")
     else:
-        planned = _given(plan, eligibility, pack_size, sequence_alignment)
-        order = np.arange(len(planned))
-    trained = planned.in_order(order[_spread(len(order), max_packs)])
-    made = PackedDatasetWrapper(
+        full_plan = _read_plan(plan, eligibility, pack_size, sequence_alignment)
+        order = np.arange(len(full_plan))
+    final_plan = full_plan.in_order(order[_select_packs(len(order), max_packs)])
+    packed = PackedDatasetWrapper(
         dataset,
-        trained,
+        final_plan,
         pack_size,
         padding_idx,
         get_rope_index,
         sequence_alignment=sequence_alignment,
         on_overflow=on_overflow,
-        exact=found.all_exact and not bool(eligibility.doubtful.any()),
+        exact=lengths.all_exact and not bool(eligibility.doubtful.any()),
         on_bad=on_bad,
         seed=seed or 0,
         ledger=ledger,
     )
-    _record(made, trained, eligibility, max_packs)
-    logger.info("%s", trained.describe(()))
-    return made
+    _record_excluded(packed, final_plan, eligibility, max_packs)
+    logger.info("%s", final_plan.describe(()))
+    return packed
 
 
-def _refuse_examples(dataset: Any) -> None:
-    """Say at once that samples are not encoded; asks for one where the class does not tell.
-
-    Raises:
-        ConfigError: they are not.
-    """
+def _check_encoded(dataset: Any) -> None:
+    """Raise a ConfigError if samples are not encoded; loads one if the class is unknown."""
     if isinstance(dataset, PreTokenizedDatasetWrapper):
         return
     wrapped = dataset.dataset if isinstance(dataset, ReplacingDataset) else dataset
@@ -433,38 +417,41 @@ def _refuse_examples(dataset: Any) -> None:
         raise not_encoded(dataset)
 
 
-def _planned(found: Eligibility, pack_size: int, capacity: int, alignment: int, seed: int | None) -> PackPlan:
-    """The plan: what may be longer than the planned capacity, but is not dropped, has a pack of its own."""
+def _make_plan(
+    eligibility: Eligibility, pack_size: int, capacity: int, alignment: int, seed: int | None
+) -> PackPlan:
+    """Plan packs; a sample that may be longer than the capacity but is not dropped gets its own pack."""
     longest = capacity - capacity % alignment
     if longest < 1:
         raise ConfigError(
             f"packs planned with {capacity} of {pack_size} tokens hold no document of {alignment}"
         )
-    gone = found.bad | found.too_long
-    planned = np.where(gone, pack_size + 1, np.minimum(found.lengths, longest))
-    plan = plan_packs(planned, capacity, alignment=alignment, seed=seed, empty="keep")
-    return plan.without(found.bad, planned, "sample_failed")
+    excluded = eligibility.bad | eligibility.too_long
+    lengths = np.where(excluded, pack_size + 1, np.minimum(eligibility.lengths, longest))
+    plan = plan_packs(lengths, capacity, alignment=alignment, seed=seed, empty="keep")
+    return plan.without(eligibility.bad, lengths, "sample_failed")
 
 
-def _given(
-    plan: PackPlan | str | os.PathLike[str], found: Eligibility, pack_size: int, alignment: int
+def _read_plan(
+    plan: PackPlan | str | os.PathLike[str], eligibility: Eligibility, pack_size: int, alignment: int
 ) -> PackPlan:
-    """A plan from elsewhere, without what can never be built.
+    """Return a given plan without the samples that cannot be in a pack.
 
     Raises:
-        ConfigError: it is of other samples, or its packs are too large.
+        ConfigError: it has other samples, or its packs are too large.
     """
     name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
-    lengths = found.lengths
+    lengths = eligibility.lengths
     if plan.samples != len(lengths):
         raise ConfigError(
-            f"{name} is one of {plan.samples:,} samples, the dataset has {len(lengths):,}: plan anew"
+            f"{name} has {plan.samples:,} samples, the dataset has {len(lengths):,}: plan this dataset"
         )
-    plan = plan.without(found.bad, lengths, "sample_failed").without(found.too_long, lengths, "too_long")
-    # Estimates are no reason to refuse a plan: who made it may have known better.
-    rooms = lengths + -lengths % alignment
-    tokens = plan.sums(rooms) if found.counts is not None else plan.tokens
+    plan = plan.without(eligibility.bad, lengths, "sample_failed")
+    plan = plan.without(eligibility.too_long, lengths, "too_long")
+    # Estimates are no reason to reject a plan: its author may have had exact lengths.
+    exact = eligibility.counts is not None
+    tokens = plan.sums(lengths + -lengths % alignment) if exact else plan.tokens
     over = np.flatnonzero((tokens > pack_size) & (np.diff(plan.offsets) > 1))
     if len(over):
         raise ConfigError(
@@ -475,24 +462,20 @@ def _given(
     return plan
 
 
-def _order(plan: PackPlan, found: Lengths, balance: bool) -> npt.NDArray[np.integer]:
-    if not balance or not found.media.any():
-        return np.arange(len(plan))
-    return np.argsort(plan.sums(found.media), kind="stable")
-
-
-def _spread(packs: int, most: int | None) -> Flags:
-    """Which packs are kept: all, or ``most`` of them from the middles of equal parts."""
-    if most is None or most >= packs:
+def _select_packs(packs: int, max_packs: int | None) -> Flags:
+    """Return which packs are kept: all, or ``max_packs`` of them from the middles of equal parts."""
+    if max_packs is None or max_packs >= packs:
         return np.ones(packs, bool)
     kept = np.zeros(packs, bool)
-    if most:
-        kept[(2 * np.arange(most, dtype=np.int64) + 1) * packs // (2 * most)] = True
+    if max_packs:
+        kept[(2 * np.arange(max_packs, dtype=np.int64) + 1) * packs // (2 * max_packs)] = True
     return kept
 
 
-def _record(made: PackedDatasetWrapper, plan: PackPlan, found: Eligibility, max_packs: int | None) -> None:
-    """Write into the ledger why samples are in no pack, whichever pack is ever built.
+def _record_excluded(
+    packed: PackedDatasetWrapper, plan: PackPlan, eligibility: Eligibility, max_packs: int | None
+) -> None:
+    """Record why samples are in no pack.
 
     Raises:
         BadSample: ``on_bad="raise"``, and a row could not be counted.
@@ -503,15 +486,15 @@ def _record(made: PackedDatasetWrapper, plan: PackPlan, found: Eligibility, max_
     dropped: Counter[Reason] = Counter()
     for reason, positions in plan.dropped_by_reason().items():
         for index in positions.tolist():
-            key = made.sample_key(index)
-            drop, detail = reason, details.get(reason, "the plan leaves it out")
-            if found.bad[index]:
-                drop, detail = found.bad_reason(index, made.inner_dataset)
-                if made.on_bad == "raise":
+            key = packed.sample_key(index)
+            drop, detail = reason, details.get(reason, "the plan excludes it")
+            if eligibility.bad[index]:
+                drop, detail = eligibility.bad_reason(index, packed.inner_dataset)
+                if packed.on_bad == "raise":
                     raise BadSample(detail, reason=drop, key=key, stage="plan")
             elif reason == "too_long":
-                detail = found.overlong_reason(index)
-            made.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
+                detail = eligibility.overlong_reason(index)
+            packed.ledger.record(Drop(key, "plan", drop, detail, dataset=key.rpartition("/")[0]))
             dropped[drop] += 1
     for reason, number in dropped.items():
         logger.warning("%s of %s samples dropped: %s", f"{number:,}", f"{plan.samples:,}", reason)
@@ -535,7 +518,7 @@ class PackedDatasetWrapperConfig:
         padding_idx: int = 0,
         get_rope_index: RopeIndex | None = None,
     ) -> PackedDatasetWrapper:
-        """Wrap a dataset of encoded samples; nothing is encoded yet."""
+        """Wrap a dataset of encoded samples; no sample is encoded yet."""
         return PackedDatasetWrapper(
             inner_dataset,
             bins,
@@ -552,16 +535,16 @@ class NeatPackConfig:
     """Settings of :func:`neat_pack_dataset_vlm` and of the collate function for its packs.
 
     Args:
-        pack_size: see :func:`neat_pack_dataset_vlm`, like the next four.
+        pack_size: see :func:`neat_pack_dataset_vlm`, like ``drop_long_samples``, ``max_packs``,
+            ``packing_ratio`` and ``balance_media_tokens``.
         drop_long_samples: see there.
         max_packs: see there.
         packing_ratio: see there.
         balance_media_tokens: see there.
-        collate_max_length: pad every batch to this many tokens; None pads to its longest pack.
-        attn_implementation: what the model's decoder runs with; None is ``"sdpa"``.
+        collate_max_length: the length of every batch; None pads to its longest pack. Like the next two, for
+            :func:`packhorse.collate_fns.packed_collater`.
+        attn_implementation: the attention of the model's decoder; None is ``"sdpa"``.
         packing_format: ``"neat"`` for models of transformers, ``"thd"`` for Transformer Engine.
-
-    The last three are for :func:`packhorse.collate_fns.packed_collater`.
     """
 
     pack_size: int = 2048
@@ -587,7 +570,7 @@ class NeatPackConfig:
         *,
         sequence_alignment: int = 1,
     ) -> PackedDatasetWrapper:
-        """Plan packs for a dataset of encoded samples; nothing is encoded yet."""
+        """Plan packs for a dataset of encoded samples; no sample is encoded yet."""
         return neat_pack_dataset_vlm(
             dataset,
             self.pack_size,

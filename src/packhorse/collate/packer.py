@@ -1,6 +1,6 @@
-"""Join encoded samples into packs: one sequence that remembers its documents.
+"""Join encoded samples into packs: one sequence of several documents.
 
-Costs one copy of the tokens; pixels are not copied before the batch is made.
+Copies the tokens once; pixels are not copied before the batch is built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from packhorse.families.qwen_vl import RopeIndex, mrope_position_ids
 from packhorse.types import MEDIA_KINDS, MediaKind, MediaLayout, PackedSample, Sample, TensorLayout
 from packhorse.utils.pool import in_worker
 
-# A key that several families declare is joined alike in all of them, but for what one of them calls ragged.
+# All families join a tensor of the same key alike, except that only some declare it ragged.
 _DECLARED: MediaLayout = {
     key: layout for family in reversed(FAMILIES) for key, layout in family.layout.items()
 }
@@ -38,15 +38,15 @@ _COUNTS: Mapping[str, MediaKind] = {f"n_{kind}s": kind for kind in MEDIA_KINDS}
 
 
 def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> TensorLayout:
-    """The declared layout of a media tensor; for processors nobody listed, what its name says.
+    """Return the declared layout of a media tensor; for the generic family, by its name.
 
     Args:
         key: of the tensor.
-        family: None where it is not known: then what any family declares under this key counts.
-        values: what samples hold under the key, where that need not be tensors.
+        family: None if unknown: then the declaration of any family counts.
+        values: what samples hold under the key, if that need not be tensors.
 
     Raises:
-        ConfigError: no family declares it, or it is no tensor.
+        ConfigError: no family declares it, or it is not a tensor.
     """
     table = _DECLARED if family is None else family.layout
     if key in table:
@@ -54,16 +54,15 @@ def layout_of(key: str, family: Family | None, values: Iterable[Any] = ()) -> Te
     wrong = [value for value in values if value is not None and not hasattr(value, "shape")]
     if isinstance(family, Generic) and not wrong:
         return _named_layout(key)
-    what = type(wrong[0]).__name__ if wrong else "tensor"
-    who = "no family declares" if family is None else f"family '{family.name}' does not declare"
-    known = "" if family is None else f" ({', '.join(table)})"
-    raise ConfigError(
-        f"the samples hold '{key}' (a {what}), which {who}{known}: take it out, or it would be lost"
-    )
+    value = type(wrong[0]).__name__ if wrong else "tensor"
+    who = "no family declares"
+    if family is not None:
+        who = f"family '{family.name}' does not declare ({', '.join(table)})"
+    raise ConfigError(f"the samples hold '{key}' (a {value}), which {who}: remove it from the samples")
 
 
 def _named_layout(key: str) -> TensorLayout:
-    """One entry per media item, but for pixels that come with a grid."""
+    """Return a layout with one entry per media item, except for pixels that come with a grid."""
     kind: MediaKind = "video" if "video" in key else "audio" if "audio" in key else "image"
     grid = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}.get(key)
     ragged = key in _DECLARED and _DECLARED[key].ragged
@@ -71,32 +70,33 @@ def _named_layout(key: str) -> TensorLayout:
 
 
 def media_keys(family: Family | None) -> set[str]:
-    """Names that are media, whatever shape a tensor has: those of every family, and of this one."""
+    """Return the keys that are media whatever their shape: those of every family, and of this one."""
     return {*MEDIA_KEYS, *(family.layout if family is not None else ())}
 
 
 def all_media_keys(samples: Sequence[Sample | PackedSample]) -> list[str]:
-    """Names of the media tensors that any of the samples has."""
+    """Return the keys of the media tensors that any of the samples has."""
     return list(dict.fromkeys(key for sample in samples for key in sample.media))
 
 
 def to_sample(
     values: Mapping[str, Any], family: Family | None, key: str = "", *, strict: bool = False
 ) -> Sample:
-    """An encoded sample from its dict; the other way is :meth:`packhorse.types.Sample.to_dict`.
+    """Parse an encoded sample; :meth:`packhorse.types.Sample.to_dict` is the inverse.
 
     Args:
         values: tensors, arrays or lists per token; media as the layout declares them, or as a list with one
-            tensor or array for each media item (its rows where each item has several, else the item itself,
-            without the axis of items); ``n_images`` and its like. Names with an underscore are notes.
+            tensor or array for each media item (its rows if each item has several, else the item itself,
+            without the axis of items); ``n_images``, ``n_videos`` and ``n_audios``. Keys with a leading
+            underscore are ignored.
         family: None if unknown: then all families that declare the sample's media have to declare a list
             alike.
-        key: names the sample.
-        strict: raise for an entry that is neither media nor a note; otherwise it is ignored.
+        key: of the sample.
+        strict: raise for an entry that is not media; otherwise it is ignored.
 
     Raises:
-        ConfigError: no family declares a media tensor, it is no tensor, its list has not one entry for each
-            media item, or an unknown family leaves open what its entries are.
+        ConfigError: no family declares a media tensor, it is not a tensor, its list has not one entry for
+            each media item, or families disagree on what its entries are.
     """
     per_token, others = _split(values, family)
     media = {
@@ -111,7 +111,7 @@ def to_sample(
 def _split(
     values: Mapping[str, Any], family: Family | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors per token of a sample or pack, and what is left without counts and notes."""
+    """Return the tensors per token of a sample or pack, and everything else except counts."""
     given = {key: value for key, value in values.items() if value is not None and not key.startswith("_")}
     per_token = {key: torch.as_tensor(given.pop(key)) for key in token_keys(given, media_keys(family))}
     for key, value in per_token.items():
@@ -120,13 +120,13 @@ def _split(
 
 
 def _holds_media(key: str, value: Any) -> bool:
-    """Whether a value of an encoded sample is media, not metadata about them (a name, a source)."""
+    """Return whether a value of an encoded sample is media, not metadata about them (a name, a source)."""
     items = value if isinstance(value, list | tuple) else [value]
     return key in MEDIA_KEYS or any(hasattr(item, "shape") for item in items)
 
 
 def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Family | None) -> torch.Tensor:
-    """What a sample holds under a media key as one tensor; see :func:`to_sample`."""
+    """Return the media of a sample under this key as one tensor; see :func:`to_sample`."""
     layout = layout_of(key, family, [value])
     if not isinstance(value, list | tuple) or not any(hasattr(item, "shape") for item in value):
         return _as_tensor(key, value)
@@ -146,13 +146,13 @@ def _media_tensor(key: str, value: Any, sample: Mapping[str, Any], family: Famil
 
 
 def _only_layout(key: str, sample: Mapping[str, Any]) -> TensorLayout:
-    """The layout that every family declares which has all media of a sample."""
+    """Return the layout on which all families agree that declare all media of the sample."""
     given = {name for name in MEDIA_KEYS if sample.get(name) is not None}
     layouts = {family.layout[key] for family in FAMILIES if given <= family.layout.keys()}
     if len({layout.owner for layout in layouts}) != 1:
         raise ConfigError(
-            f"'{key}' of a sample is a list of tensors, which families join in different ways. Join it along "
-            "axis 0 before, or let the dataset say its family (PreTokenizedDatasetWrapper does)"
+            f"'{key}' of a sample is a list of tensors, which families join in different ways: join it along "
+            "axis 0, or use a dataset with a family (PreTokenizedDatasetWrapper)"
         )
     return layouts.pop()
 
@@ -172,10 +172,10 @@ def join(
     """Concatenate tensors along axis 0, with one copy of each.
 
     Args:
-        key: for messages, and to know whether other axes may differ.
+        key: for messages, and to look up whether other axes may differ.
         parts: at least one.
-        family: None where it is not known.
-        dtype: the type to convert to on the way; None leaves it (parts of several get the widest).
+        family: None if unknown.
+        dtype: the dtype of the result; None is the widest of the parts.
 
     Raises:
         ConfigError: the parts do not fit together.
@@ -192,8 +192,8 @@ def join(
         joined.fill_((_FILL if family is None else family.fill).get(key, 0.0))
     first = 0
     for part in parts:
-        places = (slice(first, first + len(part)), *(slice(0, side) for side in part.shape[1:]))
-        joined[places].copy_(part)
+        region = (slice(first, first + len(part)), *(slice(0, side) for side in part.shape[1:]))
+        joined[region].copy_(part)
         first += len(part)
     return joined
 
@@ -233,9 +233,9 @@ def _check_ragged(key: str, parts: Sequence[torch.Tensor], family: Family | None
 def _count_items(
     kind: MediaKind, given: Any, media: Mapping[str, torch.Tensor], family: Family | None
 ) -> int:
-    """How many media items of a kind a sample has: its own ``n_images`` or the like, else by its tensors.
+    """Return the number of media items of a kind: as given, else by the tensors of the sample.
 
-    These are the entries of the first tensor that has one per item; else rows of the kind's own tensor.
+    That is the length of the first tensor with one entry per item, else of the kind's own tensor.
     """
     if given is not None:
         return int(given)
@@ -249,11 +249,7 @@ def _count_items(
 
 
 def check_tokens(sample: Sample, where: str) -> None:
-    """Raise if a tensor of a sample has not one entry per token.
-
-    Raises:
-        ConfigError: naming the tensor.
-    """
+    """Raise a ConfigError if a tensor of a sample has not one entry per token."""
     for key, value in sample.per_token.items():
         if value.shape[-1] != len(sample) or value.dim() > (2 if key == "position_ids" else 1):
             shape = tuple(value.shape)
@@ -263,14 +259,14 @@ def check_tokens(sample: Sample, where: str) -> None:
 
 
 class Packer:
-    """Shifts samples, gives them positions and joins them into packs.
+    """Shift samples, compute their positions and join them into packs.
 
     Args:
-        pack_size: the most tokens of a pack, after the shift.
-        padding_idx: fills documents up to ``sequence_alignment``; the end of a pack is not padded.
+        pack_size: the maximum number of tokens of a pack, after the shift.
+        padding_idx: pads documents to ``sequence_alignment``; the end of a pack is not padded.
         get_rope_index: for models with mRoPE: :func:`packhorse.families.qwen_vl.rope_index` of the model.
-        sequence_alignment: each document takes up a multiple of this many tokens.
-        family: whose layout says how media are joined; None joins every known media tensor along axis 0.
+        sequence_alignment: each document is padded to a multiple of this many tokens.
+        family: its layout says how media are joined; None joins every known media tensor along axis 0.
     """
 
     def __init__(
@@ -285,7 +281,7 @@ class Packer:
         self.sequence_alignment, self.family = sequence_alignment, family
 
     def prepare(self, sample: Sample) -> Sample:
-        """An encoded sample shifted by one token, with its positions.
+        """Shift an encoded sample by one token and compute its positions.
 
         Raises:
             BadSample: it has fewer than two tokens.
@@ -307,20 +303,20 @@ class Packer:
         return replace(sample, tokens=tokens, labels=labels, position_ids=positions)
 
     def padded_length(self, length: int) -> int:
-        """How many tokens of a pack a document of this many tokens takes up."""
+        """Return the tokens of a document of this length, padding to the alignment included."""
         return max(length, 0) + -max(length, 0) % self.sequence_alignment
 
     def join(self, samples: Sequence[Sample]) -> PackedSample:
-        """A pack of prepared samples.
+        """Join prepared samples to a pack.
 
-        Positions are the samples' own if all have them; otherwise they restart at 0 with each document. The
-        mask holds document numbers 1, 2, …, and 0 where a token is hidden (a fake image's) or fills up.
+        Positions are those of the samples if all have them; otherwise they restart at 0 with each document.
+        The mask holds document numbers 1, 2, …, and 0 for hidden tokens (of a fake image) and padding.
 
         Raises:
             ConfigError: there are no samples, they do not fit into ``pack_size``, or tensors do not match.
         """
         if not samples:
-            raise ConfigError("a pack without samples: expected at least one")
+            raise ConfigError("a pack has no samples: expected at least one")
         mrope = all(sample.position_ids is not None for sample in samples)
         rows = [_document(sample, number, mrope) for number, sample in enumerate(samples, 1)]
         lengths = [len(sample) for sample in samples]
@@ -355,14 +351,14 @@ class Packer:
 
 
 def _document(sample: Sample, number: int, mrope: bool) -> dict[str, torch.Tensor]:
-    """The tensors per token of one document, the mask turned into its number."""
+    """Return the tensors per token of one document, its number in place of the mask."""
     where = f"sample {number - 1} of the pack"
     if sample.labels is None:
         raise ConfigError(f"{where} has no labels, only {', '.join(sample.per_token)}")
     check_tokens(sample, where)
     row = sample.per_token
     ids, mask = row["input_ids"], row.get("attention_mask")
-    # A number each, so that documents can be told apart; 0 stays 0, so that hidden tokens stay hidden.
+    # 0 stays 0, so that hidden tokens stay hidden.
     row["attention_mask"] = (
         torch.full_like(ids, number) if mask is None else (mask != 0).to(ids.dtype) * number
     )
@@ -372,7 +368,7 @@ def _document(sample: Sample, number: int, mrope: bool) -> dict[str, torch.Tenso
 
 
 def fill_value(key: str, padding_idx: int) -> int:
-    """What a tensor per token is padded with."""
+    """Return the padding value of a tensor per token."""
     return {"input_ids": padding_idx, "labels": IGNORE_INDEX}.get(key, 0)
 
 
@@ -385,7 +381,7 @@ def pad_last(tensor: torch.Tensor, width: int, fill: float, side: str = "right")
 def stack_tokens(
     rows: Sequence[Mapping[str, torch.Tensor]], width: int, padding_idx: int, side: str = "right"
 ) -> dict[str, Any]:
-    """The tensors per token of several rows as one batch [B, width] (of [3, S]: [3, B, width]).
+    """Stack and pad the tensors per token of several rows to [B, width] (of [3, S]: [3, B, width]).
 
     Raises:
         ConfigError: leading axes differ, or only some rows have positions.
@@ -399,14 +395,14 @@ def stack_tokens(
                 f"'{key}' has leading axes {sorted(axes)} in one batch, expected the same in all"
             )
         if key == "position_ids" and any(value is None for value in given):
-            raise ConfigError("some samples of the batch have 'position_ids' and some have not")
+            raise ConfigError("only some samples of the batch have 'position_ids': expected all or none")
         (lead,) = axes
         dtype = reduce(torch.promote_types, (value.dtype for value in given if value is not None))
         whole = torch.full((*lead, len(rows), width), fill_value(key, padding_idx), dtype=dtype)
-        for number, value in enumerate(given):
+        for row, value in enumerate(given):
             if value is not None:
                 first = width - value.shape[-1] if side == "left" else 0
-                whole[..., number, first : first + value.shape[-1]] = value
+                whole[..., row, first : first + value.shape[-1]] = value
         stacked[key] = whole
     return stacked
 
@@ -415,7 +411,7 @@ def stack_tokens(
 
 
 def pack_to_dict(pack: PackedSample, family: Family | None) -> dict[str, Any]:
-    """The documented dict of a pack; see :func:`_build_packed_vlm_sample`."""
+    """Return the documented dict of a pack; see :func:`_build_packed_vlm_sample`."""
     return {
         **pack.per_token,
         **{key: join(key, parts, family) for key, parts in pack.media.items()},
@@ -429,7 +425,7 @@ def pack_to_dict(pack: PackedSample, family: Family | None) -> dict[str, Any]:
 
 
 def to_pack(values: Mapping[str, Any], family: Family | None) -> PackedSample:
-    """A pack from its documented dict."""
+    """Parse the documented dict of a pack."""
     per_token, media = _split(values, family)
     seq_lens, padded = media.pop("seq_lens", ()), media.pop("seq_lens_padded", ())
     return PackedSample(
@@ -450,7 +446,7 @@ def _shift_sample(sample: Mapping[str, Any], has_mrope: bool = False) -> dict[st
 
     Args:
         sample: ``input_ids`` and ``labels`` [S], other tensors per token ([S] or [1, S]), media tensors.
-        has_mrope: it has ``position_ids`` [3, S], to be cut like the ids; otherwise positions are left alone.
+        has_mrope: it has ``position_ids`` [3, S], which are cut like the ids; otherwise positions stay.
 
     Returns:
         A new dict of views one token shorter; media tensors are the same objects.
@@ -472,16 +468,16 @@ def _build_packed_vlm_sample(
 
     Args:
         samples: dicts of :func:`_shift_sample`; with mRoPE each has ``position_ids`` [3, S].
-        pack_size: the most tokens the pack may have, alignment included.
-        padding_idx: see :class:`Packer`, like ``sequence_alignment`` and ``family``.
-        has_mrope: positions are the samples' own; otherwise they restart at 0 with each document.
+        pack_size: see :class:`Packer`, like ``padding_idx``, ``sequence_alignment`` and ``family``.
+        padding_idx: see there.
+        has_mrope: positions are those of the samples; otherwise they restart at 0 with each document.
         sequence_alignment: see there.
         family: see there.
 
     Returns:
-        ``input_ids`` and ``labels`` [S]; ``attention_mask`` [S]: the document's number 1, 2, …, and 0 where
-        a token is hidden (a fake image's) or fills up; ``position_ids`` [S] or [3, S]; further tensors per
-        token; media tensors; ``seq_lens`` (tokens of each document, without what fills up) and
+        ``input_ids`` and ``labels`` [S]; ``attention_mask`` [S]: the document's number 1, 2, …, and 0 for
+        hidden tokens (of a fake image) and padding; ``position_ids`` [S] or [3, S]; further tensors per
+        token; media tensors; ``seq_lens`` (tokens of each document, without padding) and
         ``seq_lens_padded``; ``n_images``, ``n_videos`` and ``n_audios``. In addition, for the collater:
         ``_family``, ``_alignment`` and ``_media_per_document`` (images and videos of each document).
 
@@ -490,9 +486,9 @@ def _build_packed_vlm_sample(
     """
     packer = Packer(pack_size, padding_idx, None, sequence_alignment, family)
     typed = [to_sample(sample, family) for sample in samples]
-    for place, sample in enumerate(typed):
+    for index, sample in enumerate(typed):
         if has_mrope and sample.position_ids is None:
-            raise ConfigError(f"sample {place} of the pack has no position_ids; with mRoPE each needs them")
+            raise ConfigError(f"sample {index} of the pack has no position_ids; with mRoPE each needs them")
     if not has_mrope:
         typed = [replace(sample, position_ids=None) for sample in typed]
     return pack_to_dict(packer.join(typed), family)

@@ -102,7 +102,7 @@ def takes_grouped_options(method: Callable[..., Any]) -> bool:
     return any(has_parameter(kind.apply_chat_template, "processor_kwargs") for kind in bases)
 
 
-def tolerated(processor: Any, *others: type[Exception]) -> tuple[type[Exception], ...]:
+def tolerated_errors(processor: Any, *others: type[Exception]) -> tuple[type[Exception], ...]:
     """Return what trying out a method may raise, for an ``except`` clause, together with ``others``.
 
     For processors of transformers only errors of the chat template, for others :data:`STUB_ERRORS` too.

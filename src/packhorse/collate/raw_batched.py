@@ -101,7 +101,7 @@ def collate_batched(
         labels = labels.masked_fill(rows.batch["attention_mask"] == 0, IGNORE_INDEX)
     # Rows are cut after labels are made: answers are located with more certainty in whole rows.
     rows = _Rows({**rows.batch, "labels": labels}, rows.lengths)
-    batch = rows.batch if max_length is None else rows.resized(max_length, encoder)
+    batch = rows.batch if max_length is None else rows.resize(max_length, encoder)
     records.record_unsupervised(batch["labels"].unbind(), [example.key for example in read])
     counts = [Counter(ref.kind for ref in example.conversation.media) for example in read]
     return shift_batch(add_counts(cast_pixels(batch, pixel_dtype), counts), family)
@@ -124,7 +124,7 @@ class _Rows(NamedTuple):
         ids: torch.Tensor = self.batch["input_ids"][row, start : start + self.lengths[row]]
         return ids
 
-    def resized(self, width: int, encoder: Encoder) -> Batch:
+    def resize(self, width: int, encoder: Encoder) -> Batch:
         """Cut or pad the tensors per token to ``width``; media tensors stay."""
         starts = [self.start(row) for row in range(len(self.lengths))]
         full = min(self.lengths) == self.batch["input_ids"].shape[1]
@@ -223,20 +223,30 @@ def decode(example: Example, encoder: Encoder) -> Decoded:
         media.audios.extend(loaded.audios)
         return loaded.videos[0].frames if loaded.videos else loaded.audios[0][0]
 
+    return Decoded(fill_media(example, encoder, lambda ref: {ref.kind: load(ref)}), media)
+
+
+def fill_media(
+    example: Example, encoder: Encoder, load: Callable[[MediaRef], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the turns of an example with what ``load`` returns in each media part.
+
+    Raises:
+        BadSample: the family does not take a media item, or ``load`` raises.
+    """
+    turns = []
     with sample_key(example.key):
         encoder.family.check(example.conversation)
-        turns = []
         plain = plain_turns(example.turns, encoder.family)
         for turn, message in zip(plain, example.conversation.messages, strict=True):
             content = turn["content"]
             if not isinstance(content, str):
                 parts = zip(content, message.parts, strict=True)
                 content = [
-                    {**part, ref.kind: load(ref)} if isinstance(ref, MediaRef) else part
-                    for part, ref in parts
+                    {**part, **load(ref)} if isinstance(ref, MediaRef) else part for part, ref in parts
                 ]
             turns.append({**turn, "content": content})
-    return Decoded(turns, media)
+    return turns
 
 
 def render_examples(examples: Sequence[Example], encoder: Encoder) -> list[str]:

@@ -25,7 +25,7 @@ from packhorse.collate.processor_call import (
     plain_turns,
     render,
     text_ids,
-    tolerated,
+    tolerated_errors,
 )
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Generic
@@ -115,7 +115,7 @@ def media_ids(encoder: Encoder) -> frozenset[int]:
     processor, tokenizer = encoder.processor, encoder.tokenizer
     known: frozenset[int] = frozenset()
     if callable(getattr(tokenizer, "convert_tokens_to_ids", None)):
-        with suppress(*tolerated(processor, ConfigError)):
+        with suppress(*tolerated_errors(processor, ConfigError)):
             known = encoder.media_token_ids
     if known and not isinstance(encoder.family, Generic):
         return known
@@ -139,7 +139,7 @@ def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: fr
         labels = label_tokens(encoder, text, spans, ids, media)
         if encoder.turn_markers.stop is not None:
             return labels
-    except tolerated(encoder.processor, ConfigError) as error:
+    except tolerated_errors(encoder.processor, ConfigError) as error:
         name = type(encoder.processor).__name__
         raise CannotAlign(f"{name} does not render the conversation: {error}") from error
     # The tokenizer names no special tokens: supervise the token after each answer if it ends a turn.
@@ -183,11 +183,11 @@ def _markers(encoder: Encoder) -> tuple[list[int], int]:
         CannotAlign: they are unknown.
     """
     if type(encoder.processor).__name__ not in _IMSTART_TEMPLATE_PROCESSORS:
-        with suppress(*tolerated(encoder.processor, CannotAlign)):
+        with suppress(*tolerated_errors(encoder.processor, CannotAlign)):
             markers = encoder.turn_markers
             if markers.assistant and markers.stop is not None:
                 return list(markers.assistant), markers.stop
-    with suppress(*tolerated(encoder.processor)):
+    with suppress(*tolerated_errors(encoder.processor)):
         marker, stop = _get_assistant_marker(encoder.tokenizer), _get_stop_token_id(encoder.tokenizer)
         if marker is not None and stop is not None:
             return marker, stop
@@ -316,7 +316,7 @@ def _is_stop(token: int, encoder: Encoder) -> bool:
             return True
     try:
         return token == encoder.turn_markers.stop
-    except tolerated(encoder.processor, CannotAlign):
+    except tolerated_errors(encoder.processor, CannotAlign):
         return False
 
 
@@ -351,5 +351,5 @@ def _tokens_or_nothing(text: str, encoder: Encoder) -> list[int]:
     """Tokenize a text; return nothing if a stub cannot take it."""
     try:
         return text_ids(encoder.tokenizer, text) if text else []
-    except tolerated(encoder.processor):
+    except tolerated_errors(encoder.processor):
         return []

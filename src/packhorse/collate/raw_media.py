@@ -12,7 +12,7 @@ from PIL import Image
 
 from packhorse.chat import CannotAlign, template_errors
 from packhorse.collate.finish import Records
-from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated
+from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated_errors
 from packhorse.collate.raw_labels import _extract_assistant_text
 from packhorse.errors import BadSample, ConfigError
 from packhorse.families import Encoder
@@ -94,7 +94,7 @@ def _item_tokens(ref: MediaRef, images: int, encoder: Encoder) -> int:
             return encoder.media_tokens(ref.kind, encoder.size_of(ref), images)
     except (BadSample, ValueError):
         return 0  # loading it raises the reason
-    except tolerated(encoder.processor):
+    except tolerated_errors(encoder.processor):
         pass  # a stub with the class name of a listed processor
     config = image_config(encoder.processor)
     if ref.kind != "image" or config is None:
@@ -165,7 +165,7 @@ def token_length(conversation: Turns, encoder: Encoder, key: str = "") -> int:
     except template_errors() as error:
         detail = f"the chat template rejects it: {error}"
         raise BadSample(detail, reason="wrong_format", key=key, stage="collate") from error
-    except tolerated(encoder.processor, CannotAlign, ConfigError):
+    except tolerated_errors(encoder.processor, CannotAlign, ConfigError):
         text = _length_of_texts(conversation, encoder)
     return text + _media_tokens(conversation, encoder)
 
@@ -175,7 +175,7 @@ def _length_of_texts(conversation: Turns, encoder: Encoder) -> int:
     try:
         texts = filter(None, map(_extract_assistant_text, conversation))
         return sum(len(text_ids(encoder.tokenizer, text)) for text in texts)
-    except tolerated(encoder.processor):
+    except tolerated_errors(encoder.processor):
         return 0
 
 

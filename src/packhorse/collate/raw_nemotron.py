@@ -1,4 +1,4 @@
-"""The collate function for Nemotron-Parse, an encoder and decoder for pages."""
+"""Collate functions for raw examples of Nemotron-Omni and Nemotron-Parse."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from packhorse.families import Encoder
 from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
 from packhorse.formats.conversation import extra_audio
 
-_SAMPLING_RATE = 16_000  # where the processor does not say it
-_CHOSEN_FRAMES = ("frame_indices", "video_metadata")  # a part with one of these names its frames itself
+_SAMPLING_RATE = 16_000  # of a processor that has no audio_sampling_rate
+_FRAME_OPTIONS = ("frame_indices", "video_metadata")  # a part with one of these has its frames selected
 
 
 def nemotron_omni_collate_fn(
@@ -28,7 +28,7 @@ def nemotron_omni_collate_fn(
     *,
     drop_overlong: bool = False,
 ) -> Batch:
-    """:func:`~packhorse.collate_fns.default_collate_fn` with few frames of a video, and sound as arrays.
+    """Collate raw examples for Nemotron-Omni, with few frames of each video and audio next to conversations.
 
     Args:
         examples: in the documented format; they are not changed. ``audio`` next to the conversation may be an
@@ -36,31 +36,31 @@ def nemotron_omni_collate_fn(
             of them. A conversation has at most one video.
         processor: a Nemotron-Omni processor.
         max_length: see :func:`~packhorse.collate_fns.default_collate_fn`, like ``drop_overlong``.
-        max_video_frames: take at most this many frames of a video, spread evenly; None leaves that to the
-            processor. A part that asks for fewer (``num_frames``, ``max_frames``, ``fps``) gets fewer.
+        max_video_frames: sample at most this many frames of a video, evenly; None leaves that to the
+            processor. A part with a lower ``num_frames``, ``max_frames`` or ``fps`` gets fewer.
         drop_overlong: see there.
     """
     rate = int(getattr(processor, "audio_sampling_rate", None) or _SAMPLING_RATE)
-    prepared = [_with_rate(_with_few_frames(example, max_video_frames), rate) for example in examples]
-    if isinstance(examples, Samples):  # the names of the samples and their ledger
+    prepared = [_with_rate(_with_max_frames(example, max_video_frames), rate) for example in examples]
+    if isinstance(examples, Samples):  # keeps the keys of the samples and their ledger
         prepared = Samples(prepared, examples.indices, examples.keys, examples.ledger, examples.epoch)
     return default_collate_fn(prepared, processor, max_length, drop_overlong=drop_overlong)
 
 
 def _with_rate(example: Mapping[str, Any], rate: int) -> Mapping[str, Any]:
-    """The example with a sampling rate for sound that is a bare array."""
+    """Return the example with a sampling rate for audio that is a bare array."""
     if not isinstance(example, Mapping) or example.get("audio") is None:
         return example
-    sounds = [(sound, rate) if hasattr(sound, "shape") else sound for sound in extra_audio(example)]
-    return {**example, "audio": sounds}
+    clips = [(clip, rate) if hasattr(clip, "shape") else clip for clip in extra_audio(example)]
+    return {**example, "audio": clips}
 
 
-def _with_few_frames(example: Mapping[str, Any], most: int | None) -> Mapping[str, Any]:
-    """The example with the most frames written into its video parts."""
-    if most is None or not isinstance(example, Mapping) or "conversation" not in example:
+def _with_max_frames(example: Mapping[str, Any], max_frames: int | None) -> Mapping[str, Any]:
+    """Return the example with this limit in its video parts."""
+    if max_frames is None or not isinstance(example, Mapping) or "conversation" not in example:
         return example
     turns = [
-        {**turn, "content": [_limited(part, most) for part in turn["content"]]}
+        {**turn, "content": [_limit_frames(part, max_frames) for part in turn["content"]]}
         if isinstance(turn, Mapping) and isinstance(turn.get("content"), list | tuple)
         else turn
         for turn in example["conversation"]
@@ -68,14 +68,14 @@ def _with_few_frames(example: Mapping[str, Any], most: int | None) -> Mapping[st
     return {**example, "conversation": turns}
 
 
-def _limited(part: Any, most: int) -> Any:
+def _limit_frames(part: Any, max_frames: int) -> Any:
     if not isinstance(part, Mapping) or part.get("type") != "video":
         return part
-    if any(part.get(name) is not None for name in _CHOSEN_FRAMES):
+    if any(part.get(name) is not None for name in _FRAME_OPTIONS):
         return part
     by_rate = part.get("fps") is not None or part.get("max_frames") is not None
     name = "max_frames" if by_rate else "num_frames"
-    return {**part, name: min(part.get(name) or most, most)}
+    return {**part, name: min(part.get(name) or max_frames, max_frames)}
 
 
 def nemotron_parse_collate_fn(
@@ -85,15 +85,15 @@ def nemotron_parse_collate_fn(
     *,
     pixel_dtype: torch.dtype | None = torch.bfloat16,
 ) -> Batch:
-    """Write ``task_prompt`` and the answer of each sample, and call the processor with them and the pages.
+    """Collate raw examples for Nemotron-Parse: the text is ``task_prompt`` and the answer of each sample.
 
     Args:
         examples: in the documented format, each with one image; they are not changed. Of the turns only the
             assistant's are used. The model learns where to stop only if answers end in ``</s>``.
         processor: ``processor(images=…, text=…, padding=True, add_special_tokens=False,
             return_tensors="pt")``; it needs no chat template.
-        task_prompt: what the decoder is told before each answer; not supervised.
-        pixel_dtype: what pixels are cast to; None leaves them as the processor makes them.
+        task_prompt: the text before each answer; not supervised.
+        pixel_dtype: what pixels are cast to; None leaves them as the processor returns them.
 
     Returns:
         ``pixel_values``; ``input_ids``, ``attention_mask`` and ``labels`` [B, S - 1], shifted by one;

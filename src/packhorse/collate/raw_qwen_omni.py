@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from packhorse.collate.finish import records_of, sample_key
+from packhorse.collate.finish import records_of
 from packhorse.collate.padded import collate_samples
-from packhorse.collate.processor_call import call, can_encode, pad_token_id, padding_side, plain_turns
-from packhorse.collate.raw_batched import collate_batched, fake_span, render_examples
+from packhorse.collate.processor_call import call, can_encode, pad_token_id, padding_side
+from packhorse.collate.raw_batched import collate_batched, fake_span, fill_media, render_examples
 from packhorse.collate.raw_examples import Batch, Example, read_examples
 from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
@@ -100,9 +100,7 @@ def _import_process_mm_info() -> ProcessMedia:
 def _load_media(
     example: Example, encoder: Encoder, process: ProcessMedia, use_audio_in_video: bool
 ) -> _Media:
-    with sample_key(example.key):
-        encoder.family.check(example.conversation)
-        turns = _turns_for_package(example, encoder)
+    turns = fill_media(example, encoder, lambda ref: _part_for_package(ref, encoder))
     output = call(
         process,
         turns,
@@ -113,21 +111,6 @@ def _load_media(
     audio, images, videos = ([] if items is None else list(items) for items in output[:3])
     rates = output[3].get("fps") if len(output) > 3 else None
     return _Media(audio, images, videos, list(rates or []))
-
-
-def _turns_for_package(example: Example, encoder: Encoder) -> list[dict[str, Any]]:
-    turns = []
-    plain = plain_turns(example.turns, encoder.family)
-    for turn, message in zip(plain, example.conversation.messages, strict=True):
-        content = turn["content"]
-        if not isinstance(content, str):
-            parts = zip(content, message.parts, strict=True)
-            content = [
-                {**part, **_part_for_package(ref, encoder)} if isinstance(ref, MediaRef) else part
-                for part, ref in parts
-            ]
-        turns.append({**turn, "content": content})
-    return turns
 
 
 def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Packs become a batch for Transformer Engine, which tells documents apart by their lengths ("thd")."""
+"""Collate packs for Transformer Engine, which separates documents by their lengths ("thd")."""
 
 from __future__ import annotations
 
@@ -26,48 +26,45 @@ def packed_sequence_thd_vlm_collater(
 
     Args:
         batch: packs of :class:`packhorse.neat_packing_vlm.PackedDatasetWrapper`.
-        padding_idx: the id that fills up short packs.
-        max_length: pad every batch to so many tokens; None pads to the longest pack.
-        seq_lens_padding_value: fills up the lengths of rows with fewer documents.
+        padding_idx: the id that pads short packs.
+        max_length: the length of every batch; None pads to the longest pack.
+        seq_lens_padding_value: pads the lengths of rows with fewer documents.
         pixel_dtype: what pixels are converted to while they are copied; None leaves them.
-        media_layout: also say whose the entries of each media tensor are, for a pipeline
-            (:mod:`packhorse.pp_media`).
+        media_layout: see :func:`packhorse.collate_fns.neat_packed_vlm_collater`.
 
     Returns:
         Tensors per token [B, S] without a mask, the labels (already shifted) also as ``shift_labels``;
-        ``position_ids`` [B, S] or [3, B, S]; ``seq_lens`` [B, documents], the tokens of each document that
-        count, and ``seq_lens_padded``, what each takes up: alignment, the tokens of a fake image (which
-        follow their document) and, for the last one, the end of the row; ``qkv_format="thd"``; media tensors
-        and counts. An empty batch gives ``{}``.
+        ``position_ids`` [B, S] or [3, B, S]; ``seq_lens`` [B, documents], the visible tokens of each
+        document, and ``seq_lens_padded``, the same with alignment, the tokens of a fake image (which follow
+        their document) and, for the last one, the padding of the row; ``qkv_format="thd"``; media tensors and
+        counts. An empty batch gives ``{}``.
 
     Raises:
-        ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` for a kernel of this kind, also
-            if ``max_length`` is no multiple of the alignment of the packs.
+        ConfigError: as :func:`packhorse.collate_fns.neat_packed_vlm_collater` with ``"varlen"``, also if
+            ``max_length`` is not a multiple of the alignment of the packs.
     """
     if not batch:
         return {}
     rows = PackedRows(*read_packs(batch), padding_idx, max_length)
     made = rows.tokens()
-    made, found = rows.contiguous(made, rows.bidirectional(made) is not None, "Transformer Engine")
+    made, segments = rows.contiguous(made, rows.bidirectional(made) is not None, "Transformer Engine")
     del made["attention_mask"]
-    made["seq_lens"] = _rectangular(found.lengths, seq_lens_padding_value)
-    made["seq_lens_padded"] = _rectangular(found.padded, seq_lens_padding_value)
+    made["seq_lens"] = _to_tensor(segments.lengths, seq_lens_padding_value)
+    made["seq_lens_padded"] = _to_tensor(segments.padded, seq_lens_padding_value)
     made["qkv_format"] = "thd"
-    made |= rows.media(pixel_dtype)
-    if media_layout:
-        made |= rows.whose_media()
+    made |= rows.media(pixel_dtype, media_layout)
     return add_counts(add_shift_labels(made), [pack.num_items for pack in rows.packs])
 
 
 def packed_collater(
     config: NeatPackConfig, padding_idx: int = 0, **options: Any
 ) -> Callable[[Sequence[Pack]], dict[str, Any]]:
-    """The collate function for the packs of a configuration.
+    """Return the collate function for the packs of a configuration.
 
     Args:
         config: its ``packing_format`` chooses the function, ``collate_max_length`` and
             ``attn_implementation`` are passed to it.
-        padding_idx: the id that fills up short packs.
+        padding_idx: the id that pads short packs.
         **options: keyword arguments of the function.
     """
     options |= {"padding_idx": padding_idx, "max_length": config.collate_max_length}
@@ -76,6 +73,6 @@ def packed_collater(
     return partial(neat_packed_vlm_collater, attn_implementation=config.attn_implementation, **options)
 
 
-def _rectangular(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
-    most = max(len(row) for row in lengths)
-    return torch.tensor([[*row, *[fill] * (most - len(row))] for row in lengths])
+def _to_tensor(lengths: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    width = max(len(row) for row in lengths)
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in lengths])

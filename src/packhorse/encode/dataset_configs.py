@@ -17,6 +17,7 @@ from packhorse.types import Rows
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from packhorse.chat import Processor
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 
 
@@ -143,7 +144,7 @@ class PreTokenizedDatasetWrapperConfig:
     inject_fake_images: bool = True
     post_tokenize_hook: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
 
-    def build(self, dataset: Rows, processor: Any) -> PreTokenizedDatasetWrapper:
+    def build(self, dataset: Rows, processor: Processor) -> PreTokenizedDatasetWrapper:
         """Wrap a dataset of examples; nothing is encoded yet."""
         from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 

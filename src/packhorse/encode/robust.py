@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
-from packhorse.errors import BadSample, ConfigError, data_errors
+from packhorse.chat import Processor
+from packhorse.errors import BadSample, ConfigError, ReplacementsFailed, data_errors
 from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.example_media import inject_fake_image, preload_media
 from packhorse.ledger import Ledger, default_ledger, reading_row
@@ -54,10 +55,10 @@ class ReplacingDataset(Dataset[Any]):
 
     Args:
         dataset: anything with ``len`` and ``[index]``; its ``key(index)``, if any, names the samples.
-        max_retries: replacements to try before raising ``RuntimeError``.
+        max_retries: replacements to try before raising ``ReplacementsFailed`` (a ``RuntimeError``).
         on_bad: ``"replace"`` a bad sample by another one, ``"skip"`` it (return ``None``, which
             :meth:`robust_collate` removes from the batch), or ``"raise"``.
-        max_consecutive_bad: raise ``RuntimeError`` after this many consecutive skipped samples (or batches)
+        max_consecutive_bad: raise the same after this many consecutive skipped samples (or batches)
             in one process: then the set-up is wrong (a wrong folder, a faulty collate function).
         seed: chooses the replacements, with the epoch and the index.
         ledger: records bad samples; by default ``dataset.ledger``, else the ledger of the process.
@@ -181,10 +182,12 @@ class ReplacingDataset(Dataset[Any]):
                 self.record(idx, error, f"; {self.key(other)} instead", replaced=True)
                 return sample
             last = outcome.error
-        raise RuntimeError(
+        raise ReplacementsFailed(
             f"sample {self.key(idx)} failed ({error.detail}), {self.max_retries} replacements too; "
-            f"the last: {last.detail}"
-        ) from last.original
+            f"the last: {last.detail}",
+            1 + self.max_retries,
+            last,
+        )
 
 
 def load_sample(dataset: Rows, index: int) -> Any:
@@ -212,7 +215,7 @@ class RobustDatasetWrapper(ReplacingDataset):
     """
 
     preload_media: bool = False
-    processor: Any = None
+    processor: Processor | None = None
 
     def load(self, idx: int) -> Any:
         """Return the sample of the wrapped dataset, with its media loaded if ``preload_media`` is set."""
@@ -231,10 +234,12 @@ class RobustDatasetWrapper(ReplacingDataset):
 def check_consecutive(failures: int, limit: int, what: str, last: BadSample) -> None:
     """Raise after this many consecutive failures: then no single sample is at fault."""
     if failures >= limit:
-        raise RuntimeError(
+        raise ReplacementsFailed(
             f"{failures} consecutive {what} were dropped; the last: {last.detail}. "
-            "If the data really are like this, raise max_consecutive_bad"
-        ) from last.original
+            "If the data really are like this, raise max_consecutive_bad",
+            failures,
+            last,
+        )
 
 
 def make_robust_collate(dataset: Rows, collate_fn: Collate, max_retries: int = 10) -> Collate:
@@ -247,7 +252,7 @@ def make_robust_collate(dataset: Rows, collate_fn: Collate, max_retries: int = 1
     Args:
         dataset: a :class:`ReplacingDataset`, or any dataset, which is then wrapped in one.
         collate_fn: takes a list of samples (a :class:`Batch`, which has their keys).
-        max_retries: replacements to try before raising ``RuntimeError``.
+        max_retries: replacements to try before raising ``ReplacementsFailed`` (a ``RuntimeError``).
     """
     wrapper = dataset if isinstance(dataset, ReplacingDataset) else RobustDatasetWrapper(dataset)
     return _RobustCollate(wrapper, collate_fn, max_retries)
@@ -367,13 +372,13 @@ class _RobustCollate:
             last = outcome.error
         raise self._give_up(error, last)
 
-    def _give_up(self, error: BadSample, last: BadSample) -> RuntimeError:
-        failure = RuntimeError(
+    def _give_up(self, error: BadSample, last: BadSample) -> ReplacementsFailed:
+        return ReplacementsFailed(
             f"collating a batch failed ({error.detail}), {self.max_retries} replacements too; "
-            f"the last: {last.detail}"
+            f"the last: {last.detail}",
+            1 + self.max_retries,
+            last,
         )
-        failure.__cause__ = last.original
-        return failure
 
 
 def _batch_failure(error: BadSample, *, named: bool) -> BadSample:

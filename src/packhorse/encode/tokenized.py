@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from packhorse.chat import IGNORE_INDEX, token_keys
+from packhorse.chat import IGNORE_INDEX, Processor, token_keys
 from packhorse.encode.robust import OnBad, ReplacingDataset
 from packhorse.errors import DATA_ERRORS, BadSample, ConfigError
 from packhorse.families import Encoded, Encoder
@@ -58,7 +58,7 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
     def __init__(
         self,
         dataset: Rows,
-        processor: Any,
+        processor: Processor,
         max_length: int | None = None,
         max_retries: int = 10,
         *,
@@ -216,26 +216,25 @@ class PreTokenizedDatasetWrapper(ReplacingDataset):
         self.ledger.record(Drop(key, "encode", reason, detail, action, dataset, self.epoch))
 
 
-def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Any) -> T:
-    """What a user's hook makes of a processor's tensors.
+def run_hook(hook: Callable[[dict[str, Any], Any], T], result: dict[str, Any], processor: Processor) -> T:
+    """Return what a user's hook makes of a processor's tensors.
 
     Raises:
-        BadSample: the hook refuses the sample.
-        ConfigError: it failed, or gives no ``input_ids`` back. A sample's fault cannot be told from a slip of
-            the hook's author, which no other sample would mend.
+        BadSample: the hook rejects the sample.
+        ConfigError: it failed in another way, or returns no ``input_ids``.
     """
     try:
-        made = hook(result, processor)
+        changed = hook(result, processor)
     except BadSample:
         raise
-    except DATA_ERRORS as error:
+    except DATA_ERRORS as error:  # a mistake in the hook cannot be distinguished from a bad sample
         raise ConfigError(
             f"the post-tokenize hook failed: {type(error).__name__}: {error} (it may raise "
-            "packhorse.errors.BadSample to refuse a sample)"
+            "packhorse.errors.BadSample to reject a sample)"
         ) from error
-    if not isinstance(made, Mapping) or "input_ids" not in made:
+    if not isinstance(changed, Mapping) or "input_ids" not in changed:
         raise ConfigError(
-            f"the post-tokenize hook gave back a {type(made).__name__} without input_ids: expected the "
-            "tensors that it was given, changed as it likes"
+            f"the post-tokenize hook returned a {type(changed).__name__} without input_ids: expected the "
+            "tensors that it was given, changed or not"
         )
-    return made
+    return changed

@@ -17,10 +17,12 @@ from packhorse.integrations.trainer_feed import check_model, check_world
 from packhorse.types import to_device
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from packhorse.loader.loader import Loader
 
 
-def attach(accelerator: Any, loader: Loader) -> Loader:
+def attach(accelerator: Accelerator, loader: Loader) -> Loader:
     """Add the loader's state to checkpoints; ``load_state`` resumes after the last batch delivered.
 
     Args:
@@ -52,13 +54,13 @@ def attach(accelerator: Any, loader: Loader) -> Loader:
     return loader
 
 
-def _check_models(accelerator: Any, loader: Loader) -> None:
+def _check_models(accelerator: Accelerator, loader: Loader) -> None:
     # Accelerate has no public list of the models that were prepared.
     for model in accelerator._models:
         check_model(loader, model)
 
 
-def _check_step_finished(accelerator: Any, loader: Loader) -> None:
+def _check_step_finished(accelerator: Accelerator, loader: Loader) -> None:
     """Raise while gradients are accumulated: the state would count micro-batches that are lost with them."""
     per_step = loader.config.gradient_accumulation_steps
     if not accelerator.sync_gradients or loader.cursor % per_step:
@@ -69,7 +71,7 @@ def _check_step_finished(accelerator: Any, loader: Loader) -> None:
         )
 
 
-def steps(accelerator: Any, loader: Loader) -> Iterator[tuple[list[Batch], int]]:
+def steps(accelerator: Accelerator, loader: Loader) -> Iterator[tuple[list[Batch], int]]:
     """Yield the micro-batches of each step on the device, and the supervised tokens of all ranks.
 
     Loop over the micro-batches under ``accelerator.accumulate(model)``.
@@ -82,7 +84,7 @@ def steps(accelerator: Any, loader: Loader) -> Iterator[tuple[list[Batch], int]]
         yield [to_device(batch, accelerator.device) for batch in group], count_supervised(group)
 
 
-def replicas(accelerator: Any) -> int:
+def replicas(accelerator: Accelerator) -> int:
     """Return ``replicas`` for :func:`~packhorse.integrations.loss.token_loss`.
 
     It undoes that ``accelerator.backward`` divides by the accumulated micro-steps and that ranks average

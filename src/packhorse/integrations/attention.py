@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from packhorse.collate.packed import ATTENTION
 from packhorse.errors import ConfigError, require
 from packhorse.families import FAMILIES
 from packhorse.families.models import packing_error, packing_problems
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 VARLEN = "varlen"
 
@@ -32,7 +35,7 @@ def register_varlen() -> None:
     transformers.AttentionInterface.register(VARLEN, varlen_attention)
 
 
-def use_attention(model: Any, attn_implementation: str) -> None:
+def use_attention(model: PreTrainedModel, attn_implementation: str) -> None:
     """Set the attention of a model's decoder; its vision tower does not change.
 
     Raises:
@@ -62,7 +65,7 @@ def check_attention(attn_implementation: str) -> None:
         )
 
 
-def attention_of(model: Any) -> str:
+def attention_of(model: PreTrainedModel) -> str:
     """Return the attention of a model's decoder."""
     return str(model.config.get_text_config()._attn_implementation)
 
@@ -268,7 +271,7 @@ class AttentionInfo:
 
 
 def inspect_attention(
-    model: Any,
+    model: PreTrainedModel,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
@@ -302,7 +305,7 @@ def inspect_attention(
     )
 
 
-def _device_of(model: Any) -> torch.device:
+def _device_of(model: PreTrainedModel) -> torch.device:
     """Return the GPU for a model that is not there yet: trainers move it."""
     device = torch.device(model.device)
     moves = device.type in ("cpu", "meta") and torch.cuda.is_available()
@@ -323,13 +326,13 @@ def _bidirectional_models() -> frozenset[str]:
     return frozenset(family.name for family in FAMILIES if family.bidirectional is not None)
 
 
-def _values(config: Any, name: str) -> list[Any]:
+def _values(config: PretrainedConfig, name: str) -> list[Any]:
     """Return the values of a setting that are set, of each layer if layers differ (Gemma 4)."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return [value for layer in layers if (value := getattr(layer, name, None)) is not None]
 
 
-def _window(config: Any) -> int | None:
+def _window(config: PretrainedConfig) -> int | None:
     types = getattr(config, "layer_types", None)
     if types is None and not getattr(config, "use_sliding_window", True):
         return None
@@ -338,12 +341,12 @@ def _window(config: Any) -> int | None:
     return min(_values(config, "sliding_window"), default=None)
 
 
-def _chunk(config: Any) -> int | None:
+def _chunk(config: PretrainedConfig) -> int | None:
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return min(_values(config, "attention_chunk_size"), default=None) if chunked else None
 
 
-def _head(config: Any) -> int | None:
+def _head(config: PretrainedConfig) -> int | None:
     head_dims = _values(config, "head_dim")
     heads, widths = _values(config, "num_attention_heads"), _values(config, "hidden_size")
     if not head_dims and heads and widths:
@@ -364,54 +367,36 @@ def unsupported_features(info: AttentionInfo, backend: str, longest: int | None 
     """
     if backend not in ATTENTION:
         raise ConfigError(f"attn={backend!r}: expected 'auto' or one of {', '.join(ATTENTION)}")
-    kernels = {
-        "varlen": _varlen_problems,
-        "flash_attention_2": _flash_problems,
-        "flex_attention": _flex_problems,
-    }
-    problems = [*kernels[backend](info)] if backend in kernels else []
-    if info.bidirectional and backend in ("varlen", "flash_attention_2"):
-        problems.append("images of this model attend in both directions, it is causal only")
-    if info.sinks and backend in ("varlen", "sdpa"):
-        problems.append("it has no attention sinks, which this model uses")
-    if info.softcap and backend in ("varlen", "sdpa"):
-        problems.append("it has no cap on scores, which this model uses")
-    if info.dropout and backend in ("varlen", "flex_attention"):
-        problems.append(
-            f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})"
-        )
-    return (*problems, *_window_problems(info, backend, longest))
-
-
-def _varlen_problems(info: AttentionInfo) -> Iterator[str]:
-    if info.device == "cuda" and not info.varlen:
-        yield "this PyTorch has no torch.nn.attention.varlen: update it (2.10 or later)"
-    if info.device == "cuda" and info.window is not None and not info.varlen_windows:
-        yield "this PyTorch's varlen kernel has no sliding window: update it"
-    yield from _kernel_problems(info)
-
-
-def _flash_problems(info: AttentionInfo) -> Iterator[str]:
-    if info.device != "cuda" or not info.flash:
-        yield "flash-attn is not installed" if info.device == "cuda" else f"there is none on {info.device}"
-    yield from _kernel_problems(info)
-
-
-def _flex_problems(info: AttentionInfo) -> Iterator[str]:
-    if info.device != "cuda":
-        yield f"it has no backward pass on {info.device}"
-
-
-def _kernel_problems(info: AttentionInfo) -> Iterator[str]:
-    """Yield what the kernels of flash attention do not support."""
-    if info.device != "cuda":
-        return
-    if info.dtype not in (torch.float16, torch.bfloat16):
-        yield f"its kernel computes in bfloat16 or float16, not in {str(info.dtype).removeprefix('torch.')}"
-    if info.capability is not None and info.capability < _AMPERE:
-        yield "its kernel needs a GPU of compute capability 8.0 (Ampere) or later"
-    if info.head is not None and info.head > _WIDEST_HEAD:
-        yield f"its kernel takes heads of up to {_WIDEST_HEAD}, this model's have {info.head}"
+    varlen, flash = backend == "varlen", backend == "flash_attention_2"
+    gpu, kernel = info.device == "cuda", (varlen or flash) and info.device == "cuda"
+    window, head = info.window is not None, info.head or 0
+    problems = (
+        (varlen and gpu and not info.varlen, "this PyTorch has no varlen kernel: update it (2.10 or later)"),
+        (
+            varlen and gpu and window and not info.varlen_windows,
+            "this PyTorch's varlen kernel has no sliding window: update it",
+        ),
+        (flash and gpu and not info.flash, "flash-attn is not installed"),
+        (flash and not gpu, f"there is none on {info.device}"),
+        (backend == "flex_attention" and not gpu, f"it has no backward pass on {info.device}"),
+        (
+            kernel and info.dtype not in (torch.float16, torch.bfloat16),
+            f"its kernel computes in bfloat16 or float16, not in {str(info.dtype).removeprefix('torch.')}",
+        ),
+        (
+            kernel and info.capability is not None and info.capability < _AMPERE,
+            "its kernel needs a GPU of compute capability 8.0 (Ampere) or later",
+        ),
+        (kernel and head > _WIDEST_HEAD, f"its kernel has heads of up to {_WIDEST_HEAD}, the model {head}"),
+        ((varlen or flash) and info.bidirectional, "images of this model attend in both directions"),
+        (backend in ("varlen", "sdpa") and info.sinks, "it has no attention sinks, which this model uses"),
+        (backend in ("varlen", "sdpa") and info.softcap, "it has no cap on scores, which this model uses"),
+        (
+            backend in ("varlen", "flex_attention") and info.dropout,
+            f"it has no dropout: set attention_dropout=0 in the model's config (it is {info.dropout})",
+        ),
+    )
+    return (*(text for wrong, text in problems if wrong), *_window_problems(info, backend, longest))
 
 
 def _window_problems(info: AttentionInfo, backend: str, longest: int | None) -> Iterator[str]:

@@ -15,6 +15,8 @@ from packhorse.integrations.loss import Batch, token_loss
 from packhorse.integrations.trainer_feed import StepFeed, check_model, check_world
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from packhorse.loader.loader import Loader
 
 _lightning: Any = require("lightning.pytorch", "lightning")
@@ -73,7 +75,7 @@ class LoaderDataModule(_lightning.LightningDataModule):  # type: ignore[misc]
         self._resumed = True
 
 
-def _mark_saved(trainer: Any) -> None:
+def _mark_saved(trainer: Trainer) -> None:
     """Keep checkpoint callbacks from saving the resumed step once more.
 
     ``ModelCheckpoint(every_n_train_steps=…)`` does not restore its last saved step, and would save after the
@@ -84,7 +86,7 @@ def _mark_saved(trainer: Any) -> None:
             callback._last_global_step_saved = trainer.global_step
 
 
-def step_loss(trainer: Any, logits: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
+def step_loss(trainer: Trainer, logits: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
     """Return the loss for ``training_step``: a mean over the supervised tokens of all ranks and micro-steps.
 
     Undoes that Lightning divides by the accumulated micro-steps and that ranks average gradients. To log it,

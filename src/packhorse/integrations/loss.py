@@ -33,8 +33,8 @@ def token_loss(
     gradients. DDP and FSDP average the gradients of ranks: ``replicas`` = the number of ranks makes that the
     sum.
 
-    Computed in float32 (at least), about a thousand rows at a time, so that it needs little memory besides
-    the logits and their gradient. Rows without a label cost nothing.
+    Computed in float32 (at least), about a thousand rows at a time, so that it needs little memory
+    in addition to the logits and their gradient. Rows without a label cost nothing.
 
     Args:
         logits: [B, S, vocabulary].
@@ -58,7 +58,7 @@ def token_loss(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy over rows with a label; saves one number per row besides the logits."""
+    """Sum of the cross entropy over rows with a label; saves the logits and one number per row."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -88,15 +88,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return gradient, None
 
 
-def supervised(batch: Batch) -> int:
+def supervised_tokens(batch: Batch) -> int:
     """Return the number of supervised tokens of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 def count_supervised(
-    batches: Sequence[Batch],
-    group: dist.ProcessGroup | None = None,
-    device: str | torch.device | None = None,
+    batches: Sequence[Batch], group: dist.ProcessGroup | None = None, device: str | torch.device | None = None
 ) -> int:
     """Return the number of supervised tokens of a step: of these micro-batches, on all ranks.
 
@@ -108,7 +106,7 @@ def count_supervised(
             parallel) must not share a group, or their tokens count twice.
         device: of the all-reduce; None for that of the backend.
     """
-    count = sum(supervised(batch) for batch in batches)
+    count = sum(supervised_tokens(batch) for batch in batches)
     if not is_distributed():
         return count
     total = torch.tensor(count, dtype=torch.int64, device=device or reachable_device(group))

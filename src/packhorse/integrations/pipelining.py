@@ -18,9 +18,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -28,9 +29,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from packhorse.chat import IGNORE_INDEX
 from packhorse.errors import ConfigError
 from packhorse.families.qwen_vl import RopeIndex, rope_index
-from packhorse.integrations.loss import supervised, token_loss
+from packhorse.integrations.loss import supervised_tokens, token_loss
 from packhorse.pp_media import VLM_PP_MEDIA_KEY, stage_vlm_media_for_pp
 from packhorse.pp_media.stage import innermost
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["SPLITTABLE", "PipelineInputs", "VlmPipeline", "VlmStage", "pipeline_inputs", "split_vlm"]
 
@@ -69,7 +73,7 @@ class PipelineInputs:
 
 
 def pipeline_inputs(
-    batch: Mapping[str, Any], n_microbatches: int, rope: RopeIndex | None, config: Any
+    batch: Mapping[str, Any], n_microbatches: int, rope: RopeIndex | None, config: PretrainedConfig
 ) -> PipelineInputs:
     """Return the inputs of a schedule from a prepared batch of any collate function.
 
@@ -107,7 +111,7 @@ def pipeline_inputs(
     if positions is not None:
         kwargs["position_ids"] = positions
     axes = {name: _axis(name, value, len(ids)) for name, value in kwargs.items()}
-    tokens = supervised(batch)
+    tokens = supervised_tokens(batch)
     rows = even_rows(len(ids), n_microbatches)
     if bool((rows < 0).any()):
         ids, labels, kwargs = _add_rows(ids, labels, kwargs, axes, rows, config)
@@ -205,7 +209,7 @@ def _add_rows(
     kwargs: Mapping[str, Any],
     axes: Mapping[str, int],
     rows: torch.Tensor,
-    config: Any,
+    config: PretrainedConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return the batch with added rows: masks and positions of row 0, no supervised token."""
     wrong = [name for name, value in kwargs.items() if not isinstance(value, torch.Tensor)]
@@ -247,7 +251,14 @@ class VlmStage(torch.nn.Module):
     """
 
     def __init__(
-        self, model: Any, index: int, n_stages: int, layers: range, *, head: Any = None, config: Any = None
+        self,
+        model: PreTrainedModel,
+        index: int,
+        n_stages: int,
+        layers: range,
+        *,
+        head: torch.nn.Module | None = None,
+        config: PretrainedConfig | None = None,
     ) -> None:
         super().__init__()
         self.index, self.n_stages = index, n_stages
@@ -359,7 +370,7 @@ def _with_children(module: Any, replaced: Mapping[str, Any]) -> Any:
 
 
 def split_vlm(
-    model: Any, n_stages: int, layers: Sequence[int] | None = None, *, untie: bool = False
+    model: PreTrainedModel, n_stages: int, layers: Sequence[int] | None = None, *, untie: bool = False
 ) -> list[VlmStage]:
     """Split a model into stages that share its weights.
 
@@ -409,7 +420,7 @@ def split_vlm(
     return [VlmStage(model, index, n_stages, range(*edge), **options) for index, edge in enumerate(edges)]
 
 
-def _untie(model: Any) -> dict[str, Any]:
+def _untie(model: PreTrainedModel) -> dict[str, Any]:
     """Return a head with a copy of the embedding's weights, and an untied configuration."""
     head = _with_children(model.lm_head, {})
     weight = model.lm_head.weight
@@ -466,7 +477,7 @@ class VlmPipeline:
         schedule: type = Schedule1F1B,
         *,
         device: torch.device | str = "cpu",
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         loss_fn: Loss = token_loss,
         hidden_dtype: torch.dtype | None = None,
     ) -> None:

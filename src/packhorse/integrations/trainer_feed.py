@@ -149,11 +149,11 @@ class StepFeed(TrainerFeed):
             if self.loader.cursor % gradient_accumulation_steps and self.loader.remaining:
                 continue
             tokens = count_supervised(step)
-            for number, micro_batch in enumerate(step, 1):
+            for number, fetched in enumerate(step, 1):
                 self.accumulated += 1
                 if number == len(step):
                     self.finish_step()
-                yield micro_batch, tokens
+                yield fetched, tokens
             step = []
 
     def state_dict(self) -> dict[str, Any]:

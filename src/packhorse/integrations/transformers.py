@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
@@ -20,11 +19,14 @@ from packhorse.collate.packed import model_inputs
 from packhorse.errors import ConfigError, require
 from packhorse.families.models import check_router_loss, honours_shift_labels, make_honour_shift_labels
 from packhorse.integrations.attention import choose_attention, inspect_attention, use_attention
-from packhorse.integrations.loss import count_supervised, supervised, token_loss
+from packhorse.integrations.loss import count_supervised, supervised_tokens, token_loss
 from packhorse.integrations.trainer_feed import TrainerFeed, check_model, check_world
 from packhorse.types import Batch, to_device
+from packhorse.utils.files import write_atomic
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+
     from packhorse.loader.loader import Loader
 
 LOADER_STATE = "packhorse_loader.json"
@@ -66,7 +68,7 @@ class TrainFromLoader:
         self.loader = loader
         self._feed = TrainerFeed(loader)
         super().__init__(*arguments, **options)
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         _check(args, loader)
         check_model(loader, self.model)  # type: ignore[attr-defined]
         if self.compute_loss_func is not None:  # type: ignore[attr-defined]
@@ -85,9 +87,9 @@ class TrainFromLoader:
         """Return the loader's batches, not prepared by Accelerate."""
         return self._feed
 
-    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Train as the Trainer does; the loader resumes from the checkpoint too."""
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         args.max_steps, self._resumed, self._finished = self._requested_steps, False, False
         self._count_finished_step()
         if resume_from_checkpoint is True:
@@ -98,7 +100,7 @@ class TrainFromLoader:
                 )
             resume_from_checkpoint = last
         if resume_from_checkpoint:
-            self._resume(Path(resume_from_checkpoint))
+            self._resume(Path(str(resume_from_checkpoint)))
         elif self._feed.trained < self._feed.delivered:
             self._feed.load_state_dict(self._feed.state_dict())
         return super().train(resume_from_checkpoint or None, *arguments, **options)  # type: ignore[misc]
@@ -108,7 +110,7 @@ class TrainFromLoader:
 
         The Trainer derives its epoch from the number of steps, which is wrong for another number of ranks.
         """
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         self._feed.load_state_dict(_read_state(checkpoint / _state_file(self.loader)))
         self._resumed = True
         done = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
@@ -158,21 +160,23 @@ class TrainFromLoader:
 
     def compute_loss(
         self,
-        model: Any,
+        model: torch.nn.Module,
         inputs: Mapping[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
     ) -> Any:
         """Return the contribution of a micro-batch to the mean over the step's tokens; see :mod:`.loss`."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         outputs = model(**model_inputs(inputs))
-        tokens = supervised(inputs) if num_items_in_batch is None else num_items_in_batch
+        tokens = supervised_tokens(inputs) if num_items_in_batch is None else num_items_in_batch
         ranks = int(self.accelerator.num_processes)  # type: ignore[attr-defined]
         loss = token_loss(outputs.logits, inputs["labels"], tokens, ranks)
         return (loss, outputs) if return_outputs else loss
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+    ) -> None:
         """Load weights as the Trainer does, or with ``from_pretrained`` if their names differ.
 
         transformers saves Qwen2-VL under the names of the first release, which its Trainer does not find: it
@@ -196,11 +200,12 @@ class TrainFromLoader:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the Trainer does; a checkpoint gets the loader's state first."""
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: TrainingArguments = self.args  # type: ignore[attr-defined]
         per_rank = self.loader.config.shard_data
         self._count_finished_step()
         if _internal_call and output_dir is not None and (args.should_save or per_rank):
-            _write_state(Path(output_dir) / _state_file(self.loader), self._feed.state_dict())
+            state = json.dumps(self._feed.state_dict()).encode()
+            write_atomic(Path(output_dir) / _state_file(self.loader), lambda file: file.write(state))
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
 
@@ -221,7 +226,7 @@ def _check_loss(trainer: type) -> None:
     )
 
 
-def _check(args: Any, loader: Loader) -> None:
+def _check(args: TrainingArguments, loader: Loader) -> None:
     """Raise if arguments of the Trainer contradict the loader."""
     steps = args.gradient_accumulation_steps
     check_world(loader, args.process_index, args.world_size, steps, saved_by_all=True)
@@ -256,13 +261,6 @@ def _state_file(loader: Loader) -> str:
     return f"packhorse_loader_{loader.world.rank}.json" if loader.config.shard_data else LOADER_STATE
 
 
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(state))
-    os.replace(temporary, path)
-
-
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(path.read_text())
@@ -280,7 +278,7 @@ logger = getLogger("packhorse.integrations")
 
 
 def prepare(
-    model: Any,
+    model: PreTrainedModel,
     attn: str = "auto",
     *,
     device: str | torch.device | None = None,

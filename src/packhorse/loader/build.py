@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from packhorse.chat import IGNORE_INDEX
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
-from packhorse.collate.padded import collate_samples, ordered
+from packhorse.collate.padded import collate_samples, order_rows
 from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
@@ -293,7 +293,7 @@ class PadBuilder(BatchBuilder):
     def in_order(self, rows: list[Row]) -> list[Row]:
         """Return the rows as :func:`~packhorse.collate_fns.pad_collate_fn` orders them."""
         by_sample = {sample: row for row in rows for _, sample in row}
-        return [by_sample[sample] for sample in ordered(list(by_sample), self.samples.family)]
+        return [by_sample[sample] for sample in order_rows(list(by_sample), self.samples.family)]
 
     def collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Collate a padded batch."""

@@ -114,7 +114,7 @@ class Placeholders:
         if kind in self._encoded:
             return self._encoded[kind]
         media = []
-        if kind is not None:
+        if kind is not None and size is not None:
             placeholder = placeholder_media(kind, size, self.dataset.family.sampling_rate)
             media = [{"type": kind, kind: placeholder.source, **placeholder.options}]
         full_stop = {"type": "text", "text": "."}

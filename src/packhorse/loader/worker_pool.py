@@ -70,7 +70,7 @@ def build_staged(builder: BatchBuilder, item: WorkItem) -> Built:
         random.seed(seed)
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would initialise the GPUs
-    with builder.samples.ledger.staged() as drops:
+    with builder.samples.ledger.capture() as drops:
         built = builder.build(item)
     return built._replace(drops=tuple(drops))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,11 @@ from packhorse.errors import ConfigError
 from packhorse.types import MEDIA_KINDS, Floats, Integers, MediaMask
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from packhorse.plan.pack_plan import PackPlan
+
+Config: TypeAlias = "PretrainedConfig | Mapping[str, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class CostWeights:
             raise ConfigError(f"{self}: expected weights of 0 or more, and more than 0 for token")
 
     @classmethod
-    def of_model(cls, config: Any) -> CostWeights:
+    def of_model(cls, config: Config) -> CostWeights:
         """Return the weights of a model, from its transformers config or a mapping with the same names.
 
         A matrix of ``a`` by ``b`` costs ``2ab`` for each token. With hidden size ``h``, ``H`` heads and ``K``
@@ -66,7 +70,7 @@ class CostWeights:
         return cls(token, token_pair, patch, patch_pair)
 
 
-def _language(config: Any) -> tuple[float, float]:
+def _language(config: Config) -> tuple[float, float]:
     head = 2 * _size(config, "hidden_size") * _size(config, "vocab_size")
     each = _get(config, "per_layer_config")  # newer transformers: layers may differ from each other
     number = _size(config, "num_hidden_layers")
@@ -74,7 +78,7 @@ def _language(config: Any) -> tuple[float, float]:
     return float(sum(token for token, _ in layers) + head), float(sum(pair for _, pair in layers))
 
 
-def _layer(config: Any) -> tuple[int, int]:
+def _layer(config: Config) -> tuple[int, int]:
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     key_heads = _size(config, "num_key_value_heads", default=heads)
     width = _size(config, "head_dim", default=hidden // heads)
@@ -87,7 +91,7 @@ def _layer(config: Any) -> tuple[int, int]:
     return attention + 6 * hidden * inner, 2 * heads * width
 
 
-def _vision(config: Any) -> tuple[float, float]:
+def _vision(config: Config) -> tuple[float, float]:
     # Qwen2-VL calls the width embed_dim, and hidden_size what comes out at the end.
     hidden = _size(config, "embed_dim", "hidden_size")
     layers = _size(config, "depth", "num_hidden_layers")
@@ -102,15 +106,15 @@ def _vision(config: Any) -> tuple[float, float]:
     return float(patch + (layers - len(whole)) * 4 * hidden * window), float(len(whole) * 4 * hidden)
 
 
-def _part(config: Any, names: tuple[str, ...]) -> Any:
+def _part(config: Config, names: tuple[str, ...]) -> Config | None:
     return next((part for name in names if (part := _get(config, name)) is not None), None)
 
 
-def _get(config: Any, name: str) -> Any:
+def _get(config: Config, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _size(config: Any, *names: str, default: int | None = None) -> int:
+def _size(config: Config, *names: str, default: int | None = None) -> int:
     for name in names:
         value = _get(config, name)
         if isinstance(value, (list, tuple)):  # one entry for each layer

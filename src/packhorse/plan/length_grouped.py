@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
+from packhorse.chat import Processor
 from packhorse.count.sidecar import counts_of
 from packhorse.distributed import Collectives, is_distributed
 from packhorse.errors import ConfigError
@@ -111,14 +112,15 @@ def ledger_of(dataset: Rows) -> Ledger:
     return default_ledger()
 
 
-def processor_of(dataset: Any) -> Any:
+def processor_of(dataset: Any) -> Processor | None:
     """Return the processor that a wrapper encodes with; None if there is none, or several are joined."""
     for wrapper in _wrappers(dataset):
         if isinstance(wrapper, ConcatDataset):
             processors = {id(processor): processor for processor in map(processor_of, wrapper.datasets)}
             return next(iter(processors.values())) if len(processors) == 1 else None
-        if getattr(wrapper, "processor", None) is not None:
-            return wrapper.processor
+        processor: Processor | None = getattr(wrapper, "processor", None)
+        if processor is not None:
+            return processor
     return None
 
 
@@ -129,7 +131,9 @@ def _wrappers(dataset: Any) -> Iterator[Any]:
         dataset = dataset.dataset if isinstance(dataset, Subset) else wrapped_dataset(dataset)
 
 
-def smallest_share(dataset: MetaDataset, world: World, max_length: int | None, processor: Any) -> int | None:
+def smallest_share(
+    dataset: MetaDataset, world: World, max_length: int | None, processor: Processor | None
+) -> int | None:
     """Return the smallest number of rows that a rank keeps, from the files alone: the same on every rank.
 
     None if unknown: rows are excluded by their length, and the other ranks' rows have not been counted.
@@ -219,7 +223,7 @@ class LengthGroupedSampler(Sampler[int]):
         self,
         dataset: Rows,
         seed: int = 42,
-        processor: Any = None,
+        processor: Processor | str | None = None,
         max_length: int | None = None,
         batch_size: int = 1,
         *,
@@ -299,12 +303,12 @@ class LengthGroupedSampler(Sampler[int]):
         self._position = self._start
 
     @staticmethod
-    def _extract_image_config(processor: Any) -> dict[str, int] | None:
+    def _extract_image_config(processor: Processor | None) -> dict[str, int] | None:
         """See :func:`packhorse.formats.estimate.image_config`."""
         return image_config(processor)
 
     @staticmethod
-    def _extract_video_config(processor: Any) -> dict[str, Any] | None:
+    def _extract_video_config(processor: Processor | None) -> dict[str, Any] | None:
         """See :func:`packhorse.formats.estimate.video_config`."""
         return video_config(processor)
 

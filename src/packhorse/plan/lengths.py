@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
+from packhorse.chat import Processor
 from packhorse.count.columns import CountColumns
 from packhorse.count.sidecar import counts_of, is_counted
 from packhorse.count.token_counter import TokenCounter
@@ -90,14 +91,13 @@ class Lengths:
     def join(cls, parts: Sequence[Lengths], order: Integers) -> Lengths:
         """Concatenate parts, then take their entries in this order."""
         counts = [part.counts for part in parts if part.counts is not None]
-        return cls(
-            np.concatenate([part.tokens for part in parts])[order],
-            np.concatenate([part.media for part in parts])[order],
-            np.concatenate([part.exact for part in parts])[order],
-            np.concatenate([part.text_only for part in parts])[order],
-            np.concatenate([part.source for part in parts])[order],
-            CountColumns.joined(counts).take(order) if len(counts) == len(parts) else None,
-        )
+        names = ("tokens", "media", "exact", "text_only", "source")
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names
+        }
+        if len(counts) == len(parts):
+            columns["counts"] = CountColumns.joined(counts).take(order)
+        return cls(**columns)
 
     @property
     def all_exact(self) -> bool:
@@ -118,7 +118,7 @@ def after_shift(tokens: Integers) -> Integers:
 
 def row_lengths(
     dataset: Rows,
-    processor: Any = None,
+    processor: Processor | str | None = None,
     image_cfg: Geometry | None = None,
     video_cfg: Geometry | None = None,
     *,
@@ -212,7 +212,7 @@ def estimated_lengths(
     return Lengths.join([found], np.argsort(positions))
 
 
-def recorded_counts(dataset: Rows, processor: Any) -> CountColumns | None:
+def recorded_counts(dataset: Rows, processor: Processor | str | None) -> CountColumns | None:
     """Return the exact counts of a mixture whose files have all been counted; None if there are none.
 
     Logs why count files that exist are not used.
@@ -314,7 +314,10 @@ def wrapped_dataset(dataset: Rows) -> Any:
 
 
 def sample_lengths(
-    dataset: Rows, ds_raw: Rows | None = None, processor: Any = None, counts: CountColumns | None = None
+    dataset: Rows,
+    ds_raw: Rows | None = None,
+    processor: Processor | str | None = None,
+    counts: CountColumns | None = None,
 ) -> Lengths:
     """Look up the lengths of the samples that a dataset encodes: fake images added, long samples truncated.
 

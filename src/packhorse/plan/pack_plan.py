@@ -122,11 +122,49 @@ class PackPlan:
         Args:
             world_sizes: of the straggler ratios; None for 8, 64 and 512.
         """
-        return describe(self, world_sizes)
+        samples, bad = np.diff(self.offsets), int((self.drop_codes == BAD_ROW).sum())
+        counted = f"{len(self.indices):,} packed, " + (f"{bad:,} bad, " if bad else "")
+        lines = [
+            f"packs      {len(self):,} of {self.capacity:,} tokens (no plan has fewer than {self.bound:,})",
+            f"fill       {100 * self.fill:.3f} %: {self.tokens.sum():,} tokens",
+            f"samples    {counted}{len(self.dropped) - bad:,} dropped",
+        ]
+        if len(self):
+            spread = Distribution.of(samples)
+            quartiles = ", ".join(f"{spread.percentile(percent):,}" for percent in QUARTILES)
+            lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
+        for reason, positions in self.dropped_by_reason().items():
+            some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
+            what = "bad        " if reason == DROP_REASONS[BAD_ROW] else f"dropped    {reason}: "
+            lines.append(f"{what}{len(positions):,} of {self.samples:,} (samples {some})")
+        if self.costs is not None:
+            sizes = _WORLD_SIZES if world_sizes is None else world_sizes
+            lines.extend(_straggler_line(self, world_size) for world_size in sizes)
+        elif world_sizes is not None and list(world_sizes):
+            lines.append("straggler  unknown: the plan has no costs (PackPlan.with_costs)")
+        return "\n".join(lines)
 
     def diff(self, other: PackPlan) -> str:
-        """Return a few lines about what is different in another plan of the same samples."""
-        return diff(self, other)
+        """Return a few lines about what is different in another plan of the same samples.
+
+        A sample counts as moved if the other samples of its pack are different.
+        """
+        if self.samples != other.samples:
+            raise ConfigError(
+                f"plans of {self.samples:,} and {other.samples:,} samples: expected the same samples in both"
+            )
+        old, new = self.pack_of(), other.pack_of()
+        moved = (_companions(old) != _companions(new)) & (old >= 0) & (new >= 0)
+        newly, no_more = int(((old >= 0) & (new < 0)).sum()), int(((old < 0) & (new >= 0)).sum())
+        lines = [
+            f"packs      {len(self):,} -> {len(other):,} ({len(other) - len(self):+,})",
+            f"capacity   {self.capacity:,} -> {other.capacity:,}",
+            f"fill       {100 * self.fill:.3f} % -> {100 * other.fill:.3f} %",
+            f"moved      {int(moved.sum()):,} of {self.samples:,} samples have other companions",
+            f"dropped    {len(self.dropped):,} -> {len(other.dropped):,}"
+            f" ({newly:,} newly, {no_more:,} no more)",
+        ]
+        return "\n".join(lines)
 
     def in_order(self, order: npt.ArrayLike) -> PackPlan:
         """Return a plan with these packs in this order; samples of others are dropped as ``left_over``."""
@@ -248,30 +286,6 @@ QUARTILES = (0, 25, 50, 75, 100)
 _WORLD_SIZES = (8, 64, 512)
 
 
-def describe(plan: PackPlan, world_sizes: Iterable[int] | None = None) -> str:
-    """See :meth:`PackPlan.describe`."""
-    samples, bad = np.diff(plan.offsets), int((plan.drop_codes == BAD_ROW).sum())
-    counted = f"{len(plan.indices):,} packed, " + (f"{bad:,} bad, " if bad else "")
-    lines = [
-        f"packs      {len(plan):,} of {plan.capacity:,} tokens (no plan has fewer than {plan.bound:,})",
-        f"fill       {100 * plan.fill:.3f} %: {plan.tokens.sum():,} tokens",
-        f"samples    {counted}{len(plan.dropped) - bad:,} dropped",
-    ]
-    if len(plan):
-        quartiles = ", ".join(f"{Distribution.of(samples).percentile(percent):,}" for percent in QUARTILES)
-        lines.append(f"per pack   {samples.mean():.2f} samples (least, quartiles, most: {quartiles})")
-    for reason, positions in plan.dropped_by_reason().items():
-        some = ", ".join(map(str, positions[:5].tolist())) + (", …" if len(positions) > 5 else "")
-        what = "bad        " if reason == DROP_REASONS[BAD_ROW] else f"dropped    {reason}: "
-        lines.append(f"{what}{len(positions):,} of {plan.samples:,} (samples {some})")
-    if plan.costs is not None:
-        sizes = _WORLD_SIZES if world_sizes is None else world_sizes
-        lines.extend(_straggler_line(plan, world_size) for world_size in sizes)
-    elif world_sizes is not None and list(world_sizes):
-        lines.append("straggler  unknown: the plan has no costs (PackPlan.with_costs)")
-    return "\n".join(lines)
-
-
 def _straggler_line(plan: PackPlan, world_size: int) -> str:
     assert plan.costs is not None
     order = order_packs(plan.costs, world_size, media_masks=plan.media_masks)
@@ -280,25 +294,6 @@ def _straggler_line(plan: PackPlan, world_size: int) -> str:
     ratio = straggler_ratio(plan.costs, order.steps)
     mixed = f", {len(order.mixed):,} with mixed media" if plan.media_masks is not None else ""
     return f"straggler  {world_size:>4} ranks: {ratio:.4f} over {len(order.steps):,} steps{mixed}"
-
-
-def diff(before: PackPlan, after: PackPlan) -> str:
-    """See :meth:`PackPlan.diff`. A sample counts as moved if the other samples of its pack are different."""
-    if before.samples != after.samples:
-        raise ConfigError(
-            f"plans of {before.samples:,} and {after.samples:,} samples: expected the same samples in both"
-        )
-    old, new = before.pack_of(), after.pack_of()
-    moved = (_companions(old) != _companions(new)) & (old >= 0) & (new >= 0)
-    lines = [
-        f"packs      {len(before):,} -> {len(after):,} ({len(after) - len(before):+,})",
-        f"capacity   {before.capacity:,} -> {after.capacity:,}",
-        f"fill       {100 * before.fill:.3f} % -> {100 * after.fill:.3f} %",
-        f"moved      {int(moved.sum()):,} of {before.samples:,} samples have other companions",
-        f"dropped    {len(before.dropped):,} -> {len(after.dropped):,}"
-        f" ({int(((old >= 0) & (new < 0)).sum()):,} newly, {int(((old < 0) & (new >= 0)).sum()):,} no more)",
-    ]
-    return "\n".join(lines)
 
 
 def _companions(pack_of: Integers) -> npt.NDArray[np.uint64]:

@@ -328,18 +328,14 @@ class PackSchedule:
 
     def costs(self, step: int) -> Floats:
         """Return the cost of a micro-step on each rank."""
-        costs: Floats = self._costs(self.table[step : step + 1])[0]
+        costs: Floats = self._padded_costs[self.table[step]].sum(axis=1)
         return costs
 
     def straggler_ratio(self) -> float:
         """Return max / mean of the costs over ranks, averaged over steps; 1.0 is perfectly even."""
-        costs = self._costs(self.table)
+        costs = self._padded_costs[self.table].sum(axis=2)
         mean = costs.mean(axis=1)
         return float((costs.max(axis=1)[mean > 0] / mean[mean > 0]).mean()) if (mean > 0).any() else 1.0
-
-    def _costs(self, table: Integers) -> Floats:
-        costs: Floats = self._padded_costs[table].sum(axis=2)
-        return costs
 
 
 def schedule_packs(

@@ -1,9 +1,9 @@
 """Media chunks for pipeline microbatches: each microbatch gets the media of its own samples.
 
 ``torch.distributed.pipelining`` splits every tensor along its batch axis. Media tensors have none: patches,
-tiles and grids of all samples lie one after the other. :func:`prepare_vlm_media_for_pp` takes them out of
-the batch and splits them as the text will be split; :func:`stage_vlm_media_for_pp` hands them to stage 0
-during one schedule call. Chunks are views: nothing is copied. Imports torch and :mod:`packhorse.types` only.
+tiles and grids of all samples are concatenated. :func:`prepare_vlm_media_for_pp` removes them from the batch
+and splits them as the text will be split; :func:`stage_vlm_media_for_pp` attaches them to stage 0 during one
+schedule call. Chunks are views: nothing is copied. Imports torch and :mod:`packhorse.types` only.
 """
 
 from packhorse.pp_media.chunks import (

@@ -1,4 +1,4 @@
-"""Splitting the media of a batch into one chunk for each microbatch."""
+"""Split the media of a batch into one chunk for each microbatch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, documented_layout, pixels_layout, with_image_grid
+from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, add_image_grid, documented_layout, pixels_layout
 from packhorse.pp_media.rows import (
     COUNT_KEYS,
     MEDIA_LAYOUT_KEY,
     MEDIA_ROWS_KEY,
     MediaRows,
-    check_named,
+    check_keys,
     check_sizes,
     split_rows,
 )
@@ -23,8 +23,8 @@ from packhorse.types import Batch as LoaderBatch
 from packhorse.types import MediaLayout, TensorLayout
 
 VLM_PP_MEDIA_KEY = "_vlm_pp_media_chunks"
-"""Under this key a prepared batch has its media: key of a tensor -> ``n_microbatches`` chunks of it. The grid
-of the images is there a second time, as ``image_grid_hws``, whatever the name of the tensor."""
+"""The key of the media in a prepared batch: key of a tensor -> ``n_microbatches`` chunks of it. The grid of
+the images is also there as ``image_grid_hws``, whatever the name of the tensor."""
 
 logger = getLogger("packhorse.pp_media")
 
@@ -38,22 +38,22 @@ def chunk_vlm_media(
     n_microbatches: int,
     n_images_per_sample: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Split pixels and the tensor that tells about each image into chunks for microbatches.
+    """Split pixels and the tensor with one entry per image into chunks for microbatches.
 
     Args:
         pixel_values: one entry per image ([N, C, H, W], [N, patches, D], …) or flat patches ([patches, D],
             [patches, C, h, w]).
         image_grid: one entry per image: grids ([N, 2] or [N, 3]), sizes, or position ids.
         batch_size: rows of the batch.
-        n_microbatches: how many chunks to make.
-        n_images_per_sample: [batch_size], images of each row; without it each row must have one.
+        n_microbatches: the number of chunks.
+        n_images_per_sample: [batch_size], images of each row; None if each row has one.
 
     Returns:
-        Chunks of the pixels and chunks of the grid: ``n_microbatches`` views each, empty where a microbatch
-        has no image.
+        Chunks of the pixels and chunks of the grid: ``n_microbatches`` views each, empty if a microbatch has
+        no image.
 
     Raises:
-        ValueError: the numbers do not add up; the message names shapes and counts.
+        ValueError: shapes and counts do not match; the message has both.
     """
     rows, number = check_sizes({}, batch_size, n_microbatches)
     media = {"pixel_values": pixel_values, "image_grid": image_grid}
@@ -79,17 +79,17 @@ def chunk_step3_media(
     Args:
         pixel_values: [batch_size, …], one image for each row of the batch.
         batch_size: rows of the batch.
-        n_microbatches: how many chunks to make.
+        n_microbatches: the number of chunks.
         num_patches: [batch_size], crops of each row's image.
         patch_pixel_values: [crops, …], the crops of all images.
         patch_newline_mask: [crops], whether a line of crops ends.
 
     Returns:
-        For each tensor that was given, ``n_microbatches`` views. Without ``num_patches`` it is
-        unknown to which row a crop belongs: crops are dropped, with a warning.
+        For each given tensor, ``n_microbatches`` views. Without ``num_patches`` it is unknown to which row a
+        crop belongs: crops are dropped, with a warning.
 
     Raises:
-        ValueError: the numbers do not add up.
+        ValueError: shapes and counts do not match.
     """
     rows, number = check_sizes({}, batch_size, n_microbatches)
     if num_patches is None and patch_pixel_values is not None:
@@ -113,63 +113,63 @@ def chunk_step3_media(
 def prepare_vlm_media_for_pp(
     batch: Batch, batch_size: int, n_microbatches: int, *, layout: MediaLayout | None = None
 ) -> Batch:
-    """Take the media tensors out of a batch and put their chunks under :data:`VLM_PP_MEDIA_KEY`.
+    """Replace the media tensors of a batch by their chunks under :data:`VLM_PP_MEDIA_KEY`.
 
-    Whose the entries of a tensor are is read, key by key and in this order, from ``layout``, from what the
-    batch carries under :data:`MEDIA_LAYOUT_KEY`, and from the documented rules for well-known names. How many
-    each row has comes from ``n_images_per_sample`` and its like, and from :data:`MEDIA_ROWS_KEY`; where both
-    tell it, they must agree.
+    The owner of a tensor's entries comes, key by key and in this order, from ``layout``, from the batch's
+    :data:`MEDIA_LAYOUT_KEY`, and from the documented rules for well-known names. The entries of each row come
+    from ``n_images_per_sample``, ``n_videos_per_sample`` and ``n_audios_per_sample``, and from
+    :data:`MEDIA_ROWS_KEY`; if both are there, they must agree.
 
     Args:
-        batch: changed in place, after everything has been checked; what is not about media stays as it is.
-            One that is no mapping, or has no media, is not checked and comes back as it is.
+        batch: changed in place, after all checks; other entries stay. One that is not a mapping, or has no
+            media, is not checked and is returned unchanged.
         batch_size: its rows.
-        n_microbatches: as the schedule has it.
-        layout: the family's layout, where the batch does not carry it.
+        n_microbatches: of the schedule.
+        layout: the family's layout, if the batch does not carry it.
 
     Returns:
-        The same batch. Its chunks are views of the tensors it had. Without media there is no key. A batch
-        that was prepared for as many microbatches stays as it is.
+        The same batch. Its chunks are views of its tensors. Without media there is no key. A batch that was
+        prepared for the same number of microbatches stays unchanged.
 
     Raises:
-        ValueError: numbers do not add up, a grid is missing, a tensor contradicts its layout, or the batch
-            was prepared for another number of microbatches; the message names key, shapes and counts.
+        ValueError: shapes and counts do not match, a grid is missing, a tensor contradicts its layout, or the
+            batch was prepared for another number of microbatches; the message has key, shapes and counts.
     """
-    given: Any = batch  # collate functions may give anything
+    given: Any = batch  # collate functions may return anything
     if not isinstance(given, Mapping):
         return batch
     table = {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(layout or {})}
     if not _has_media(batch, table):
-        return _without_media_keys(batch, table)
+        return _remove_media_keys(batch, table)
     rows, number = check_sizes(batch, batch_size, n_microbatches)
     declared = {key: value for key, value in table.items() if batch.get(key) is not None}
     present = {**declared, **documented_layout(batch, declared)}
     _check_unprepared(batch, present, number)
-    check_named(batch.get(MEDIA_ROWS_KEY), {*table, *_VLM_MEDIA_KEYS})
-    found = MediaRows({**_counts(batch), **batch}, rows, present, one_each=not declared)
-    chunks = _chunks(found, number)
-    _check_mask(found)
-    _without_media_keys(batch, {**table, **chunks})
+    check_keys(batch.get(MEDIA_ROWS_KEY), {*table, *_VLM_MEDIA_KEYS})
+    media_rows = MediaRows({**_loader_counts(batch), **batch}, rows, present, one_each=not declared)
+    chunks = _chunks(media_rows, number)
+    _check_mask(media_rows)
+    _remove_media_keys(batch, {**table, **chunks})
     if chunks:
-        batch[VLM_PP_MEDIA_KEY] = with_image_grid(chunks)
+        batch[VLM_PP_MEDIA_KEY] = add_image_grid(chunks)
     return batch
 
 
 def _has_media(batch: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
-    """Whether a batch has media, prepared or not; counts alone are none."""
+    """Return whether a batch has media, prepared or not; counts alone are none."""
     names = {*table, *_VLM_MEDIA_KEYS, VLM_PP_MEDIA_KEY, MEDIA_ROWS_KEY} - set(COUNT_KEYS.values())
     return any(batch.get(key) is not None for key in names)
 
 
-def _without_media_keys(batch: Batch, table: Mapping[str, Any]) -> Batch:
-    # Known names may also be there without a value, and must not reach the schedule.
+def _remove_media_keys(batch: Batch, table: Mapping[str, Any]) -> Batch:
+    # Keys without a value must not reach the schedule either.
     for key in (*table, *_VLM_MEDIA_KEYS, MEDIA_LAYOUT_KEY, MEDIA_ROWS_KEY):
         batch.pop(key, None)
     return batch
 
 
-def _counts(batch: Batch) -> dict[str, Any]:
-    """The media of each row and the documents, which a loader's batch has in its ``info``."""
+def _loader_counts(batch: Batch) -> dict[str, Any]:
+    """Return the media of each row and the documents from the ``info`` of a loader's batch."""
     if not isinstance(batch, LoaderBatch):
         return {}
     counts = {kind: getattr(batch.info, f"num_{kind}s") for kind in COUNT_KEYS}
@@ -183,27 +183,27 @@ def _check_unprepared(batch: Batch, media: MediaLayout, n_microbatches: int) -> 
     if numbers - {n_microbatches}:
         raise ValueError(
             f"the media of the batch were split for {sorted(numbers)} microbatches, and now for "
-            f"{n_microbatches}: prepare a batch once, from the batch that its collate function made"
+            f"{n_microbatches}: prepare a batch once, as its collate function returns it"
         )
     if chunks and media:
         raise ValueError(
-            f"the batch holds chunks of {', '.join(chunks)} and media beside them ({', '.join(media)}): "
+            f"the batch has chunks of {', '.join(chunks)} and also media tensors ({', '.join(media)}): "
             "prepare a batch once"
         )
 
 
-def _check_mask(found: MediaRows) -> None:
-    """Pixels and their mask must come out alike, whoever declared them."""
+def _check_mask(rows: MediaRows) -> None:
+    """Raise if rows have different numbers of pixel and mask entries."""
     pixels, mask = "pixel_values", "pixel_attention_mask"
-    if {pixels, mask} <= set(found.layout) and not torch.equal(found.of(pixels), found.of(mask)):
+    if {pixels, mask} <= set(rows.layout) and not torch.equal(rows.of(pixels), rows.of(mask)):
         raise ValueError(
-            f"the rows of the batch have {found.of(pixels).tolist()} entries of '{pixels}' and "
-            f"{found.of(mask).tolist()} of '{mask}': expected as many; declare both alike"
+            f"the rows of the batch have {rows.of(pixels).tolist()} entries of '{pixels}' and "
+            f"{rows.of(mask).tolist()} of '{mask}': expected as many; declare both alike"
         )
 
 
-def _chunks(found: MediaRows, n_microbatches: int) -> dict[str, list[torch.Tensor]]:
-    return {key: split_rows(found.tensor(key), found.of(key), n_microbatches) for key in found.layout}
+def _chunks(rows: MediaRows, n_microbatches: int) -> dict[str, list[torch.Tensor]]:
+    return {key: split_rows(rows.tensor(key), rows.of(key), n_microbatches) for key in rows.layout}
 
 
 def wrap_vlm_collate_for_pp(
@@ -211,20 +211,19 @@ def wrap_vlm_collate_for_pp(
 ) -> Callable[[Any], Batch]:
     """Wrap a collate function so that its batches are ready for pipeline stages.
 
-    Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through, as does all that
-    is no mapping or has no media. Let the function
-    say whose its media are where it can: ``partial(pad_collate_fn, processor=…, media_layout=True)`` and
-    ``partial(neat_packed_vlm_collater, media_layout=True)`` do for every family. Batches of the other collate
-    functions are split by ``layout`` and their counts, which does for all but tiles, videos and samples that
-    no tensor counts; these are rejected by name.
+    Wrap last: around ``dataset.robust_collate(…)``, whose empty batches (None) pass through, as does anything
+    that is not a mapping or has no media. ``partial(pad_collate_fn, processor=…, media_layout=True)`` and
+    ``partial(neat_packed_vlm_collater, media_layout=True)`` return the owner of all media, for every family.
+    Batches of other collate functions are split by ``layout`` and their counts, which is enough except for
+    tiles, videos and samples that no tensor counts; these raise with their key.
 
     Args:
-        collate_fn: makes batches with ``input_ids`` [B, S].
-        n_microbatches: as the schedule has it.
+        collate_fn: returns batches with ``input_ids`` [B, S].
+        n_microbatches: of the schedule.
         layout: see :func:`prepare_vlm_media_for_pp`.
 
     Returns:
-        A function of the same kind; it can be sent to DataLoader workers if ``collate_fn`` can.
+        A collate function; it can be pickled if ``collate_fn`` can.
 
     Raises:
         ValueError: ``n_microbatches`` is not a positive number.
@@ -235,7 +234,7 @@ def wrap_vlm_collate_for_pp(
 
 @dataclass(frozen=True, slots=True)
 class _PreparingCollate:
-    """What :func:`wrap_vlm_collate_for_pp` returns; a class, so that it can be sent to workers."""
+    """The result of :func:`wrap_vlm_collate_for_pp`; a class, so that it can be pickled."""
 
     collate_fn: Callable[[Any], Batch]
     n_microbatches: int
@@ -249,5 +248,5 @@ class _PreparingCollate:
         if not isinstance(ids, torch.Tensor) or ids.dim() == 0:
             if not _has_media(batch, {**(batch.get(MEDIA_LAYOUT_KEY) or {}), **(self.layout or {})}):
                 return batch
-            raise ValueError(f"the batch has no tensor 'input_ids' to tell its rows, only {', '.join(batch)}")
+            raise ValueError(f"the batch has no tensor 'input_ids' with its rows, only {', '.join(batch)}")
         return prepare_vlm_media_for_pp(batch, len(ids), self.n_microbatches, layout=self.layout)

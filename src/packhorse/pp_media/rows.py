@@ -1,7 +1,7 @@
-"""Whose the entries of media tensors are: how many along axis 0 belong to each row of a batch.
+"""How many entries of a media tensor along axis 0 belong to each row of a batch.
 
-Declared layouts and counts go in, numbers per row come out. Nothing is taken from a coincidence of shapes:
-what the layout and the counts say must add up to what the tensors hold.
+The numbers come from declared layouts and counts, never from a coincidence of shapes: their sum must be the
+length of the tensor.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from packhorse.types import MEDIA_KINDS, MediaKind, MediaLayout, TensorLayout
 
 MEDIA_LAYOUT_KEY = "_media_layout"
-"""Under this key a batch carries the layout that its family declares: key of a tensor -> TensorLayout."""
+"""The key of the layout that the batch's family declares: key of a tensor -> TensorLayout."""
 
 MEDIA_ROWS_KEY = "_media_rows"
-"""Under this key a batch may say how many entries of a media tensor each of its rows has: key -> [B]. Needed
-where no layout tells it: tiles that no grid counts, entries per sample in rows of several samples."""
+"""The key of the entries of each media tensor by row of the batch: key of a tensor -> [B]. Needed if no
+layout has them: tiles that no grid counts, entries per sample in rows of several samples."""
 
 COUNT_KEYS: Mapping[MediaKind, str] = {kind: f"n_{kind}s_per_sample" for kind in MEDIA_KINDS}
 """``n_images_per_sample``, ``n_videos_per_sample``, ``n_audios_per_sample``: [B], media of each row."""
 
 
 _PACKED_KEYS = ("_packed_seq_ids", "cu_seq_lens_q", "seq_lens", "qkv_format")
-_TELL_ROWS = (
-    "Where no layout tells it, let the collate function say it: pad_collate_fn(…, media_layout=True), "
-    "neat_packed_vlm_collater(…, media_layout=True), or packhorse.load(…, pipeline_microbatches=…), which "
-    f"does; or put '{MEDIA_ROWS_KEY}' into the batch yourself"
+_HOW_TO_ADD_ROWS = (
+    "Use a collate function that returns them: pad_collate_fn(…, media_layout=True), "
+    "neat_packed_vlm_collater(…, media_layout=True) or packhorse.load(…, pipeline_microbatches=…); or add "
+    f"'{MEDIA_ROWS_KEY}' to the batch"
 )
 
 
@@ -42,29 +42,29 @@ class MediaRows:
     Args:
         batch: the batch, or its media alone.
         batch_size: the number of its rows.
-        layout: of the tensors that are asked for.
-        one_each: in a batch that counts nothing, take it that each row has one image if there are as many
-            images as rows. Otherwise, and for all other media, that is an error.
+        layout: of its media tensors.
+        one_each: in a batch without counts, assume one image per row if there are as many images as rows.
+            Otherwise, and for all other media, missing counts are an error.
     """
 
     batch: Mapping[str, Any]
     batch_size: int
     layout: MediaLayout
     one_each: bool = False
-    _found: dict[str, torch.Tensor] = field(default_factory=dict)
+    _cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, key: str) -> torch.Tensor:
-        """How many entries of ``batch[key]`` each row has: int64 [B].
+        """Return how many entries of ``batch[key]`` each row has: int64 [B].
 
         Raises:
-            ValueError: that cannot be told, or does not add up to what the tensor holds.
+            ValueError: they are unknown, or their sum is not the length of the tensor.
         """
-        if key not in self._found:
-            self._found[key] = self._rows(key, self.layout[key])
-        return self._found[key]
+        if key not in self._cache:
+            self._cache[key] = self._rows(key, self.layout[key])
+        return self._cache[key]
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A media tensor of the batch."""
+        """Return a media tensor of the batch."""
         return tensor_of(key, self.batch[key])
 
     def _rows(self, key: str, layout: TensorLayout) -> torch.Tensor:
@@ -85,80 +85,80 @@ class MediaRows:
         return rows
 
     def _check_given(self, key: str, layout: TensorLayout, rows: torch.Tensor) -> None:
-        """What the batch says about its rows must not contradict what its grids and counts say."""
+        """Raise if the given rows contradict the grids and counts of the batch."""
         if layout.owner == "rows" and layout.rows_from is not None:
             other, source = self._from_grid(key, layout.rows_from), f"'{layout.rows_from}' multiplied out"
         else:
-            counted = None if layout.owner == "sample" else self._counted(layout)
-            if counted is None:
+            counts = None if layout.owner == "sample" else self._item_counts(layout)
+            if counts is None:
                 return
-            other, source = counted
+            other, source = counts
             if layout.owner == "rows":  # each media item has at least one
                 other, source = torch.where(other > 0, rows.maximum(other), 0), f"{source} (at least)"
         if not torch.equal(rows, other):
             raise ValueError(
-                f"'{MEDIA_ROWS_KEY}' says that the rows have {rows.tolist()} entries of '{key}', and "
-                f"{source} says {other.tolist()}: expected the same"
+                f"by '{MEDIA_ROWS_KEY}' the rows have {rows.tolist()} entries of '{key}', by {source} "
+                f"{other.tolist()}: expected the same"
             )
 
     def _samples(self, key: str, layout: TensorLayout, entries: int) -> tuple[torch.Tensor, str]:
-        """One for each sample: that is one per row, unless rows hold several samples."""
-        if self._packed():
+        """Return one entry per row; raises if rows hold several samples."""
+        if self._is_packed():
             raise ValueError(
                 f"'{key}' of shape {tuple(self.tensor(key).shape)} has one entry per sample, and the rows of "
-                f"this batch are packs of several: how many each row has cannot be told. {_TELL_ROWS}"
+                f"this batch are packs of several: how many each row has is unknown. {_HOW_TO_ADD_ROWS}"
             )
-        counted = self._counted(layout)
-        if counted is not None and entries < self.batch_size:  # processors leave out samples without media
-            return (counted[0] > 0).to(torch.int64), f"one per row with media by {counted[1]}"
+        counts = self._item_counts(layout)
+        if counts is not None and entries < self.batch_size:  # processors omit samples without media
+            return (counts[0] > 0).to(torch.int64), f"one per row with media by {counts[1]}"
         return torch.ones(self.batch_size, dtype=torch.int64), "one per row of the batch"
 
-    def _packed(self) -> bool:
-        """Whether rows may hold several samples: then something has to keep these apart."""
+    def _is_packed(self) -> bool:
+        """Return whether rows may hold several samples, which a mask or lengths separate."""
         mask = self.batch.get("attention_mask")
-        kept_apart = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() <= 2)
-        return kept_apart or any(self.batch.get(key) is not None for key in _PACKED_KEYS)
+        separates = mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() <= 2)
+        return separates or any(self.batch.get(key) is not None for key in _PACKED_KEYS)
 
     def _from_grid(self, key: str, grid_key: str) -> torch.Tensor:
-        """What the entries of a grid come to, row by row."""
-        what = f"'{key}' of shape {tuple(self.tensor(key).shape)}"
+        """Return the entries of each row by the grid of its media items."""
+        name = f"'{key}' of shape {tuple(self.tensor(key).shape)}"
         if self.batch.get(grid_key) is None:
             raise ValueError(
-                f"{what} without '{grid_key}', which says how many entries each media item has: keep "
-                f"'{grid_key}' in the batch"
+                f"{name} without '{grid_key}', which has the entries of each media item: keep '{grid_key}' "
+                "in the batch"
             )
         if grid_key not in self.layout:
             raise ValueError(
-                f"{what} has its rows from '{grid_key}', which no layout declares: declare '{grid_key}' too"
+                f"{name} has its rows from '{grid_key}', which no layout declares: declare '{grid_key}' too"
             )
         items = self.of(grid_key)
-        sizes = multiplied_out(grid_key, self.tensor(grid_key))
+        sizes = entries_by_grid(grid_key, self.tensor(grid_key))
         before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         last = items.cumsum(0)
         return before[last] - before[last - items]
 
-    def _counted(self, layout: TensorLayout) -> tuple[torch.Tensor, str] | None:
-        """Media of the tensor's kinds in each row, and who says so; None where no kind is counted."""
-        counted = {COUNT_KEYS[kind]: self.batch.get(COUNT_KEYS[kind]) for kind in layout.kinds}
-        known = {name: self._counts(name, value) for name, value in counted.items() if value is not None}
+    def _item_counts(self, layout: TensorLayout) -> tuple[torch.Tensor, str] | None:
+        """Return the media of the tensor's kinds in each row, and the source; None if no kind is counted."""
+        given = {COUNT_KEYS[kind]: self.batch.get(COUNT_KEYS[kind]) for kind in layout.kinds}
+        known = {name: self._counts(name, value) for name, value in given.items() if value is not None}
         if not known:
             return None
         return torch.stack(list(known.values())).sum(0), " + ".join(known)
 
     def _items(self, key: str, layout: TensorLayout, entries: int) -> tuple[torch.Tensor, str]:
-        """Media of the tensor's kinds in each row; for tiles that no grid counts, right if each has one."""
-        counted = self._counted(layout)
-        if counted is not None:
-            return counted
+        """Return the media of the tensor's kinds in each row; right for tiles if each item has one."""
+        counts = self._item_counts(layout)
+        if counts is not None:
+            return counts
         if entries == 0:
             return torch.zeros(self.batch_size, dtype=torch.int64), "no entries"
-        legacy = self.one_each and layout.kinds == ("image",) and not self._packed()
+        legacy = self.one_each and layout.kinds == ("image",) and not self._is_packed()
         legacy = legacy and all(self.batch.get(name) is None for name in COUNT_KEYS.values())
         names = " and ".join(f"'{COUNT_KEYS[kind]}'" for kind in layout.kinds)
         if not legacy or entries != self.batch_size:
             raise ValueError(
                 f"'{key}' of shape {tuple(self.tensor(key).shape)} in a batch of {self.batch_size} rows "
-                f"without {names}: how many each row has cannot be told. Add {names} [{self.batch_size}] "
+                f"without {names}: how many each row has is unknown. Add {names} [{self.batch_size}] "
                 "(Packhorse's collate functions do)"
             )
         return torch.ones(self.batch_size, dtype=torch.int64), "one per row of the batch"
@@ -184,32 +184,32 @@ class MediaRows:
         raise ValueError(
             f"'{key}' has shape {tuple(tensor.shape)}, which contradicts its layout (axis 0 belongs to the "
             f"{layout.owner}): {rows.tolist()} by row ({source}) make {expected} entries, not {len(tensor)}"
-            + (f". {_TELL_ROWS}" if layout.rows_from is None and MEDIA_ROWS_KEY not in source else "")
+            + (f". {_HOW_TO_ADD_ROWS}" if layout.rows_from is None and MEDIA_ROWS_KEY not in source else "")
         )
 
 
 def tensor_of(key: str, value: Any) -> torch.Tensor:
-    """A value that is a tensor with an axis 0.
+    """Return the value if it is a tensor with an axis 0.
 
     Raises:
         ValueError: it is something else.
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        what = "a number" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise ValueError(f"'{key}' is {what}: expected a tensor with one entry per media item, patch or row")
+        name = "a number" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"'{key}' is {name}: expected a tensor with one entry per media item, patch or row")
     return value
 
 
-def multiplied_out(key: str, grid: torch.Tensor) -> torch.Tensor:
-    """How many entries each media item has by its grid: int64 [N], on the CPU.
+def entries_by_grid(key: str, grid: torch.Tensor) -> torch.Tensor:
+    """Return the entries of each media item by its grid: int64 [N], on the CPU.
 
     Args:
-        key: of the grid. One that begins with ``num_`` holds numbers, which may be 0; others hold the sides
-            of grids.
+        key: of the grid. One with the prefix ``num_`` holds numbers, which may be 0; others hold the sides of
+            grids, which are multiplied.
         grid: [N], [N, 2] or [N, 3].
 
     Raises:
-        ValueError: it holds no whole numbers, or has sides below 1.
+        ValueError: it does not hold whole numbers, or has sides below 1.
     """
     counts, shape = key.startswith("num_"), tuple(grid.shape)
     fits = len(shape) == 1 or (len(shape) == 2 and (not counts or shape[1] == 1))
@@ -225,7 +225,7 @@ def multiplied_out(key: str, grid: torch.Tensor) -> torch.Tensor:
 
 
 def check_sizes(batch: Mapping[str, Any], batch_size: int, n_microbatches: int) -> tuple[int, int]:
-    """Both numbers as plain ones, where they make sense and the batch does not contradict them.
+    """Return both numbers as ``int`` after checking them against the batch.
 
     Raises:
         ValueError: they are not positive whole numbers, or ``input_ids`` has another number of rows.
@@ -244,7 +244,7 @@ def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool | torch.Tensor):
         raise wrong
     try:
-        number = index(value)  # numbers of numpy too
+        number = index(value)  # accepts integers of numpy
     except TypeError:
         raise wrong from None
     if number < 1:
@@ -252,29 +252,29 @@ def _whole(name: str, value: Any) -> int:
     return number
 
 
-def check_named(rows: Any, known: Collection[str]) -> None:
-    """Refuse a table of rows that names tensors nobody knows.
+def check_keys(rows: Any, known: Collection[str]) -> None:
+    """Raise if the table of rows is not a mapping or has an unknown key.
 
     Raises:
-        ValueError: it does, or it is no table.
+        ValueError: naming the key.
     """
     if rows is None:
         return
     if not isinstance(rows, Mapping):
-        raise ValueError(f"'{MEDIA_ROWS_KEY}' is a {type(rows).__name__}: expected a table: key -> [B]")
+        raise ValueError(f"'{MEDIA_ROWS_KEY}' is a {type(rows).__name__}: expected a mapping: key -> [B]")
     if unknown := sorted(set(rows) - set(known)):
         raise ValueError(
-            f"'{MEDIA_ROWS_KEY}' names '{unknown[0]}', which is no media tensor of the batch or of its "
+            f"'{MEDIA_ROWS_KEY}' has the key '{unknown[0]}', which is no media tensor of the batch or of its "
             f"layout ({', '.join(sorted(known))})"
         )
 
 
 def split_rows(tensor: torch.Tensor, rows: torch.Tensor, n_microbatches: int) -> list[torch.Tensor]:
-    """Views of a media tensor, one for each microbatch.
+    """Return views of a media tensor, one for each microbatch.
 
-    Rows of the batch are split by ``torch.tensor_split``, which is what ``torch.distributed.pipelining``
-    splits the text with: the first microbatches have one row more where it does not come out even. Always
-    ``n_microbatches`` views; those of microbatches without media have no entries.
+    Rows of the batch are split by ``torch.tensor_split``, as ``torch.distributed.pipelining`` splits the
+    text: the first microbatches have one row more if the division has a remainder. There are always
+    ``n_microbatches`` views; those of microbatches without media are empty.
     """
     totals = [int(part.sum()) for part in torch.tensor_split(rows, n_microbatches)]
     edges = [0, *accumulate(totals)]

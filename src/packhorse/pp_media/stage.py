@@ -1,4 +1,4 @@
-"""Handing the chunks of a batch to stage 0, for as long as one schedule call lasts."""
+"""Attach the chunks of a batch to stage 0 during one schedule call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from packhorse.pp_media.chunks import VLM_PP_MEDIA_KEY
-from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, by_own_names, image_grid_of
+from packhorse.pp_media.documented import _VLM_MEDIA_KEYS, image_grid_of, without_added_grid
 from packhorse.pp_media.rows import COUNT_KEYS
 
 _ATTRIBUTES = {
@@ -30,44 +30,44 @@ def stage_vlm_media_for_pp(
 ) -> Iterator[None]:
     """Attach the media chunks of a batch to stage 0 during one schedule call.
 
-    While it lasts the module of stage 0 has ``_vlm_pixel_values_chunks``, ``_vlm_image_grid_hws_chunks``
+    Inside the context the module of stage 0 has ``_vlm_pixel_values_chunks``, ``_vlm_image_grid_hws_chunks``
     (the grid of the images, whatever its name), ``_vlm_pixel_values_videos_chunks``,
     ``_vlm_video_grid_thw_chunks``, ``_vlm_num_patches_chunks``, ``_vlm_patch_pixel_values_chunks`` and
     ``_vlm_patch_newline_mask_chunks``, each a list of chunks or None; all tensors by their own names in
-    ``_vlm_media_chunks``; and the cursor ``_vlm_chunk_idx``, 0 at first, which its forward moves on by one.
+    ``_vlm_media_chunks``; and the cursor ``_vlm_chunk_idx``, 0 at first, which its forward increments.
     Afterwards all are None, also after an exception.
 
-    Before each forward the cursor is set to the number of the microbatch, which is told by its input: the
-    memory of a microbatch's tokens is its own. So a schedule's first call may begin with a probe that runs
-    the first microbatch to learn shapes (or a tensor on the meta device): the cursor starts again. And where
-    the whole stage is under activation checkpointing, a microbatch that is run again gets the same media.
+    Before each forward the cursor is set to the number of the microbatch, which is identified by the memory
+    of its tokens. So a schedule may first run a shape probe with the first microbatch (or a tensor on the
+    meta device): the cursor restarts. And if activation checkpointing recomputes the whole stage, a
+    microbatch gets the same media.
 
-    Where the stage is wrapped (DDP, FSDP, ``checkpoint_wrapper``, ``torch.compile``), the innermost module
-    has the attributes.
+    If the stage is wrapped (DDP, FSDP, ``checkpoint_wrapper``, ``torch.compile``), the innermost module has
+    the attributes.
 
     Args:
-        pp: has ``pp.info.has_first_stage``; only where that is true is anything attached.
+        pp: has ``pp.info.has_first_stage``; nothing is attached if that is false.
         model_parts: the modules of this rank's stages, in their order.
-        batch: prepared by :func:`~packhorse.pp_media.prepare_vlm_media_for_pp`. The chunks are out of it
-            while this lasts, so that the rest can go to the schedule, and back in it afterwards.
+        batch: prepared by :func:`~packhorse.pp_media.prepare_vlm_media_for_pp`. The chunks are removed inside
+            the context, so that the rest can be passed to the schedule, and restored afterwards.
 
     Raises:
-        ValueError: the batch holds media that were not prepared: the schedule would split them by row. Or,
-            from a forward: all its tensors are expanded, so that microbatches share their memory.
-        RuntimeError: (from a forward) a microbatch is run again with a copy of its tokens, or there are more
+        ValueError: the batch has media that were not prepared: the schedule would split them by row. Or, from
+            a forward: all its tensors are expanded, so that microbatches share their memory.
+        RuntimeError: (from a forward) a microbatch is recomputed with a copy of its tokens, or there are more
             microbatches than chunks.
     """
     left = [key for key in _VLM_MEDIA_KEYS if batch.get(key) is not None and key not in _COUNTS]
     if left:
         raise ValueError(
-            f"the batch holds '{left[0]}', which the schedule would split as if its entries were rows: "
+            f"the batch has '{left[0]}', which the schedule would split as if its entries were rows: "
             "prepare it with prepare_vlm_media_for_pp, or wrap its collate function with "
             "wrap_vlm_collate_for_pp"
         )
     chunks = batch.pop(VLM_PP_MEDIA_KEY, None)
     try:
         if pp.info.has_first_stage:
-            with _attached(innermost(model_parts[0]), chunks or {}):
+            with _attach(innermost(model_parts[0]), chunks or {}):
                 yield
         else:
             yield
@@ -77,14 +77,14 @@ def stage_vlm_media_for_pp(
 
 
 @contextmanager
-def _attached(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> Iterator[None]:
+def _attach(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> Iterator[None]:
     number = len(next(iter(chunks.values()))) if chunks else None
     hook = module.register_forward_pre_hook(_CursorHook(number), with_kwargs=True, prepend=True)
     try:
         for key, attribute in _ATTRIBUTES.items():
             setattr(module, attribute, chunks.get(key))
         setattr(module, _GRID, image_grid_of(chunks))
-        setattr(module, _ALL, by_own_names(chunks))
+        setattr(module, _ALL, without_added_grid(chunks))
         setattr(module, _CURSOR, 0)
         yield
     finally:
@@ -94,16 +94,16 @@ def _attached(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> I
 
 
 class _CursorHook:
-    """Sets the cursor before each forward: microbatches are numbered in the order in which they first come.
+    """Set the cursor before each forward; microbatches are numbered in the order of their first forward.
 
     Args:
         chunks: how many there are; None without media.
     """
 
     def __init__(self, chunks: int | None) -> None:
-        self.chunks, self.calls, self.again = chunks, 0, False
+        self.chunks, self.calls, self.probed = chunks, 0, False
         self.numbers: dict[tuple[tuple[int, ...], ...], int] = {}
-        self.kept: list[list[torch.Tensor]] = []  # so that no other microbatch gets their memory
+        self.kept: list[list[torch.Tensor]] = []  # so that their memory is not reused
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         number = self._number([value for value in (*args, *kwargs.values()) if _has_memory(value)])
@@ -114,34 +114,35 @@ class _CursorHook:
     def _number(self, given: list[torch.Tensor]) -> int:
         if any(value.is_meta for value in given):
             return 0
-        if not given:  # nothing tells one from the next
+        if not given:  # nothing identifies a microbatch
             self.calls += 1
             return self.calls - 1
-        # Wrappers may cast what is no whole number, so that it lies elsewhere each time.
+        # Wrappers may cast floating-point tensors, which changes their memory each time.
         tokens = [value for value in given if not value.is_floating_point()] or given
-        # An expanded tensor has one row for all: its microbatches are the same memory.
+        # All rows of an expanded tensor, and so its microbatches, share their memory.
         if all(0 in value.stride() for value in tokens):
             raise ValueError(
                 f"all inputs of stage 0 are expanded (strides {[value.stride() for value in tokens]}), "
-                "so its microbatches cannot be told apart: call .contiguous() on the ids"
+                "so its microbatches cannot be distinguished: call .contiguous() on the ids"
             )
         key = tuple((value.data_ptr(), *value.shape) for value in tokens)
-        in_backward = torch._C._current_graph_task_id() != -1  # then it is a microbatch that is run again
+        # Private: torch has no public way to ask whether a backward pass recomputes this forward.
+        in_backward = torch._C._current_graph_task_id() != -1
         if key not in self.numbers:
             if in_backward:
                 raise RuntimeError(
-                    "stage 0 is run again by activation checkpointing with a copy of its input, so whose "
-                    "media it needs cannot be told: checkpoint its layers, or hand it tokens on its device"
+                    "activation checkpointing recomputes stage 0 with a copy of its input, so its media are "
+                    "unknown: checkpoint its layers, or pass it tokens on its device"
                 )
             self.numbers[key] = len(self.numbers)
             self.kept.append(tokens)
         elif not in_backward:
-            if self.again or len(self.numbers) > 1:
+            if self.probed or len(self.numbers) > 1:
                 raise RuntimeError(
-                    f"microbatch {self.numbers[key] + 1} comes to stage 0 a second time: expected a part of "
-                    "the ids of its own for each microbatch"
+                    f"microbatch {self.numbers[key] + 1} runs through stage 0 a second time: expected a "
+                    "separate part of the ids for each microbatch"
                 )
-            self.again = True  # the first was a probe
+            self.probed = True  # the first forward was a probe
         return self.numbers[key]
 
 
@@ -153,12 +154,12 @@ _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def innermost(module: Any) -> Any:
-    """The module itself, without what wraps it: DDP, FSDP 1, activation checkpointing, ``torch.compile``."""
+    """Return the module inside the wrappers DDP, FSDP 1, activation checkpointing and ``torch.compile``."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module
             continue
-        # Not by getattr: wrappers pass on what they do not have, so the inner names would be found too.
+        # Not by getattr: wrappers forward unknown names, so the inner ones would be found too.
         inner = next((name for name in _WRAPPED if name in module._modules), None)
         if inner is None:
             return module

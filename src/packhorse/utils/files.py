@@ -95,7 +95,7 @@ def rebuild(name: str, write: Callable[[IO[bytes]], None], damaged: int) -> Path
     return target
 
 
-def write_atomic(target: Path, write: Callable[[IO[bytes]], None], *, to_disk: bool = False) -> None:
+def write_atomic(target: Path, write: Callable[[IO[bytes]], object], *, to_disk: bool = False) -> None:
     """Write a file that appears under its name when it is complete.
 
     ``to_disk`` syncs it, for files whose damage would not be noticed.

@@ -255,7 +255,7 @@ def _receive_tasks(pipe: Connection, tasks: queue.SimpleQueue[bytes]) -> None:
                     os.kill(parent.pid or 0, 0)  # raises ProcessLookupError
             if pipe.poll(_PARENT_CHECK_INTERVAL):
                 tasks.put(pipe.recv_bytes())
-    os._exit(0)  # also in the middle of a task: nobody waits for its result
+    os._exit(0)  # also in the middle of a task: its result is not needed any more
 
 
 # In the parent process.

@@ -39,7 +39,7 @@ def chatml(conversation: list[dict[str, Any]]) -> str:
     return "".join(f"<|im_start|>{t['role']}\n{text(t['content'])}<|im_end|>\n" for t in conversation)
 
 
-def padded(rows: list[list[int]], width: int | None = None) -> dict[str, torch.Tensor]:
+def pad_rows(rows: list[list[int]], width: int | None = None) -> dict[str, torch.Tensor]:
     width = width or max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])[:, None]
@@ -61,7 +61,7 @@ class StrictProcessor:
         assert return_dict
         self.calls.append({"padding": padding, "max_length": max_length, "conversations": conversations})
         rows = [self.tokenizer(chatml(conversation))["input_ids"] for conversation in conversations]
-        batch = padded(rows, max_length if padding == "max_length" else None)
+        batch = pad_rows(rows, max_length if padding == "max_length" else None)
         images = [
             part["image"]
             for conversation in conversations
@@ -89,13 +89,13 @@ class CallProcessor:
         assert return_tensors == "pt"
         self.calls.append({"text": text, "padding": padding, "images": images, "videos": videos, **options})
         rows = [self.tokenizer(one)["input_ids"] for one in text]
-        batch = padded(rows, options.get("max_length"))
+        batch = pad_rows(rows, options.get("max_length"))
         if images:
             batch["pixel_values"] = torch.ones(len(images), 3, 4, 4)
         return batch
 
 
-def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+def make_turns(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     """Turns from (role, content) pairs."""
     return [{"role": role, "content": content} for role, content in turns]
 
@@ -104,4 +104,4 @@ def text(words: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": words}]
 
 
-GREETING = said(("user", text("Hi there!")), ("assistant", text("Hello!")))
+GREETING = make_turns(("user", text("Hi there!")), ("assistant", text("Hello!")))

@@ -4,7 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from collate_stubs import GREETING, CallProcessor, CharTokenizer, StrictProcessor, chatml, said, text
+from collate_stubs import GREETING, CallProcessor, CharTokenizer, StrictProcessor, chatml, make_turns, text
 from PIL import Image
 
 from contract.calls import Raw, own_batch
@@ -22,8 +22,8 @@ from packhorse.errors import BadSample
 from packhorse.ledger import Ledger
 
 
-def asked(*media) -> list[dict]:
-    return said(("user", [*media, *text("What?")]), ("assistant", "A cat."))
+def question(*media) -> list[dict]:
+    return make_turns(("user", [*media, *text("What?")]), ("assistant", "A cat."))
 
 
 def image(source) -> dict:
@@ -40,20 +40,20 @@ def ledger(monkeypatch):
 def test_media_come_as_the_parts_hold_them_in_the_order_of_the_text():
     small = make_image(8, 8)
     conversations = [
-        asked(image(small), {"type": "video", "video": "a.mp4", "fps": 2}),
+        question(image(small), {"type": "video", "video": "a.mp4", "fps": 2}),
         GREETING,
-        asked(image("b.png"), {"type": "audio", "audio": "c.wav"}),
+        question(image("b.png"), {"type": "audio", "audio": "c.wav"}),
     ]
     assert _extract_media_from_conversations(conversations) == ([small, "b.png"], ["a.mp4"])
 
 
 def test_without_media_there_is_none():
-    assert _extract_media_from_conversations([GREETING, said(("user", "Hi"))]) == (None, None)
+    assert _extract_media_from_conversations([GREETING, make_turns(("user", "Hi"))]) == (None, None)
 
 
 def test_images_and_videos_are_counted_for_each_sample():
     video = {"type": "video", "video": ["1.png", "2.png"]}
-    conversations = [asked(image("a.png"), video, image("b.png")), GREETING, asked(video)]
+    conversations = [question(image("a.png"), video, image("b.png")), GREETING, question(video)]
     assert _count_media_per_sample(conversations) == ([2, 0, 0], [1, 0, 1])
     assert _count_media_per_sample([]) == ([], [])
 
@@ -61,8 +61,8 @@ def test_images_and_videos_are_counted_for_each_sample():
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "1", "LA", "I;16"])
 def test_any_image_becomes_rgb_in_place(mode):
     part = image(Image.new(mode, (4, 3)))
-    conversation = asked(part)
-    assert _ensure_rgb([conversation, said(("user", "Hi"))])[0] is conversation
+    conversation = question(part)
+    assert _ensure_rgb([conversation, make_turns(("user", "Hi"))])[0] is conversation
     assert part["image"].mode == "RGB"
     assert part["image"].size == (4, 3)
 
@@ -70,7 +70,7 @@ def test_any_image_becomes_rgb_in_place(mode):
 def test_rgb_images_and_paths_stay():
     rgb = make_image(4, 4)
     parts = [image(rgb), image("a.png")]
-    _ensure_rgb([asked(*parts)])
+    _ensure_rgb([question(*parts)])
     assert parts[0]["image"] is rgb
     assert parts[1]["image"] == "a.png"
 
@@ -118,8 +118,11 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
     media = iter(
         [
             *(image(one) for one in raw.images),
-            *({"type": "video", "video": frames, "video_metadata": told} for frames, told in raw.clips),
-            *({"type": "audio", "audio": (sound, 16_000)} for sound in raw.audios),
+            *(
+                {"type": "video", "video": frames, "video_metadata": metadata}
+                for frames, metadata in raw.clips
+            ),
+            *({"type": "audio", "audio": (clip, 16_000)} for clip in raw.audios),
         ]
     )
     conversation = [
@@ -139,17 +142,17 @@ def test_media_that_cannot_be_read_add_nothing(tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
     parts = [image(str(tmp_path / "missing.png")), image(str(broken)), {"type": "image"}]
-    assert _estimate_media_tokens(asked(*parts), processor("qwen2_vl")) == 0
+    assert _estimate_media_tokens(question(*parts), processor("qwen2_vl")) == 0
 
 
 def test_images_of_an_unknown_processor_are_measured_by_its_geometry(tmp_path):
     path = tmp_path / "a.png"
     make_image(56, 84).save(path)
     unknown = CallProcessor()
-    assert _estimate_media_tokens(asked(image(str(path))), unknown) == 0
+    assert _estimate_media_tokens(question(image(str(path))), unknown) == 0
     unknown.image_processor = SimpleNamespace(patch_size=14, merge_size=2, min_pixels=1, max_pixels=10**6)
-    assert _estimate_media_tokens(asked(image(str(path)), image(make_image(28, 28))), unknown) == 5
-    assert _estimate_media_tokens(asked({"type": "video", "video": "a.mp4"}), unknown) == 0
+    assert _estimate_media_tokens(question(image(str(path)), image(make_image(28, 28))), unknown) == 5
+    assert _estimate_media_tokens(question({"type": "video", "video": "a.mp4"}), unknown) == 0
 
 
 def test_no_limit_leaves_all():
@@ -159,7 +162,7 @@ def test_no_limit_leaves_all():
 
 @pytest.mark.parametrize("made", [CallProcessor, StrictProcessor], ids=["renders", "cannot render"])
 def test_overlong_samples_are_dropped_and_named(made, ledger, caplog):
-    long = said(("user", "Why? " * 50), ("assistant", "So."))
+    long = make_turns(("user", "Why? " * 50), ("assistant", "So."))
     with caplog.at_level(logging.WARNING):
         kept, places = _drop_overlong_samples([GREETING, long, GREETING], made(), 100)
     assert (kept, places) == ([GREETING, GREETING], [0, 2])
@@ -170,7 +173,7 @@ def test_overlong_samples_are_dropped_and_named(made, ledger, caplog):
 
 
 def test_images_count_towards_the_length(ledger):
-    conversation, words = asked(image(make_image(280, 280))), asked()
+    conversation, words = question(image(make_image(280, 280))), question()
     text_tokens = len(own_batch("qwen2_vl", [Raw(turns("image", question="What?"))])["input_ids"][0])
     real = processor("qwen2_vl")
     assert _drop_overlong_samples([conversation], real, text_tokens + 99)[1] == [0]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from collate_stubs import GREETING, StrictProcessor, padded, said, text
+from collate_stubs import GREETING, StrictProcessor, make_turns, pad_rows, text
 from transformers.processing_utils import ProcessingKwargs
 
 from contract.processors import processor
@@ -21,14 +21,14 @@ from packhorse.ledger import Ledger
 
 HELLO = {"conversation": GREETING}
 SEEN = {
-    "conversation": said(
+    "conversation": make_turns(
         ("user", [{"type": "image", "image": make_image(56, 56)}, *text("What is it?")]),
         ("assistant", text("A cat.")),
     )
 }
 
 
-def supervised(tokenizer, batch) -> list[str]:
+def supervised_texts(tokenizer, batch) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in batch["labels"]]
 
 
@@ -38,7 +38,7 @@ def test_a_processor_with_the_documented_method_alone_is_enough():
     assert len(stub.calls) == 1
     assert stub.calls[0]["padding"] is True
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
-    assert supervised(stub.tokenizer, batch) == ["Hello!<|im_end|>", "A cat.<|im_end|>"]
+    assert supervised_texts(stub.tokenizer, batch) == ["Hello!<|im_end|>", "A cat.<|im_end|>"]
     assert batch["pixel_values"].dtype == torch.bfloat16
     assert batch["n_images_per_sample"].tolist() == [0, 1]
     assert "n_videos_per_sample" not in batch
@@ -98,7 +98,7 @@ class Expanding(StrictProcessor):
             heights = iter([image.height for image in images])
             kept = [token for token in ids if token != 0]
             rows.append([token for token in kept for _ in range(next(heights) if token == 3 else 1)])
-        return {**batch, **padded(rows)}
+        return {**batch, **pad_rows(rows)}
 
 
 class Around:
@@ -154,7 +154,7 @@ def test_a_subclass_is_served_as_its_family():
 def test_a_hook_changes_the_batch_before_labels_are_made():
     stub = StrictProcessor()
 
-    def add_a_blank(batch, given):
+    def add_padding(batch, given):
         assert given is stub
         assert "labels" not in batch
         ids = batch["input_ids"]
@@ -162,10 +162,10 @@ def test_a_hook_changes_the_batch_before_labels_are_made():
         assert ids.shape[0] == 2
         return {**batch, **more}
 
-    batch = default_collate_fn([HELLO, HELLO], stub, None, add_a_blank)
+    batch = default_collate_fn([HELLO, HELLO], stub, None, add_padding)
     plain = default_collate_fn([HELLO, HELLO], stub)
     assert batch["input_ids"].shape[1] == plain["input_ids"].shape[1] + 3
-    assert supervised(stub.tokenizer, batch) == supervised(stub.tokenizer, plain)
+    assert supervised_texts(stub.tokenizer, batch) == supervised_texts(stub.tokenizer, plain)
 
 
 def test_a_mistake_in_a_hook_is_not_swallowed():
@@ -180,7 +180,7 @@ def test_a_mistake_in_a_hook_is_not_swallowed():
         collate([HELLO])
 
 
-def test_the_fake_image_of_an_unknown_processor_is_hidden_if_it_tells_its_token():
+def test_the_fake_image_of_an_unlisted_processor_is_hidden_if_it_has_an_image_token_id():
     stub = StrictProcessor()
     fake = inject_fake_image(HELLO)
     with_mask = default_collate_fn([SEEN, fake], stub)
@@ -192,7 +192,7 @@ def test_the_fake_image_of_an_unknown_processor_is_hidden_if_it_tells_its_token(
     assert batch["attention_mask"][1].sum() == with_mask["attention_mask"][1].sum() - 1
 
 
-def test_what_only_the_processor_can_tell_is_dropped_after_it_ran(monkeypatch, caplog):
+def test_a_sample_that_only_the_processor_shows_to_be_too_long_is_dropped(monkeypatch, caplog):
     """Timestamps are not in the estimate; the sample is too long by one token all the same."""
     from contract.samples import clip
 
@@ -200,19 +200,21 @@ def test_what_only_the_processor_can_tell_is_dropped_after_it_ran(monkeypatch, c
     monkeypatch.setattr("packhorse.collate.finish.default_ledger", lambda: ledger)
     frames, metadata = clip(6)
     video = {"type": "video", "video": frames, "video_metadata": metadata}
-    film = {"conversation": said(("user", [video]), ("assistant", "A cat."))}
+    video_example = {"conversation": make_turns(("user", [video]), ("assistant", "A cat."))}
     real = processor("qwen3_vl")
-    length = default_collate_fn([film], real)["input_ids"].shape[1] + 1
+    length = default_collate_fn([video_example], real)["input_ids"].shape[1] + 1
     with caplog.at_level(logging.WARNING):
-        batch = default_collate_fn([film, {"conversation": turns()}], real, length - 1, drop_overlong=True)
+        batch = default_collate_fn(
+            [video_example, {"conversation": turns()}], real, length - 1, drop_overlong=True
+        )
     assert len(batch["input_ids"]) == 1
     assert "n_videos_per_sample" not in batch
     assert [entry.detail for entry in ledger] == [f"{length} tokens are more than max_length={length - 1}"]
 
 
-def test_samples_that_collating_leaves_out_or_remarks_on_are_named_in_the_datasets_ledger():
-    silent = {"conversation": said(("user", text("Hello?")))}
-    long = {"conversation": said(("user", text("Why?")), ("assistant", text("So. " * 99)))}
+def test_samples_that_collating_drops_or_reports_are_named_in_the_ledger_of_the_dataset():
+    silent = {"conversation": make_turns(("user", text("Hello?")))}
+    long = {"conversation": make_turns(("user", text("Why?")), ("assistant", text("So. " * 99)))}
     dataset = RobustDatasetWrapper([HELLO, long, silent], ledger=Ledger())
     collate = dataset.robust_collate(
         functools.partial(
@@ -227,7 +229,7 @@ def test_samples_that_collating_leaves_out_or_remarks_on_are_named_in_the_datase
 
 
 def test_a_truncated_sample_is_named_in_the_datasets_ledger():
-    long = {"conversation": said(("user", text("Why?")), ("assistant", text("So. " * 99)))}
+    long = {"conversation": make_turns(("user", text("Why?")), ("assistant", text("So. " * 99)))}
     dataset = RobustDatasetWrapper([HELLO, long], ledger=Ledger())
     collate = dataset.robust_collate(
         functools.partial(default_collate_fn, processor=processor("qwen2_vl"), max_length=90)
@@ -258,7 +260,7 @@ def test_a_sample_loses_the_image_that_does_not_fit_and_all_that_follows_it():
 def test_what_only_the_processor_knows_of_is_cut_too():
     """A processor whose images cannot be counted beforehand: it runs again without those that do not fit."""
     parts = [{"type": "image", "image": make_image(8, 20)} for _ in range(6)]
-    example = {"conversation": said(("user", parts), ("assistant", text("Six.")))}
+    example = {"conversation": make_turns(("user", parts), ("assistant", text("Six.")))}
     batch = default_collate_fn([example], Expanding(), 100)
     assert batch["input_ids"].shape == (1, 99)
     number = int(batch["n_images_per_sample"][0])
@@ -270,7 +272,7 @@ def test_what_only_the_processor_knows_of_is_cut_too():
 @pytest.mark.parametrize("sizes", [[5] * 8 + [200], [200, 5, 5], [5, 60, 5, 5, 60, 5], [20] * 7])
 def test_a_sample_keeps_every_image_before_the_first_one_that_does_not_fit(sizes, max_length):
     parts = [{"type": "image", "image": make_image(8, size)} for size in sizes]
-    example = {"conversation": said(("user", parts), ("assistant", text("Many.")))}
+    example = {"conversation": make_turns(("user", parts), ("assistant", text("Many.")))}
     whole = default_collate_fn([example], Expanding())["input_ids"][0]
     ends = (whole == 3).nonzero().flatten()[torch.tensor(sizes).cumsum(0) - 1]
     # Processors make one batch of all samples, so the others are cut in the same steps.
@@ -321,7 +323,7 @@ def test_a_missing_image_costs_its_sample_and_not_the_batch():
     ]
 
 
-def test_what_a_template_refuses_is_named_also_for_a_processor_nobody_listed():
+def test_an_example_that_the_template_rejects_is_named_for_an_unlisted_processor():
     from contract.test_generic import llava
 
     made = llava()
@@ -329,7 +331,7 @@ def test_what_a_template_refuses_is_named_also_for_a_processor_nobody_listed():
         "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
         + (made.chat_template)
     )
-    alone = {"conversation": said(("assistant", text("Me.")))}
+    alone = {"conversation": make_turns(("assistant", text("Me.")))}
     dataset = RobustDatasetWrapper([HELLO, alone], on_bad="skip", ledger=Ledger())
     collate = dataset.robust_collate(functools.partial(default_collate_fn, processor=made))
     assert len(collate(dataset.__getitems__([0, 1]))["input_ids"]) == 1
@@ -398,7 +400,7 @@ def test_a_placeholder_typed_by_a_user_is_rejected():
         default_collate_fn([typed], processor("qwen2_vl"))
 
 
-def test_a_batch_that_cannot_be_made_is_drawn_anew(tmp_path, monkeypatch):
+def test_a_batch_that_fails_is_sampled_again(tmp_path, monkeypatch):
     broken = {"conversation": turns("image")}
     broken["conversation"][0]["content"][0]["image"] = str(tmp_path / "missing.png")
     dataset = [broken, SEEN, SEEN]

@@ -28,8 +28,8 @@ def ids_of(tokenizer, *texts: str, side: str = "right") -> dict[str, torch.Tenso
     width = max(map(len, rows))
 
     def fill(row, value):
-        more = [value] * (width - len(row))
-        return more + row if side == "left" else row + more
+        padding = [value] * (width - len(row))
+        return padding + row if side == "left" else row + padding
 
     ids = torch.tensor([fill(row, tokenizer.pad_token_id) for row in rows])
     mask = torch.tensor([fill([1] * len(row), 0) for row in rows])
@@ -41,7 +41,7 @@ TWO = ONE + "<|turn>user\nAnd?<turn|>\n<|turn>model\nHe<turn|>\n"
 NONE = "<|turn>user\nHi there, you over there, on the other side<turn|>\n"
 
 
-def expected(text: str) -> str:
+def with_prefix(text: str) -> str:
     return text.replace(_GEMMA4_MODEL_TURN, _GEMMA4_MODEL_TURN + _GEMMA4_THINKING_PREFIX)
 
 
@@ -53,7 +53,7 @@ def test_the_prefix_stands_after_every_marker(tokenizer, side):
     prefix = len(tokenizer.encode(_GEMMA4_THINKING_PREFIX, add_special_tokens=False))
     assert made["input_ids"].shape[1] == batch["input_ids"].shape[1] + 2 * prefix
     for row, mask, text in zip(made["input_ids"], made["attention_mask"], (ONE, TWO, NONE), strict=True):
-        assert tokenizer.decode(row[mask.bool()]) == expected(text)
+        assert tokenizer.decode(row[mask.bool()]) == with_prefix(text)
         assert (row[~mask.bool()] == tokenizer.pad_token_id).all()
         assert mask[0 if side == "right" else -1] == 1
     assert made["mm_token_type_ids"].shape == made["input_ids"].shape
@@ -61,7 +61,7 @@ def test_the_prefix_stands_after_every_marker(tokenizer, side):
     assert all(torch.equal(batch[key], before[key]) for key in before)
 
 
-def test_padding_makes_room_where_there_is_any(tokenizer):
+def test_padding_is_replaced_by_the_prefix(tokenizer):
     batch = ids_of(tokenizer, ONE)
     wide = {key: torch.nn.functional.pad(value, (0, 30)) for key, value in batch.items()}
     wide["input_ids"][:, -30:] = tokenizer.pad_token_id
@@ -70,7 +70,7 @@ def test_padding_makes_room_where_there_is_any(tokenizer):
 
 
 def test_a_prefix_that_is_there_is_not_put_in_again(tokenizer):
-    batch = ids_of(tokenizer, expected(TWO))
+    batch = ids_of(tokenizer, with_prefix(TWO))
     made = _inject_thinking_prefix_tokens(batch, tokenizer)
     assert torch.equal(made["input_ids"], batch["input_ids"])
 
@@ -88,7 +88,7 @@ def test_other_tensors_are_extended_if_they_are_whole_numbers_per_token(tokenize
 def test_a_batch_of_ids_alone_is_enough(tokenizer):
     ids = ids_of(tokenizer, ONE)["input_ids"]
     made = _inject_thinking_prefix_tokens({"input_ids": ids}, tokenizer)
-    assert tokenizer.decode(made["input_ids"][0]) == expected(ONE)
+    assert tokenizer.decode(made["input_ids"][0]) == with_prefix(ONE)
 
 
 def example(*answers: str) -> dict:
@@ -101,8 +101,8 @@ def test_a_collated_batch_sees_the_prefix_and_learns_the_answers(tokenizer):
     batch = gemma4_prefix_collate_fn(examples, processor("gemma4"))
     seen = [tokenizer.decode(row) for row in batch["input_ids"]]
     assert [text.count(_GEMMA4_MODEL_TURN + _GEMMA4_THINKING_PREFIX) for text in seen] == [1, 2]
-    told = [tokenizer.decode(row[row != IGNORE_INDEX]) for row in batch["labels"]]
-    assert told == ["A cat.<turn|>", "A dog.<turn|>Two dogs.<turn|>"]
+    texts = [tokenizer.decode(row[row != IGNORE_INDEX]) for row in batch["labels"]]
+    assert texts == ["A cat.<turn|>", "A dog.<turn|>Two dogs.<turn|>"]
     plain = default_collate_fn(examples, processor("gemma4"))
     assert torch.equal(batch["pixel_values"], plain["pixel_values"])
     assert batch["labels"].shape == batch["input_ids"].shape == batch["mm_token_type_ids"].shape
@@ -118,7 +118,7 @@ def test_the_prefix_counts_towards_the_length():
     assert gemma4_prefix_collate_fn(given, real, length - 1)["input_ids"].shape == (2, length - 2)
 
 
-def test_a_fake_image_stays_hidden_beside_the_prefix(tokenizer):
+def test_a_fake_image_stays_hidden_with_the_prefix(tokenizer):
     batch = gemma4_prefix_collate_fn([inject_fake_image(example("A cat."))], processor("gemma4"))
     mask = batch["attention_mask"][0].bool()
     shown = tokenizer.decode(batch["input_ids"][0][mask])
@@ -132,7 +132,7 @@ def test_as_a_hook_the_prefix_is_seen_and_not_supervised(tokenizer):
     plain = PreTokenizedDatasetWrapper(given, real)[0]
     hooked = PreTokenizedDatasetWrapper(given, real, post_tokenize_hook=gemma4_inject_thinking_prefix)[0]
     supervised = hooked["labels"] != IGNORE_INDEX
-    assert tokenizer.decode(hooked["input_ids"]) == expected(tokenizer.decode(plain["input_ids"]))
+    assert tokenizer.decode(hooked["input_ids"]) == with_prefix(tokenizer.decode(plain["input_ids"]))
     assert torch.equal(hooked["labels"][supervised], plain["labels"][plain["labels"] != IGNORE_INDEX])
     batch = default_collate_fn(given, real, None, gemma4_inject_thinking_prefix)
     assert torch.equal(batch["labels"], gemma4_prefix_collate_fn(given, real)["labels"])

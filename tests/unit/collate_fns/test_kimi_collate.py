@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from collate_stubs import GREETING, CallProcessor, CharTokenizer, chatml, said, text
+from collate_stubs import GREETING, CallProcessor, CharTokenizer, chatml, make_turns, text
 
 from contract.processors import processor
 from contract.samples import clip, make_image, turns
@@ -17,13 +17,13 @@ from packhorse.ledger import Ledger
 MEDIA = 3
 
 
-def supervised(tokenizer, labels) -> list[str]:
+def supervised_texts(tokenizer, labels) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
-def seen(*sizes: tuple[int, int], answer: str = "A cat.") -> dict:
+def image_example(*sizes: tuple[int, int], answer: str = "A cat.") -> dict:
     parts = [{"type": "image", "image": make_image(*size)} for size in sizes]
-    return {"conversation": said(("user", [*parts, *text("What?")]), ("assistant", text(answer)))}
+    return {"conversation": make_turns(("user", [*parts, *text("What?")]), ("assistant", text(answer)))}
 
 
 @pytest.fixture
@@ -49,19 +49,19 @@ class K25(CallProcessor):
 
 def test_texts_images_and_options_are_passed_plainly_to_kimi_vl():
     stub = CallProcessor()
-    batch = kimi_vl_collate_fn([seen((28, 28)), {"conversation": GREETING}], stub)
+    batch = kimi_vl_collate_fn([image_example((28, 28)), {"conversation": GREETING}], stub)
     (call,) = stub.calls
     assert call["add_special_tokens"] is False
     assert call["padding"] is True
     assert [image.size for image in call["images"]] == [(28, 28)]
     assert call["text"][1] == chatml(GREETING)
-    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised_texts(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
     assert batch["n_images_per_sample"].tolist() == [1, 0]
 
 
-def test_a_batch_of_kimi_vl_has_the_length_that_is_asked_for(ledger):
+def test_a_batch_of_kimi_vl_has_the_requested_length(ledger):
     stub = CallProcessor()
-    long = {"conversation": said(("user", "Why? " * 40), ("assistant", "So."))}
+    long = {"conversation": make_turns(("user", "Why? " * 40), ("assistant", "So."))}
     batch = kimi_vl_collate_fn([{"conversation": GREETING}, long], stub, max_length=100)
     assert stub.calls[0]["padding"] is True
     assert batch["input_ids"].shape == (2, 99)
@@ -69,7 +69,7 @@ def test_a_batch_of_kimi_vl_has_the_length_that_is_asked_for(ledger):
 
 
 def test_kimi_vl_drops_what_is_too_long_to_the_token(ledger):
-    examples = [seen((100, 60)), seen((300, 200))]
+    examples = [image_example((100, 60)), image_example((300, 200))]
     longest = kimi_vl_collate_fn(examples, processor("kimi_vl"))["input_ids"].shape[1] + 1
     assert kimi_vl_collate_fn(examples, processor("kimi_vl"), longest)["input_ids"].shape == (2, longest - 1)
     dropped = kimi_vl_collate_fn(examples, processor("kimi_vl"), longest - 1, drop_overlong=True)
@@ -78,7 +78,7 @@ def test_kimi_vl_drops_what_is_too_long_to_the_token(ledger):
 
 
 def test_kimi_vl_cuts_tokens_and_no_image(ledger):
-    examples = [seen((100, 60)), seen((300, 200))]
+    examples = [image_example((100, 60)), image_example((300, 200))]
     whole = kimi_vl_collate_fn(examples, processor("kimi_vl"))
     limit = whole["input_ids"].shape[1]
     batch = kimi_vl_collate_fn(examples, processor("kimi_vl"), limit)
@@ -114,13 +114,13 @@ def test_ids_without_a_placeholder_and_expanded_ids_stay_as_they_are(ids):
     assert len(mask) == len(ids)
 
 
-def test_k25_refuses_an_image_without_a_placeholder():
+def test_an_image_without_a_placeholder_is_rejected_for_k25():
     class Forgetful(K25):
         def apply_chat_template(self, conversation, **options):
             return super().apply_chat_template(conversation, **options).replace("<|media_pad|>", "")
 
     with pytest.raises(ValueError, match=r"no placeholder .* for 1 images"):
-        kimi_k25_vl_collate_fn([seen((56, 56))], Forgetful())
+        kimi_k25_vl_collate_fn([image_example((56, 56))], Forgetful())
 
 
 def test_placeholders_and_images_must_be_as_many():
@@ -131,7 +131,7 @@ def test_placeholders_and_images_must_be_as_many():
 
 def test_placeholders_of_k25_are_expanded_before_the_model_runs():
     stub = K25()
-    batch = kimi_k25_vl_collate_fn([seen((56, 56), (28, 56)), {"conversation": GREETING}], stub)
+    batch = kimi_k25_vl_collate_fn([image_example((56, 56), (28, 56)), {"conversation": GREETING}], stub)
     assert [call["medias"] and len(call["medias"]) for call in stub.calls] == [2, None]
     assert stub.calls[0]["medias"][0]["type"] == "image"
     assert (batch["input_ids"] == MEDIA).sum(1).tolist() == [4 + 2, 0]
@@ -139,17 +139,19 @@ def test_placeholders_of_k25_are_expanded_before_the_model_runs():
     assert batch["image_grid_hws"].tolist() == [[4, 4], [4, 2]]
     assert batch["pixel_values"].shape == (24, 3, 14, 14)
     assert batch["n_images_per_sample"].tolist() == [2, 0]
-    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised_texts(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
     assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
 
 
 def test_k25_batches_have_one_length():
-    batch = kimi_k25_vl_collate_fn([seen((56, 56)), {"conversation": GREETING}], K25(), max_length=200)
+    batch = kimi_k25_vl_collate_fn(
+        [image_example((56, 56)), {"conversation": GREETING}], K25(), max_length=200
+    )
     assert batch["input_ids"].shape == batch["labels"].shape == (2, 199)
 
 
 def test_media_whose_tokens_were_cut_are_dropped_and_not_counted(ledger):
-    examples = [seen((560, 560)), seen((28, 28), (560, 560)), seen((28, 28))]
+    examples = [image_example((560, 560)), image_example((28, 28), (560, 560)), image_example((28, 28))]
     batch = kimi_k25_vl_collate_fn(examples, K25(), max_length=90)
     assert batch["input_ids"].shape == (3, 89)
     assert batch["n_images_per_sample"].tolist() == [0, 1, 1]
@@ -161,27 +163,29 @@ def test_media_whose_tokens_were_cut_are_dropped_and_not_counted(ledger):
 
 
 def test_a_batch_whose_media_were_all_cut_has_no_media(ledger):
-    batch = kimi_k25_vl_collate_fn([seen((560, 560))], K25(), max_length=60)
+    batch = kimi_k25_vl_collate_fn([image_example((560, 560))], K25(), max_length=60)
     assert not {"pixel_values", "grid_thws", "image_grid_hws", "n_images_per_sample"} & batch.keys()
 
 
 def test_an_answer_that_is_cut_is_supervised_as_far_as_it_goes(ledger):
     stub = K25()
-    whole = kimi_k25_vl_collate_fn([seen((28, 28), answer="A very long cat.")], stub)
+    whole = kimi_k25_vl_collate_fn([image_example((28, 28), answer="A very long cat.")], stub)
     length = whole["input_ids"].shape[1] + 1
-    batch = kimi_k25_vl_collate_fn([seen((28, 28), answer="A very long cat.")], stub, max_length=length - 7)
-    assert supervised(stub.tokenizer, batch["labels"]) == ["A very long"]
+    batch = kimi_k25_vl_collate_fn(
+        [image_example((28, 28), answer="A very long cat.")], stub, max_length=length - 7
+    )
+    assert supervised_texts(stub.tokenizer, batch["labels"]) == ["A very long"]
     assert batch["n_images_per_sample"].tolist() == [1]
 
 
 def test_the_shift_cuts_no_image_that_ends_at_the_limit(ledger):
     stub = K25()
-    ids = kimi_k25_vl_collate_fn([seen((56, 56))], stub)["input_ids"][0]
+    ids = kimi_k25_vl_collate_fn([image_example((56, 56))], stub)["input_ids"][0]
     after = int((ids == MEDIA).nonzero()[-1]) + 1
-    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=after)
+    batch = kimi_k25_vl_collate_fn([image_example((56, 56))], stub, max_length=after)
     assert "grid_thws" not in batch
     assert (batch["input_ids"] == MEDIA).sum() == 0
-    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub, max_length=after + 1)
+    batch = kimi_k25_vl_collate_fn([image_example((56, 56))], stub, max_length=after + 1)
     assert (batch["input_ids"] == MEDIA).sum() == 4
     assert batch["n_images_per_sample"].tolist() == [1]
 
@@ -206,7 +210,7 @@ def test_a_processor_that_does_not_take_text_alone_is_not_asked_to():
                 raise ValueError("Provide either 'messages' or both 'medias' and 'text'")
             return super().__call__(text=text, return_tensors=return_tensors, medias=medias)
 
-    examples = [{"conversation": GREETING}, seen((56, 56))]
+    examples = [{"conversation": GREETING}, image_example((56, 56))]
     assert torch.equal(
         kimi_k25_vl_collate_fn(examples, NeedsMedia())["input_ids"],
         kimi_k25_vl_collate_fn(examples, K25())["input_ids"],
@@ -219,11 +223,11 @@ def test_a_processor_that_takes_images_gets_images():
             medias = [{"type": "image", "image": image} for image in images or ()]
             return super().__call__(text=text, return_tensors=return_tensors, medias=medias)
 
-    batch = kimi_k25_vl_collate_fn([seen((56, 56))], Named())
+    batch = kimi_k25_vl_collate_fn([image_example((56, 56))], Named())
     assert (batch["input_ids"] == MEDIA).sum() == 4
 
 
-def test_the_released_models_placeholder_is_used_where_nothing_tells_another():
+def test_the_placeholder_of_the_released_model_is_used_if_no_other_is_known():
     class Numbers(CharTokenizer):
         convert_tokens_to_ids = None
 
@@ -235,7 +239,7 @@ def test_the_released_models_placeholder_is_used_where_nothing_tells_another():
 
     stub = K25()
     stub.tokenizer = Numbers()
-    batch = kimi_k25_vl_collate_fn([seen((56, 56))], stub)
+    batch = kimi_k25_vl_collate_fn([image_example((56, 56))], stub)
     assert (batch["input_ids"] == 163605).sum() == 4
 
 

@@ -1,4 +1,4 @@
-"""Nemotron-Omni: few frames of one video, and sound next to the conversation as an array or with its rate."""
+"""Nemotron-Omni: few frames of one video, and audio next to the conversation as an array or with its rate."""
 
 import functools
 
@@ -17,9 +17,9 @@ from packhorse.ledger import Ledger
 pytestmark = pytest.mark.needs_family("nemotron_omni")
 
 
-def video(frames: int, **wishes: object) -> dict[str, object]:
+def video(frames: int, **options: object) -> dict[str, object]:
     conversation = turns("video")
-    conversation[0]["content"][0] |= {"video": list(clip(frames)[0]), **wishes}
+    conversation[0]["content"][0] |= {"video": list(clip(frames)[0]), **options}
     return {"conversation": conversation}
 
 
@@ -30,9 +30,9 @@ def frames_of(example: dict[str, object], **options: object) -> int:
 
 
 @pytest.mark.parametrize("rate", [None, SAMPLING_RATE, 2 * SAMPLING_RATE])
-def test_sound_is_an_array_at_the_processors_rate_or_has_its_own(rate):
-    sound = np.repeat(tone(8_000), 2) if rate == 2 * SAMPLING_RATE else tone(8_000)
-    example = {"conversation": turns(), "audio": sound if rate is None else (sound, rate)}
+def test_audio_is_an_array_at_the_processors_rate_or_has_its_own(rate):
+    audio = np.repeat(tone(8_000), 2) if rate == 2 * SAMPLING_RATE else tone(8_000)
+    example = {"conversation": turns(), "audio": audio if rate is None else (audio, rate)}
     batch = nemotron_omni_collate_fn([example], processor("nemotron_omni"))
     placed = turns("audio")
     placed[0]["content"][0]["audio"] = (tone(8_000), SAMPLING_RATE)
@@ -44,7 +44,7 @@ def test_sound_is_an_array_at_the_processors_rate_or_has_its_own(rate):
     assert batch["n_audios_per_sample"].tolist() == [1]
 
 
-def test_a_video_has_at_most_eight_frames_unless_more_are_asked_for():
+def test_a_video_has_at_most_eight_frames_unless_more_are_requested():
     assert frames_of(video(12)) == 8
     assert frames_of(video(6)) == 6
     assert frames_of(video(12), max_video_frames=4) == 4
@@ -53,7 +53,7 @@ def test_a_video_has_at_most_eight_frames_unless_more_are_asked_for():
     assert frames_of(video(12, num_frames=10)) == 8
 
 
-def test_images_a_video_and_sound_go_into_one_batch_and_two_videos_do_not():
+def test_images_a_video_and_audio_go_into_one_batch_and_two_videos_do_not():
     seen = turns("image", answer="A ramp.")
     seen[0]["content"][0]["image"] = make_image(64, 48)
     examples = [{"conversation": seen}, video(4), {"conversation": turns(), "audio": tone(4_000)}]

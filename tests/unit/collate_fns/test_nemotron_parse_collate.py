@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from collate_stubs import CharTokenizer, padded, said, text
+from collate_stubs import CharTokenizer, make_turns, pad_rows, text
 
 from contract.processors import build, processor
 from contract.samples import make_image
@@ -17,10 +17,10 @@ PROMPT = "</s><s><predict_bbox><predict_classes><output_markdown>"
 
 def page(answer: str, question: str = "Read this.") -> dict:
     parts = [{"type": "image", "image": make_image(60, 80)}, *text(question)]
-    return {"conversation": said(("user", parts), ("assistant", text(answer)))}
+    return {"conversation": make_turns(("user", parts), ("assistant", text(answer)))}
 
 
-def supervised(tokenizer, labels) -> list[str]:
+def supervised_texts(tokenizer, labels) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
@@ -39,7 +39,7 @@ def test_the_batch_is_the_processors_own_of_prompt_and_answer(prompt):
     assert torch.equal(batch["input_ids"], own["input_ids"][:, :-1])
     assert torch.equal(batch["attention_mask"], own["attention_mask"][:, :-1])
     assert torch.equal(batch["pixel_values"], own["pixel_values"].to(torch.bfloat16))
-    assert supervised(real.tokenizer, batch["labels"]) == answers
+    assert supervised_texts(real.tokenizer, batch["labels"]) == answers
     assert batch["n_images_per_sample"].tolist() == [1, 1]
 
 
@@ -57,7 +57,7 @@ def test_every_label_is_the_token_after_its_decoder_input():
 def test_the_prompt_is_not_supervised_even_if_the_answer_says_the_same():
     real = processor("nemotron_parse")
     batch = nemotron_parse_collate_fn([page("Go")], real, "<s>Go, Go")
-    assert supervised(real.tokenizer, batch["labels"]) == ["Go"]
+    assert supervised_texts(real.tokenizer, batch["labels"]) == ["Go"]
     assert (batch["labels"][0] != IGNORE_INDEX).nonzero()[0] >= len(real.tokenizer.encode("<s>Go,")) - 1
 
 
@@ -66,18 +66,18 @@ def test_padding_is_not_supervised_where_it_is_the_end_token_too():
     real.tokenizer = copy.deepcopy(real.tokenizer)
     real.tokenizer.pad_token = real.tokenizer.eos_token
     batch = nemotron_parse_collate_fn([page("A cat.</s>"), page("A very long answer.</s>")], real)
-    assert supervised(real.tokenizer, batch["labels"]) == ["A cat.</s>", "A very long answer.</s>"]
+    assert supervised_texts(real.tokenizer, batch["labels"]) == ["A cat.</s>", "A very long answer.</s>"]
 
 
 class Small:
-    """Takes two lists and nothing else that it was not told about."""
+    """Takes no options beyond the documented ones."""
 
     def __init__(self):
         self.tokenizer = CharTokenizer()
         self.tokenizer.eos_token_id = None
 
     def __call__(self, *, images, text, padding, return_tensors):
-        batch = padded([self.tokenizer(one)["input_ids"] for one in text])
+        batch = pad_rows([self.tokenizer(one)["input_ids"] for one in text])
         return {**batch, "pixel_values": torch.ones(len(images), 3, 2, 2)}
 
 
@@ -90,14 +90,14 @@ def test_the_decoder_begins_with_the_start_token_of_the_prompt_and_has_it_once()
 def test_a_tokenizer_that_names_no_special_token_will_do():
     batch = nemotron_parse_collate_fn([page("A cat.")], Small())
     assert batch["decoder_input_ids"].shape == batch["labels"].shape
-    assert supervised(CharTokenizer(), batch["labels"]) == ["A cat."]
+    assert supervised_texts(CharTokenizer(), batch["labels"]) == ["A cat."]
 
 
 def test_a_sample_needs_one_page():
     real = processor("nemotron_parse")
     with pytest.raises(BadSample, match="sample 1 of the batch has no image"):
         nemotron_parse_collate_fn(
-            [page("A."), {"conversation": said(("user", "Hi"), ("assistant", "Ho"))}], real
+            [page("A."), {"conversation": make_turns(("user", "Hi"), ("assistant", "Ho"))}], real
         )
     two = page("A.")
     two["conversation"][0]["content"] *= 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from noise_floor import largest_difference, noise_floor
-from packhorse.collate.masks import block_causal_mask, document_block_mask, positions_tell, segments
+from packhorse.collate.masks import block_causal_mask, document_block_mask, find_segments, positions_separate
 from packhorse.collate_fns import (
     loss_inputs,
     model_inputs,
@@ -32,7 +32,7 @@ def pack(*samples, **options):
     return _build_packed_vlm_sample(samples, 1000, 0, **options)
 
 
-def compared(documents):
+def compare_all(documents):
     """The definition, by comparing every token with every other."""
     length = documents.shape[1]
     same = (documents[:, :, None] == documents[:, None, :]) & (documents[:, :, None] > 0)
@@ -40,10 +40,10 @@ def compared(documents):
 
 
 def test_the_mask_filled_by_documents_is_the_one_made_by_comparing() -> None:
-    assert torch.equal(block_causal_mask(DOCUMENTS), compared(DOCUMENTS))
+    assert torch.equal(block_causal_mask(DOCUMENTS), compare_all(DOCUMENTS))
 
 
-def test_images_see_themselves_both_ways_and_windows_end_them() -> None:
+def test_images_are_bidirectional_within_the_window() -> None:
     documents = torch.ones(1, 8, dtype=torch.long)
     marked = torch.tensor([[False, True, True, True, False, False, False, False]])
     mask = block_causal_mask(documents, marked)[0, 0]
@@ -63,7 +63,7 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
     documents[1, -length // 3 :] = 0
     block_mask = document_block_mask(documents)
     blocks = -(-length // 128)
-    dense = torch.nn.functional.pad(compared(documents)[:, 0], (0, -length % 128, 0, -length % 128))
+    dense = torch.nn.functional.pad(compare_all(documents)[:, 0], (0, -length % 128, 0, -length % 128))
     tiles = dense.view(2, blocks, 128, blocks, 128).permute(0, 1, 3, 2, 4).flatten(-2)
     shown = block_mask.to_dense()[:, 0].bool()
     assert bool((shown | ~tiles.any(-1)).all())  # no block is dropped that holds something
@@ -74,18 +74,18 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(length) -> None:
                 assert bool(tiles[row, number, column].all())  # and none is whole that is not
     places = torch.arange(length)
     seen = block_mask.mask_mod(torch.tensor(1), torch.tensor(0), places[:, None], places[None, :])
-    assert torch.equal(seen, compared(documents)[1, 0])
+    assert torch.equal(seen, compare_all(documents)[1, 0])
     again = pickle.loads(pickle.dumps(block_mask)).to("cpu")
     assert torch.equal(again.mask_mod.documents, documents)
 
 
-def test_numbers_that_go_down_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="go down"):
+def test_decreasing_document_numbers_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="decrease"):
         block_causal_mask(torch.tensor([[2, 2, 1]]))
 
 
 def test_segments_put_hidden_tokens_after_their_document() -> None:
-    found = segments(DOCUMENTS)
+    found = find_segments(DOCUMENTS)
     assert found.moved
     assert found.order[0].tolist() == [0, 1, 2, 3, 6, 4, 5, 7, 8, 9]
     assert found.cumulative.tolist() == [0, 3, 5, 7, 8, 10, 19, 20]
@@ -103,11 +103,11 @@ def test_sdpa_gets_a_bool_mask_and_eager_numbers_to_add() -> None:
     documents = torch.tensor([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]])
     assert torch.equal(batch["_packed_seq_ids"], documents)
     assert batch["attention_mask"].dtype == torch.bool
-    assert torch.equal(batch["attention_mask"], compared(documents))
+    assert torch.equal(batch["attention_mask"], compare_all(documents))
     eager = neat_packed_vlm_collater(packs, attn_implementation="eager", mask_dtype=torch.bfloat16)
     added = eager["attention_mask"]
     assert added.dtype == torch.bfloat16
-    assert torch.equal(added == 0, compared(documents))
+    assert torch.equal(added == 0, compare_all(documents))
     assert bool((added[added != 0] == torch.finfo(torch.bfloat16).min).all())
 
 
@@ -134,7 +134,7 @@ def test_varlen_gets_no_mask_and_hidden_tokens_after_their_document() -> None:
 
 def test_hidden_tokens_do_not_move_past_media() -> None:
     hiding = sample(4, hidden=[1], n_images=2)
-    with pytest.raises(ConfigError, match="hides tokens beside 2 media"):
+    with pytest.raises(ConfigError, match="has hidden tokens and 2 media"):
         neat_packed_vlm_collater([pack(hiding)], attn_implementation="varlen")
     neat_packed_vlm_collater([pack(hiding)], attn_implementation="flex_attention")
 
@@ -176,7 +176,7 @@ def test_media_are_joined_in_the_order_of_the_packs_and_converted_on_the_way() -
 
 def test_a_pack_is_padded_and_never_cut() -> None:
     assert neat_packed_vlm_collater([pack(sample(4))], max_length=6)["input_ids"].shape == (1, 6)
-    with pytest.raises(ConfigError, match="a pack of 4 tokens in a batch of max_length=3"):
+    with pytest.raises(ConfigError, match="a pack has 4 tokens, the batch has max_length=3"):
         neat_packed_vlm_collater([pack(sample(4))], max_length=3)
 
 
@@ -214,7 +214,7 @@ def test_an_unknown_backend_is_rejected() -> None:
         neat_packed_vlm_collater([pack(sample(3))], attn_implementation="magic")
 
 
-# --- images that see both ways ------------------------------------------------------------------------------
+# --- bidirectional attention --------------------------------------------------------------------------------
 
 
 def gemma(*samples):
@@ -232,11 +232,11 @@ def test_gemma_is_left_to_transformers_which_makes_its_masks_from_positions() ->
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash_attention_2"])
-def test_gemma_is_rejected_where_a_kernel_cannot_look_both_ways(backend) -> None:
-    with pytest.raises(ConfigError, match="both ways"):
+def test_gemma_is_rejected_for_kernels_without_bidirectional_attention(backend) -> None:
+    with pytest.raises(ConfigError, match="bidirectional"):
         neat_packed_vlm_collater([gemma(sample(3))], attn_implementation=backend)
     marked = sample(3, token_type_ids=torch.tensor([0, 1, 0]))
-    with pytest.raises(ConfigError, match="both ways"):
+    with pytest.raises(ConfigError, match="bidirectional"):
         neat_packed_vlm_collater([pack(marked)], attn_implementation=backend)
 
 
@@ -256,11 +256,11 @@ def test_a_fake_image_of_gemma_needs_a_mask_for_each_kind_of_layer() -> None:
     assert masks["sliding_attention"][0, 0].tolist()[3] == [False, False, True, True]
 
 
-def test_positions_tell_documents_apart_unless_something_is_hidden_inside() -> None:
-    assert positions_tell(torch.tensor([[1, 1, 2, 2, 0, 0]]), torch.tensor([[0, 1, 0, 1, 0, 0]]))
-    assert not positions_tell(torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 2]]))
-    assert not positions_tell(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 2]]))
-    assert not positions_tell(torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 2]]))
+def test_positions_separate_documents_unless_something_is_hidden_inside() -> None:
+    assert positions_separate(torch.tensor([[1, 1, 2, 2, 0, 0]]), torch.tensor([[0, 1, 0, 1, 0, 0]]))
+    assert not positions_separate(torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 2]]))
+    assert not positions_separate(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 2]]))
+    assert not positions_separate(torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 2]]))
 
 
 # --- alignment ----------------------------------------------------------------------------------------------
@@ -296,13 +296,13 @@ def test_what_fills_a_document_up_is_not_seen_by_its_tokens() -> None:
     key, value = torch.randn(2, 1, 2, 12, 16).unbind(0)
     visible = documents[0] > 0
 
-    def attended(alignment: int) -> torch.Tensor:
-        found = segments(documents, alignment)
+    def attention_of(alignment: int) -> torch.Tensor:
+        found = find_segments(documents, alignment)
         options = {"cu_seq_lens_q": found.cumulative, "max_length_q": found.longest}
         return varlen_attention(_Layer(), query, key, value, None, scaling=0.3, **options)[0][0, visible]
 
-    assert segments(documents, 4).cumulative.tolist() == [0, 8, 12]
-    torch.testing.assert_close(attended(4), attended(1))
+    assert find_segments(documents, 4).cumulative.tolist() == [0, 8, 12]
+    torch.testing.assert_close(attention_of(4), attention_of(1))
 
 
 def test_rows_that_are_no_multiple_of_the_alignment_are_rejected() -> None:
@@ -310,7 +310,7 @@ def test_rows_that_are_no_multiple_of_the_alignment_are_rejected() -> None:
     for max_length in (None, 12, 16):
         batch = packed_sequence_thd_vlm_collater(packs, max_length=max_length)
         assert all(length % 4 == 0 for length in batch["seq_lens_padded"][0].tolist())
-    with pytest.raises(ConfigError, match="aligned to 4 tokens, which rows of 14 are not: make max_length"):
+    with pytest.raises(ConfigError, match="aligned to 4 tokens, but rows have 14: set max_length"):
         packed_sequence_thd_vlm_collater(packs, max_length=14)
     with pytest.raises(ConfigError, match="aligned to 4"):
         neat_packed_vlm_collater(packs, max_length=14, attn_implementation="varlen")
@@ -330,7 +330,7 @@ def test_varlen_attention_is_attention_with_the_dense_mask(window, parity) -> No
     documents = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 2, 2, 2, 2]])
     query = torch.randn(2, 4, 8, 16)
     key, value = torch.randn(2, 2, 2, 8, 16).unbind(0)
-    found = segments(documents)
+    found = find_segments(documents)
     made, _ = varlen_attention(
         _Layer(),
         query,
@@ -361,7 +361,7 @@ def test_varlen_attention_is_attention_with_the_dense_mask(window, parity) -> No
     )
 
 
-def test_varlen_attention_refuses_what_its_kernel_has_not() -> None:
+def test_varlen_attention_rejects_options_that_its_kernel_does_not_support() -> None:
     states = torch.randn(1, 2, 4, 8)
     found = {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "max_length_q": 4}
     with pytest.raises(ConfigError, match="softcap"):

@@ -50,7 +50,7 @@ def test_a_fixed_length_is_kept():
 
 
 def test_a_sample_longer_than_the_fixed_length_is_rejected_not_cut():
-    with pytest.raises(BadSample, match="a sample of 9 tokens in a batch of max_length=8") as caught:
+    with pytest.raises(BadSample, match="sample has 9 tokens, the batch has max_length=8") as caught:
         pad_collate_fn([sample(9)], STUB, max_length=8)
     assert caught.value.reason == "too_long"
 
@@ -161,7 +161,7 @@ def test_positions_are_padded_and_shifted():
     assert flat["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
     three = pad_collate_fn([sample(n, position_ids=torch.arange(n).repeat(3, 1)) for n in (4, 2)], STUB)
     assert three["position_ids"].shape == (3, 2, 3)
-    with pytest.raises(ConfigError, match="some have not"):
+    with pytest.raises(ConfigError, match="only some samples"):
         pad_collate_fn([sample(3, position_ids=torch.arange(3)), sample(3)], STUB)
 
 
@@ -190,7 +190,7 @@ def test_a_tensor_of_another_length_is_named():
 def test_missing_ids_or_labels_are_named():
     with pytest.raises(ConfigError, match="sample 0 of the batch has no labels"):
         pad_collate_fn([{"input_ids": torch.ones(3)}], STUB)
-    with pytest.raises(ConfigError, match="no input_ids, only conversation: examples go through"):
+    with pytest.raises(ConfigError, match="no input_ids, only conversation: raw examples need"):
         pad_collate_fn([{"conversation": []}], STUB)
 
 
@@ -216,7 +216,7 @@ def test_an_empty_batch_has_nothing_in_it():
     assert pad_collate_fn([], STUB) == {}
 
 
-def test_pixels_are_bfloat16_unless_another_type_is_asked_for():
+def test_pixels_are_bfloat16_unless_another_dtype_is_requested():
     sample = {
         "input_ids": torch.tensor([1, 2]),
         "labels": torch.tensor([1, 2]),

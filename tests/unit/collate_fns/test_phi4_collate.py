@@ -1,11 +1,11 @@
-"""Phi-4: sound beside the conversation or in it, images, and the mode that says which."""
+"""Phi-4: audio next to the conversation or in it, images, and the input mode."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from collate_stubs import CharTokenizer, chatml, padded, said, text
+from collate_stubs import CharTokenizer, chatml, make_turns, pad_rows, text
 
 from contract.processors import build, processor
 from contract.samples import make_image, tone
@@ -25,7 +25,7 @@ class Remote:
 
     def __call__(self, *, text, return_tensors, padding, truncation, max_length, images=None, audios=None):
         self.calls.append({"images": images, "audios": audios, "truncation": truncation, "padding": padding})
-        batch = padded([self.tokenizer(one)["input_ids"] for one in text])
+        batch = pad_rows([self.tokenizer(one)["input_ids"] for one in text])
         batch["input_image_embeds"] = torch.zeros(1)
         batch["image_sizes"] = torch.zeros(1)
         batch["image_attention_mask"] = torch.zeros(1)
@@ -33,10 +33,12 @@ class Remote:
         return batch if self.mode is None else {**batch, "input_mode": self.mode}
 
 
-def heard(audio=None, *, images=0) -> dict:
+def audio_example(audio=None, *, images=0) -> dict:
     parts = [{"type": "image", "image": make_image(32, 32)}] * images
     example = {
-        "conversation": said(("user", [*parts, *text("Write it down.")]), ("assistant", text("Merhaba.")))
+        "conversation": make_turns(
+            ("user", [*parts, *text("Write it down.")]), ("assistant", text("Merhaba."))
+        )
     }
     return example if audio is None else {**example, "audio": audio}
 
@@ -44,23 +46,30 @@ def heard(audio=None, *, images=0) -> dict:
 PAIR = (tone(8_000), 16_000)
 
 
-def test_sound_is_passed_in_pairs_and_unused_image_keys_are_removed():
+def test_audio_is_passed_in_pairs_and_unused_image_keys_are_removed():
     stub = Remote()
-    batch = phi4_mm_collate_fn([heard(PAIR), heard({"array": tone(4_000), "sampling_rate": 8_000})], stub)
+    batch = phi4_mm_collate_fn(
+        [audio_example(PAIR), audio_example({"array": tone(4_000), "sampling_rate": 8_000})], stub
+    )
     (call,) = stub.calls
     assert [(len(array), rate) for array, rate in call["audios"]] == [(8_000, 16_000), (4_000, 8_000)]
     assert call["truncation"] is False
     assert not {"input_image_embeds", "image_sizes", "image_attention_mask"} & batch.keys()
     assert batch["input_mode"].tolist() == [2]
     assert batch["input_ids"].shape == batch["labels"].shape
-    told = [stub.tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in batch["labels"]]
-    assert told == ["Merhaba.<|im_end|>"] * 2
+    texts = [stub.tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in batch["labels"]]
+    assert texts == ["Merhaba.<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize(
     ("example", "mode"),
-    [(heard(), 0), (heard(images=1), 1), (heard(PAIR), 2), (heard(PAIR, images=1), 3)],
-    ids=["text", "image", "sound", "both"],
+    [
+        (audio_example(), 0),
+        (audio_example(images=1), 1),
+        (audio_example(PAIR), 2),
+        (audio_example(PAIR, images=1), 3),
+    ],
+    ids=["text", "image", "audio", "both"],
 )
 def test_the_mode_says_what_there_is(example, mode):
     batch = phi4_mm_collate_fn([example], Remote())
@@ -69,35 +78,37 @@ def test_the_mode_says_what_there_is(example, mode):
 
 
 def test_a_mode_that_the_processor_sets_stays():
-    assert phi4_mm_collate_fn([heard(PAIR)], Remote(mode=torch.tensor([7])))["input_mode"].tolist() == [7]
+    assert phi4_mm_collate_fn([audio_example(PAIR)], Remote(mode=torch.tensor([7])))[
+        "input_mode"
+    ].tolist() == [7]
 
 
-def test_several_sounds_of_a_sample_are_a_list():
+def test_several_audio_clips_of_a_sample_are_a_list():
     stub = Remote()
-    phi4_mm_collate_fn([heard([PAIR, PAIR, PAIR])], stub)
+    phi4_mm_collate_fn([audio_example([PAIR, PAIR, PAIR])], stub)
     assert len(stub.calls[0]["audios"]) == 3
-    phi4_mm_collate_fn([heard([tone(10), 16_000])], stub)  # a pair that became a list on the way
+    phi4_mm_collate_fn([audio_example([tone(10), 16_000])], stub)  # a pair that became a list on the way
     assert len(stub.calls[1]["audios"]) == 1
 
 
-@pytest.mark.parametrize("placed", ["beside", "inside"])
+@pytest.mark.parametrize("placed", ["next to", "inside"])
 def test_transformers_processor_gets_arrays_at_its_own_rate(placed):
     real = processor("phi4_mm")
     stereo = (np.stack([tone(44_100), tone(44_100)]), 44_100)
-    if placed == "beside":
+    if placed == "next to":
         asked = f"{real.audio_token}Write it down."
-        example = {"conversation": said(("user", asked), ("assistant", "Merhaba.")), "audio": stereo}
+        example = {"conversation": make_turns(("user", asked), ("assistant", "Merhaba.")), "audio": stereo}
     else:
         parts = [{"type": "audio", "audio": stereo}, *text("Write it down.")]
-        example = {"conversation": said(("user", parts), ("assistant", "Merhaba."))}
-    batch = phi4_mm_collate_fn([example, heard()], real)
+        example = {"conversation": make_turns(("user", parts), ("assistant", "Merhaba."))}
+    batch = phi4_mm_collate_fn([example, audio_example()], real)
     audio = real.tokenizer.convert_tokens_to_ids(real.audio_token)
     # One of the rates differs from the other by a fraction of a sample only.
     assert (batch["input_ids"] == audio).sum(1).tolist() == [13, 0]
     assert batch["audio_input_features"].shape[0] == 1
     assert batch["input_mode"].tolist() == [2]
-    told = [real.tokenizer.decode(row[row != IGNORE_INDEX]) for row in batch["labels"]]
-    assert told == ["Merhaba.<|end|>"] * 2
+    texts = [real.tokenizer.decode(row[row != IGNORE_INDEX]) for row in batch["labels"]]
+    assert texts == ["Merhaba.<|end|>"] * 2
 
 
 TEXT_TEMPLATE = (
@@ -106,7 +117,9 @@ TEXT_TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("example", [heard(PAIR), heard(PAIR, images=2), heard(images=1), heard()])
+@pytest.mark.parametrize(
+    "example", [audio_example(PAIR), audio_example(PAIR, images=2), audio_example(images=1), audio_example()]
+)
 def test_a_template_that_only_the_tokenizer_has_is_used(example):
     """As released: the tokenizer's template takes texts."""
     bare = build("phi4_mm")
@@ -139,7 +152,7 @@ def test_placeholders_are_numbered_for_a_processor_that_names_none():
             return super().__call__(text=text, truncation=False, max_length=None, **options)
 
     stub = Bare()
-    batch = phi4_mm_collate_fn([heard(images=2)], stub)
+    batch = phi4_mm_collate_fn([audio_example(images=2)], stub)
     assert stub.texts[0].startswith("<|im_start|>user\n<|image_1|><|image_2|>Write it down.<|im_end|>")
     labels = batch["labels"][0]
     assert stub.tokenizer.decode(labels[labels != IGNORE_INDEX].tolist()) == "Merhaba.<|im_end|>"

@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from collate_stubs import GREETING, CallProcessor, chatml, said, text
+from collate_stubs import GREETING, CallProcessor, chatml, make_turns, text
 from PIL import Image
 
 from contract.media_files import write_video
@@ -17,15 +17,15 @@ from packhorse.collate_fns import default_collate_fn, qwen2_5_collate_fn, qwen3_
 from packhorse.errors import BadSample
 
 
-def asked(*parts, answer="A cat.") -> dict:
-    return {"conversation": said(("user", [*parts, *text("What?")]), ("assistant", text(answer)))}
+def question(*parts, answer="A cat.") -> dict:
+    return {"conversation": make_turns(("user", [*parts, *text("What?")]), ("assistant", text(answer)))}
 
 
 def image(width=64, height=96) -> dict:
     return {"type": "image", "image": make_image(width, height)}
 
 
-def supervised(tokenizer, labels) -> list[str]:
+def supervised_texts(tokenizer, labels) -> list[str]:
     return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
@@ -34,13 +34,13 @@ def supervised(tokenizer, labels) -> list[str]:
 
 def test_texts_and_media_are_passed_to_the_call():
     stub = CallProcessor()
-    batch = qwen2_5_collate_fn([asked(image(8, 8)), {"conversation": GREETING}], stub)
+    batch = qwen2_5_collate_fn([question(image(8, 8)), {"conversation": GREETING}], stub)
     (call,) = stub.calls
     assert call["text"][1] == chatml(GREETING)
     assert call["padding"] is True
     assert [one.size for one in call["images"]] == [(8, 8)]
     assert call["videos"] is None
-    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised_texts(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
     assert batch["pixel_values"].dtype == torch.float32
     assert batch["n_images_per_sample"].tolist() == [1, 0]
 
@@ -58,7 +58,7 @@ def test_a_call_that_must_be_given_images_gets_none():
 def test_decoded_frames_come_with_what_is_known_about_them():
     stub = CallProcessor()
     frames, metadata = clip(4)
-    qwen2_5_collate_fn([asked({"type": "video", "video": frames, "video_metadata": metadata})], stub)
+    qwen2_5_collate_fn([question({"type": "video", "video": frames, "video_metadata": metadata})], stub)
     (call,) = stub.calls
     assert np.array_equal(call["videos"][0], frames)
     assert call["video_metadata"][0]["frames_indices"] == metadata["frames_indices"]
@@ -71,7 +71,7 @@ def test_a_media_item_that_the_processor_does_not_take_is_not_lost():
             raise AssertionError("not called")
 
     with pytest.raises(ValueError, match="does not take images"):
-        qwen2_5_collate_fn([asked(image())], TextOnly())
+        qwen2_5_collate_fn([question(image())], TextOnly())
 
 
 # --- Qwen3-Omni -------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_a_media_item_that_the_processor_does_not_take_is_not_lost():
 
 @pytest.fixture
 def package(monkeypatch):
-    """A stand-in for ``qwen_omni_utils`` that says what it was given."""
+    """A substitute for ``qwen_omni_utils`` that records its arguments."""
     given = []
 
     def process_mm_info(conversations, use_audio_in_video):
@@ -98,7 +98,7 @@ def test_media_go_through_the_package_and_only_those_there_are_are_passed(packag
     stub = CallProcessor()
     stub.feature_extractor = None
     batch = qwen3_omni_collate_fn(
-        [asked(image(8, 8)), {"conversation": GREETING}], stub, use_audio_in_video=True
+        [question(image(8, 8)), {"conversation": GREETING}], stub, use_audio_in_video=True
     )
     assert [use for _, use in package] == [True, True]
     (call,) = stub.calls
@@ -106,7 +106,7 @@ def test_media_go_through_the_package_and_only_those_there_are_are_passed(packag
     assert call["padding"] is True
     assert "audio" not in call
     assert call["videos"] is None
-    assert supervised(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
+    assert supervised_texts(stub.tokenizer, batch["labels"]) == ["A cat.<|im_end|>", "Hello!<|im_end|>"]
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
@@ -115,21 +115,21 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
         qwen3_omni_collate_fn([{"conversation": GREETING}], CallProcessor())
 
 
-def test_images_and_sound_are_those_of_the_processor_at_sizes_that_need_no_resizing():
+def test_images_and_audio_are_those_of_the_processor_at_sizes_that_need_no_resizing():
     real = processor("qwen3_omni")
     examples = [
-        asked(image(), {"type": "audio", "audio": (tone(16_000), 16_000)}),
+        question(image(), {"type": "audio", "audio": (tone(16_000), 16_000)}),
         {"conversation": GREETING},
-        # Not a whole number of hops, beside a longer clip: 13 tokens, as alone.
-        asked({"type": "audio", "audio": (tone(16_001), 16_000)}),
-        asked({"type": "audio", "audio": (tone(24_000), 16_000)}),
+        # Not a whole number of hops, next to a longer clip: 13 tokens, as alone.
+        question({"type": "audio", "audio": (tone(16_001), 16_000)}),
+        question({"type": "audio", "audio": (tone(24_000), 16_000)}),
     ]
     batch = qwen3_omni_collate_fn(examples, real)
     plain = default_collate_fn(examples, real, pixel_dtype=None)
     assert batch.keys() == plain.keys()
     for key, value in plain.items():
         assert torch.equal(batch[key], value), key
-    assert supervised(real.tokenizer, batch["labels"])[2] == "A cat.<|im_end|>"
+    assert supervised_texts(real.tokenizer, batch["labels"])[2] == "A cat.<|im_end|>"
     audio = real.tokenizer.audio_token_id
     assert (batch["input_ids"] == audio).sum(1).tolist()[::2] == [13, 13]
 
@@ -148,13 +148,15 @@ def test_videos_have_their_own_rates(source, tmp_path):
         ]
         seconds = [1.0, 4.0]
     real = processor("qwen3_omni")
-    batch = qwen3_omni_collate_fn([asked(videos[0]), {"conversation": GREETING}, asked(videos[1])], real)
+    batch = qwen3_omni_collate_fn(
+        [question(videos[0]), {"conversation": GREETING}, question(videos[1])], real
+    )
     assert batch["video_second_per_grid"].tolist() == pytest.approx(seconds)
     assert batch["n_videos_per_sample"].tolist() == [1, 0, 1]
     tokens = batch["video_grid_thw"].prod(1) // 4
     video = real.tokenizer.video_token_id
     assert (batch["input_ids"] == video).sum(1).tolist() == [int(tokens[0]), 0, int(tokens[1])]
-    assert supervised(real.tokenizer, batch["labels"]) == [
+    assert supervised_texts(real.tokenizer, batch["labels"]) == [
         "A cat.<|im_end|>",
         "Hello!<|im_end|>",
         "A cat.<|im_end|>",
@@ -166,12 +168,12 @@ def test_two_videos_of_a_sample_have_each_its_own_rate():
     videos = [
         {"type": "video", "video": frames, "video_metadata": {**metadata, "fps": fps}} for fps in (24, 6)
     ]
-    batch = qwen3_omni_collate_fn([asked(*videos)], processor("qwen3_omni"))
+    batch = qwen3_omni_collate_fn([question(*videos)], processor("qwen3_omni"))
     assert batch["video_second_per_grid"].tolist() == pytest.approx([1.0, 4.0])
 
 
-def test_the_sound_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
-    """The package is a stand-in that gives frames and sound; what the processor makes of them is real."""
+def test_the_audio_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
+    """The package is a substitute that returns frames and audio; the processor is real."""
     real = processor("qwen3_omni")
     frames = torch.from_numpy(clip(4)[0]).permute(0, 3, 1, 2).float()
 
@@ -181,8 +183,8 @@ def test_the_sound_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
 
     sys.modules["qwen_omni_utils"].process_mm_info = process_mm_info
     write_video(tmp_path / "video.mp4", frames=8, fps=4)
-    film = {"type": "video", "video": str(tmp_path / "video.mp4")}
-    batch = qwen3_omni_collate_fn([asked(film)], real, use_audio_in_video=True)
+    video = {"type": "video", "video": str(tmp_path / "video.mp4")}
+    batch = qwen3_omni_collate_fn([question(video)], real, use_audio_in_video=True)
     ids = batch["input_ids"][0]
     audio, video = (
         (ids == token).nonzero().flatten()
@@ -190,21 +192,21 @@ def test_the_sound_of_a_video_is_interleaved_with_its_frames(tmp_path, package):
     )
     assert len(audio) == 26
     assert video[0] < audio[0] < video[-1]
-    assert supervised(real.tokenizer, batch["labels"]) == ["A cat.<|im_end|>"]
+    assert supervised_texts(real.tokenizer, batch["labels"]) == ["A cat.<|im_end|>"]
 
 
 def test_a_broken_file_is_named(tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"no video")
     with pytest.raises(BadSample, match=r"broken\.mp4"):
-        qwen3_omni_collate_fn([asked({"type": "video", "video": str(broken)})], processor("qwen3_omni"))
+        qwen3_omni_collate_fn([question({"type": "video", "video": str(broken)})], processor("qwen3_omni"))
     with pytest.raises(BadSample, match=r"missing\.png"):
         qwen3_omni_collate_fn(
-            [asked({"type": "image", "image": str(tmp_path / "missing.png")})], processor("qwen3_omni")
+            [question({"type": "image", "image": str(tmp_path / "missing.png")})], processor("qwen3_omni")
         )
 
 
 def test_an_image_is_brought_to_rgb_for_the_package(package):
     stub = CallProcessor()
-    qwen3_omni_collate_fn([asked({"type": "image", "image": Image.new("RGBA", (8, 8))})], stub)
+    qwen3_omni_collate_fn([question({"type": "image", "image": Image.new("RGBA", (8, 8))})], stub)
     assert package[0][0][0]["image"].mode == "RGB"

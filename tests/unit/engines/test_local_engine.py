@@ -126,14 +126,14 @@ def test_an_error_that_cannot_be_pickled_comes_as_text() -> None:
         results(LocalEngine(2), raise_badly_pickled, range(2))
 
 
-def test_work_that_cannot_be_pickled_is_told() -> None:
+def test_work_that_cannot_be_pickled_raises() -> None:
     lock = threading.Lock()
     for work in (lambda task: task, lock.acquire):
         with pytest.raises(EngineError, match=r"the work cannot be sent to another process .*one worker"):
             results(LocalEngine(2), work, range(2))
 
 
-def test_a_task_or_a_result_that_cannot_be_pickled_is_told() -> None:
+def test_a_task_or_a_result_that_cannot_be_pickled_raises() -> None:
     with pytest.raises(EngineError, match=r"task 0 .* cannot be sent to another process"):
         results(LocalEngine(2), square, [threading.Lock(), 1])
     with pytest.raises(EngineError, match=r"the result of task \d \(\d\) cannot be sent back"):
@@ -218,7 +218,7 @@ def test_workers_end_with_the_process_that_started_them(
     assert not alive
 
 
-def test_an_engine_is_had_by_its_name() -> None:
+def test_make_engine_takes_a_name() -> None:
     engine = make_engine("local", num_workers=3)
     assert isinstance(engine, LocalEngine)
     assert engine.num_workers == 3
@@ -229,7 +229,7 @@ def test_an_engine_is_had_by_its_name() -> None:
         make_engine("local", ray_address="here:1")
     with pytest.raises(ConfigError, match="num_workers=0"):
         LocalEngine(0)
-    with pytest.raises(ConfigError, match="start='thread'"):
+    with pytest.raises(ConfigError, match="multiprocessing_context='thread'"):
         LocalEngine(2, "thread")
 
 

@@ -84,7 +84,7 @@ def test_a_save_that_is_rejected_leaves_the_last_checkpoint_where_it_is(tmp_path
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
 
 
-def test_saving_with_a_micro_batch_that_was_fetched_and_not_trained_is_rejected(tmp_path: Path) -> None:
+def test_saving_with_a_fetched_but_untrained_batch_is_rejected(tmp_path: Path) -> None:
     run = Run()
     next(iter(run.loader))
     with pytest.raises(ConfigError, match="in the middle of an optimizer step"):

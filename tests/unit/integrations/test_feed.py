@@ -11,7 +11,7 @@ import packhorse
 from contract.processors import processor
 from contract.torchvision_ops import make_torchvision_importable
 from packhorse.errors import ConfigError
-from packhorse.integrations.loss import supervised
+from packhorse.integrations.loss import supervised_tokens
 from packhorse.integrations.trainer_feed import StepFeed, TrainerFeed, check_world
 from packhorse.types import World
 
@@ -41,7 +41,7 @@ def loader(gradient_accumulation_steps: int = 2, number: int = 12, **settings: A
     )
 
 
-def taken(batches: Iterator[Any], steps: int) -> list[int]:
+def take(batches: Iterator[Any], steps: int) -> list[int]:
     return [index for batch in islice(batches, steps) for index in batch.info.samples]
 
 
@@ -50,7 +50,7 @@ def test_a_trainer_that_never_asks_for_the_end_gets_every_epoch() -> None:
     feed = TrainerFeed(source)
     assert len(feed) == 12
     for epoch in range(3):
-        assert sorted(taken(iter(feed), len(feed))) == list(range(12))
+        assert sorted(take(iter(feed), len(feed))) == list(range(12))
         assert source.epoch == epoch
         assert source.epoch_stats.epoch == epoch, "the epoch was added up"
         assert source.epoch_stats.delivered == 12
@@ -60,13 +60,13 @@ def test_the_state_counts_what_was_trained_not_what_was_fetched() -> None:
     source = loader()
     feed = TrainerFeed(source)
     batches = iter(feed)
-    first = taken(batches, 4)
+    first = take(batches, 4)
     feed.trained += 2
     state = feed.state_dict()
     other = loader()
     resumed = TrainerFeed(other)
     resumed.load_state_dict(state)
-    assert taken(iter(resumed), 2) == first[2:]
+    assert take(iter(resumed), 2) == first[2:]
     feed.trained += 2
     assert feed.state_dict() == source.state_dict()
 
@@ -74,12 +74,12 @@ def test_the_state_counts_what_was_trained_not_what_was_fetched() -> None:
 def test_the_state_after_the_last_batch_begins_the_next_epoch() -> None:
     source = loader()
     feed = TrainerFeed(source)
-    taken(iter(feed), 12)
+    take(iter(feed), 12)
     feed.trained += 12
     other = loader()
     resumed = TrainerFeed(other)
     resumed.load_state_dict(feed.state_dict())
-    assert taken(iter(resumed), 12) == taken(iter(feed), 12)
+    assert take(iter(resumed), 12) == take(iter(feed), 12)
     assert other.epoch == source.epoch == 1
 
 
@@ -89,7 +89,7 @@ def test_each_batch_comes_with_the_tokens_of_its_step(gradient_accumulation_step
     assert len(pairs) == 12
     for first in range(0, len(pairs), gradient_accumulation_steps):
         step = pairs[first : first + gradient_accumulation_steps]
-        assert {tokens for _, tokens in step} == {sum(supervised(batch) for batch, _ in step)}
+        assert {tokens for _, tokens in step} == {sum(supervised_tokens(batch) for batch, _ in step)}
 
 
 def test_a_state_is_rejected_within_a_step_and_counts_the_step_when_it_is_finished() -> None:

@@ -15,12 +15,12 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_
 
 from contract.tiny_models import tiny_model
 from noise_floor import largest_difference, noise_floor, relative_difference
-from packhorse.collate.masks import document_block_mask, segments
+from packhorse.collate.masks import document_block_mask, find_segments
 from packhorse.errors import ConfigError
 from packhorse.integrations.attention import use_attention
 from packhorse.integrations.pipelining import (
     VlmPipeline,
-    _filled,
+    _add_rows,
     even_rows,
     pipeline_inputs,
     segment_starts,
@@ -54,7 +54,7 @@ def test_rows_are_added_after_shorter_microbatches(rows: int, microbatches: int,
 
 
 def test_microbatches_hold_the_rows_that_torch_would_give_them() -> None:
-    """And where torch makes fewer chunks than asked for, which its schedules refuse, we make as many."""
+    """If torch makes fewer chunks than requested, which its schedules reject, ours are complete."""
     for rows in range(1, 12):
         for microbatches in range(1, 7):
             ids = torch.arange(rows)[:, None]
@@ -68,7 +68,7 @@ def test_microbatches_hold_the_rows_that_torch_would_give_them() -> None:
             assert ours[len(theirs) :] == [[]] * (microbatches - len(theirs))
 
 
-def test_added_rows_have_no_label_no_media_token_and_a_sound_mask() -> None:
+def test_added_rows_have_no_label_no_media_token_and_a_valid_mask() -> None:
     mask = torch.ones(3, 6, 6, dtype=torch.bool).tril()[:, None]
     positions = torch.arange(6).expand(3, 3, 6)
     made = pipeline_inputs(batch_of(3, attention_mask=mask, position_ids=positions), 2, None, CONFIG)
@@ -90,11 +90,11 @@ def test_a_batch_that_comes_out_even_is_not_copied() -> None:
 
 def test_where_documents_begin_can_be_split_and_put_together_again() -> None:
     documents = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 2, 3, 0, 0, 0]])
-    whole = segments(documents)
+    whole = find_segments(documents)
     starts = segment_starts(whole.cumulative, 3, 6)
     assert varlen_arguments(starts)["cu_seq_lens_q"].tolist() == whole.cumulative.tolist()
     for rows in ([0, 1], [2]):
-        alone = segments(documents[rows])
+        alone = find_segments(documents[rows])
         found = varlen_arguments(starts[rows])
         assert found["cu_seq_lens_k"].tolist() == alone.cumulative.tolist()
         assert found["max_length_q"] == found["max_length_k"] == alone.longest
@@ -125,18 +125,18 @@ def test_no_microbatches_are_rejected(number: Any) -> None:
 
 
 def test_expanded_ids_get_memory_of_their_own() -> None:
-    """Stage 0 tells microbatches by it."""
+    """Stage 0 identifies microbatches by it."""
     batch = {"input_ids": torch.arange(6).expand(4, 6), "labels": torch.arange(6).expand(4, 6)}
     assert pipeline_inputs(batch, 2, None, CONFIG).ids.stride() == (6, 1)
 
 
 def test_rows_are_added_on_the_device_of_the_batch() -> None:
-    """Without a GPU: torch's fake tensors refuse to mix devices as real ones do."""
+    """Without a GPU: torch's fake tensors do not mix devices as real ones do."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(3, 6, dtype=torch.int64, device="cuda:0")
         mask = torch.zeros(3, 1, 6, 6, dtype=torch.bool, device="cuda:0")
         rows = even_rows(3, 2)
-        made = _filled(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, rows, CONFIG)
+        made = _add_rows(ids, ids, {"attention_mask": mask}, {"attention_mask": 0}, rows, CONFIG)
     for tensor in (*made[:2], made[2]["attention_mask"]):
         assert tensor.device.type == "cuda"
         assert len(tensor) == 4
@@ -211,7 +211,7 @@ def test_layers_that_take_visual_features_stay_on_stage_0() -> None:
 
 
 @pytest.mark.parametrize("layers", [[1], [2, 1], [0, 2], [1, 1, 0]])
-def test_layers_that_do_not_add_up_are_rejected(layers: list[int]) -> None:
+def test_layers_with_another_sum_are_rejected(layers: list[int]) -> None:
     with pytest.raises(ConfigError, match="expected 2 positive numbers with the sum 2"):
         split_vlm(tiny_model("qwen2_vl"), 2, layers)
 
@@ -223,7 +223,7 @@ def test_more_stages_than_layers_and_no_stages_are_rejected() -> None:
         split_vlm(tiny_model("qwen2_vl"), 0)
 
 
-def tied(name: str) -> Any:
+def tied_model(name: str) -> Any:
     model = copy.deepcopy(tiny_model(name))
     model.lm_head.weight = model.model.language_model.embed_tokens.weight
     model.config.tie_word_embeddings = True
@@ -232,7 +232,7 @@ def tied(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_a_tied_head_is_copied_on_request_and_the_model_says_the_same(name: str, parity: Any) -> None:
-    model = tied(name)
+    model = tied_model(name)
     embedding = model.model.language_model.embed_tokens.weight
     first, last = split_vlm(model, 2, untie=True)
     head = last.lm_head.weight
@@ -267,7 +267,7 @@ def test_a_head_that_is_not_tied_is_not_copied() -> None:
 
 def test_tied_embeddings_and_other_models_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"split_vlm\(…, untie=True\)"):
-        split_vlm(tied("qwen2_vl"), 2)
+        split_vlm(tied_model("qwen2_vl"), 2)
     with pytest.raises(ConfigError, match="cannot split a model of type 'gemma3'"):
         split_vlm(tiny_model("gemma3"), 2)
 
@@ -290,8 +290,10 @@ def test_two_stages_on_a_schedule_of_one_are_rejected() -> None:
             VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 1), number, ScheduleGPipe)
 
 
-def test_a_schedule_that_cannot_be_told_the_axes_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"ScheduleLoopedBFS cannot be told .*ScheduleInterleaved1F1B"):
+def test_a_schedule_without_kwargs_chunk_spec_is_rejected() -> None:
+    with pytest.raises(
+        ConfigError, match=r"ScheduleLoopedBFS takes no kwargs_chunk_spec.*ScheduleInterleaved1F1B"
+    ):
         VlmPipeline(split_vlm(tiny_model("qwen2_vl"), 2), 2, ScheduleLoopedBFS)
 
 
@@ -303,7 +305,7 @@ def group() -> Iterator[None]:
 
 
 def media_batch(rows: list[int]) -> dict[str, Any]:
-    """Rows with so many images of four patches each (one token), ready for as many microbatches as rows."""
+    """Rows with these numbers of images of four patches (one token), for as many microbatches as rows."""
     config = tiny_model("qwen2_vl").config
     seeded = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 90, (len(rows), 12), generator=seeded)
@@ -347,11 +349,11 @@ def gradients(part: torch.nn.Module) -> list[torch.Tensor]:
 def test_a_wrapped_stage_learns_from_its_media_what_it_learns_alone(
     wrapper: Any, schedule: type, group: None, parity: Any
 ) -> None:
-    batch, blank = media_batch([2, 0, 1]), media_batch([2, 0, 1])
-    for chunk in blank[VLM_PP_MEDIA_KEY]["pixel_values"]:
+    batch, zeros = media_batch([2, 0, 1]), media_batch([2, 0, 1])
+    for chunk in zeros[VLM_PP_MEDIA_KEY]["pixel_values"]:
         chunk.fill_(0.5)
     found = []
-    for wrap, given in ((lambda part: part, batch), (wrapper, batch), (wrapper, blank)):
+    for wrap, given in ((lambda part: part, batch), (wrapper, batch), (wrapper, zeros)):
         (part,) = split_vlm(copy.deepcopy(tiny_model("qwen2_vl")).train(), 1)
         pipeline = VlmPipeline([wrap(part)], 3, schedule)
         loss = pipeline.step(given)

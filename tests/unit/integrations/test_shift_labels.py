@@ -50,7 +50,7 @@ def dropping() -> Any:
     return model
 
 
-def untouched(name: str) -> Any:
+def fresh_model(name: str) -> Any:
     """A model as transformers builds it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ def twice(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_from_the_source_of_a_class_is_what_its_loss_does(name: str) -> None:
-    model = untouched(name)
+    model = fresh_model(name)
     found, expected, floor = losses(model)
     right = largest_difference(found, expected) <= FACTOR * floor
     assert honours_shift_labels(model) is honours_shift_labels(type(model)) is right
@@ -83,7 +83,7 @@ def test_what_is_read_from_the_source_of_a_class_is_what_its_loss_does(name: str
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_of_a_prepared_model_is_the_mean_over_its_labels(name: str, parity: Any) -> None:
-    model = untouched(name)
+    model = fresh_model(name)
     prepare(model)
     found, expected, floor = losses(model)
     parity.check(
@@ -115,7 +115,7 @@ def test_without_shift_labels_a_prepared_model_shifts_as_before(dropping: Any) -
         assert next(iter(dropping(**options, shift_labels=LABELS))) == "loss", "the first entry, as always"
 
 
-def test_a_loader_refuses_a_model_that_would_shift_twice(dropping: Any) -> None:
+def test_a_loader_rejects_a_model_that_would_shift_twice(dropping: Any) -> None:
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     rows = [{"conversation": turns}] * 2
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_a_loader_refuses_a_model_that_would_shift_twice(dropping: Any) -> None:
     assert len(list(loader)) == 1
 
 
-def test_a_loader_refuses_the_config_of_a_class_that_would_shift_twice(
+def test_a_loader_rejects_the_config_of_a_class_that_would_shift_twice(
     dropping: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("transformers.Dropping", Dropping, raising=False)

@@ -21,7 +21,7 @@ def logits_and_labels(rows: int, length: int, share: float, seed: int) -> tuple[
     return logits, labels
 
 
-def summed(logits: torch.Tensor, labels: torch.Tensor, order: int = 1) -> torch.Tensor:
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor, order: int = 1) -> torch.Tensor:
     """The cross entropy of every token, summed from the first to the last or the other way round."""
     tokens = range(labels.numel())[::order]
     return F.cross_entropy(logits.flatten(0, 1)[tokens], labels.flatten()[tokens], reduction="sum")
@@ -29,12 +29,12 @@ def summed(logits: torch.Tensor, labels: torch.Tensor, order: int = 1) -> torch.
 
 def check(parity: Any, what: str, found: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
     """Compare a summed loss with sums in two orders; the control has labels of other tokens."""
-    expected = summed(logits, labels)
+    expected = summed_loss(logits, labels)
     parity.check(
         what,
         largest_difference(found, expected),
-        noise_floor(expected, summed(logits, labels, -1)),
-        largest_difference(summed(logits, labels.flip(-1)), expected),
+        noise_floor(expected, summed_loss(logits, labels, -1)),
+        largest_difference(summed_loss(logits, labels.flip(-1)), expected),
     )
 
 
@@ -46,7 +46,11 @@ def test_loss_and_gradient_are_those_of_cross_entropy(
     logits, labels = logits_and_labels(3, 31, share, seed=1)
     wanted, other, wrong = (
         torch.autograd.grad(loss / 40, logits)[0]
-        for loss in (summed(logits, labels), summed(logits, labels, -1), summed(logits, labels.flip(-1)))
+        for loss in (
+            summed_loss(logits, labels),
+            summed_loss(logits, labels, -1),
+            summed_loss(logits, labels.flip(-1)),
+        )
     )
     found = token_loss(logits, labels, 40)
     (gradient,) = torch.autograd.grad(found, logits)
@@ -93,7 +97,7 @@ def test_what_hidden_rows_hold_never_matters(parity: Any) -> None:
     assert bool(spoiled.grad.isfinite().all())
 
 
-def test_parts_add_up_to_one_big_batch(parity: Any) -> None:
+def test_the_sum_over_parts_is_the_loss_of_one_big_batch(parity: Any) -> None:
     logits, labels = logits_and_labels(4, 25, 0.4, seed=5)
     tokens = int((labels != -100).sum())
     rows = [token_loss(logits[row : row + 1], labels[row : row + 1], tokens) for row in range(4)]
@@ -106,7 +110,7 @@ def test_labels_of_another_length_are_rejected() -> None:
         token_loss(logits, labels[:, 1:], 8)
 
 
-def test_groups_hold_the_micro_batches_of_a_step() -> None:
+def test_groups_hold_the_batches_of_a_step() -> None:
     assert list(grouped(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(grouped([], 3)) == []
     with pytest.raises(ConfigError, match="gradient_accumulation_steps=0"):

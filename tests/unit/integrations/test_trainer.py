@@ -1,4 +1,4 @@
-"""The Trainer of transformers in front of a loader: what it trains, saves, resumes and refuses."""
+"""The Trainer of transformers with a loader: what it trains, saves, resumes and rejects."""
 
 import copy
 import json
@@ -201,7 +201,7 @@ def test_checkpoints_hold_the_loaders_state(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_loaders_state_is_rejected(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1).train()
     (tmp_path / "checkpoint-1" / LOADER_STATE).unlink()
-    with pytest.raises(ConfigError, match=f"holds no {LOADER_STATE}"):
+    with pytest.raises(ConfigError, match=f"has no {LOADER_STATE}"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match="no checkpoint in"):
         trainer(tmp_path / "empty").train(resume_from_checkpoint=True)
@@ -290,7 +290,7 @@ def test_a_loss_function_that_would_be_ignored_is_rejected(tmp_path: Path) -> No
 
     model = copy.deepcopy(tiny_model("qwen2_vl"))
     args = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match="compute_loss_func is given"):
+    with pytest.raises(ConfigError, match="compute_loss_func is set"):
         PackedTrainer(model, args, loader=make_loader(model), compute_loss_func=lambda *_: None)
 
 

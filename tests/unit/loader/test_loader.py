@@ -483,7 +483,7 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
     from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
     from packhorse.families import family_of
     from packhorse.pp_media import VLM_PP_MEDIA_KEY
-    from packhorse.pp_media.documented import by_own_names
+    from packhorse.pp_media.documented import without_added_grid
 
     rows = [row for row in mixed_rows(24) if family != "gemma3" or "video" not in str(row)]
     settings = {"family": family, "mode": mode, "batch_size": 5, "pack_size": 900, "max_bad_share": None}
@@ -491,7 +491,7 @@ def test_media_can_be_cut_for_a_pipeline(mode, family):
     said = [re.search(r"so (\d+) ", str(row)).group(1) for row in rows]
     layout, compared = family_of(processor(family)).layout, Counter()
     for batch in load(rows, **settings, pipeline_microbatches=2):
-        chunks = by_own_names(batch.pop(VLM_PP_MEDIA_KEY, {}))
+        chunks = without_added_grid(batch.pop(VLM_PP_MEDIA_KEY, {}))
         assert not any(key in layout or key.startswith(("_media", "n_")) for key in batch)
         texts = [processor(family).tokenizer.decode(ids) for ids in batch["input_ids"]]
         held = [[said.index(number) for number in dict.fromkeys(re.findall(r"so (\d+) ", t))] for t in texts]

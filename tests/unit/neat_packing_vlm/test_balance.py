@@ -98,7 +98,7 @@ def test_the_straggler_ratio_is_the_longest_rank_over_the_mean():
     assert straggler_ratio([], np.zeros((0, 4), int)) == 1.0
 
 
-def test_steps_ranks_and_companions_are_drawn_anew_for_each_epoch_and_the_same_for_the_same():
+def test_each_epoch_has_its_own_random_order_and_the_same_epoch_the_same():
     costs = spread_costs(6400)
     one, same, other = (order_packs(costs, 8, seed=3, epoch=epoch) for epoch in (0, 0, 1))
     assert np.array_equal(one.steps, same.steps)
@@ -128,7 +128,7 @@ def test_fewer_packs_than_ranks_are_all_rest():
     assert len(order_packs([], 8).rest) == 0
 
 
-def test_each_stretch_of_the_epoch_has_its_share_of_every_stratum():
+def test_each_part_of_the_epoch_has_its_share_of_every_dataset():
     costs = spread_costs(8000)
     dataset_ids = np.repeat([0, 1, 2], [4000, 3000, 1000])
     order = order_packs(costs, 1, dataset_ids=dataset_ids, seed=5)
@@ -136,7 +136,7 @@ def test_each_stretch_of_the_epoch_has_its_share_of_every_stratum():
     assert abs(share - 1 / 8).max() < 0.02  # at random it would be off by 0.05 somewhere
 
 
-def test_the_main_stratum_of_a_pack_is_where_most_of_its_tokens_are_from():
+def test_the_main_dataset_of_a_pack_has_most_of_its_tokens():
     plan = plan_packs([5, 3, 4], 8)
     assert main_dataset([7, 9, 9], [5, 3, 4], plan.pack_of(), len(plan)).tolist() == [7, 9]
 

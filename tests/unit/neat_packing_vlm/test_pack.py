@@ -1,4 +1,4 @@
-"""Samples joined into a pack: documents are told apart, nothing hidden comes to light, no pixel is copied."""
+"""Samples joined into a pack: documents are separate, hidden tokens stay hidden, no pixel is copied."""
 
 import pickle
 from dataclasses import FrozenInstanceError
@@ -145,7 +145,7 @@ def test_arrays_are_media_and_notes_are_not() -> None:
 @pytest.mark.parametrize(
     ("samples", "size", "words"),
     [
-        ([], 8, "without samples"),
+        ([], 8, "has no samples"),
         ([sample(1, 2, 3)], 2, "in a pack of 2"),
         ([sample(1, 2, mystery=torch.ones(1, 3))], 8, r"'mystery' \(a tensor\), which no family declares"),
         ([sample(1, 2, mystery=[torch.ones(3)])], 8, r"'mystery' \(a list\), which no family declares"),
@@ -259,7 +259,7 @@ def test_token_types_come_from_the_models_config_where_the_sample_has_none() -> 
     assert positions[0].tolist() == [0, 1, 2, 0]
 
 
-def test_token_types_that_nobody_tells_are_an_error() -> None:
+def test_unknown_token_types_are_an_error() -> None:
     def get_rope_index(input_ids, mm_token_type_ids, image_grid_thw=None):
         raise AssertionError("not called")
 

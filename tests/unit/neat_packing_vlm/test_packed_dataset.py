@@ -34,7 +34,7 @@ class Encoded(Dataset):
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
-def packed(lengths, bins, size, bad=(), **options):
+def make_packs(lengths, bins, size, bad=(), **options):
     options.setdefault("ledger", Ledger())
     return PackedDatasetWrapper(Encoded(lengths, bad), bins, size, **options)
 
@@ -43,7 +43,7 @@ def members(pack):
     return sorted(set((pack["input_ids"] // 1000).tolist()))
 
 
-def recorded(dataset):
+def ledger_entries(dataset):
     return {(drop.key, drop.reason) for drop in dataset.ledger}
 
 
@@ -96,13 +96,13 @@ def test_a_pack_holds_its_pixels_as_one_tensor() -> None:
     assert batch["pixel_values"][::4, 0].tolist() == [0.0, 2.0, 1.0]
 
 
-def test_a_pack_is_asked_for_by_the_documented_name() -> None:
-    dataset = packed([3, 4], [[0], [1]], 10)
+def test_a_pack_is_accessed_by_the_documented_argument_name() -> None:
+    dataset = make_packs([3, 4], [[0], [1]], 10)
     assert members(dataset.__getitem__(pack_idx=1)) == [1]
 
 
 def test_a_pack_holds_its_samples_shifted() -> None:
-    dataset = packed([3, 4], [[0, 1]], 10)
+    dataset = make_packs([3, 4], [[0, 1]], 10)
     assert len(dataset) == 1
     pack = dataset[0]
     assert pack["input_ids"].tolist() == [0, 1, 1000, 1001, 1002]
@@ -112,9 +112,9 @@ def test_a_pack_holds_its_samples_shifted() -> None:
 
 
 def test_a_sample_that_fails_is_taken_out_and_the_pack_goes_on() -> None:
-    dataset = packed([3, 3, 3], [[0, 1, 2]], 10, bad=[1])
+    dataset = make_packs([3, 3, 3], [[0, 1, 2]], 10, bad=[1])
     assert members(dataset[0]) == [0, 2]
-    assert recorded(dataset) == {("set/1", "broken_media")}
+    assert ledger_entries(dataset) == {("set/1", "broken_media")}
 
 
 def test_a_program_error_in_a_sample_stops_the_run() -> None:
@@ -126,28 +126,28 @@ def test_a_program_error_in_a_sample_stops_the_run() -> None:
         PackedDatasetWrapper(Faulty([3]), [[0]], 10, ledger=Ledger())[0]
 
 
-def test_one_bad_sample_is_raised_where_that_is_asked_for() -> None:
+def test_one_bad_sample_is_raised_if_requested() -> None:
     with pytest.raises(BadSample, match="torn"):
-        packed([3, 3], [[0, 1]], 10, bad=[1], on_bad="raise")[0]
+        make_packs([3, 3], [[0, 1]], 10, bad=[1], on_bad="raise")[0]
 
 
 def test_a_pack_without_a_usable_sample_is_skipped_replaced_or_raised() -> None:
     bins = [[0], [1]]
-    assert packed([3, 3], bins, 10, bad=[0], on_bad="skip")[0] is None
-    assert members(packed([3, 3], bins, 10, bad=[0], on_bad="replace")[0]) == [1]
+    assert make_packs([3, 3], bins, 10, bad=[0], on_bad="skip")[0] is None
+    assert members(make_packs([3, 3], bins, 10, bad=[0], on_bad="replace")[0]) == [1]
     with pytest.raises(RuntimeError, match="none of its 1 samples"):
-        packed([3, 3], bins, 10, bad=[0, 1], on_bad="replace")[0]
+        make_packs([3, 3], bins, 10, bad=[0, 1], on_bad="replace")[0]
     with pytest.raises(BadSample):
-        packed([3, 3], bins, 10, bad=[0], on_bad="raise")[0]
-    dataset = packed([3, 3], bins, 10, bad=[0], on_bad="skip")
+        make_packs([3, 3], bins, 10, bad=[0], on_bad="raise")[0]
+    dataset = make_packs([3, 3], bins, 10, bad=[0], on_bad="skip")
     with pytest.raises(EmptyPack, match="pack/0"):
         dataset.load(0)
     assert dataset[0] is None
-    assert recorded(dataset) == {("set/0", "broken_media")}
+    assert ledger_entries(dataset) == {("set/0", "broken_media")}
 
 
 def test_the_samples_of_a_replaced_pack_are_recorded_with_what_came_instead() -> None:
-    dataset = packed([3, 90, 3, 3], [[0, 1], [2, 3]], 10, bad=[0], on_bad="replace")
+    dataset = make_packs([3, 90, 3, 3], [[0, 1], [2, 3]], 10, bad=[0], on_bad="replace")
     delivered = [members(pack) for pack in dataset]
     assert delivered == [[2, 3], [2, 3]]
     entries = {drop.key: drop for drop in dataset.ledger}
@@ -170,29 +170,29 @@ def test_samples_that_are_not_encoded_stop_the_run_with_the_wrapper_that_is_miss
 
 
 def test_a_skipped_pack_is_taken_out_of_the_batch() -> None:
-    dataset = packed([3, 3], [[0], [1]], 10, bad=[0], on_bad="skip")
+    dataset = make_packs([3, 3], [[0], [1]], 10, bad=[0], on_bad="skip")
     loader = DataLoader(dataset, batch_size=2, collate_fn=dataset.robust_collate(neat_packed_vlm_collater))
     (batch,) = loader
     assert batch["input_ids"].tolist() == [[1000, 1001]]
 
 
 def test_overflow_is_dropped_and_named_where_lengths_cannot_be_had() -> None:
-    dataset = packed([6, 6, 6], [[0, 1, 2]], 10)
+    dataset = make_packs([6, 6, 6], [[0, 1, 2]], 10)
     assert members(dataset[0]) == [0, 1]
-    assert recorded(dataset) == {("set/2", "pack_full")}
+    assert ledger_entries(dataset) == {("set/2", "pack_full")}
 
 
-def test_overflow_is_carried_over_to_a_neighbour_with_room() -> None:
-    dataset = packed([6, 6, 6, 3], [[0, 1, 2], [3]], 10, on_overflow="carry")
+def test_overflow_is_carried_over_to_a_neighbour_with_free_space() -> None:
+    dataset = make_packs([6, 6, 6, 3], [[0, 1, 2], [3]], 10, on_overflow="carry")
     assert members(dataset[0]) == [0, 1]
     assert members(dataset[1]) == [2, 3]
-    assert not recorded(dataset)
+    assert not ledger_entries(dataset)
 
 
 def test_overflow_that_fits_nowhere_is_named_once() -> None:
-    dataset = packed([6, 6, 6, 8], [[0, 1, 2], [3]], 10, on_overflow="carry")
+    dataset = make_packs([6, 6, 6, 8], [[0, 1, 2], [3]], 10, on_overflow="carry")
     assert [members(dataset[pack]) for pack in (1, 0, 1)] == [[3], [0, 1], [3]]
-    assert recorded(dataset) == {("set/2", "pack_full")}
+    assert ledger_entries(dataset) == {("set/2", "pack_full")}
     assert len(dataset.ledger) == 1
 
 
@@ -200,47 +200,47 @@ def test_who_goes_where_does_not_depend_on_the_order_of_asking_or_on_workers() -
     torch.manual_seed(0)
     lengths = torch.randint(2, 30, (200,)).tolist()
     bins = [list(range(first, first + 5)) for first in range(0, 200, 5)]
-    one, other = (packed(lengths, bins, 70, on_overflow="carry") for _ in range(2))
+    one, other = (make_packs(lengths, bins, 70, on_overflow="carry") for _ in range(2))
     forwards = {pack: members(one[pack]) for pack in range(len(bins))}
     backwards = {pack: members(other[pack]) for pack in reversed(range(len(bins)))}
     assert forwards == backwards
-    third = packed(lengths, bins, 70, on_overflow="carry")
+    third = make_packs(lengths, bins, 70, on_overflow="carry")
     loader = DataLoader(third, batch_size=None, num_workers=2)
     assert {pack: members(found) for pack, found in enumerate(loader)} == forwards
     delivered = [index for found in forwards.values() for index in found]
     dropped = {int(drop.key.split("/")[1]) for drop in one.ledger}
     assert sorted([*delivered, *dropped]) == list(range(200))
-    assert set(recorded(one)) == set(recorded(other)) == set(recorded(third))
+    assert set(ledger_entries(one)) == set(ledger_entries(other)) == set(ledger_entries(third))
 
 
 def test_every_pack_stays_within_its_size_and_alignment() -> None:
-    dataset = packed([4, 6, 3], [[0, 1, 2]], 16, sequence_alignment=4)
+    dataset = make_packs([4, 6, 3], [[0, 1, 2]], 16, sequence_alignment=4)
     pack = dataset[0]
     assert pack["seq_lens"] == [3, 5, 2]
     assert pack["seq_lens_padded"] == [4, 8, 4]
     assert len(pack["input_ids"]) == 16
-    assert members(packed([4, 6, 3], [[0, 1, 2]], 12, sequence_alignment=4)[0]) == [0, 1]
+    assert members(make_packs([4, 6, 3], [[0, 1, 2]], 12, sequence_alignment=4)[0]) == [0, 1]
 
 
 def test_positions_in_three_rows_work_with_alignment() -> None:
     def get_rope_index(input_ids, attention_mask=None):
         return torch.arange(input_ids.shape[1]).expand(3, 1, -1) * 2, None
 
-    dataset = packed([4, 3], [[0, 1]], 16, get_rope_index=get_rope_index, sequence_alignment=4)
+    dataset = make_packs([4, 3], [[0, 1]], 16, get_rope_index=get_rope_index, sequence_alignment=4)
     assert dataset.has_mrope
     assert dataset[0]["position_ids"].tolist() == [[0, 2, 4, 0, 0, 2, 0, 0]] * 3
 
 
 def test_a_sample_of_one_token_is_named() -> None:
-    dataset = packed([1, 4], [[0, 1]], 16)
+    dataset = make_packs([1, 4], [[0, 1]], 16)
     assert members(dataset[0]) == [1]
-    assert recorded(dataset) == {("set/0", "empty_sample")}
+    assert ledger_entries(dataset) == {("set/0", "empty_sample")}
 
 
 @pytest.mark.parametrize("wrong", [{"on_overflow": "hide"}, {"sequence_alignment": 0}])
 def test_settings_out_of_range_are_rejected(wrong) -> None:
     with pytest.raises(ConfigError):
-        packed([3], [[0]], 10, **wrong)
+        make_packs([3], [[0]], 10, **wrong)
 
 
 # --- in one call --------------------------------------------------------------------------------------------
@@ -260,25 +260,25 @@ def test_every_sample_is_in_one_pack() -> None:
     assert not len(dataset.ledger)
 
 
-def test_encoded_samples_tell_their_lengths_themselves() -> None:
+def test_lengths_of_encoded_samples_are_measured() -> None:
     dataset = neat_pack_dataset_vlm(Encoded([30, 70]), 100, ledger=Ledger())
     assert members(dataset[0]) == [0, 1]
 
 
-def test_samples_too_long_for_a_pack_are_dropped_only_if_asked_for() -> None:
+def test_samples_too_long_for_a_pack_are_dropped_only_if_requested() -> None:
     lengths = [30, 200]
     kept = neat_pack_dataset_vlm(Encoded(lengths), 100, ds_raw=rows(*lengths), on_bad="skip", ledger=Ledger())
     assert len(kept) == 2
     assert sorted(str(kept[pack] is None) for pack in range(2)) == ["False", "True"]
-    assert recorded(kept) == {("set/1", "too_long")}
+    assert ledger_entries(kept) == {("set/1", "too_long")}
     dropping = neat_pack_dataset_vlm(
         Encoded(lengths), 100, ds_raw=rows(*lengths), drop_long_samples=True, ledger=Ledger()
     )
     assert len(dropping) == 1
-    assert recorded(dropping) == {("set/1", "too_long")}
+    assert ledger_entries(dropping) == {("set/1", "too_long")}
 
 
-def test_the_ratio_leaves_room_and_the_size_stays_the_limit() -> None:
+def test_the_ratio_leaves_a_margin_and_the_size_stays_the_limit() -> None:
     lengths = [51, 41, 95]
     dataset = neat_pack_dataset_vlm(
         Encoded(lengths), 100, ds_raw=rows(*lengths), packing_ratio=0.9, ledger=Ledger()
@@ -292,7 +292,7 @@ def test_packs_beyond_the_cap_are_named() -> None:
         Encoded(lengths), 100, max_packs=2, ds_raw=rows(*lengths), ledger=Ledger()
     )
     assert len(dataset) == 2
-    assert len(recorded(dataset)) == 1
+    assert len(ledger_entries(dataset)) == 1
 
 
 def test_neighbouring_packs_carry_similar_media() -> None:
@@ -307,7 +307,7 @@ def test_neighbouring_packs_carry_similar_media() -> None:
     assert [members(plain[pack])[0] for pack in range(6)] != [2, 0, 4, 5, 3, 1]
 
 
-def counted(*lengths):
+def make_counts(*lengths):
     zeros = np.zeros(len(lengths), np.int64)
     ones = np.ones(len(lengths), bool)
     status = np.array(["ok"] * len(lengths), object)
@@ -316,7 +316,7 @@ def counted(*lengths):
 
 def test_exact_counts_are_believed_and_nothing_is_counted_again() -> None:
     lengths = [31, 71, 11]
-    dataset = neat_pack_dataset_vlm(Encoded(lengths), 100, counts=counted(*lengths), ledger=Ledger())
+    dataset = neat_pack_dataset_vlm(Encoded(lengths), 100, counts=make_counts(*lengths), ledger=Ledger())
     assert dataset.exact
     assert sorted(members(dataset[pack]) for pack in range(len(dataset))) == [[0, 1], [2]]
 

@@ -34,13 +34,13 @@ def counted(tmp_path: Path, cache: Path) -> dict[str, Any]:
     return meta
 
 
-def encoded(rows: Any) -> PreTokenizedDatasetWrapper:
+def wrap(rows: Any) -> PreTokenizedDatasetWrapper:
     return PreTokenizedDatasetWrapper(rows, processor("qwen2_vl"), inject_fake_images=False, ledger=Ledger())
 
 
 @pytest.mark.parametrize("load", [open_meta_dataset, make_meta_dataset])
 def test_packs_are_planned_with_the_counts_of_the_files(counted: dict[str, Any], load: Any) -> None:
-    samples = encoded(load(counted))
+    samples = wrap(load(counted))
     expected = [len(sample["input_ids"]) for sample in samples]
     found = sample_lengths(samples)
     assert found.all_exact
@@ -59,7 +59,7 @@ def test_a_list_without_its_broken_rows_finds_the_counts_of_the_others(
     count_meta(counted, processor("qwen2_vl"))
     rows = make_meta_dataset(counted, on_bad="skip")
     assert len(rows) == sum(map(len, WORDS.values()))
-    samples = encoded(rows)
+    samples = wrap(rows)
     found = sample_lengths(samples)
     assert found.all_exact
     assert found.tokens.tolist() == [len(sample["input_ids"]) for sample in samples]
@@ -68,9 +68,9 @@ def test_a_list_without_its_broken_rows_finds_the_counts_of_the_others(
 def test_a_list_that_was_changed_is_estimated(counted: dict[str, Any]) -> None:
     rows = make_meta_dataset(counted)
     rows.reverse()
-    assert not sample_lengths(encoded(rows)).all_exact
+    assert not sample_lengths(wrap(rows)).all_exact
     rows.pop()
-    assert not sample_lengths(encoded(rows)).all_exact
+    assert not sample_lengths(wrap(rows)).all_exact
 
 
 def test_the_rows_and_the_path_of_a_processor_will_do(tmp_path: Path, counted: dict[str, Any]) -> None:

@@ -32,14 +32,14 @@ class Encoded(Dataset):
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
-def counted(*lengths):
+def make_counts(*lengths):
     zeros = np.zeros(len(lengths), np.int64)
     ones = np.ones(len(lengths), bool)
     status = np.array(["ok"] * len(lengths), object)
     return CountColumns(np.array(lengths), *[zeros] * 8, status, ones, ones, zeros)
 
 
-def tokenized(rows, max_length=None, truncate=False, hook=None):
+def wrap(rows, max_length=None, truncate=False, hook=None):
     """A wrapper without its processor, which lengths do not need."""
     made = object.__new__(PreTokenizedDatasetWrapper)
     made.dataset, made.processor, made.inject_fake_images = rows, None, False
@@ -71,21 +71,21 @@ def test_the_rows_of_a_subset_are_its_own():
 
 
 def test_a_sample_that_will_be_truncated_counts_as_what_is_left():
-    rows, counts = Encoded([600, 20]), counted(600, 20)
-    cut = sample_lengths(tokenized(rows, 128, truncate=True), counts=counts)
+    rows, counts = Encoded([600, 20]), make_counts(600, 20)
+    cut = sample_lengths(wrap(rows, 128, truncate=True), counts=counts)
     assert (cut.tokens.tolist(), cut.all_exact) == ([128, 20], False)
-    whole = sample_lengths(tokenized(rows, 1000, truncate=True), counts=counts)
+    whole = sample_lengths(wrap(rows, 1000, truncate=True), counts=counts)
     assert (whole.tokens.tolist(), whole.all_exact) == ([600, 20], True)
-    assert sample_lengths(tokenized(rows, 128), counts=counts).tokens.tolist() == [600, 20]
+    assert sample_lengths(wrap(rows, 128), counts=counts).tokens.tolist() == [600, 20]
 
 
 def test_counts_are_not_exact_where_a_hook_may_change_tokens():
-    rows, counts = Encoded([60, 20]), counted(60, 20)
-    assert sample_lengths(tokenized(rows), counts=counts).all_exact
-    assert not sample_lengths(tokenized(rows, hook=lambda result, processor: result), counts=counts).all_exact
+    rows, counts = Encoded([60, 20]), make_counts(60, 20)
+    assert sample_lengths(wrap(rows), counts=counts).all_exact
+    assert not sample_lengths(wrap(rows, hook=lambda result, processor: result), counts=counts).all_exact
 
 
-def test_empty_samples_are_not_kept_beside_limits():
+def test_empty_samples_are_not_kept_with_limits():
     with pytest.raises(ConfigError, match="empty='keep' with limits"):
         plan_packs([0, 0, 0, 5], 8, limits={"documents": (np.ones(4, int), 2)}, empty="keep")
 

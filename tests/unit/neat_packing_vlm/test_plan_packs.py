@@ -95,7 +95,7 @@ def test_a_million_tokens_of_capacity_and_few_lengths_need_no_large_table():
     assert len(plan_packs(lengths, 2**31 - 1)) == 1
 
 
-def test_alignment_takes_room_but_is_not_counted_as_tokens():
+def test_alignment_uses_capacity_but_is_not_counted_as_tokens():
     plan = plan_packs([5, 5, 5, 9], 16, alignment=8)
     assert sorted(map(sorted, plan.bins())) == [[0, 1], [2], [3]]
     assert sorted(plan.tokens.tolist()) == [5, 9, 10]
@@ -104,7 +104,7 @@ def test_alignment_takes_room_but_is_not_counted_as_tokens():
     assert plan_packs([3], 6, alignment=8).dropped_by_reason()["too_long"].tolist() == [0]
 
 
-def test_another_epoch_deals_samples_of_one_length_anew():
+def test_another_epoch_reassigns_samples_of_one_length():
     lengths = mixed_lengths(5000)
     first, again, other = (plan_packs(lengths, 8192, seed=3, epoch=epoch) for epoch in (0, 0, 1))
     assert np.array_equal(first.indices, again.indices)
@@ -139,7 +139,7 @@ def test_dataset_ids_are_spread_evenly_over_the_packs_of_one_kind():
     assert sorted(plan.indices.tolist()) == list(range(4000))
 
 
-def test_dealing_in_runs_and_by_a_sort_give_the_same_packs(monkeypatch):
+def test_assigning_in_runs_and_by_a_sort_give_the_same_packs(monkeypatch):
     lengths = np.concatenate([mixed_lengths(30_000), np.full(3000, 1), np.full(50, 8192), np.full(70, 5000)])
     histogram = Histogram.of(lengths, 8192)
     fill = best_fit(histogram, 8192)

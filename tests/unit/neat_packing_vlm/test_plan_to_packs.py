@@ -27,7 +27,7 @@ def row(number: int) -> str:
         {"role": "user", "content": ("<image>" if number % 3 == 1 else "") + f"Question {number}?"},
         {"role": "assistant", "content": "word " * words + "end."},
     ]
-    media = {"images": ["none.png" if number == MISSING else "mule.png"]} if number % 3 == 1 else {}
+    media = {"images": ["none.png" if number == MISSING else "image.png"]} if number % 3 == 1 else {}
     line = json.dumps({"messages": turns, **media})
     return line[:40] if number == TORN else line
 
@@ -35,7 +35,7 @@ def row(number: int) -> str:
 @pytest.fixture
 def meta(tmp_path: Path, cache: Path) -> dict[str, Any]:
     """Texts and images, counted for Qwen2-VL."""
-    Image.new("RGB", (112, 84), "tan").save(tmp_path / "mule.png")
+    Image.new("RGB", (112, 84), "tan").save(tmp_path / "image.png")
     path = tmp_path / "mix.jsonl"
     path.write_text("\n".join(map(row, range(ROWS))) + "\n")
     made = {"mix": {"file_name": str(path), "media_dir": str(tmp_path)}}
@@ -43,20 +43,20 @@ def meta(tmp_path: Path, cache: Path) -> dict[str, Any]:
     return made
 
 
-def encoded(meta: dict[str, Any], **options: Any) -> PreTokenizedDatasetWrapper:
+def wrap(meta: dict[str, Any], **options: Any) -> PreTokenizedDatasetWrapper:
     return PreTokenizedDatasetWrapper(open_meta_dataset(meta), processor("qwen2_vl"), **options)
 
 
-def packed(samples: Any, size: int = SIZE, **options: Any) -> Any:
+def pack_samples(samples: Any, size: int = SIZE, **options: Any) -> Any:
     return neat_pack_dataset_vlm(samples, size, get_rope_index=None, **options)
 
 
-def lost(packs: Any) -> dict[str, str]:
+def dropped_keys(packs: Any) -> dict[str, str]:
     return {drop.key: drop.reason for drop in packs.ledger if drop.action in ("dropped", "replaced")}
 
 
 def test_lengths_to_plan_with_are_those_of_the_samples_after_the_shift(meta: dict[str, Any]) -> None:
-    samples = encoded(meta)
+    samples = wrap(meta)
     lengths = pack_lengths(samples)
     assert [lengths[MISSING], lengths[TORN]] == [0, 0]
     for index in (0, 1, 2, 5, LONG):
@@ -65,16 +65,16 @@ def test_lengths_to_plan_with_are_those_of_the_samples_after_the_shift(meta: dic
     counts = counts_of(samples.dataset, samples.processor)
     assert counts is not None
     assert (pack_lengths(samples, counts) == lengths).all()
-    assert (pack_lengths(encoded(meta, inject_fake_images=False)) == np.maximum(counts.total - 1, 0)).all()
+    assert (pack_lengths(wrap(meta, inject_fake_images=False)) == np.maximum(counts.total - 1, 0)).all()
 
 
 def test_bad_and_too_long_rows_are_recorded_when_packs_are_planned(
     meta: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        packs = packed(encoded(meta))
+        packs = pack_samples(wrap(meta))
     expected = {"mix/7": "missing_media", "mix/20": "malformed_row", "mix/33": "too_long"}
-    assert lost(packs) == expected
+    assert dropped_keys(packs) == expected
     details = {drop.key: drop.detail for drop in packs.ledger}
     assert "none.png" in details["mix/7"]
     assert "mix.jsonl:21 (byte " in details["mix/20"]
@@ -85,97 +85,97 @@ def test_bad_and_too_long_rows_are_recorded_when_packs_are_planned(
     assert sorted(planned.indices.tolist()) == sorted(set(range(ROWS)) - {MISSING, TORN, LONG})
     documents = [length for pack in packs for length in pack["seq_lens"]]
     assert len(documents) == 57
-    assert lost(packs) == expected
+    assert dropped_keys(packs) == expected
 
 
-def test_what_is_known_to_be_too_long_is_dropped_whatever_is_asked_for(meta: dict[str, Any]) -> None:
+def test_samples_known_to_be_too_long_are_always_dropped(meta: dict[str, Any]) -> None:
     for drop in (False, True):
-        packs = packed(encoded(meta, ledger=Ledger()), drop_long_samples=drop)
-        assert lost(packs)["mix/33"] == "too_long"
+        packs = pack_samples(wrap(meta, ledger=Ledger()), drop_long_samples=drop)
+        assert dropped_keys(packs)["mix/33"] == "too_long"
         assert LONG not in packs.plan.indices
 
 
 def test_a_text_that_only_its_fake_image_makes_too_long_is_recorded_too(meta: dict[str, Any]) -> None:
-    samples = encoded(meta, ledger=Ledger())
+    samples = wrap(meta, ledger=Ledger())
     exact = len(samples.load(LONG)["input_ids"]) - 1
-    packs = packed(samples, exact - 1)
-    assert lost(packs)["mix/33"] == "too_long"
-    fits = packed(encoded(meta, ledger=Ledger()), exact)
-    assert "mix/33" not in lost(fits)
+    packs = pack_samples(samples, exact - 1)
+    assert dropped_keys(packs)["mix/33"] == "too_long"
+    fits = pack_samples(wrap(meta, ledger=Ledger()), exact)
+    assert "mix/33" not in dropped_keys(fits)
     assert LONG in fits.plan.indices
     assert max(length for pack in fits for length in pack["seq_lens"]) == exact
 
 
-def test_what_the_dataset_refuses_as_too_long_is_recorded_when_packs_are_planned(
+def test_samples_over_max_length_are_recorded_when_packs_are_planned(
     meta: dict[str, Any],
 ) -> None:
-    packs = packed(encoded(meta, max_length=300, ledger=Ledger()), 4096)
+    packs = pack_samples(wrap(meta, max_length=300, ledger=Ledger()), 4096)
     detail = {drop.key: drop.detail for drop in packs.ledger}["mix/33"]
     assert "tokens are more than max_length=300" in detail
-    cut = packed(encoded(meta, max_length=300, truncate=True, ledger=Ledger()), 4096)
-    assert "mix/33" not in lost(cut)
+    cut = pack_samples(wrap(meta, max_length=300, truncate=True, ledger=Ledger()), 4096)
+    assert "mix/33" not in dropped_keys(cut)
     assert LONG in cut.plan.indices
 
 
-def test_a_bad_row_stops_the_run_where_that_is_asked_for(meta: dict[str, Any]) -> None:
+def test_a_bad_row_raises_with_on_bad_raise(meta: dict[str, Any]) -> None:
     with pytest.raises(BadSample, match=r"mix/7: .*none\.png"):
-        packed(encoded(meta, on_bad="raise"))
+        pack_samples(wrap(meta, on_bad="raise"))
 
 
 @pytest.mark.parametrize("from_file", [True, False])
 def test_a_plan_is_trained_as_it_was_saved(meta: dict[str, Any], tmp_path: Path, from_file: bool) -> None:
-    samples = encoded(meta)
+    samples = wrap(meta)
     lengths = pack_lengths(samples)
     plan = plan_packs(lengths, SIZE, seed=3)
     path = tmp_path / "mix.phplan"
     plan.save(path, plan_key(lengths, SIZE, seed=3))
-    packs = packed(samples, plan=path if from_file else plan)
+    packs = pack_samples(samples, plan=path if from_file else plan)
     assert packs.plan.bins() == plan.bins()
-    assert lost(packs) == {"mix/7": "missing_media", "mix/20": "malformed_row", "mix/33": "too_long"}
+    assert dropped_keys(packs) == {"mix/7": "missing_media", "mix/20": "malformed_row", "mix/33": "too_long"}
     documents = sum(len(pack["seq_lens"]) for pack in packs)
     assert documents + packs.ledger.lost() == ROWS
     for pack in range(len(packs)):
-        assert sorted(packs.dealt(pack)[0]) == sorted(plan[pack].tolist())
+        assert sorted(packs.pack_samples(pack)[0]) == sorted(plan[pack].tolist())
     again = tmp_path / "again.phplan"
     packs.plan.save(again)
     assert PackPlan.load(again).bins() == plan.bins()
-    other = packed(encoded(meta, ledger=Ledger()), plan=again)
-    assert lost(other) == lost(packs)
+    other = pack_samples(wrap(meta, ledger=Ledger()), plan=again)
+    assert dropped_keys(other) == dropped_keys(packs)
 
 
 def test_bad_rows_are_taken_out_of_a_plan_that_has_them(meta: dict[str, Any]) -> None:
-    samples = encoded(meta, inject_fake_images=False)
+    samples = wrap(meta, inject_fake_images=False)
     lengths = pack_lengths(samples)
     careless = np.where(lengths == 0, 5, np.minimum(lengths, SIZE))
-    packs = packed(samples, plan=plan_packs(careless, SIZE))
-    assert lost(packs) == {"mix/7": "missing_media", "mix/20": "malformed_row", "mix/33": "too_long"}
+    packs = pack_samples(samples, plan=plan_packs(careless, SIZE))
+    assert dropped_keys(packs) == {"mix/7": "missing_media", "mix/20": "malformed_row", "mix/33": "too_long"}
     assert sum(len(pack["seq_lens"]) for pack in packs) == ROWS - 3
     assert packs.plan.samples == ROWS
     assert (packs.plan.sums(lengths) == packs.plan.tokens).all()
 
 
 def test_a_plan_of_other_samples_lengths_or_packs_is_rejected(meta: dict[str, Any]) -> None:
-    samples = encoded(meta)
+    samples = wrap(meta)
     counts = counts_of(samples.dataset, samples.processor)
     assert counts is not None
     # Counts alone know neither the fake images nor the shift.
     with pytest.raises(ConfigError, match=r"plan_packs\(pack_lengths\(dataset\), 256\)"):
-        packed(samples, plan=plan_packs(counts.total, SIZE))
-    with pytest.raises(ConfigError, match="one of 3 samples, the dataset has 60"):
-        packed(samples, plan=plan_packs([5, 5, 5], SIZE))
+        pack_samples(samples, plan=plan_packs(counts.total, SIZE))
+    with pytest.raises(ConfigError, match="the plan has 3 samples, the dataset has 60"):
+        pack_samples(samples, plan=plan_packs([5, 5, 5], SIZE))
     with pytest.raises(ConfigError, match="for packs of 256"):
-        packed(samples, plan=plan_packs(pack_lengths(samples), 512))
+        pack_samples(samples, plan=plan_packs(pack_lengths(samples), 512))
     with pytest.raises(ConfigError, match=r"packing_ratio=0\.9 with a plan"):
-        packed(samples, packing_ratio=0.9, plan=plan_packs(pack_lengths(samples), SIZE))
+        pack_samples(samples, packing_ratio=0.9, plan=plan_packs(pack_lengths(samples), SIZE))
 
 
 def test_the_plan_says_what_a_cap_dropped(meta: dict[str, Any]) -> None:
-    packs = packed(encoded(meta), max_packs=3)
+    packs = pack_samples(wrap(meta), max_packs=3)
     assert len(packs) == len(packs.plan) == 3
     reasons = {reason: len(found) for reason, found in packs.plan.dropped_by_reason().items()}
     assert reasons["left_over"] == ROWS - 3 - len(packs.plan.indices)
     assert (reasons["sample_failed"], reasons["too_long"]) == (2, 1)
-    assert list(lost(packs).values()).count("left_over") == reasons["left_over"]
+    assert list(dropped_keys(packs).values()).count("left_over") == reasons["left_over"]
     assert "2 bad" in packs.plan.describe()
 
 

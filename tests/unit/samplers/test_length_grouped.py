@@ -22,7 +22,7 @@ from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
 
 
-def told(*lengths: int) -> list[dict[str, Any]]:
+def rows_of(*lengths: int) -> list[dict[str, Any]]:
     return [{"conversation": [], "_text_tokens": length} for length in lengths]
 
 
@@ -75,7 +75,7 @@ def test_documented_names_have_the_documented_arguments():
 
 
 def test_documented_attributes_are_there():
-    sampler = LengthGroupedSampler(told(5, 9, 1, 7, 7), batch_size=0)
+    sampler = LengthGroupedSampler(rows_of(5, 9, 1, 7, 7), batch_size=0)
     assert sampler.lengths == [5, 9, 1, 7, 7]
     assert sampler.sorted_indices == [1, 3, 4, 0, 2]
     assert (sampler.epoch, sampler.batch_size, len(sampler)) == (0, 1, 5)
@@ -112,7 +112,7 @@ def test_estimates_use_the_geometry_of_the_processor():
 def test_an_epoch_has_every_row_once_in_batches_of_neighbours(
     lengths: list[int], batch_size: int, seed: int, epoch: int
 ):
-    sampler = LengthGroupedSampler(told(*lengths), seed, None, None, batch_size)
+    sampler = LengthGroupedSampler(rows_of(*lengths), seed, None, None, batch_size)
     sampler.set_epoch(epoch)
     order = list(sampler)
     assert sorted(order) == list(range(len(lengths)))
@@ -139,19 +139,19 @@ def test_many_rows_come_in_the_order_of_the_drawn_chunks(batch_size: int):
 
 
 def test_epochs_differ_and_the_same_epoch_is_the_same_again():
-    sampler = LengthGroupedSampler(told(*range(100)), batch_size=4)
+    sampler = LengthGroupedSampler(rows_of(*range(100)), batch_size=4)
     first = list(sampler)
     assert list(sampler) == first
     sampler.set_epoch(1)
     second = list(sampler)
     assert second != first
-    assert list(LengthGroupedSampler(told(*range(100)), seed=43, batch_size=4)) == second
+    assert list(LengthGroupedSampler(rows_of(*range(100)), seed=43, batch_size=4)) == second
     sampler.set_epoch(0)
     assert list(sampler) == first
 
 
 def test_the_short_batch_is_the_last_one_and_another_one_each_epoch():
-    sampler = LengthGroupedSampler(told(*range(11)), batch_size=4)
+    sampler = LengthGroupedSampler(rows_of(*range(11)), batch_size=4)
     lost = set()
     for epoch in range(20):
         sampler.set_epoch(epoch)
@@ -161,7 +161,7 @@ def test_the_short_batch_is_the_last_one_and_another_one_each_epoch():
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_no_row_and_one_row_are_fine(rows: int, caplog: pytest.LogCaptureFixture):
-    sampler = LengthGroupedSampler(told(*[5] * rows), max_length=10, batch_size=8)
+    sampler = LengthGroupedSampler(rows_of(*[5] * rows), max_length=10, batch_size=8)
     assert list(sampler) == list(range(rows))
     assert len(sampler) == rows
     assert ("no rows to sample from" in caplog.text) == (rows == 0)
@@ -169,7 +169,7 @@ def test_no_row_and_one_row_are_fine(rows: int, caplog: pytest.LogCaptureFixture
 
 def test_rows_far_above_max_length_are_dropped_and_recorded(caplog: pytest.LogCaptureFixture):
     ledger = Ledger()
-    rows = told(10, 100 + 512, 100 + 513, 7)
+    rows = rows_of(10, 100 + 512, 100 + 513, 7)
     sampler = LengthGroupedSampler(rows, max_length=100, ledger=ledger)
     assert sampler.sorted_indices == [1, 0, 3]
     assert len(sampler.lengths) == 4
@@ -182,14 +182,14 @@ def test_rows_far_above_max_length_are_dropped_and_recorded(caplog: pytest.LogCa
 def test_very_many_rows_are_recorded_as_arrays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(length_grouped, "_MOST_SINGLE_ENTRIES", 2)
     ledger = Ledger()
-    LengthGroupedSampler(told(*[9999] * 5), max_length=1, ledger=ledger)
+    LengthGroupedSampler(rows_of(*[9999] * 5), max_length=1, ledger=ledger)
     assert ledger.counts() == {"too_long": 5}
     assert not ledger._drops
 
 
 def test_rows_over_the_smallest_rank_are_dropped_evenly_and_recorded_by_epoch():
     ledger = Ledger()
-    sampler = LengthGroupedSampler(told(*range(100)), batch_size=5, smallest=90, ledger=ledger)
+    sampler = LengthGroupedSampler(rows_of(*range(100)), batch_size=5, smallest=90, ledger=ledger)
     assert len(sampler) == 90
     dropped = []
     for epoch in (0, 1):
@@ -219,14 +219,14 @@ def test_ranks_of_different_size_have_similar_lengths_at_the_same_place():
 @pytest.mark.parametrize("smallest", [-1, 4])
 def test_an_agreed_number_that_this_rank_cannot_have_is_rejected(smallest: int):
     with pytest.raises(ConfigError, match="this rank has 3 rows"):
-        LengthGroupedSampler(told(1, 2, 3), smallest=smallest)
+        LengthGroupedSampler(rows_of(1, 2, 3), smallest=smallest)
 
 
-def test_a_world_of_one_agrees_with_nobody_and_a_larger_one_needs_to_know():
-    assert len(LengthGroupedSampler(told(1, 2), max_length=1, world=World())) == 2
-    assert len(LengthGroupedSampler(told(1, 2), world=World(1, 2))) == 2
+def test_a_world_of_one_is_independent_and_a_larger_one_needs_the_counts():
+    assert len(LengthGroupedSampler(rows_of(1, 2), max_length=1, world=World())) == 2
+    assert len(LengthGroupedSampler(rows_of(1, 2), world=World(1, 2))) == 2
     with pytest.raises(ConfigError, match=r"torch\.distributed"):
-        LengthGroupedSampler(told(1, 2), max_length=1, world=World(1, 2))
+        LengthGroupedSampler(rows_of(1, 2), max_length=1, world=World(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_the_agreement_happens_where_the_backend_can_reach(
 
 @pytest.mark.parametrize("position", range(12))
 def test_a_sampler_goes_on_where_its_state_was_taken(position: int):
-    rows = told(*range(11))
+    rows = rows_of(*range(11))
     sampler = LengthGroupedSampler(rows, batch_size=4)
     sampler.set_epoch(3)
     order = list(sampler)
@@ -267,20 +267,20 @@ def test_a_sampler_goes_on_where_its_state_was_taken(position: int):
 
 
 def test_a_state_of_another_order_is_rejected():
-    state = LengthGroupedSampler(told(1, 2, 3), batch_size=2).state_dict()
+    state = LengthGroupedSampler(rows_of(1, 2, 3), batch_size=2).state_dict()
     for other in (
-        LengthGroupedSampler(told(1, 2, 3), batch_size=1),
-        LengthGroupedSampler(told(1, 2, 3), seed=0, batch_size=2),
-        LengthGroupedSampler(told(1, 2), batch_size=2),
+        LengthGroupedSampler(rows_of(1, 2, 3), batch_size=1),
+        LengthGroupedSampler(rows_of(1, 2, 3), seed=0, batch_size=2),
+        LengthGroupedSampler(rows_of(1, 2), batch_size=2),
     ):
         with pytest.raises(ConfigError, match="the state has"):
             other.load_state_dict(state)
     with pytest.raises(ConfigError, match="position 4 of 3"):
-        LengthGroupedSampler(told(1, 2, 3), batch_size=2).load_state_dict({**state, "position": 4})
+        LengthGroupedSampler(rows_of(1, 2, 3), batch_size=2).load_state_dict({**state, "position": 4})
 
 
 def test_a_data_loader_gets_batches_of_neighbours():
-    rows = told(*np.random.default_rng(0).permutation(40).tolist())
+    rows = rows_of(*np.random.default_rng(0).permutation(40).tolist())
     sampler = LengthGroupedSampler(rows, batch_size=4)
     loader = DataLoader(
         rows,  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ def test_a_data_loader_gets_batches_of_neighbours():
 
 
 def test_the_log_says_where_lengths_come_from(caplog: pytest.LogCaptureFixture):
-    rows = [*told(5), {"conversation": [{"role": "user", "content": "x" * 30}]}]
+    rows = [*rows_of(5), {"conversation": [{"role": "user", "content": "x" * 30}]}]
     with caplog.at_level(logging.INFO):
         sampler = LengthGroupedSampler(rows)
     assert sampler.length_source == {"row fields": 1, "estimate": 1}

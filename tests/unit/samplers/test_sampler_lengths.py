@@ -32,7 +32,7 @@ def row(words: int, **more: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, lengths: dict[str, list[int]], **options: Any) -> dict[str, Any]:
-    """A mixture of text chats with so many words each."""
+    """A mixture of text chats with these numbers of words."""
     meta = {}
     for name, words in lengths.items():
         path = folder / f"{name}.jsonl"
@@ -116,7 +116,7 @@ def test_exact_lengths_have_no_margin(counted: dict[str, Any]):
     with_margin = [index for index in range(33) if total[index] <= limit + 512]
     assert len(kept) < len(with_margin) < 33
     inexact = replace(counts, exact=np.zeros(33, np.bool_))
-    for given in (inexact, total):  # where plain numbers come from nobody knows
+    for given in (inexact, total):  # the source of plain numbers is unknown
         assert sorted(LengthGroupedSampler(dataset, max_length=limit, counts=given)) == with_margin
 
 
@@ -199,7 +199,7 @@ def test_ranks_agree_without_talking_where_everything_is_counted(
         assert any(len(one) < len(shard) for one, shard in zip(alone, shards, strict=True))
 
 
-def test_a_world_that_the_rows_are_not_dealt_to_is_rejected(counted: dict[str, Any]):
+def test_rows_split_across_another_world_are_rejected(counted: dict[str, Any]):
     shard = open_meta_dataset(counted, shard_data=True, rank=0, world_size=2)
     with pytest.raises(ConfigError, match=r"split across \[2\] ranks"):
         LengthGroupedSampler(shard, world=World(0, 3))
@@ -216,7 +216,7 @@ def test_rows_dropped_are_named_as_the_dataset_names_them(counted: dict[str, Any
 
 
 class Unreadable(Dataset[Any]):
-    """A wrapper whose samples are dear: nobody may ask for one to know its length."""
+    """A wrapper with expensive samples: none may be loaded for its length."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -17,7 +17,7 @@ from packhorse.samplers import LengthGroupedSampler
 from packhorse.types import World
 
 
-def told(rows: int) -> list[dict[str, Any]]:
+def rows_of(rows: int) -> list[dict[str, Any]]:
     return [{"conversation": [], "_text_tokens": number} for number in range(rows)]
 
 
@@ -56,11 +56,11 @@ def test_more_rows_than_a_rank_has_cannot_be_agreed_on(tmp_path: Path) -> None:
 
 
 def test_the_state_of_a_finished_epoch_gives_nothing_of_it_again() -> None:
-    sampler = LengthGroupedSampler(told(8), batch_size=2)
+    sampler = LengthGroupedSampler(rows_of(8), batch_size=2)
     order = list(sampler)
     state = sampler.state_dict()
     assert (state["epoch"], state["position"]) == (0, 8)
-    resumed = LengthGroupedSampler(told(8), batch_size=2)
+    resumed = LengthGroupedSampler(rows_of(8), batch_size=2)
     resumed.load_state_dict(state)
     assert list(resumed) == []
     resumed.load_state_dict(state)
@@ -76,7 +76,7 @@ def test_rows_left_over_are_named_for_each_epoch_however_many(
 ) -> None:
     monkeypatch.setattr(length_grouped, "_MOST_SINGLE_ENTRIES", 10)
     ledger = Ledger()
-    sampler = LengthGroupedSampler(Named(told(100)), smallest=40, ledger=ledger)
+    sampler = LengthGroupedSampler(Named(rows_of(100)), smallest=40, ledger=ledger)
     for epoch in (0, 1, 1):
         sampler.set_epoch(epoch)
         next(iter(sampler))
