@@ -5,19 +5,24 @@ tensor is in the batch as ``shift_labels``, so that models of transformers do no
 (``docs/collate.md``).
 """
 
-from packhorse.collate.by_processor import COLLATE_FNS
 from packhorse.collate.packed import loss_inputs, model_inputs, neat_packed_vlm_collater
 from packhorse.collate.padded import pad_collate_fn
 from packhorse.collate.processor_call import logger
 from packhorse.collate.raw_default import default_collate_fn, llava_onevision_collate_fn, qwen2_5_collate_fn
-from packhorse.collate.raw_gemma4 import (
+from packhorse.collate.raw_families import (
     _GEMMA4_MODEL_TURN,
     _GEMMA4_THINKING_PREFIX,
+    COLLATE_FNS,
+    _expand_image_tokens,
     _inject_thinking_prefix_tokens,
     gemma4_inject_thinking_prefix,
     gemma4_prefix_collate_fn,
+    kimi_k25_vl_collate_fn,
+    kimi_vl_collate_fn,
+    nemotron_omni_collate_fn,
+    nemotron_parse_collate_fn,
+    phi4_mm_collate_fn,
 )
-from packhorse.collate.raw_kimi import _expand_image_tokens, kimi_k25_vl_collate_fn, kimi_vl_collate_fn
 from packhorse.collate.raw_labels import (
     _IMSTART_TEMPLATE_PROCESSORS,
     _decode_single_token,
@@ -36,8 +41,6 @@ from packhorse.collate.raw_media import (
     _extract_image_config,
     _extract_media_from_conversations,
 )
-from packhorse.collate.raw_nemotron import nemotron_omni_collate_fn, nemotron_parse_collate_fn
-from packhorse.collate.raw_phi4 import phi4_mm_collate_fn
 from packhorse.collate.raw_qwen_omni import qwen3_omni_collate_fn
 from packhorse.collate.thd import packed_collater, packed_sequence_thd_vlm_collater
 from packhorse.encode.robust import make_robust_collate

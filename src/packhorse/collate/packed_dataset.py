@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
+from packhorse.chat import Processor
 from packhorse.collate.packer import Packer, pack_to_dict, to_sample
 from packhorse.count.columns import CountColumns
 from packhorse.encode.robust import OnBad, ReplacingDataset, load_sample
@@ -318,7 +319,7 @@ def neat_pack_dataset_vlm(
     get_rope_index: RopeIndex | None = None,
     ds_raw: Any = None,
     packing_ratio: float = 1.0,
-    processor: Any = None,
+    processor: Processor | None = None,
     balance_media_tokens: bool = True,
     *,
     sequence_alignment: int = 1,
@@ -566,7 +567,7 @@ class NeatPackConfig:
         padding_idx: int = 0,
         get_rope_index: RopeIndex | None = None,
         ds_raw: Any = None,
-        processor: Any = None,
+        processor: Processor | None = None,
         *,
         sequence_alignment: int = 1,
     ) -> PackedDatasetWrapper:

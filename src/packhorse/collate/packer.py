@@ -215,7 +215,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def are_pixels(key: str, dtype: torch.dtype) -> bool:
-    """Whether a media tensor holds pixels, which may be converted to the model's dtype."""
+    """Return whether a media tensor holds pixels, which may be converted to the model's dtype."""
     return "pixel_values" in key and dtype.is_floating_point
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from packhorse.chat import Processor
 from packhorse.collate.finish import add_counts, cast_pixels, check_present, keys_of, row_order, shift_batch
 from packhorse.collate.packer import all_media_keys, check_tokens, join, layout_of, stack_tokens, to_sample
 from packhorse.collate.processor_call import pad_token_id
@@ -21,7 +22,7 @@ from packhorse.types import Sample
 
 def pad_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     *,
     pixel_dtype: torch.dtype | None = torch.bfloat16,

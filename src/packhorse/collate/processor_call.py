@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
-from packhorse.chat import CannotAlign, is_transformers, template_errors, tokenizer_of
+from packhorse.chat import (
+    CannotAlign,
+    Processor,
+    Tokenizer,
+    is_transformers,
+    template_errors,
+    tokenizer_of,
+)
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic
 
@@ -102,7 +109,7 @@ def takes_grouped_options(method: Callable[..., Any]) -> bool:
     return any(has_parameter(kind.apply_chat_template, "processor_kwargs") for kind in bases)
 
 
-def tolerated_errors(processor: Any, *others: type[Exception]) -> tuple[type[Exception], ...]:
+def tolerated_errors(processor: Processor, *others: type[Exception]) -> tuple[type[Exception], ...]:
     """Return what trying out a method may raise, for an ``except`` clause, together with ``others``.
 
     For processors of transformers only errors of the chat template, for others :data:`STUB_ERRORS` too.
@@ -151,7 +158,7 @@ def render(encoder: Encoder, turns: Turns) -> str:
     return text
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokenize a text without special tokens around it, whatever form a tokenizer returns ids in."""
     output = call(tokenizer if callable(tokenizer) else tokenizer.encode, text, add_special_tokens=False)
     if isinstance(output, Mapping) or hasattr(output, "keys"):
@@ -169,7 +176,7 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
 
 
-def padding_side(processor: Any) -> str:
+def padding_side(processor: Processor) -> str:
     """Return the side on which the processor pads: its tokenizer's, if set, before its own default."""
     tokenizer = tokenizer_of(processor)
     settings = getattr(tokenizer, "init_kwargs", None)
@@ -189,7 +196,7 @@ def padding_side(processor: Any) -> str:
     return next((side for side in sides if side in ("left", "right")), "right")
 
 
-def pad_token_id(processor: Any) -> int:
+def pad_token_id(processor: Processor) -> int:
     """Return the id that pads short rows.
 
     Raises:

@@ -16,6 +16,7 @@ from packhorse.chat import IGNORE_INDEX, is_transformers, template_errors, token
 from packhorse.collate.finish import add_counts, cast_pixels, records_of, row_order, sample_key, shift_batch
 from packhorse.collate.packer import media_keys, stack_tokens
 from packhorse.collate.processor_call import (
+    call,
     can_encode,
     logger,
     pad_token_id,
@@ -264,6 +265,13 @@ def _render(example: Example, encoder: Encoder) -> str:
     except template_errors() as error:
         detail = f"the chat template rejects it: {error}"
         raise encoder.family.bad(detail, example.conversation, "wrong_format") from error
+
+
+def call_with_texts(examples: Sequence[Example], encoder: Encoder, **options: Any) -> dict[str, Any]:
+    """Call the processor with the rendered examples; options without a value (no images, say) are omitted."""
+    given = {name: value for name, value in options.items() if value != []}
+    texts = render_examples(examples, encoder)
+    return dict(call(encoder.processor, text=texts, return_tensors="pt", **given))
 
 
 def media_options(decoded: Sequence[Decoded], encoder: Encoder) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import template_errors, token_keys
+from packhorse.chat import Processor, template_errors, token_keys
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import media_keys
 from packhorse.collate.padded import pad_samples
@@ -21,6 +21,7 @@ from packhorse.collate.processor_call import (
 )
 from packhorse.collate.raw_batched import (
     Hook,
+    call_with_texts,
     collate_batched,
     decode,
     media_options,
@@ -34,7 +35,7 @@ from packhorse.families import Encoder
 
 def default_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     _post_tokenize_hook: Hook | None = None,
     *,
@@ -125,7 +126,7 @@ def _apply_chat_template(examples: Sequence[Example], encoder: Encoder) -> Mappi
 
 def llava_onevision_collate_fn(
     examples: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: Processor,
     max_length: int | None = None,
     *,
     drop_overlong: bool = False,
@@ -137,7 +138,7 @@ def llava_onevision_collate_fn(
     return default_collate_fn(examples, processor, max_length, drop_overlong=drop_overlong)
 
 
-def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) -> Batch:
+def qwen2_5_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Processor) -> Batch:
     """Collate raw examples for Qwen2.5-VL.
 
     Args:
@@ -167,7 +168,4 @@ def _call_with_texts(examples: Sequence[Example], encoder: Encoder) -> Mapping[s
     images = [image for item in decoded for image in item.media.images]
     videos = [video.frames for item in decoded for video in item.media.videos]
     options = with_padding(media_options(decoded, encoder), encoder)
-    options |= {name: media for name, media in (("images", images), ("videos", videos)) if media}
-    texts = render_examples(examples, encoder)
-    batch: Mapping[str, Any] = call(encoder.processor, text=texts, return_tensors="pt", **options)
-    return batch
+    return call_with_texts(examples, encoder, images=images, videos=videos, **options)

@@ -128,18 +128,24 @@ def collate_encoded(
                 )
                 record_truncation(example, kept, len(sample), max_length, records)
                 samples[index] = shorter.cut(slice(max_length))
-    records.record_unsupervised(
-        [sample.per_token["labels"] for sample in samples], [sample.key for sample in samples]
-    )
-    processor = encoder.processor
-    return collate_samples(
-        samples,
-        encoder.family,
-        pad_token_id(processor),
-        max_length,
-        side=padding_side(processor) if side is None else side,
-        pixel_dtype=pixel_dtype,
-    )
+    return pad_labelled(samples, encoder, records, max_length, pixel_dtype=pixel_dtype, side=side)
+
+
+def pad_labelled(
+    samples: Sequence[Sample],
+    encoder: Encoder,
+    records: Records,
+    max_length: int | None = None,
+    *,
+    pixel_dtype: torch.dtype | None = None,
+    side: str | None = None,
+) -> Batch:
+    """Record samples without a supervised token, and pad; see :func:`collate_encoded`."""
+    labels = [sample.per_token["labels"] for sample in samples]
+    records.record_unsupervised(labels, [sample.key for sample in samples])
+    side = padding_side(encoder.processor) if side is None else side
+    pad = pad_token_id(encoder.processor)
+    return collate_samples(samples, encoder.family, pad, max_length, side=side, pixel_dtype=pixel_dtype)
 
 
 # --- truncation -------------------------------------------------------------------------------------------

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, CannotAlign, answer_spans, label_tokens
+from packhorse.chat import (
+    IGNORE_INDEX,
+    CannotAlign,
+    Processor,
+    Tokenizer,
+    answer_spans,
+    label_tokens,
+)
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import (
     STUB_ERRORS,
@@ -54,7 +61,7 @@ _IMSTART_TEMPLATE_PROCESSORS = frozenset(
 
 
 def build_labels_from_template(
-    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Processor
 ) -> torch.Tensor:
     """Build labels [B, S] for ids [B, S]: answers with their end-of-turn token, else :data:`IGNORE_INDEX`.
 
@@ -73,7 +80,7 @@ def build_labels_from_template(
 
 
 def build_labels(
-    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Any
+    input_ids_batch: torch.Tensor, conversations: Sequence[Turns], processor: Processor
 ) -> torch.Tensor:
     """Build labels [B, S] by tokenizing each answer alone and searching it in the ids; the last resort.
 
@@ -152,7 +159,7 @@ def _align_text(ids: list[int], conversation: Turns, encoder: Encoder, media: fr
 # --- turn markers -----------------------------------------------------------------------------------------
 
 
-def _get_assistant_marker(tokenizer: Any) -> list[int] | None:
+def _get_assistant_marker(tokenizer: Tokenizer) -> list[int] | None:
     r"""Return the ids of ``<|im_start|>assistant\n``; None if ``<|im_start|>`` is not one token."""
     start = token_id(tokenizer, _IM_START)
     if start is None:
@@ -161,12 +168,12 @@ def _get_assistant_marker(tokenizer: Any) -> list[int] | None:
     return ids if ids[:1] == [start] else [start, *text_ids(tokenizer, "assistant\n")]
 
 
-def _get_stop_token_id(tokenizer: Any) -> int | None:
+def _get_stop_token_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of ``<|im_end|>``; None if the tokenizer has no such token."""
     return token_id(tokenizer, _IM_END)
 
 
-def token_id(tokenizer: Any, token: str) -> int | None:
+def token_id(tokenizer: Tokenizer, token: str) -> int | None:
     """Return the id of a token; None if the tokenizer has no such token."""
     convert = getattr(tokenizer, "convert_tokens_to_ids", None)
     if convert is None:
@@ -271,7 +278,7 @@ def _search_answers(
     return labels
 
 
-def _find_answer(ids: list[int], text: str, position: int, tokenizer: Any) -> tuple[int, int]:
+def _find_answer(ids: list[int], text: str, position: int, tokenizer: Tokenizer) -> tuple[int, int]:
     """Search an answer as it is, then with other spaces around it, then with another first token."""
     found = (
         _find_pattern_indices(ids, text_ids(tokenizer, form), position, allow_first_token_mismatch=mismatch)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from packhorse.chat import CannotAlign, template_errors
+from packhorse.chat import CannotAlign, Processor, template_errors
 from packhorse.collate.finish import Records
 from packhorse.collate.processor_call import Turns, plain_turns, render, text_ids, tolerated_errors
 from packhorse.collate.raw_labels import _extract_assistant_text
@@ -62,7 +62,7 @@ def _ensure_rgb(conversations: Sequence[Turns]) -> Sequence[Turns]:
     return conversations
 
 
-def _extract_image_config(processor: Any) -> dict[str, int] | None:
+def _extract_image_config(processor: Processor) -> dict[str, int] | None:
     """Return the geometry by which Qwen-like image processors cut images into tokens; None if there is none.
 
     Returns:
@@ -72,7 +72,7 @@ def _extract_image_config(processor: Any) -> dict[str, int] | None:
     return image_config(processor)
 
 
-def _estimate_media_tokens(conversation: Turns, processor: Any) -> int:
+def _estimate_media_tokens(conversation: Turns, processor: Processor) -> int:
     """Estimate the tokens of a conversation's media beyond one placeholder each.
 
     Exact for listed families (brackets and timestamps around a media item are not counted); for others,
@@ -106,7 +106,7 @@ def _item_tokens(ref: MediaRef, images: int, encoder: Encoder) -> int:
 
 
 def _drop_overlong_samples(
-    conversations: Sequence[Turns], processor: Any, max_length: int | None
+    conversations: Sequence[Turns], processor: Processor, max_length: int | None
 ) -> tuple[list[Turns], list[int]]:
     """Drop conversations that are estimated to have more than ``max_length`` tokens.
 

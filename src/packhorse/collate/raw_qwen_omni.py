@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from packhorse.chat import Processor
 from packhorse.collate.finish import records_of
-from packhorse.collate.padded import collate_samples
-from packhorse.collate.processor_call import call, can_encode, pad_token_id, padding_side
+from packhorse.collate.processor_call import call, can_encode
 from packhorse.collate.raw_batched import collate_batched, fake_span, fill_media, render_examples
-from packhorse.collate.raw_examples import Batch, Example, read_examples
+from packhorse.collate.raw_examples import Batch, Example, pad_labelled, read_examples
 from packhorse.errors import MissingDependency
 from packhorse.families import Encoded, Encoder
 from packhorse.media import load_image, local_path, probe_video
@@ -38,7 +38,7 @@ class _Media:
 
 
 def qwen3_omni_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, use_audio_in_video: bool = False
+    examples: Sequence[Mapping[str, Any]], processor: Processor, use_audio_in_video: bool = False
 ) -> Batch:
     """Collate raw examples for Qwen3-Omni: media go through ``qwen_omni_utils``, then through the processor.
 
@@ -78,10 +78,7 @@ def qwen3_omni_collate_fn(
         _encode(example, load(example), encoder, use_audio_in_video)
         for example in read_examples(examples, encoder)
     ]
-    labels, keys = [sample.per_token["labels"] for sample in samples], [sample.key for sample in samples]
-    records_of(examples).record_unsupervised(labels, keys)
-    pad, side = pad_token_id(processor), padding_side(processor)
-    return collate_samples(samples, encoder.family, pad, side=side, pixel_dtype=None)
+    return pad_labelled(samples, encoder, records_of(examples))
 
 
 def _import_process_mm_info() -> ProcessMedia:
@@ -137,7 +134,9 @@ def _part_for_package(ref: MediaRef, encoder: Encoder) -> dict[str, Any]:
 # --- calls --------------------------------------------------------------------------------------------------
 
 
-def _call_stub(processor: Any, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool) -> Batch:
+def _call_stub(
+    processor: Processor, texts: list[str], media: Sequence[_Media], use_audio_in_video: bool
+) -> Batch:
     """Call a processor of no listed family: plain options, and only the media that there are."""
     given: dict[str, Any] = {
         "audio": [item for sample in media for item in sample.audio],
@@ -156,7 +155,7 @@ def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_vide
     text = encoder.render_conversation(conversation)
     encoder.check_placeholders(text, conversation)
     encoded = Encoded(text, family.turns(conversation), {}, {})
-    family.sort_output(encoded, _call(encoder.processor, text, media, use_audio_in_video))
+    family.sort_output(encoded, _call(encoder, text, media, use_audio_in_video))
     if example.fake:
         first, after = fake_span(encoded.tokens["input_ids"].tolist(), example, encoder)
         encoded.tokens["attention_mask"][first:after] = 0
@@ -165,8 +164,8 @@ def _encode(example: Example, media: _Media, encoder: Encoder, use_audio_in_vide
     return replace(encoder.label_sample(encoded, example.key), num_items=counts)
 
 
-def _call(processor: Any, text: str, media: _Media, use_audio_in_video: bool) -> Mapping[str, Any]:
-    options: dict[str, Any] = {}
+def _call(encoder: Encoder, text: str, media: _Media, use_audio_in_video: bool) -> Mapping[str, Any]:
+    processor, options = encoder.processor, dict[str, Any]()
     if media.audio:
         # Whole hops: a remainder counts in a batch with a longer clip, and does not count otherwise.
         hop = processor.feature_extractor.hop_length

@@ -160,7 +160,8 @@ def innermost(module: Any) -> Any:
             module = module.module
             continue
         # Not by getattr: wrappers forward unknown names, so the inner ones would be found too.
-        inner = next((name for name in _WRAPPED if name in module._modules), None)
+        children = dict(module.named_children())
+        inner = next((children[name] for name in _WRAPPED if name in children), None)
         if inner is None:
             return module
-        module = module._modules[inner]
+        module = inner
