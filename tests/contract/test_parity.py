@@ -128,7 +128,7 @@ def test_positions_in_one_row_on_a_model_with_mrope_are_named(examples: Any) -> 
     report = check(examples, get_rope_index=None)
     assert not report.ok
     (cause,) = report.causes
-    assert "position_ids are one row" in cause
+    assert "position_ids have the shape" in cause
     assert "Qwen2VLForConditionalGeneration has mRoPE" in cause
     assert "PACKED DOES NOT EQUAL UNPACKED" in report.describe()
 
@@ -164,7 +164,7 @@ def test_a_bool_mask_on_eager_attention_is_named(examples: Any) -> None:
     assert any(cause.startswith("attention leaks") for cause in report.causes)
 
 
-@pytest.mark.parametrize(("by", "words"), [(-1, "once too often"), (1, "are not shifted")])
+@pytest.mark.parametrize(("by", "words"), [(-1, "shifted twice"), (1, "are not shifted")])
 def test_labels_shifted_wrongly_are_named(examples: Any, by: int, words: str) -> None:
     def shifted(packs: Any) -> dict[str, Any]:
         batch = neat_packed_vlm_collater(packs)
@@ -223,7 +223,7 @@ def test_the_command_checks_a_model_on_its_data(tmp_path: Path, saved: Path) -> 
     assert "  pack 0, document 1, chats/0: " in result.stdout
     assert "dropped" not in result.stdout
     result = run(
-        meta, "--model", saved, "--samples", 2, "--random-weights", "--attention", "sdpa", "--json",
+        meta, "--model", saved, "--samples", 2, "--random-weights", "--attn-implementation", "sdpa", "--json",
         "--dataset", "chats",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -245,7 +245,9 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, saved: Path) -> None
 def test_the_command_reports_the_rows_that_it_drops_and_continues(tmp_path: Path, saved: Path) -> None:
     meta = write_demo_data(tmp_path)
     (tmp_path / "media" / "chart00.png").unlink()
-    result = run(meta, "--model", saved, "--samples", 24, "--attention", "sdpa", "--dataset", "charts")
+    result = run(
+        meta, "--model", saved, "--samples", 24, "--attn-implementation", "sdpa", "--dataset", "charts"
+    )
     assert result.exit_code == 0, result.output
     assert "3 rows dropped:\n  charts/0: missing_media, no file " in result.stdout
     assert "\n  charts/7: malformed_row, " in result.stdout
@@ -255,9 +257,9 @@ def test_the_command_reports_the_rows_that_it_drops_and_continues(tmp_path: Path
 
 def test_a_backend_that_is_not_installed_is_one_line(tmp_path: Path, saved: Path) -> None:
     meta = write_demo_data(tmp_path)
-    result = run(meta, "--model", saved, "--attention", "flash_attention_2", "--dataset", "chats")
+    result = run(meta, "--model", saved, "--attn-implementation", "flash_attention_2", "--dataset", "chats")
     assert result.exit_code == 2
     assert result.stderr.startswith("packhorse parity: flash_attention_2 needs the package flash-attn")
     assert len(result.stderr.splitlines()) == 1
-    result = run(meta, "--model", saved, "--attention", "bogus", "--dataset", "chats")
+    result = run(meta, "--model", saved, "--attn-implementation", "bogus", "--dataset", "chats")
     assert result.stderr.startswith("packhorse parity: attention 'bogus': expected one of eager, ")

@@ -36,7 +36,7 @@ def test_small_differences_are_parity():
 
 
 def test_why_gradients_were_not_compared_is_said():
-    assert "gradients not compared (not asked for)" in report(1e-6).describe()
+    assert "gradients not compared (not requested)" in report(1e-6).describe()
     assert "gradients 1.0e-05 apart (allowed 1.0e-03)" in report(1e-6, gradients=1e-5).describe()
 
 
@@ -49,7 +49,7 @@ def test_compared_gradients_have_no_excuse_beside_them_in_the_json():
     [
         (["--model", "/nowhere"], "model /nowhere: no such folder"),
         (["--model", "m", "--processor", "/nowhere"], "processor /nowhere: no such folder"),
-        (["--model", "m", "--attention", "foo"], "attention 'foo': expected one of"),
+        (["--model", "m", "--attn-implementation", "foo"], "attention 'foo': expected one of"),
         (["--model", "m", "--dtype", "int"], "--dtype int: expected float32, bfloat16 or float16"),
         (["--model", "m", "--device", "abacus"], "--device abacus: not available here"),
     ],
@@ -109,7 +109,7 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     assert result.exit_code == 0
     assert "sdpa: packed equals unpacked" in result.output
     assert "eager: packed equals unpacked" in result.output
-    assert "varlen: not possible: no varlen here" in result.output
+    assert "varlen: not available: no varlen here" in result.output
     told = json.loads(run("--json").stdout)
     assert list(told) == ["version", "passed", "dropped", "not_possible", "reports"]
     assert [one["attention"] for one in told["reports"]] == ["sdpa", "eager"]
@@ -117,7 +117,7 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
 
 
 def test_a_backend_that_is_asked_for_must_be_possible(run, monkeypatch):
-    result = run("--attention", "sdpa", "--attention", "varlen")
+    result = run("--attn-implementation", "sdpa", "--attn-implementation", "varlen")
     assert result.exit_code == 2
     assert "no varlen here" in result.output
     monkeypatch.setattr(command, "_BACKENDS", ("varlen",))

@@ -1,4 +1,4 @@
-"""The command ``packhorse``: its parts are one file each."""
+"""The command ``packhorse``; each subcommand has its own file."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import typer
 from packhorse.cli import check, count, demo, ledger, parity, plan, stats, view
 from packhorse.cli.terminal import CANNOT, OneLineGroup, PlainCommand
 
+DESCRIPTION = "Prepare, pack and load data for fine-tuning vision-language models."
 EXIT_CODES = """
-Exit codes of all commands: 0 done, 1 the answer is no, 2 it could not be done, 130 Ctrl-C.
+Exit codes of all commands: 0 success, 1 negative result, 2 the command could not run, 130 Ctrl-C.
 
 [bold]Examples[/bold]
 
 packhorse demo
-[dim]# all of it in a minute, without a model or a network[/dim]
+[dim]# every step in a minute, without a model or a network[/dim]
 
 packhorse check meta.json
-[dim]# what is wrong with my data?[/dim]
+[dim]# find errors in the data[/dim]
 
 packhorse plan meta.json --processor ./model
-[dim]# which rows share a pack, and what is that worth?[/dim]
+[dim]# assign rows to packs, and show how full they are[/dim]
 
 packhorse --install-completion
-[dim]# the Tab key then completes commands and options[/dim]
+[dim]# complete commands and options with the Tab key[/dim]
 """
 
 app = typer.Typer(
     name="packhorse",
-    help="Carries every sample of a vision-language fine-tuning set to the model.",
+    help=DESCRIPTION,
     cls=OneLineGroup,
     invoke_without_command=True,
     epilog=EXIT_CODES,
@@ -37,14 +38,14 @@ app = typer.Typer(
 )
 
 
-@app.callback()
+@app.callback(help=DESCRIPTION)
 def packhorse(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Carries every sample of a vision-language fine-tuning set to the model."""
+    """Show the version, or the help if there is no subcommand."""
     if version:
         from packhorse import __version__
 
@@ -55,14 +56,9 @@ def packhorse(
         raise typer.Exit(CANNOT)
 
 
-app.command(cls=PlainCommand, epilog=demo.EXAMPLES)(demo.demo)
-app.command(cls=PlainCommand, epilog=stats.EXAMPLES)(stats.stats)
-app.command(cls=PlainCommand, epilog=count.EXAMPLES)(count.count)
-app.command(cls=PlainCommand, epilog=plan.EXAMPLES)(plan.plan)
-app.command(cls=PlainCommand, epilog=check.EXAMPLES)(check.check)
-app.command(cls=PlainCommand, epilog=view.EXAMPLES)(view.view)
-app.command(cls=PlainCommand, epilog=parity.EXAMPLES)(parity.parity)
-app.command(cls=PlainCommand, epilog=ledger.EXAMPLES)(ledger.ledger)
+for _module in (demo, stats, count, plan, check, view, parity, ledger):
+    _name = _module.__name__.rpartition(".")[2]
+    app.command(cls=PlainCommand, epilog=_module.EXAMPLES)(getattr(_module, _name))
 
 
 def main() -> None:

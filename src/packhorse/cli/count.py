@@ -1,4 +1,4 @@
-"""``packhorse count``: exact token counts of every row, kept beside the data."""
+"""``packhorse count``: count the tokens of every row exactly, and save the counts next to the data."""
 
 from __future__ import annotations
 
@@ -8,97 +8,61 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from packhorse.cli.terminal import (
-    AS_JSON,
-    DATASETS,
-    META,
-    PROCESSOR,
-    TRUST,
-    WORKERS,
-    Output,
-    one_line_errors,
-    to_json,
-)
+from packhorse.cli import terminal
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import Progress
 
 if TYPE_CHECKING:
     from packhorse.count.count_report import CountReport, DatasetReport
 
-
 _SHOWN_FAILURES = 20
 
-EXAMPLES = """
-Exit code 0: counted (bad rows are told), 1: --verify found a difference, 2: could not be counted.
-
-[bold]Examples[/bold]
-
-packhorse count meta.json --processor Qwen/Qwen3-VL-8B-Instruct
-[dim]# once; a second run takes over what has not changed[/dim]
-
-packhorse count meta.json --processor ./model --verify 100
-[dim]# and encode 100 random rows for real: is every count right?[/dim]
-
-packhorse count meta.json --processor ./model --retry-bad --dataset charts
-[dim]# missing images have arrived[/dim]
-
-packhorse count meta.json --processor ./model --json > counts.json
-[dim]# for machines[/dim]
-"""
+EXAMPLES = terminal.examples(
+    "count",
+    "Exit code 0: counted (bad rows are listed), 1: --verify found a difference, 2: could not be counted.",
+    {
+        "meta.json --processor ./model": "a second run reuses the counts of unchanged rows",
+        "meta.json --processor ./model --verify 100": "also encode 100 rows and compare",
+        "meta.json --processor ./model --retry-bad --dataset charts": "after images have been added",
+        "meta.json --processor ./model --json > counts.json": "for machines",
+    },
+)
 
 
 def count(
-    meta: META,
-    processor: PROCESSOR,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="Where to count: local or ray.")] = "local",
+    meta: terminal.META,
+    processor: terminal.PROCESSOR,
+    engine: Annotated[str, terminal.text("NAME", "Where to count: local or ray.")] = "local",
     ray_address: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="An existing Ray cluster; one is started here without it."),
+        str | None, terminal.text("ADDRESS", "An existing Ray cluster; default: start one here.")
     ] = None,
-    num_workers: WORKERS = None,
-    datasets: DATASETS = None,
+    num_workers: terminal.WORKERS = None,
+    datasets: terminal.DATASETS = None,
     write_jsonl: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write copies of the rows with their counts to this folder."),
+        Path | None, terminal.text("DIR", "Also write copies of the rows with their counts to this folder.")
     ] = None,
     verify: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Compare so many random rows with the real processor; fail if one differs.",
-        ),
+        int, terminal.number("Random rows to compare with the real processor; fail if one differs.", 0)
     ] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Which rows are verified.")] = 0,
+    seed: Annotated[int, terminal.number("Seed for the choice of verified rows.", None)] = 0,
     retry_bad: Annotated[
-        bool,
-        typer.Option("--retry-bad", help="Count parts with bad rows again (media have arrived)."),
+        bool, terminal.flag("--retry-bad", "Recount parts with bad rows (media have been added).")
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Count everything again (media have changed).")
-    ] = False,
+    fresh: Annotated[bool, terminal.flag("--fresh", "Recount everything (media have changed).")] = False,
     part_rows: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Rows that are counted, kept and reused together; as before without it.",
-        ),
+        int | None, terminal.number("Rows per part of a count; default: as in the last run.")
     ] = None,
-    trust_remote_code: TRUST = False,
+    trust_remote_code: terminal.TRUST = False,
     bad: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="List so many bad rows of each reason and dataset (also in --json)."
-        ),
+        int, terminal.number("Bad rows to list for each reason and dataset (also in --json).", 0)
     ] = 3,
-    as_json: AS_JSON = False,
+    as_json: terminal.AS_JSON = False,
 ) -> None:
-    """Count the tokens of every row exactly, without decoding a pixel, and keep the result beside the data.
+    """Count the tokens of every row exactly, without decoding a pixel, and save the counts next to the data.
 
-    A second run takes over what has not changed; an interrupted one continues where it stopped.
+    A second run reuses the counts of unchanged rows; an interrupted run continues where it stopped.
     """
-    with one_line_errors("count", "the next run continues with what is finished"):
+    with terminal.one_line_errors("count", "the next run reuses the finished parts"):
         from packhorse.count.count_jsonl import write_counted_jsonl
         from packhorse.count.counting import count_meta
         from packhorse.count.engines import make_engine
@@ -120,14 +84,14 @@ def count(
                 progress=progress,
             )
         if not report.datasets:
-            raise ConfigError(f"{meta}: it names no dataset")
+            raise ConfigError(f"{meta}: it lists no dataset")
         written: list[Path] = []
         if write_jsonl is not None:
             with Progress("writing") as progress:
                 written = write_counted_jsonl(report.files, write_jsonl, progress)
         advice = _advice(meta, report)
     if as_json:
-        typer.echo(to_json({"version": 1, **report.as_dict(), "advice": advice, "written": written}))
+        typer.echo(terminal.to_json({"version": 1, **report.as_dict(), "advice": advice, "written": written}))
     else:
         _print(report, written, advice)
     if report.verified is not None and report.verified.failed:
@@ -140,19 +104,21 @@ def _advice(meta: str, report: CountReport) -> list[str]:
     from packhorse.tools.media_dir_hint import media_dir_advice
 
     files = {
-        one.name: counted.file
-        for one, counted in zip(report.datasets, report.files, strict=True)
-        if "missing_media" in one.bad and not any(one.media.values())
+        dataset.name: counted.file
+        for dataset, counted in zip(report.datasets, report.files, strict=True)
+        if "missing_media" in dataset.bad and not any(dataset.media.values())
     }
-    # The report has absolute paths; only the meta file shows whether a media_dir was given.
+    # The report has absolute paths; only the meta file shows whether a media_dir is given.
     configs = read_meta(meta, list(files)) if files else []
     return media_dir_advice(meta, [(config, files[config.name]) for config in configs])
 
 
 def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:
-    out = Output()
+    out = terminal.Output()
     _print_table(report, out)
-    longest = ", ".join(f"{one.longest_row} ({one.longest:,})" for one in report.datasets if one.longest_row)
+    longest = ", ".join(
+        f"{each.longest_row} ({each.longest:,})" for each in report.datasets if each.longest_row
+    )
     if longest:
         out.line(f"longest rows: {longest}")
     for dataset in report.datasets:
@@ -170,11 +136,9 @@ def _print(report: CountReport, written: list[Path], advice: list[str]) -> None:
     out.lines(f"wrote {copy}" for copy in written)
     if (verified := report.verified) is None:
         return
-    out.lines(
-        f"cannot be decoded, so not compared: {line}" for line in verified.not_encoded[:_SHOWN_FAILURES]
-    )
+    out.lines(f"not compared, cannot be decoded: {line}" for line in verified.not_encoded[:_SHOWN_FAILURES])
     out.lines(f"differs: {line}" for line in verified.failed[:_SHOWN_FAILURES])
-    result = "all as the real processor makes them"
+    result = "all equal to the real processor"
     if verified.failed:
         result = f"{len(verified.failed):,} differ from the real processor"
     out.line(f"verified {verified.checked - len(verified.not_encoded):,} rows: {result}")
@@ -188,24 +152,24 @@ def _remarks(dataset: DatasetReport) -> Iterator[str]:
     if dataset.unsupervised:
         rows = ", ".join(dataset.unsupervised_rows)
         share = f"{dataset.unsupervised:,} of {dataset.rows:,} rows"
-        yield f"{dataset.name}: nothing is supervised of {share}, as {rows}"
-    for reason, number in dataset.bad.items():
+        yield f"{dataset.name}: no supervised token in {share}, e.g. {rows}"
+    for reason, count in dataset.bad.items():
         shown = [row for row in dataset.examples if row.reason == reason]
-        yield f"{dataset.name}: {number:,} {reason}{', as' if 0 < len(shown) < number else ''}"
+        yield f"{dataset.name}: {count:,} {reason}{', e.g.' if 0 < len(shown) < count else ''}"
         for row in shown:
             yield f"  {row.key}, {row.location}: {row.detail}"
         if reason == "missing_media" and dataset.reused:
-            yield "  (as an earlier run found it; if the media are there now, count with --retry-bad)"
+            yield "  (found by an earlier run; if the media have been added since, count with --retry-bad)"
 
 
-def _print_table(report: CountReport, out: Output) -> None:
-    """Print a row for each dataset; a kind of tokens that none of them has gets no column."""
-    every = report.as_dict()
-    kinds = [kind for kind in MEDIA_KINDS if every["all"]["tokens"][kind]]
+def _print_table(report: CountReport, out: terminal.Output) -> None:
+    """Print a row for each dataset, with columns for the kinds of tokens that they have."""
+    counts = report.as_dict()
+    kinds = [kind for kind in MEDIA_KINDS if counts["all"]["tokens"][kind]]
     by_kind = ["text", *kinds] if kinds else []
     names = ["rows", "tokens", *by_kind, "supervised", "%", "media", "longest", "bad"]
-    rows = [[one["name"], *_cells(one, names)] for one in every["datasets"]]
-    total = ["all", *_cells(every["all"], names)] if len(rows) > 1 else None
+    rows = [[dataset["name"], *_cells(dataset, names)] for dataset in counts["datasets"]]
+    total = ["all", *_cells(counts["all"], names)] if len(rows) > 1 else None
     out.table("Tokens by dataset", ["dataset", *names], rows, total=total)
 
 

@@ -1,4 +1,4 @@
-"""``packhorse plan``: from counts to a saved plan, and what it is worth."""
+"""``packhorse plan``: plan the packs of an epoch, and report how good the plan is."""
 
 from __future__ import annotations
 
@@ -10,68 +10,44 @@ from typing import Annotated, Any
 
 import typer
 
-from packhorse.cli.terminal import (
-    AS_JSON,
-    DATASETS,
-    META,
-    PROCESSOR,
-    TRUST,
-    WORKERS,
-    Output,
-    number_of,
-    one_line_errors,
-    own_command,
-    to_json,
-)
+from packhorse.cli import terminal
 from packhorse.types import MEDIA_KINDS
 from packhorse.utils.progress import Progress
 
-_WIDTH = 100  # of what goes to a file
+_WIDTH = 100  # if stdout is not a terminal
 
 WHY_PACK = (
-    "(The loader delivers packs as they are; pad_to_size=True pads them. Sorting by length may waste "
-    "little, too, but makes batches of one length and kind of row, and no two of the same size: packs mix "
-    "the data, and steps stay even.)"
+    "(The loader yields packs without padding; pad_to_size=True pads them. Sorting by length may waste "
+    "little, too, but its batches contain rows of one length and differ in size: packs mix the data, and "
+    "steps take equal time.)"
 )
 NOT_DECODED = (
-    "(No media item was decoded: one that is damaged inside fails in training, and is in the ledger then; "
+    "(Media were not decoded: a damaged media item fails in training and is then in the ledger; "
     "`packhorse check` finds it now.)"
 )
 
-EXAMPLES = """
-Exit code 0: planned (rows that are dropped are told), 2: could not be planned.
-
-[bold]Examples[/bold]
-
-packhorse plan meta.json --processor Qwen/Qwen3-VL-8B-Instruct
-[dim]# counts what is not counted yet, plans packs of 8,192 tokens, writes meta.phplan[/dim]
-
-packhorse plan meta.json --processor ./model --pack-size 16384 --max-patches 40000 --out big.phplan
-[dim]# a further limit, as a guard of memory[/dim]
-
-packhorse plan meta.json --processor ./model --pack-size 2048,4096,8192
-[dim]# what does another size give? A table, no file[/dim]
-
-packhorse plan meta.json --processor ./model --ranks 24,48
-[dim]# how even are the steps on my 24 or 48 GPUs?[/dim]
-
-packhorse plan meta.json --processor ./model --json > plan.json
-[dim]# the same numbers for machines[/dim]
-
-packhorse view meta.phplan
-[dim]# look at the packs in a browser[/dim]
-"""
+EXAMPLES = terminal.examples(
+    "plan",
+    "Exit code 0: planned (dropped rows are listed), 2: the data could not be planned.",
+    {
+        "meta.json --processor ./model": "packs of 8,192 tokens; count rows if needed; write meta.phplan",
+        "meta.json --processor ./model --max-patches 40000": "also limit the vision patches of a pack",
+        "meta.json --processor ./model --pack-size 2048,4096,8192": "compare pack sizes; write no plan",
+        "meta.json --processor ./model --ranks 24,48": "also show the straggler ratio on 24 and 48 GPUs",
+        "meta.json --processor ./model --json > plan.json": "the same numbers as JSON",
+    },
+)
 
 
 class Placeholder(str, Enum):
-    """Whether packs reserve space for a placeholder image."""
+    """Whether packs reserve tokens for a placeholder media item."""
 
     auto = "auto"
     never = "never"
 
 
 class OnOverlong(str, Enum):
-    """What becomes of samples that are longer than a pack."""
+    """What to do with samples that are longer than a pack."""
 
     drop = "drop"
     truncate = "truncate"
@@ -79,99 +55,65 @@ class OnOverlong(str, Enum):
 
 
 def plan(
-    meta: META,
-    processor: PROCESSOR,
+    meta: terminal.META,
+    processor: terminal.PROCESSOR,
     pack_size: Annotated[
-        str,
-        typer.Option(
-            metavar="N[,N]…",
-            help="The most tokens of a pack; several sizes are compared, and no plan is written.",
-        ),
+        str, terminal.text("N[,N]…", "Tokens of a pack; several sizes are compared, without writing a plan.")
     ] = "8192",
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Where to write the plan, in a folder that is there; META with .phplan without it.",
-        ),
+        terminal.text("FILE", "Where to write the plan; default: META with the suffix .phplan."),
     ] = None,
-    max_patches: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The most vision patches of a pack.")
-    ] = None,
-    max_media: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The most media of a pack.")
-    ] = None,
-    max_documents: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The most samples of a pack.")
-    ] = None,
-    alignment: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Each sample takes up a multiple of so many tokens.")
-    ] = 1,
+    max_patches: Annotated[int | None, terminal.number("Largest number of vision patches of a pack.")] = None,
+    max_media: Annotated[int | None, terminal.number("Largest number of media items of a pack.")] = None,
+    max_documents: Annotated[int | None, terminal.number("Largest number of samples of a pack.")] = None,
+    alignment: Annotated[int, terminal.number("Pad each sample to a multiple of this number of tokens.")] = 1,
     on_overlong: Annotated[
-        OnOverlong,
-        typer.Option(metavar="HOW", help="Samples longer than a pack: drop, truncate or raise."),
+        OnOverlong, terminal.text("HOW", "Samples longer than a pack: drop, truncate or raise.")
     ] = OnOverlong.drop,
     placeholder: Annotated[
-        Placeholder,
-        typer.Option(
-            metavar="HOW", help="Room for a blank media item in packs of mixed data: auto or never."
-        ),
+        Placeholder, terminal.text("HOW", "Reserve tokens for a placeholder media item: auto or never.")
     ] = Placeholder.auto,
     max_bad_share: Annotated[
-        float,
-        typer.Option(min=0, max=1, metavar="X", help="Say so if the loader would stop at so many bad rows."),
+        float, terminal.number("Warn if the loader would stop at this share of bad rows.", 0, 1)
     ] = 0.01,
-    seed: Annotated[int, typer.Option(metavar="N", help="Deals samples of one length at random.")] = 0,
-    epoch: Annotated[int, typer.Option(min=0, metavar="N", help="Which epoch to plan.")] = 0,
+    seed: Annotated[int, terminal.number("Seed for the order of samples and packs.", None)] = 0,
+    epoch: Annotated[int, terminal.number("The epoch to plan.", 0)] = 0,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder (or hub name) with the model's config, for costs; the processor's if it has one.",
-        ),
+        terminal.text("DIR", "Folder (or Hub name) of the model's config; default: the processor's."),
     ] = None,
     ranks: Annotated[
         list[str] | None,
-        typer.Option(
-            "--ranks",
-            metavar="N[,N]…",
-            help="Tell the straggler ratio for so many ranks, too; may be given again.",
-        ),
+        terminal.text("N[,N]…", "Also show the straggler ratio for these numbers of ranks.", "--ranks"),
     ] = None,
-    datasets: DATASETS = None,
+    datasets: terminal.DATASETS = None,
     no_estimates: Annotated[
-        bool,
-        typer.Option(
-            "--no-estimates", help="Do not compare with estimated lengths, for which rows are read."
-        ),
+        bool, terminal.flag("--no-estimates", "Skip the comparison with estimated lengths (saves a pass).")
     ] = False,
-    num_workers: WORKERS = None,
-    trust_remote_code: TRUST = False,
-    as_json: AS_JSON = False,
+    num_workers: terminal.WORKERS = None,
+    trust_remote_code: terminal.TRUST = False,
+    as_json: terminal.AS_JSON = False,
 ) -> None:
     """Plan the packs of an epoch, exactly as the loader will train them, and save the plan.
 
-    Says how full the packs are, how even the steps, which rows are dropped and why, and what padding or
-    estimated lengths would have cost.
-
-    Media are not decoded: one that is damaged inside is found by packhorse check, or in training.
+    Shows how full the packs are, how evenly ranks are loaded, which rows are dropped and why, and what
+    padding or estimated lengths would cost. Media are not decoded; packhorse check finds damaged ones.
     """
-    with one_line_errors("plan", "no plan was written (what was counted is kept)"):
+    with terminal.one_line_errors("plan", "no plan was written (finished counts are kept)"):
         from packhorse.errors import ConfigError
         from packhorse.loader.config import LoaderConfig
         from packhorse.tools.view.plan_book import Request, make_plan, save_book
         from packhorse.tools.view.plan_report import plan_report, sizes_report
 
         sizes = numbers_in("--pack-size", [pack_size])
-        one_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}
-        if len(sizes) > 1 and (given := [name for name, value in one_only.items() if value]):
-            raise ConfigError(
-                f"{given[0]} goes with one --pack-size: several are compared, and no plan is written"
-            )
+        single_only = {"--out": out, "--ranks": ranks, "--no-estimates": no_estimates}
+        if len(sizes) > 1 and (given := [name for name, value in single_only.items() if value]):
+            raise ConfigError(f"{given[0]} needs a single --pack-size: several are compared without a plan")
         target = out if out is not None else default_target(meta) if len(sizes) == 1 else None
         if target is not None:
             check_target(target)  # before the long work
-        asked = numbers_in("--ranks", ranks or ())
+        world_sizes = numbers_in("--ranks", ranks or ())
         config = LoaderConfig(
             data=meta,
             dataset_names=datasets or None,
@@ -192,173 +134,178 @@ def plan(
         else:
             planned = make_plan(request)
             with Progress("estimating") as progress:
-                report = plan_report(planned, ranks=asked, estimates=not no_estimates, progress=progress)
+                report = plan_report(
+                    planned, ranks=world_sizes, estimates=not no_estimates, progress=progress
+                )
             save_book(planned, report, target)
             report["plan"] = str(target)
     if as_json:
-        typer.echo(to_json(report))
+        typer.echo(terminal.to_json(report))
     elif target is None:
         _print_sizes(report)
     else:
-        _print(report, target, asked)
+        _print(report, target, world_sizes)
 
 
 def default_target(meta: str) -> Path:
-    """Return where a plan goes without ``--out``: next to the meta file.
+    """Return the path of a plan without ``--out``: next to the meta file.
 
     Raises:
-        ConfigError: that is no local file.
+        ConfigError: the meta file is not a local file.
     """
     from packhorse.errors import ConfigError
     from packhorse.media.source import is_address
 
     if is_address(meta):
-        raise ConfigError(f"{meta} is not on this machine: say with --out where to write the plan")
+        raise ConfigError(f"{meta} is not a local file: give a path for the plan with --out")
     return Path(meta).with_suffix(".phplan")
 
 
 def check_target(target: Path) -> None:
-    """Raise if a plan cannot be written there, as far as that is known before writing.
+    """Raise if a plan cannot be written there.
 
     Raises:
-        ConfigError: it is a folder, or the folder above it is not there or may not be written to.
+        ConfigError: it is a folder, or its parent does not exist or is not writable.
     """
     from packhorse.errors import ConfigError
 
     if target.is_dir():
         raise ConfigError(f"{target} is a folder: name a file with --out")
-    above = target.absolute().parent
-    if not above.exists():
-        raise ConfigError(f"{target} cannot be written: there is no folder {above}; make it, or name another")
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{target} cannot be written: no right to write to {above}; name another --out")
+    parent = target.absolute().parent
+    if not parent.exists():
+        raise ConfigError(
+            f"{target} cannot be written: there is no folder {parent}; make it, or name another"
+        )
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{target} cannot be written: no permission to write to {parent}; change --out")
 
 
 def numbers_in(option: str, given: Sequence[str]) -> tuple[int, ...]:
-    """Return the numbers of ``--ranks 24 --ranks 48,96``, each once and in order.
+    """Return the numbers of ``--ranks 24 --ranks 48,96``, sorted and without duplicates.
 
     Raises:
-        ConfigError: one of them is no number from 1 upwards.
+        ConfigError: one of them is not an integer above 0.
     """
     from packhorse.errors import ConfigError
 
-    words = [word.strip() for one in given for word in one.split(",")]
+    words = [word.strip() for value in given for word in value.split(",")]
     if wrong := [word for word in words if not word.isascii() or not word.isdigit() or int(word) < 1]:
-        raise ConfigError(f"{option} {wrong[0]}: expected numbers from 1 upwards, as {option} 24,48")
+        raise ConfigError(f"{option} {wrong[0]}: expected integers above 0, e.g. {option} 24,48")
     return tuple(sorted(set(map(int, words))))
 
 
-def _print(report: Mapping[str, Any], target: Path, asked: Sequence[int]) -> None:
-    out = Output(_WIDTH)
+def _print(report: Mapping[str, Any], target: Path, world_sizes: Sequence[int]) -> None:
+    out = terminal.Output(_WIDTH)
     out.lines(f"{name:<10} {text}" for name, text in summary_lines(report))
     out.line()
-    _print_stragglers(report, asked, out)
+    _print_stragglers(report, world_sizes, out)
     print_costs(report, out)
     print_dropped(report, out)
-    out.line(f"plan in {target}; look at it: {own_command()} view {target}")
+    out.line(f"wrote {target}; show it: {terminal.command_name()} view {target}")
 
 
 def _print_sizes(report: Mapping[str, Any]) -> None:
     """Print a table of pack sizes, and what padding costs."""
-    out = Output(_WIDTH)
+    out = terminal.Output(_WIDTH)
     rows = [
         (
-            f"{one['pack_size']:,}",
-            one["packs"],
-            f"{one['fill']:.2%}",
-            f"{one['padded_wasted']:.1%}",
-            f"{one['documents_per_pack']['mean']:.1f}",
-            one["dropped"],
-            one["too_long"],
-            f"{one['straggler_8']:.4f}",
+            f"{size['pack_size']:,}",
+            size["packs"],
+            f"{size['fill']:.2%}",
+            f"{size['padded_wasted']:.1%}",
+            f"{size['documents_per_pack']['mean']:.1f}",
+            size["dropped"],
+            size["too_long"],
+            f"{size['straggler_8']:.4f}",
         )
-        for one in report["sizes"]
+        for size in report["sizes"]
     ]
     columns = ("pack size", "packs", "fill", "padded*", "per pack", "dropped", "too long", "8 ranks")
     out.table("Pack sizes compared; no plan is written", columns, rows)
     padding = report["padding"]
     out.line(
-        "* wasted where every pack is padded to its size (pad_to_size=True). 8 ranks: the straggler ratio.\n"
-        f"Without packs, {padding['batch_size']} rows padded to the longest: "
-        f"{padding['by_length']['wasted']:.1%} wasted where they are of similar length, "
-        f"{padding['random']['wasted']:.1%} at random."
+        "* wasted if every pack is padded to its size (pad_to_size=True). 8 ranks: the straggler ratio.\n"
+        f"Without packs, batches of {padding['batch_size']} rows padded to the longest waste "
+        f"{padding['by_length']['wasted']:.1%} if sorted by length, {padding['random']['wasted']:.1%} if not."
     )
 
 
 def summary_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Describe the plan in a few lines: (name, text)."""
+    """Return a description of the plan in a few lines: (name, text)."""
     documents = report["documents_per_pack"]
     quartiles = ", ".join(f"{documents[name]:,}" for name in ("min", "p25", "p50", "p75", "max"))
-    kept = f" ({report['reserve']:,} are kept free for a placeholder)" if report["reserve"] else ""
+    reserved = f" ({report['reserve']:,} are reserved for a placeholder)" if report["reserve"] else ""
     packed, rows = report["packed"], report["rows"]
     share = f"{packed / rows:.2%}" if rows else "-"
     return [
         ("rows", f"{packed:,} of {rows:,} packed ({share}), {report['dropped']:,} dropped"),
         (
             "packs",
-            f"{report['packs']:,} of {report['pack_size']:,} tokens (no plan has fewer than "
+            f"{report['packs']:,} of {report['pack_size']:,} tokens (lower bound: "
             f"{report['fewest_packs']:,})",
         ),
         (
             "fill",
-            f"{report['fill']:.3%} of {report['capacity']:,} tokens{kept}: {report['tokens']:,} tokens "
-            "after the label shift (one less a row)",
+            f"{report['fill']:.3%} of {report['capacity']:,} tokens{reserved}: {report['tokens']:,} tokens "
+            "after the label shift (one less per row)",
         ),
         ("per pack", f"{documents['mean']:.2f} samples (least, quartiles, most: {quartiles})"),
     ]
 
 
-def _print_stragglers(report: Mapping[str, Any], asked: Sequence[int], out: Output) -> None:
+def _print_stragglers(report: Mapping[str, Any], world_sizes: Sequence[int], out: terminal.Output) -> None:
     from packhorse.tools.view.plan_report import WORLD_SIZES
 
     rows = [
-        (f"{one['ranks']:,}", one["steps"], f"{one['ratio']:.4f}", f"{one['random']:.4f}")
-        for one in report["straggler"]
-        if one["ranks"] in (*WORLD_SIZES, *asked)
+        (f"{entry['ranks']:,}", entry["steps"], f"{entry['ratio']:.4f}", f"{entry['random']:.4f}")
+        for entry in report["straggler"]
+        if entry["ranks"] in (*WORLD_SIZES, *world_sizes)
     ]
-    title = "Straggler ratio: what the slowest rank of a step takes, over the mean of all (mean of all steps)"
-    out.table(title, ("ranks", "steps", "planned", "at random"), rows)
+    title = "Straggler ratio: cost of the slowest rank over the mean of all ranks, averaged over the steps"
+    out.table(title, ("ranks", "steps", "planned", "random"), rows)
 
 
-def print_costs(report: Mapping[str, Any], out: Output) -> None:
-    """Print what padding and estimated lengths would have cost."""
+def print_costs(report: Mapping[str, Any], out: terminal.Output) -> None:
+    """Print what padding and estimated lengths would cost."""
     padding = report["padding"]
-    ways = {
-        "packed_unpadded": "these packs, as they are",
+    batches = {
+        "packed_unpadded": "these packs, not padded",
         "packed": f"these packs, padded to {report['pack_size']:,}",
         "by_length": f"padded, {padding['batch_size']} of similar length",
         "random": f"padded, {padding['batch_size']} at random",
     }
-    rows = [(text, padding[name]["slots"], f"{padding[name]['wasted']:.1%}") for name, text in ways.items()]
-    title = "What the same rows cost: slots are tokens that the model computes"
-    out.table(title, ("way", "slots", "wasted"), rows)
+    rows = [
+        (text, padding[name]["slots"], f"{padding[name]['wasted']:.1%}") for name, text in batches.items()
+    ]
+    title = "Cost of the same rows in other batches: slots are tokens that the model computes"
+    out.table(title, ("batches", "slots", "wasted"), rows)
     out.line(WHY_PACK)
-    if (guessed := report["estimated"]) is not None:
+    if (estimated := report["estimated"]) is not None:
         out.line(
-            f"Packed by estimated lengths, {guessed['lost']:,} of {guessed['rows']:,} rows "
-            f"({guessed['lost_share']:.1%}) would have been lost: {guessed['lost_overflow']:,} overflow, "
-            f"{guessed['lost_too_long']:,} taken for too long; the packs would have been "
-            f"{1 - guessed['fill']:.1%} empty. An estimate is off by {guessed['error_mean']:,.0f} tokens "
-            "on average."
+            f"Packed by estimated lengths, {estimated['lost']:,} of {estimated['rows']:,} rows "
+            f"({estimated['lost_share']:.1%}) would be lost: {estimated['lost_overflow']:,} overflow, "
+            f"{estimated['lost_too_long']:,} estimated as too long; the packs would be "
+            f"{1 - estimated['fill']:.1%} empty. The mean error of an estimate is "
+            f"{estimated['error_mean']:,.0f} tokens."
         )
 
 
-def print_dropped(report: Mapping[str, Any], out: Output) -> None:
-    """Print which rows are in no pack and why, and other remarks on rows."""
+def print_dropped(report: Mapping[str, Any], out: terminal.Output) -> None:
+    """Print which rows are in no pack and why, and remarks on other rows."""
     from packhorse.tools.view.plan_report import too_many_bad
 
     out.line()
-    out.lines(f"before planning: {number:,} {reason}" for reason, number in report["not_drawn"].items())
+    out.lines(f"before planning: {count:,} {reason}" for reason, count in report["not_drawn"].items())
     if not report["reasons"]:
         out.line("every row is in a pack")
-    for one in report["reasons"]:
-        detail = " ".join(one["detail"].split())
-        out.line(f"dropped: {one['rows']:,} {one['reason']} ({_some_keys(one)}): {detail}")
-    empty = report["nothing_supervised"]
-    if empty["rows"]:
-        rows = number_of(empty["rows"], "row has", "rows have")
-        out.line(f"packed all the same: {rows} nothing to learn ({_some_keys(empty)})")
-    if any(one[kind] for one in report["datasets"] for kind in MEDIA_KINDS):
+    for group in report["reasons"]:
+        detail = " ".join(group["detail"].split())
+        out.line(f"dropped: {group['rows']:,} {group['reason']} ({_some_keys(group)}): {detail}")
+    unsupervised = report["nothing_supervised"]
+    if unsupervised["rows"]:
+        rows = terminal.number_of(unsupervised["rows"], "packed row has", "packed rows have")
+        out.line(f"warning: {rows} no supervised token ({_some_keys(unsupervised)})")
+    if any(dataset[kind] for dataset in report["datasets"] for kind in MEDIA_KINDS):
         out.line(NOT_DECODED)
     if warning := too_many_bad(report):
         out.line(f"WARNING: {warning}", style="bold red")

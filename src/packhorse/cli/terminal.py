@@ -1,7 +1,7 @@
-"""What commands print: lines, tables or one JSON object to stdout, one-line errors to stderr; exit codes.
+"""Common options of the commands, and their output: tables or JSON to stdout, one-line errors to stderr.
 
-0: done, 1: the answer is no (errors found, counts differ, packed does not equal unpacked), 2: it could not be
-done, 130: Ctrl-C.
+Exit codes: 0 success, 1 a negative result (errors found, counts differ, packed does not equal unpacked), 2
+the command could not run, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,37 +26,46 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def processor_option(more: str = "") -> Any:
-    """Return the option ``--processor``; ``more`` is added to its help."""
-    return typer.Option(metavar="DIR", help=f"Folder (or hub name) of the model's processor{more}.")
+def text(metavar: str, description: str, *names: str) -> Any:
+    """Return an option with a value; ``names`` if it is not called like its parameter."""
+    return typer.Option(*names, metavar=metavar, help=description)
 
 
-META = Annotated[str, typer.Argument(help="The meta file: which datasets there are.", metavar="META")]
-PROCESSOR = Annotated[str, processor_option()]
-DATASETS = Annotated[
-    list[str] | None,
-    typer.Option("--dataset", metavar="NAME", help="Only this dataset; may be given again."),
-]
-WORKERS = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Worker processes; one per core without it.")
-]
-TRUST = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code that comes with the processor or model."),
-]
-AS_JSON = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")
-]
+def number(description: str, minimum: float | None = 1, maximum: float | None = None) -> Any:
+    """Return an option with a number."""
+    return typer.Option(min=minimum, max=maximum, metavar="N", help=description)
 
+
+def flag(name: str, description: str) -> Any:
+    """Return a flag."""
+    return typer.Option(name, help=description)
+
+
+def processor(note: str = "") -> Any:
+    """Return the option ``--processor``; ``note`` is added to its help."""
+    return text("DIR", f"Folder (or Hub name) of the model's processor{note}.")
+
+
+def examples(command: str, exit_codes: str, arguments: dict[str, str]) -> str:
+    """Return the end of a command's help: its exit codes, and examples of arguments with a comment each."""
+    lines = [f"packhorse {command} {given}\n[dim]# {note}[/dim]" for given, note in arguments.items()]
+    return "\n\n".join([exit_codes, "[bold]Examples[/bold]", *lines]) + "\n"
+
+
+META = Annotated[str, typer.Argument(help="The meta file, which lists the datasets.", metavar="META")]
+PROCESSOR = Annotated[str, processor()]
+DATASETS = Annotated[list[str] | None, text("NAME", "Only this dataset; can be repeated.", "--dataset")]
+WORKERS = Annotated[int | None, number("Worker processes; default: one per core.")]
+TRUST = Annotated[bool, flag("--trust-remote-code", "Run code that comes with the processor or model.")]
+AS_JSON = Annotated[bool, flag("--json", "Print one JSON object to stdout and nothing else.")]
 
 CANNOT, STOPPED = 2, 130
-
 
 Cell = str | int
 
 
 def new_table() -> Table:
-    """Return a table without columns, in the style of all commands."""
+    """Return an empty table in the style of all commands."""
     from rich import box
     from rich.table import Table
 
@@ -65,7 +76,7 @@ class Output:
     """Stdout of a command.
 
     Args:
-        width: columns if stdout is no terminal.
+        width: columns if stdout is not a terminal.
     """
 
     def __init__(self, width: int = 140) -> None:
@@ -75,11 +86,11 @@ class Output:
         self.console = console if console.is_terminal else Console(width=width, highlight=False)
 
     def line(self, text: str = "", style: str | None = None, *, end: str = "\n", wrap: bool = False) -> None:
-        """Print a line as it is; ``wrap`` breaks it at the width."""
+        """Print a line without markup; ``wrap`` breaks it at the width."""
         self.console.print(text, style=style, end=end, markup=False, soft_wrap=not wrap)
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Print each text on a line of its own."""
+        """Print each text on its own line."""
         for text in texts:
             self.line(text)
 
@@ -97,20 +108,20 @@ class Output:
 
         Args:
             title: printed above.
-            columns: their names; only the names of datasets are folded if they are long.
-            rows: their cells; whole numbers get separators.
-            text_columns: so many are aligned to the left, all others to the right.
-            styles: of the rows, if they are coloured.
+            columns: their names; only long names of datasets are wrapped.
+            rows: their cells; integers get separators.
+            text_columns: the number of left-aligned columns; the others are right-aligned.
+            styles: of the rows.
             total: a last row, after a separator.
         """
         from rich.markup import escape
 
         table = new_table()
-        for number, name in enumerate(columns):
+        for index, name in enumerate(columns):
             is_name = name == "dataset"
             table.add_column(
                 name,
-                justify="left" if number < text_columns else "right",
+                justify="left" if index < text_columns else "right",
                 no_wrap=not is_name,
                 overflow="fold",
                 min_width=len(name) if is_name else None,
@@ -121,8 +132,8 @@ class Output:
                 *(f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in cells), style=style
             )
 
-        for number, cells in enumerate(rows):
-            add(cells, styles[number] if styles else None)
+        for index, cells in enumerate(rows):
+            add(cells, styles[index] if styles else None)
         if total is not None:
             table.add_section()
             add(total)
@@ -139,16 +150,16 @@ def to_json(value: object, indent: int | None = 2) -> str:
     return json.dumps(value, indent=indent, default=plain)
 
 
-def number_of(count: int, one: str, many: str | None = None) -> str:
+def number_of(count: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 row``, ``2,000 rows``."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
-def own_command() -> str:
-    """Return how to type the command of this environment: its name if the shell finds it, else its path."""
+def command_name() -> str:
+    """Return the command of this environment: its name if the shell finds it, else its path."""
     installed = Path(sys.executable).with_name("packhorse")
-    found = which("packhorse")
-    if found is not None and (not installed.exists() or Path(found).samefile(installed)):
+    in_path = which("packhorse")
+    if in_path is not None and (not installed.exists() or Path(in_path).samefile(installed)):
         return "packhorse"
     if not installed.exists():
         return f"{sys.executable} -m packhorse"
@@ -162,7 +173,7 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
 
     Args:
         command: its name.
-        stopped: printed after Ctrl-C: what is left.
+        stopped: printed after Ctrl-C: what has been kept.
     """
     from packhorse.errors import PackhorseError, plain_error
 
@@ -170,7 +181,7 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # the reader of the output has gone; typer ends quietly
+        raise  # the reader of the output has exited; typer exits silently
     except (PackhorseError, OSError) as error:
         line = " ".join(plain_error(error).split())
         typer.echo(f"packhorse {command}: {line}", err=True)
@@ -180,8 +191,24 @@ def one_line_errors(command: str, stopped: str) -> Iterator[None]:
         raise typer.Exit(STOPPED) from error
 
 
+def _with_suggestion(text: str, context: Any) -> str:
+    """Return the message with "Did you mean …?" for a mistyped command or option.
+
+    Typer suggests commands since 0.20 and lists options as "Possible options".
+    """
+    typo = re.match(r"No such (?:command '|option:? )(--?[\w-]+|[\w-]+)'?", text)
+    if typo is None or context is None:
+        return text
+    if "command" in typo[0]:
+        known = context.command.list_commands(context)
+    else:
+        known = [name for param in context.command.get_params(context) for name in param.opts]
+    close = get_close_matches(typo[1], known)
+    return f"{typo[0]}. Did you mean {' or '.join(map(repr, close))}?" if close else typo[0]
+
+
 class _PlainHelp:
-    """Commands whose ``--help`` shows no value after flags."""
+    """Shows no value after flags in ``--help``."""
 
     def get_params(self, ctx: Any) -> Any:
         """Return the parameters of the base class, flags without a type."""
@@ -197,21 +224,22 @@ class PlainCommand(_PlainHelp, TyperCommand):
 
 
 class OneLineGroup(_PlainHelp, TyperGroup):
-    """Commands that report wrong usage in one line: the command, the error, where to look."""
+    """A group of commands that reports wrong usage in one line."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
-        """Run a command; report a misspelled or missing option in one line, with exit code 2."""
+        """Run a command; report a mistyped or missing option in one line, with exit code 2."""
         standalone_mode = more.pop("standalone_mode", True)
         try:
             code = super().main(args, *rest, **{**more, "standalone_mode": False})
         except Exception as error:
-            # Typer's own errors, under whatever name its version has them: they format themselves.
+            # Typer's errors; their classes depend on its version, so they are recognized by a method.
             format_message = getattr(error, "format_message", None)
             if not standalone_mode or not callable(format_message):
                 raise
             context = getattr(error, "ctx", None)
             name = "packhorse" if context is None else context.command_path
             text = " ".join(str(format_message()).replace("Value error, ", "").split()).rstrip(".")
+            text = _with_suggestion(text, context)
             typer.echo(f"{name}: {text[:1].lower()}{text[1:]} (see {name} --help)", err=True)
             sys.exit(int(getattr(error, "exit_code", CANNOT)))
         if not standalone_mode:

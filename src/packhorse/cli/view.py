@@ -1,4 +1,4 @@
-"""``packhorse view``: the packs of a plan, and what the model sees of each row, in a browser."""
+"""``packhorse view``: show packs, and rows as the model gets them, in a browser."""
 
 from __future__ import annotations
 
@@ -8,53 +8,42 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli.terminal import AS_JSON, TRUST, one_line_errors, processor_option, to_json
+from packhorse.cli import terminal
 
-EXAMPLES = """
-Exit code 0: ended with Ctrl-C, 2: cannot be shown.
-
-[bold]Examples[/bold]
-
-packhorse view meta.phplan
-[dim]# a plan of packhorse plan: nothing else is needed[/dim]
-
-packhorse view meta.json --processor ./model --pack-size 4096
-[dim]# plans first, in memory[/dim]
-
-packhorse view meta.phplan --ledger run/ledgers
-[dim]# with what a run has dropped, cut or replaced[/dim]
-
-packhorse view meta.phplan --port 0 --json
-[dim]# one line for machines: {"version": 1, "source": …, "url": …}[/dim]
-
-ssh -L 8123:127.0.0.1:8123 cluster packhorse view meta.phplan
-[dim]# data on another machine: the page stays on 127.0.0.1 of both[/dim]
-"""
+EXAMPLES = terminal.examples(
+    "view",
+    "Exit code 0: ended with Ctrl-C, 2: the data cannot be shown.",
+    {
+        "meta.phplan": "a plan of packhorse plan",
+        "meta.json --processor ./model --pack-size 4096": "make a plan in memory first",
+        "meta.phplan --ledger run/ledgers": "with the dropped rows of a run",
+        "meta.phplan --port 0 --json": 'one line of JSON: {"version": 1, "source": …, "url": …}',
+    },
+)
 
 
 def view(
     source: Annotated[
         str, typer.Argument(help="A plan of `packhorse plan`, or a meta file.", metavar="PLAN|META")
     ],
-    processor: Annotated[str | None, processor_option("; a plan knows where it was")] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="Where to listen; 0 takes a free one.")
-    ] = 8123,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    processor: Annotated[str | None, terminal.processor("; default: that of the plan")] = None,
+    port: Annotated[int, terminal.number("Port to listen on; 0 for a free one.", 0, 65535)] = 8123,
+    host: Annotated[str, terminal.text("ADDRESS", "Address to listen on.")] = "127.0.0.1",
     ledger: Annotated[
-        Path | None, typer.Option(metavar="FILE|DIR", help="Ledgers of a run, to be shown with the rows.")
+        Path | None, terminal.text("FILE|DIR", "Ledgers of a run, shown with the rows.")
     ] = None,
     pack_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="For a meta file: the most tokens of a pack.")
+        int, terminal.number("For a meta file: the largest number of tokens of a pack.")
     ] = 8192,
-    trust_remote_code: TRUST = False,
-    as_json: AS_JSON = False,
+    trust_remote_code: terminal.TRUST = False,
+    as_json: terminal.AS_JSON = False,
 ) -> None:
-    """Show packs, rows, labels and losses as pages on this machine.
+    """Show packs, rows, labels and dropped rows in a browser.
 
-    Only this machine can reach them, unless --host says otherwise; nothing is loaded from elsewhere.
+    The pages are reachable from this machine only, unless --host is given; they load nothing from the
+    network.
     """
-    with one_line_errors("view", "nothing was shown"):
+    with terminal.one_line_errors("view", "nothing was shown"):
         from packhorse.tools.view.book import Book
         from packhorse.tools.view.server import listen, serve
 
@@ -63,15 +52,14 @@ def view(
             source, processor, ledger=ledger, pack_size=pack_size, trust_remote_code=trust_remote_code
         )
         if processor is not None:
-            _ = book.encoder  # one that was named is opened at once: a mistyped path is told here
+            _ = book.encoder  # a mistyped path raises here, not at the first page
         if warning := book.wrong_ledger():
             typer.echo(f"packhorse view: warning: {warning}", err=True)
-        number = socket.getsockname()[1]
         name = f"[{host}]" if ":" in host else host
-        url = f"http://{name}:{number}/"
+        url = f"http://{name}:{socket.getsockname()[1]}/"
         if as_json:
-            typer.echo(to_json({"version": 1, "source": source, "url": url}, indent=None))
+            typer.echo(terminal.to_json({"version": 1, "source": source, "url": url}, indent=None))
         else:
-            typer.echo(f"looking at {source}: {url} (Ctrl-C ends it)")
-        with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+            typer.echo(f"showing {source}: {url} (stop with Ctrl-C)")
+        with contextlib.suppress(KeyboardInterrupt):
             serve(book, socket, host)

@@ -1,7 +1,7 @@
-"""Advice on media that are all missing where they are looked for, but lie beside the meta or the data file.
+"""Suggest a ``media_dir`` if all media of a dataset are missing, but exist next to the meta or data file.
 
 Without a ``media_dir`` relative paths of media start at the working directory; ``file_name`` starts at the
-meta file. Costs a look at the first rows of a dataset, and only where all its media are missing.
+meta file. Reads the first rows of a dataset.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from packhorse.errors import BadSample
 from packhorse.formats.meta import DatasetConfig
@@ -17,8 +18,8 @@ from packhorse.rows.row_files import RowFile
 from packhorse.rows.selection import row_key
 from packhorse.tools.check.row_rules import look_at_row
 
-_MOST_ROWS = 2048  # looked at for media
-_MEDIA = 20  # enough to tell a folder by
+_MAX_ROWS = 2048
+_MAX_MEDIA = 20
 
 
 def media_dir_advice(meta: str, datasets: Iterable[tuple[DatasetConfig, RowFile]]) -> list[str]:
@@ -26,7 +27,7 @@ def media_dir_advice(meta: str, datasets: Iterable[tuple[DatasetConfig, RowFile]
 
     Args:
         meta: the meta file.
-        datasets: those whose media are all missing, as the meta file has them, and their rows.
+        datasets: datasets without media, as in the meta file, and their rows.
     """
     lines = [_advice(meta, config, rows) for config, rows in datasets]
     return [line for line in lines if line is not None]
@@ -35,28 +36,28 @@ def media_dir_advice(meta: str, datasets: Iterable[tuple[DatasetConfig, RowFile]
 def _advice(meta: str, config: DatasetConfig, rows: RowFile) -> str | None:
     if config.rules.media_dir is not None or is_address(meta):
         return None
-    beside = os.path.dirname(meta)
-    places = {beside: "the meta file"}
+    meta_folder = os.path.dirname(meta)
+    folders = {meta_folder: "the meta file"}
     if not is_address(config.file_name):
-        places.setdefault(os.path.dirname(config.file_name), "the data file")
-    named = [path for path, _ in zip(_relative_paths(config, rows), range(_MEDIA), strict=False)]
-    for folder, what in places.items():
-        if named and all(os.path.exists(os.path.join(folder, path)) for path in named):
-            entry = json.dumps(os.path.relpath(folder or ".", beside or "."), ensure_ascii=False)
+        folders.setdefault(os.path.dirname(config.file_name), "the data file")
+    paths = list(islice(_relative_paths(config, rows), _MAX_MEDIA))
+    for folder, name in folders.items():
+        if paths and all(os.path.exists(os.path.join(folder, path)) for path in paths):
+            entry = json.dumps(os.path.relpath(folder or ".", meta_folder or "."), ensure_ascii=False)
             return (
-                f"{config.name}: its media are missing where they are looked for, in {os.getcwd()}. They "
-                f'exist beside {what}: add "media_dir": {entry} to this dataset in {meta}'
+                f"{config.name}: its media are not in the working directory {os.getcwd()}. They exist next "
+                f'to {name}: add "media_dir": {entry} to this dataset in {meta}'
             )
     return None
 
 
 def _relative_paths(config: DatasetConfig, rows: RowFile) -> Iterator[str]:
-    """Relative local paths of media that the first rows name."""
-    numbers = range(min(len(rows), _MOST_ROWS))
-    for number, row in zip(numbers, rows.read(numbers), strict=True):
+    """Yield the relative local paths of media in the first rows."""
+    indices = range(min(len(rows), _MAX_ROWS))
+    for index, row in zip(indices, rows.read(indices), strict=True):
         if isinstance(row, BadSample):
             continue
-        _, conversation = look_at_row(row, config, row_key(config.name, number))
+        _, conversation = look_at_row(row, config, row_key(config.name, index))
         for ref in conversation.media if conversation is not None else ():
             path = _local_path(ref.source)
             if path is not None and not os.path.isabs(path):
@@ -64,13 +65,13 @@ def _relative_paths(config: DatasetConfig, rows: RowFile) -> Iterator[str]:
 
 
 def _local_path(source: object) -> str | None:
-    """The file of a media item; of frames in a list the first; None where it is no local file."""
+    """Return the file of a media item, or of the first frame in a list; None if it is not a local file."""
     if isinstance(source, list | tuple):
         return _local_path(source[0]) if source else None
     try:
-        place = locate(source)
+        location = locate(source)
     except BadSample:
         return None
-    if isinstance(place, LocalFile):
-        return place.path
-    return place.database if isinstance(place, LmdbEntry) else None
+    if isinstance(location, LocalFile):
+        return location.path
+    return location.database if isinstance(location, LmdbEntry) else None

@@ -1,9 +1,8 @@
-"""Is packed training what unpacked training is? For *this* model, processor and attention backend.
+"""Compare packed with unpacked training for a model, a processor and an attention backend.
 
 A few samples go through the model one by one and packed; the loss of every supervised token and the gradients
-are compared. Where they differ, the usual mistakes are looked for and named: positions of the wrong kind,
-attention that leaks from document to document, labels shifted once too often. Costs a few forward and
-backward passes.
+are compared. If they differ, the report names the common causes that apply: wrong positions, attention across
+documents, labels shifted twice. Costs a few forward and backward passes.
 """
 
 from __future__ import annotations
@@ -30,17 +29,20 @@ from packhorse.integrations.attention import attention_of, check_attention, use_
 from packhorse.ledger import Ledger
 from packhorse.types import to_device
 
-_ONE_ROW = 2  # axes: [B, S]
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+_REFERENCE, _OTHER_KERNEL = "sdpa", "eager"
+_NOISE_FACTOR = 4  # the tolerance in units of the noise floor
 
 
 class Packed:
-    """A packed batch, the model it goes through, and which sample each document is.
+    """A packed batch, its model, and the sample of each document.
 
     Args:
-        model: set to the batch's attention.
+        model: with the batch's attention backend.
         batch: on the model's device.
-        bins: for each row the numbers of its samples.
-        keys: the names of the samples.
+        bins: for each row the indices of its samples.
+        keys: of the samples.
     """
 
     def __init__(
@@ -48,25 +50,25 @@ class Packed:
     ) -> None:
         self.model, self.batch, self.bins, self.keys = model, dict(batch), bins, keys
         if "_packed_seq_ids" not in batch:
-            raise ConfigError("the batch has no '_packed_seq_ids' [B, S], the numbers of documents")
-        self.numbers: torch.Tensor = batch["_packed_seq_ids"]
+            raise ConfigError("the batch has no '_packed_seq_ids' [B, S], the document of each token")
+        self.document_ids: torch.Tensor = batch["_packed_seq_ids"]
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Row, document and sample of every document."""
+    def documents(self) -> Iterator[tuple[int, int, int]]:
+        """Yield row, document and sample of every document."""
         for row, samples in enumerate(self.bins):
             for document, sample in enumerate(samples, 1):
                 yield row, document, sample
 
     def name(self, row: int, document: int) -> str:
-        """What a person calls a document: ``pack 0, document 1 (coco/812)``."""
+        """Return the name of a document: ``pack 0, document 1 (coco/812)``."""
         return f"pack {row}, document {document} ({self.keys[self.bins[row][document - 1]]})"
 
     def visible(self, row: int, document: int) -> tuple[int, torch.Tensor]:
-        """The places of a document's tokens that can be seen."""
-        return row, self.numbers[row] == document
+        """Return an index of a document's visible tokens."""
+        return row, self.document_ids[row] == document
 
-    def logits(self, **changed: Any) -> torch.Tensor:
-        """What the model says about the batch, or about it with some tensors changed."""
+    def logits(self, **changed: torch.Tensor) -> torch.Tensor:
+        """Return the model's logits for the batch, with some tensors changed."""
         logits: torch.Tensor = self.model(**model_inputs({**self.batch, **changed})).logits
         return logits
 
@@ -78,117 +80,98 @@ def likely_causes(
     own_rope: RopeIndex | None,
     tolerance: float,
 ) -> tuple[str, ...]:
-    """The mistakes that can be shown in a batch.
+    """Return the causes of a difference that can be shown in a batch.
 
     Args:
         packed: the batch.
         labels: of the visible tokens of each sample alone.
         samples: encoded, not shifted.
-        own_rope: how the model itself finds positions in three rows; None if they are one row.
+        own_rope: the model's function for mRoPE positions; None if it has none.
         tolerance: by how much logits may differ.
     """
-    found = [
-        *_of_labels(packed, labels),
-        *_of_positions(packed, samples, own_rope),
-        *_of_attention(packed, tolerance),
+    causes = [
+        *_label_problems(packed, labels),
+        *_position_problems(packed, samples, own_rope),
+        *_attention_problems(packed, tolerance),
         *known_problems(packed.model),
     ]
     unknown = (
-        "none of the usual ones (labels and positions are right, documents do not see each other): compare "
-        "with attn_implementation='eager', and look at what the model does with its keyword arguments"
+        "unknown (labels and positions are right, documents do not attend to each other): compare with "
+        "attn_implementation='eager', and check how the model uses its keyword arguments"
     )
-    return tuple(found) or (unknown,)
+    return tuple(causes) or (unknown,)
 
 
-def _of_labels(packed: Packed, labels: Sequence[torch.Tensor]) -> Iterator[str]:
-    for row, document, sample in packed.places():
-        mine, right = packed.batch["labels"][packed.visible(row, document)], labels[sample]
-        if torch.equal(mine, right):
+def _label_problems(packed: Packed, labels: Sequence[torch.Tensor]) -> Iterator[str]:
+    for row, document, sample in packed.documents():
+        actual, expected = packed.batch["labels"][packed.visible(row, document)], labels[sample]
+        if torch.equal(actual, expected):
             continue
-        how = "are not those of the sample alone"
-        if torch.equal(mine[:-1], right[1:]):
-            how = "are shifted once too often: each token is to predict the one after the next"
-        elif torch.equal(mine[1:], right[:-1]):
-            how = "are not shifted: each token is to predict itself"
-        yield f"labels of {packed.name(row, document)} {how}"
+        problem = "are not those of the sample alone"
+        if torch.equal(actual[:-1], expected[1:]):
+            problem = "are shifted twice: each token has to predict the one after the next"
+        elif torch.equal(actual[1:], expected[:-1]):
+            problem = "are not shifted: each token has to predict itself"
+        yield f"labels of {packed.name(row, document)} {problem}"
         return
 
 
-def _of_positions(packed: Packed, samples: Any, own_rope: RopeIndex | None) -> Iterator[str]:
+def _position_problems(packed: Packed, samples: EncodedSamples, own_rope: RopeIndex | None) -> Iterator[str]:
     positions = packed.batch.get("position_ids")
     if positions is None:
-        yield "the batch has no position_ids, so positions run on from document to document"
+        yield "the batch has no position_ids, so positions continue from document to document"
         return
-    if own_rope is not None and positions.dim() == _ONE_ROW:
+    if own_rope is not None and positions.dim() == 2:
         yield (
-            f"position_ids are one row {tuple(positions.shape)}, but {type(packed.model).__name__} has "
-            "mRoPE, positions in three rows [3, B, S]: pass "
+            f"position_ids have the shape {tuple(positions.shape)}, but {type(packed.model).__name__} has "
+            "mRoPE, positions of the shape [3, B, S]: pass "
             "get_rope_index=packhorse.families.qwen_vl.rope_index(model)"
         )
         return
-    for row, document, sample in packed.places():
+    for row, document, sample in packed.documents():
         tokens = samples[sample]
         mask = torch.as_tensor(tokens["attention_mask"]).bool()[:-1]
-        right = torch.arange(len(mask)) if own_rope is None else mrope_position_ids(tokens, own_rope)
-        assert right is not None
-        _, places = packed.visible(row, document)
-        mine = positions[..., row, :][..., places].cpu()
-        if not torch.equal(mine, right[..., : len(mask)][..., mask]):
+        expected = torch.arange(len(mask)) if own_rope is None else mrope_position_ids(tokens, own_rope)
+        assert expected is not None
+        actual = positions[..., row, :][..., packed.visible(row, document)[1]].cpu()
+        if not torch.equal(actual, expected[..., : len(mask)][..., mask]):
             yield (
-                f"positions of {packed.name(row, document)} are not those the model gives it alone "
-                f"(they begin with {mine.flatten()[:4].tolist()}): they must restart with each document"
+                f"positions of {packed.name(row, document)} are not those of the sample alone (they start "
+                f"with {actual.flatten()[:4].tolist()}): they must restart with each document"
             )
             return
 
 
-def _of_attention(packed: Packed, tolerance: float) -> Iterator[str]:
-    """Other answers in one document must not change what is said about another."""
-    labels = packed.batch["labels"]
-    with torch.no_grad():
-        before = packed.logits()
-        for row, samples in enumerate(packed.bins):
-            for document in range(1, len(samples) + 1):
-                _, places = packed.visible(row, document)
-                # Supervised tokens are text, so media still fit their placeholders.
-                changed = places & (labels[row] != IGNORE_INDEX)
-                if not bool(changed.any()):
-                    continue
-                ids = packed.batch["input_ids"].clone()
-                media = _media_like(packed)
-                texts = torch.nonzero(changed & ~torch.isin(ids[row], media)).flatten()
-                ids[row, texts] = ids[row, texts].roll(1) if len(set(ids[row, texts].tolist())) > 1 else 1
-                moved = (packed.logits(input_ids=ids) - before).abs().amax(-1)
-                others = (packed.numbers > 0) & ~_as_mask(packed.numbers, row, places)
-                if float(moved[others].max() if bool(others.any()) else 0.0) > 10 * tolerance:
-                    seen = torch.nonzero((moved > 10 * tolerance) & others)[0].tolist()
-                    number = int(packed.numbers[seen[0], seen[1]])
-                    yield (
-                        f"attention leaks: {packed.name(seen[0], number)} changes with the tokens of "
-                        f"{packed.name(row, document)}. The attention mask is not the one this backend "
-                        "needs (eager takes numbers, sdpa bools; flash attention must get no mask beside "
-                        "cu_seq_lens), or the model's attention is not the one the batch was made for"
-                    )
-                    return
-
-
-def _media_like(packed: Packed) -> torch.Tensor:
-    """Ids that must stay where they are: those the config names as tokens of media."""
+def _attention_problems(packed: Packed, tolerance: float) -> Iterator[str]:
+    """Change the answers of one document, and look for changes in the logits of others."""
     config = packed.model.config
     names = [name for name in vars(config) if "token" in name and name.endswith(("_id", "_index"))]
-    ids = [value for name in names if isinstance(value := getattr(config, name), int)]
-    return torch.tensor(ids or [-1], device=packed.batch["input_ids"].device)
-
-
-def _as_mask(numbers: torch.Tensor, row: int, places: torch.Tensor) -> torch.Tensor:
-    mask = torch.zeros_like(numbers, dtype=torch.bool)
-    mask[row] = places
-    return mask
-
-
-Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-
-_REFERENCE, _OTHER_KERNEL = "sdpa", "eager"
-_FACTOR = 4  # times the noise floor is allowed
+    media_ids = [value for name in names if isinstance(value := getattr(config, name), int)] or [-1]
+    media = torch.tensor(media_ids, device=packed.batch["input_ids"].device)
+    with torch.no_grad():
+        before = packed.logits()
+        for row, document, _ in packed.documents():
+            visible = packed.visible(row, document)[1]
+            # Only supervised text tokens change, so media still match their placeholders.
+            ids = packed.batch["input_ids"].clone()
+            answers = visible & (packed.batch["labels"][row] != IGNORE_INDEX) & ~torch.isin(ids[row], media)
+            if not bool(answers.any()):
+                continue
+            texts = torch.nonzero(answers).flatten()
+            ids[row, texts] = ids[row, texts].roll(1) if len(set(ids[row, texts].tolist())) > 1 else 1
+            others = packed.document_ids > 0
+            others[row] &= ~visible
+            difference = (packed.logits(input_ids=ids) - before).abs().amax(-1)
+            leaks = torch.nonzero((difference > 10 * tolerance) & others)
+            if len(leaks):
+                other_row, token = leaks[0].tolist()
+                other = packed.name(other_row, int(packed.document_ids[other_row, token]))
+                yield (
+                    f"attention leaks: {other} changes with the tokens of {packed.name(row, document)}. The "
+                    "attention mask is not the one this backend needs (eager takes numbers, sdpa bools; "
+                    "flash attention with cu_seq_lens takes no mask), or the batch is for another backend"
+                )
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +179,14 @@ class DocumentParity:
     """One sample, alone and as a document of a packed row.
 
     Attributes:
-        row: of the packed batch: its pack, from 0.
+        row: its pack in the packed batch, from 0.
         document: its number there, from 1.
-        tokens: that can be seen.
+        tokens: number of visible tokens.
         supervised: tokens with a label.
         unpacked: mean loss alone.
         packed: mean loss in the pack.
         largest: largest difference of a token's loss.
-        key: names the sample, as ``coco/812``; its number where it has no name.
+        key: of the sample, e.g. ``coco/812``; its index if it has no key.
     """
 
     row: int
@@ -218,19 +201,19 @@ class DocumentParity:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
-    """What :func:`check_parity` found.
+    """The result of :func:`check_parity`.
 
     Attributes:
         attention: the backend of the packed batch.
         documents: every sample.
-        gradients: how far gradients of the mean loss are apart, relative to their size; None if not compared.
-        tolerance: what is allowed for a token's loss, and
-        gradient_tolerance: for gradients.
+        gradients: relative difference of the gradients of the mean loss; None if not compared.
+        tolerance: the allowed difference of a token's loss.
+        gradient_tolerance: the allowed relative difference of gradients.
         causes: the likely causes of a difference.
-        why_no_gradients: why they were not compared; empty where they were.
-        floor: how far a token's loss is apart in two correct computations of the samples alone; None if both
+        why_no_gradients: why gradients were not compared; empty if they were.
+        floor: difference of a token's loss in two correct computations of the samples alone; None if both
             tolerances were given.
-        gradient_floor: likewise for gradients.
+        gradient_floor: the same for gradients.
     """
 
     attention: str
@@ -246,22 +229,22 @@ class ParityReport:
     @property
     def largest(self) -> float:
         """Largest difference of a token's loss; NaN if one is NaN."""
-        found = [document.largest for document in self.documents]
-        return next((value for value in found if math.isnan(value)), max(found))
+        values = [document.largest for document in self.documents]
+        return next((value for value in values if math.isnan(value)), max(values))
 
     @property
     def ok(self) -> bool:
-        """Whether packed training is unpacked training, up to rounding."""
+        """Whether packed training equals unpacked training, up to rounding."""
         close = self.gradients is None or self.gradients <= self.gradient_tolerance
         return all(document.largest <= self.tolerance for document in self.documents) and close
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return all fields, for JSON."""
         return {**asdict(self), "ok": self.ok, "largest": self.largest}
 
     def describe(self) -> str:
-        """The verdict in words."""
-        gradients = f"not compared ({self.why_no_gradients or 'not asked for'})"
+        """Return the result as text."""
+        gradients = f"not compared ({self.why_no_gradients or 'not requested'})"
         if self.gradients is not None:
             limit = _describe_allowed(self.gradient_tolerance, self.gradient_floor)
             gradients = f"{self.gradients:.1e} apart ({limit})"
@@ -297,46 +280,45 @@ def check_parity(
     """Compare packed with unpacked training on a few samples.
 
     Args:
-        model: of transformers, with a language model head; it comes back as it was.
+        model: of transformers, with a language model head; its state is restored.
         processor: its processor.
         samples: examples in the documented format, or encoded samples; some with media, some without.
-        attn_implementation: the backend of the packed batch; samples alone go through sdpa.
-        rows: so many packs are made of the samples.
+        attn_implementation: the backend of the packed batch; samples alone use sdpa.
+        rows: the number of packs.
         get_rope_index: as for :class:`packhorse.neat_packing_vlm.PackedDatasetWrapper`; ``"model"`` takes the
             model's own, if it has one.
-        collate: makes the packed batch of packs; Packhorse's own without it.
-        gradients: compare them too (not for flex attention on a CPU, which has no backward pass).
-        tolerance: allowed difference of a token's loss. None allows four times the noise floor: how far the
-            same samples alone are apart with another kernel (eager) and with padding, on this machine; but at
-            most half the digits of the model's type.
-        gradient_tolerance: allowed relative difference of gradients, likewise.
-        keys: names the samples in the report; their numbers without it.
-        unchecked: also compare a model that :func:`packhorse.families.models.known_problems` objects to.
+        collate: makes the batch from packs; default: Packhorse's own.
+        gradients: also compare gradients (not for flex attention on a CPU, which has no backward pass).
+        tolerance: allowed difference of a token's loss. None allows four times the noise floor, which is the
+            difference of the same samples alone with another kernel (eager) and with padding, on this
+            machine; but at most half the digits of the model's type.
+        gradient_tolerance: allowed relative difference of gradients; None as for ``tolerance``.
+        keys: of the samples, for the report; default: their indices.
+        unchecked: also compare a model that has :func:`packhorse.families.models.known_problems`.
 
     Raises:
         ConfigError: the model cannot be trained on packed rows, there are too few samples, none of their
-            tokens is supervised, or the backend is not possible here.
-        BadSample: one cannot be encoded.
+            tokens is supervised, or the backend is not available.
+        BadSample: a sample cannot be encoded.
     """
     if not unchecked:
         check_packable(model, measured=True)
     if not 1 <= rows < len(samples):
-        raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more, to have some together")
-    names = [str(number) for number in range(len(samples))] if keys is None else list(keys)
+        raise ConfigError(f"{len(samples)} samples for {rows} packs: expected more samples than packs")
+    names = [str(index) for index in range(len(samples))] if keys is None else list(keys)
     if len(names) != len(samples):
         raise ConfigError(f"{len(names)} keys for {len(samples)} samples: expected one for each")
-    why = "" if gradients else "not asked for"
+    why_no_gradients = "" if gradients else "not requested"
     if gradients and attn_implementation == "flex_attention" and model.device.type == "cpu":
-        gradients, why = False, "flex_attention has no backward pass on a CPU: check on a GPU"
+        gradients, why_no_gradients = False, "flex_attention has no backward pass on a CPU: check on a GPU"
     check_attention(attn_implementation)
-    encoded = _encoded(samples, processor)
-    pad = pad_token_id(processor)
+    encoded = EncodedSamples(samples, processor)
     bins = [list(range(len(encoded)))[row::rows] for row in range(rows)]
-    found = rope_index(model) if get_rope_index == "model" else get_rope_index
-    batch = (collate or _collater(model, pad, attn_implementation))(_packs(encoded, bins, pad, found))
-    with _training_as_before(model):
+    rope = rope_index(model) if get_rope_index == "model" else get_rope_index
+    batch = _pack_batch(model, encoded, bins, pad_token_id(processor), rope, attn_implementation, collate)
+    with _evaluation_mode(model):
         use_attention(model, _REFERENCE)
-        alone, expected = _unpacked(model, processor, encoded, gradients)
+        alone, expected = _run_unpacked(model, processor, encoded, gradients)
         noise = None
         if tolerance is None or gradient_tolerance is None:
             noise = _measure_noise(model, processor, encoded, alone, expected)
@@ -344,22 +326,21 @@ def check_parity(
             gradient_tolerance = noise.gradient_allowed if gradient_tolerance is None else gradient_tolerance
         use_attention(model, attn_implementation)
         packed = Packed(model, to_device(batch, model.device), bins, names)
-        documents, apart = _compared(packed, alone, expected)
+        documents, difference = _compare(packed, alone, expected)
         report = ParityReport(
             attn_implementation,
             documents,
-            apart if gradients else None,
+            difference if gradients else None,
             tolerance,
             gradient_tolerance,
-            why_no_gradients=why,
+            why_no_gradients=why_no_gradients,
             floor=None if noise is None else noise.floor,
             gradient_floor=None if noise is None else noise.gradient_floor,
         )
         if report.ok:
             return report
-        causes = likely_causes(
-            packed, [one.labels for one in alone], encoded, rope_index(model), report.tolerance
-        )
+        labels = [sample.labels for sample in alone]
+        causes = likely_causes(packed, labels, encoded, rope_index(model), report.tolerance)
     return replace(report, causes=causes)
 
 
@@ -371,19 +352,15 @@ class _Alone:
     labels: torch.Tensor
 
 
-def _encoded(samples: Sequence[Mapping[str, Any]], processor: Any) -> EncodedSamples:
-    if not all("input_ids" in sample for sample in samples):
-        encoded = PreTokenizedDatasetWrapper(samples, processor, on_bad="raise", ledger=Ledger())
-        samples = [encoded[index] for index in range(len(samples))]  # once: they are run several times
-    return EncodedSamples(samples, processor)
-
-
 class EncodedSamples:
-    """Samples that are encoded already, with the family that they are of."""
+    """Encoded samples and their family."""
 
     def __init__(self, samples: Sequence[Mapping[str, Any]], processor: Any) -> None:
         from packhorse.families import family_of
 
+        if not all("input_ids" in sample for sample in samples):
+            encoded = PreTokenizedDatasetWrapper(samples, processor, on_bad="raise", ledger=Ledger())
+            samples = [encoded[index] for index in range(len(samples))]  # once: they are run several times
         self.samples, self.family = samples, family_of(processor)
 
     def __len__(self) -> int:
@@ -393,34 +370,31 @@ class EncodedSamples:
         return self.samples[index]
 
 
-def _packs(
-    encoded: Any, bins: list[list[int]], pad: int, get_rope_index: RopeIndex | None
-) -> list[dict[str, Any]]:
-    tokens = sum(len(sample["input_ids"]) for sample in encoded)
-    packs = PackedDatasetWrapper(
-        encoded, bins, tokens, pad, get_rope_index, exact=True, on_bad="raise", ledger=Ledger()
+def _pack_batch(
+    model: Any,
+    encoded: EncodedSamples,
+    bins: list[list[int]],
+    pad: int,
+    rope: RopeIndex | None,
+    attention: str,
+    collate: Collate | None,
+) -> dict[str, Any]:
+    tokens = sum(len(sample["input_ids"]) for sample in encoded.samples)
+    wrapper = PackedDatasetWrapper(
+        encoded, bins, tokens, pad, rope, exact=True, on_bad="raise", ledger=Ledger()
     )
-    return [packs[row] for row in range(len(bins))]
-
-
-def _collater(model: Any, pad: int, attention: str) -> Collate:
-    def collate(packs: list[dict[str, Any]]) -> dict[str, Any]:
-        return neat_packed_vlm_collater(
-            packs,
-            pad,
-            None,
-            attention,
-            pixel_dtype=model.dtype,
-            mask_dtype=model.dtype,
-            config=model.config,
-        )
-
-    return collate
+    packs = [wrapper[row] for row in range(len(bins))]
+    if collate is not None:
+        return collate(packs)
+    dtype = model.dtype
+    return neat_packed_vlm_collater(
+        packs, pad, None, attention, pixel_dtype=dtype, mask_dtype=dtype, config=model.config
+    )
 
 
 @contextmanager
-def _training_as_before(model: Any) -> Iterator[None]:
-    """The model in evaluation mode (no dropout); its mode, attention and gradients come back."""
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    """Put the model in evaluation mode (no dropout); restore its mode, attention and gradients."""
     before, attention = model.training, attention_of(model)
     gradients = [parameter.grad for parameter in model.parameters()]
     model.eval()
@@ -436,7 +410,7 @@ def _training_as_before(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """How far correct computations are apart, and what is allowed because of it."""
+    """Differences of correct computations, and the tolerances that follow from them."""
 
     floor: float
     gradient_floor: float
@@ -445,37 +419,37 @@ class _Noise:
 
 
 def _measure_noise(
-    model: Any, processor: Any, encoded: Any, alone: Sequence[_Alone], expected: Mapping[str, torch.Tensor]
+    model: Any,
+    processor: Any,
+    encoded: EncodedSamples,
+    alone: Sequence[_Alone],
+    expected: Mapping[str, torch.Tensor],
 ) -> _Noise:
     """Compute the samples alone in two other correct ways: with another kernel, and padded to one length.
 
-    Computations that agree to the bit still differ by rounding on other samples, so the floor is at least one
-    unit of rounding. More than half the digits is not rounding: a model that shows it is not to be excused.
+    The floor is at least one unit of rounding, because results that are equal here differ on other samples. A
+    difference of more than half the digits is not rounding, so the tolerance is limited to that.
     """
     unit = torch.finfo(model.dtype).eps
-    scale = max(float(one.losses.abs().max()) for one in alone)
+    scale = max(float(sample.losses.abs().max()) for sample in alone)
     floor, gradient_floor = unit * scale, unit
-    longest = max(len(sample["input_ids"]) for sample in encoded)
+    longest = max(len(sample["input_ids"]) for sample in encoded.samples)
     for attention, length in ((_OTHER_KERNEL, None), (_REFERENCE, longest)):
         use_attention(model, attention)
-        others, found = _unpacked(model, processor, encoded, bool(expected), length)
-        for one, other in zip(alone, others, strict=True):
-            same = other.losses[: len(one.losses)]  # padding keeps a last token, which has no label
-            floor = max(floor, float((same - one.losses).abs().max()))
-        gradient_floor = max(gradient_floor, _relative_difference(found, expected))
-    most = unit**0.5
-    return _Noise(
-        floor,
-        gradient_floor,
-        min(_FACTOR * floor, most * max(1.0, scale)),
-        min(_FACTOR * gradient_floor, most),
-    )
+        others, gradients = _run_unpacked(model, processor, encoded, bool(expected), length)
+        for sample, other in zip(alone, others, strict=True):
+            losses = other.losses[: len(sample.losses)]  # padding keeps a last token, which has no label
+            floor = max(floor, float((losses - sample.losses).abs().max()))
+        gradient_floor = max(gradient_floor, _relative_difference(gradients, expected))
+    limit = unit**0.5
+    allowed = min(_NOISE_FACTOR * floor, limit * max(1.0, scale))
+    return _Noise(floor, gradient_floor, allowed, min(_NOISE_FACTOR * gradient_floor, limit))
 
 
-def _unpacked(
-    model: Any, processor: Any, encoded: Any, gradients: bool, length: int | None = None
+def _run_unpacked(
+    model: Any, processor: Any, encoded: EncodedSamples, gradients: bool, length: int | None = None
 ) -> tuple[list[_Alone], dict[str, torch.Tensor]]:
-    """Every sample alone, padded to ``length``, and the gradients of the mean loss over all of them."""
+    """Run every sample alone, padded to ``length``; also return the gradients of the mean loss."""
     batches = []
     for index in range(len(encoded)):
         batch = pad_collate_fn([encoded[index]], processor, length, pixel_dtype=model.dtype)
@@ -489,63 +463,62 @@ def _unpacked(
             logits = model(**model_inputs(batch)).logits[0]
             losses = token_losses(logits, batch["labels"][0])
             if gradients:
-                _backward(losses.sum() / supervised)
+                (losses.sum() / supervised).backward()  # type: ignore[no-untyped-call]
             visible = batch["attention_mask"][0].bool()
             alone.append(_Alone(losses.detach()[visible], batch["labels"][0][visible]))
-    return alone, _taken_gradients(model)
+    return alone, _pop_gradients(model)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of each token; 0 for unsupervised tokens. Labels are shifted already."""
+    """Return the loss of each token, 0 for unsupervised tokens; labels are already shifted."""
     flat = F.cross_entropy(
         logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return flat.view(labels.shape)
 
 
-def _backward(loss: torch.Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _taken_gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def _pop_gradients(model: Any) -> dict[str, torch.Tensor]:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
-def _compared(
+def _compare(
     packed: Packed, alone: Sequence[_Alone], expected: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[DocumentParity, ...], float]:
-    model, batch = packed.model, packed.batch
+    labels = packed.batch["labels"]
     with torch.set_grad_enabled(bool(expected)):
-        losses = token_losses(packed.logits(), batch["labels"])
+        losses = token_losses(packed.logits(), labels)
         if expected:
-            _backward(losses.sum() / max(1, int((batch["labels"] != IGNORE_INDEX).sum())))
-    found = _taken_gradients(model)
+            mean = losses.sum() / max(1, int((labels != IGNORE_INDEX).sum()))
+            mean.backward()  # type: ignore[no-untyped-call]
+    gradients = _pop_gradients(packed.model)
     documents = []
-    for row, document, sample in packed.places():
-        mine = losses.detach()[packed.visible(row, document)]
-        other = alone[sample]
-        if mine.shape != other.losses.shape:
+    for row, document, sample in packed.documents():
+        actual, other = losses.detach()[packed.visible(row, document)], alone[sample]
+        if actual.shape != other.losses.shape:
             raise ConfigError(
-                f"{packed.name(row, document)} has {len(mine)} visible tokens, alone it has "
-                f"{len(other.losses)}: the batch does not hold the samples as they are"
+                f"{packed.name(row, document)} has {len(actual)} visible tokens, alone it has "
+                f"{len(other.losses)}: the batch does not contain the samples unchanged"
             )
         supervised = int((other.labels != IGNORE_INDEX).sum())
-        means = [float(each.sum()) / max(1, supervised) for each in (other.losses, mine)]
-        largest = float((mine - other.losses).abs().max())
-        key = packed.keys[sample]
-        documents.append(
-            DocumentParity(row, document, len(mine), supervised, means[0], means[1], largest, key)
+        unpacked_mean, packed_mean = (
+            float(part.sum()) / max(1, supervised) for part in (other.losses, actual)
         )
-    return tuple(documents), _relative_difference(found, expected)
+        largest, key = float((actual - other.losses).abs().max()), packed.keys[sample]
+        documents.append(
+            DocumentParity(row, document, len(actual), supervised, unpacked_mean, packed_mean, largest, key)
+        )
+    return tuple(documents), _relative_difference(gradients, expected)
 
 
-def _relative_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Norm of the difference of gradients over the norm of those expected; 0 where there are none."""
+def _relative_difference(
+    gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> float:
+    """Return the norm of the difference over the norm of the expected gradients; 0 without gradients."""
     size = sum(float(gradient.float().square().sum()) for gradient in expected.values()) ** 0.5
-    apart = 0.0
+    squares = 0.0
     for name, gradient in expected.items():
-        difference = gradient.float() - (found[name].float() if name in found else 0.0)
-        apart += float(difference.square().sum())
-    return apart**0.5 / size if size else 0.0
+        difference = gradient.float() - (gradients[name].float() if name in gradients else 0.0)
+        squares += float(difference.square().sum())
+    return squares**0.5 / size if size else 0.0

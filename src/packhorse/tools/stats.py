@@ -1,8 +1,8 @@
-"""How long and how heavy the rows of datasets are: exact from counts, or estimated and called so.
+"""Distributions of tokens and media over the rows of datasets: exact from counts, or estimated.
 
-With a processor the rows are counted (what has been counted before is reused), and everything here is
-exact. Without one, text is characters // 3, a media item is 500 tokens, and only numbers of media and sizes
-of images are exact; it costs one pass over the rows and the headers of their images.
+With a processor the rows are counted (existing counts are reused). Without one, text is characters // 3
+tokens, a media item is 500 tokens, and only numbers of media and sizes of images are exact; this costs one
+pass over the rows and the headers of their images.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from packhorse.count.columns import CountColumns, Distribution, MediaColumns
 from packhorse.count.count_report import CountedFile
@@ -35,10 +36,10 @@ from packhorse.formats.conversation import parse_conversation
 from packhorse.formats.estimate import ColumnsBuilder, estimate_lengths
 from packhorse.formats.meta import Meta, read_meta
 from packhorse.formats.sharegpt import convert_row
-from packhorse.media import media_size
+from packhorse.media import image_size
 from packhorse.rows.row_files import Row, RowFile, gc_paused, open_rows
 from packhorse.rows.selection import row_key
-from packhorse.types import MEDIA_KINDS, Conversation, MediaRef
+from packhorse.types import MEDIA_KINDS, Conversation
 from packhorse.utils.files import Fingerprint
 from packhorse.utils.progress import OnProgress, Progress
 
@@ -51,17 +52,15 @@ SPREADS = (
     "image_side",
     "image_tokens",
 )
-"""What is spread over what: tokens, supervised tokens, their share in percent, tokens of images and videos
-and number of media for each row; the longer side in pixels and tokens for each image."""
+"""The distributions: over rows tokens, supervised tokens, their share in percent, tokens of images and
+videos, and media; over images the longer side in pixels and the tokens."""
 
 _IMAGE = MEDIA_KINDS.index("image")
-
-LONGEST = 5
-"""So many rows of each dataset are named, the longest first."""
+_LONGEST = 5  # rows that are listed for each dataset
 
 
 class LongRow(NamedTuple):
-    """One of the longest rows of a dataset: its tokens and its number, its name, its file and line."""
+    """One of the longest rows of a dataset: tokens, index, key, file and line."""
 
     tokens: int
     row: int
@@ -74,10 +73,13 @@ class DatasetStats:
     """One dataset, over all rows of its file.
 
     Attributes:
-        rows: all; ``bad`` of them could not be counted, by reason, and are in no distribution.
+        name: of the dataset.
+        file: its row file.
+        rows: number of all rows.
+        bad: for each reason the number of rows that could not be counted; they are in no distribution.
         text_only: rows without media.
-        media: by kind: ``images``, ``videos``, ``audios``.
-        spreads: the distributions that :data:`SPREADS` names.
+        media: numbers of ``images``, ``videos`` and ``audios``.
+        spreads: the distributions of :data:`SPREADS`.
         longest: the rows with the most tokens, the longest first.
     """
 
@@ -91,10 +93,10 @@ class DatasetStats:
     longest: tuple[LongRow, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        own = {name: getattr(self, name) for name in ("name", "file", "rows", "bad", "text_only", "media")}
+        """Return a dict for JSON."""
+        fields = {name: getattr(self, name) for name in ("name", "file", "rows", "bad", "text_only", "media")}
         spreads = {name: self.spreads[name].as_dict() for name in SPREADS}
-        return own | spreads | {"longest": [row._asdict() for row in self.longest]}
+        return fields | spreads | {"longest": [row._asdict() for row in self.longest]}
 
     @property
     def supervised_share(self) -> float:
@@ -105,14 +107,15 @@ class DatasetStats:
 
 @dataclass(frozen=True, slots=True)
 class StatsReport:
-    """A mixture.
+    """The datasets of a meta file.
 
     Attributes:
-        datasets: in the order of their names.
-        estimated: whether tokens are estimates, and not counted.
-        off_by: by how many tokens a row's number may be off; 0 where all are exact, -1 if nobody can tell.
-        processor: the name of it; empty for none.
-        counted_rows: how many rows had to be counted now.
+        datasets: in the order of the meta file.
+        estimated: whether tokens are estimated, not counted.
+        off_by: the largest error of a row's token count; 0 if all are exact, -1 if unknown.
+        processor: its name; empty without one.
+        counted_rows: how many rows were counted by this call.
+        seconds: how long it took.
     """
 
     datasets: tuple[DatasetStats, ...]
@@ -123,11 +126,11 @@ class StatsReport:
     seconds: float
 
     def all(self) -> DatasetStats:
-        """All datasets together."""
-        return _together("all", "", self.datasets, max(len(one.longest) for one in self.datasets))
+        """Return all datasets as one."""
+        return _merge("all", "", self.datasets, max(len(dataset.longest) for dataset in self.datasets))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "version": 1,
             "estimated": self.estimated,
@@ -136,12 +139,12 @@ class StatsReport:
             "processor": self.processor or None,
             "counted_rows": self.counted_rows,
             "seconds": round(self.seconds, 3),
-            "datasets": [one.as_dict() for one in self.datasets],
+            "datasets": [dataset.as_dict() for dataset in self.datasets],
             "all": self.all().as_dict(),
         }
 
 
-def stats_of(
+def compute_stats(
     meta: Meta,
     processor: Any = None,
     *,
@@ -149,34 +152,33 @@ def stats_of(
     engine: Runner | None = None,
     trust_remote_code: bool = False,
     index_dir: str | None = None,
-    longest: int = LONGEST,
+    longest: int = _LONGEST,
     progress: OnProgress | None = None,
 ) -> StatsReport:
-    """How the rows of the datasets of a meta file are spread.
+    """Compute the distributions of tokens and media over the rows of each dataset.
 
     Args:
-        meta: the meta file, or a dict with its content. All rows of a file are looked at, whatever share of
-            them a dataset takes.
-        processor: a processor, or the path of one: rows that are not counted yet are counted first, and the
-            counts kept. None for estimates.
+        meta: the meta file, or a dict with its content. All rows of a file are used, whatever the
+            ``sample_ratio`` of its dataset.
+        processor: a processor, or the path of one: rows without counts are counted first, and the counts
+            saved. None for estimates.
         dataset_names: only these datasets.
         engine: where to count (see :mod:`packhorse.count.engines`); None counts in this process.
         trust_remote_code: run code that comes with the processor.
         index_dir: as for :func:`~packhorse.datasets.open_meta_dataset`.
-        longest: name so many rows of each dataset, the longest first.
+        longest: how many of the longest rows of each dataset to list.
         progress: called with the number of finished rows; None logs it every few seconds.
 
     Raises:
-        ConfigError: the meta file, a data file, the processor or a media folder is not in order.
+        ConfigError: the meta file, a data file, the processor or a media folder is missing or invalid.
     """
     started = time.monotonic()
     if not read_meta(meta, dataset_names):
-        raise ConfigError(f"{meta}: it names no dataset")
+        raise ConfigError(f"{meta}: it lists no dataset")
     if processor is None:
-        found = _estimated(
-            meta, dataset_names, engine, index_dir, progress or Progress("estimating"), longest
-        )
-        return StatsReport(tuple(found), True, -1, "", 0, time.monotonic() - started)
+        progress = progress or Progress("estimating")
+        datasets = tuple(_estimate_datasets(meta, dataset_names, engine, index_dir, progress, longest))
+        return StatsReport(datasets, True, -1, "", 0, time.monotonic() - started)
     report = count_meta(
         meta,
         processor,
@@ -190,7 +192,7 @@ def stats_of(
     is_path = isinstance(processor, str | os.PathLike)
     name = os.fspath(processor) if is_path else type(processor).__name__
     return StatsReport(
-        tuple(_counted(one, longest) for one in report.files),
+        tuple(_stats_of_counts(counted, longest) for counted in report.files),
         False,
         int(report.totals()["off_by"]),
         name,
@@ -199,8 +201,8 @@ def stats_of(
     )
 
 
-def _counted(counted: CountedFile, longest: int) -> DatasetStats:
-    """From a sidecar, a part at a time."""
+def _stats_of_counts(counted: CountedFile, longest: int) -> DatasetStats:
+    """Return the statistics of a sidecar, which is read part by part."""
     config = counted.config
     parts: list[DatasetStats] = []
     first = 0
@@ -219,46 +221,45 @@ def _counted(counted: CountedFile, longest: int) -> DatasetStats:
             "image_tokens": media.tokens[is_image],
         }
         rows = first + np.flatnonzero(ok)
-        parts.append(
-            _part(len(columns), Counter(columns.status[~ok].tolist()), numbers, values, rows, longest)
-        )
+        bad = Counter(columns.status[~ok].tolist())
+        parts.append(_part_stats(len(columns), bad, numbers, values, rows, longest))
         first += len(columns)
-    return _named(_together(config.name, config.file_name, parts, longest), counted.file)
+    return _with_locations(_merge(config.name, config.file_name, parts, longest), counted.file)
 
 
-def _longest(tokens: Any, rows: Any, most: int) -> tuple[LongRow, ...]:
-    """The rows with the most tokens; of equally long ones the first."""
-    total, numbers = np.asarray(tokens, np.int64), np.asarray(rows, np.int64)
-    order = np.lexsort((numbers, -total))[:most]
-    return tuple(LongRow(int(total[place]), int(numbers[place])) for place in order)
-
-
-def _named(found: DatasetStats, file: RowFile) -> DatasetStats:
-    """With names and places of the longest rows."""
-    places = {row: file.location(row) for row in sorted(one.row for one in found.longest)}
-    named = [
-        LongRow(one.tokens, one.row, row_key(found.name, one.row), places[one.row]) for one in found.longest
+def _with_locations(stats: DatasetStats, file: RowFile) -> DatasetStats:
+    """Return the statistics with keys and locations of the longest rows."""
+    locations = {row: file.location(row) for row in sorted(entry.row for entry in stats.longest)}
+    longest = [
+        LongRow(tokens, row, row_key(stats.name, row), locations[row]) for tokens, row, *_ in stats.longest
     ]
-    return replace(found, longest=tuple(named))
+    return replace(stats, longest=tuple(longest))
 
 
-def _part(
+def _part_stats(
     rows: int,
     bad: Mapping[str, int],
-    numbers: Mapping[str, Any],
+    media: Mapping[str, npt.ArrayLike],
     values: Mapping[str, Any],
-    counted: Any,
+    good: npt.ArrayLike,
     longest: int,
 ) -> DatasetStats:
-    """Some rows; ``counted`` are the numbers of those that ``values`` are of."""
-    media = {name: int(np.sum(of_rows)) for name, of_rows in numbers.items()}
-    text_only = int((np.asarray(values["media_per_row"]) == 0).sum())
-    spreads = {name: Distribution.of(values[name]) for name in SPREADS}
-    found = _longest(values["tokens"], counted, longest)
-    return DatasetStats("", "", rows, dict(bad), text_only, media, spreads, found)
+    """Return the statistics of some rows; ``media`` and ``values`` are those of the rows ``good``."""
+    tokens, indices = np.asarray(values["tokens"], np.int64), np.asarray(good, np.int64)
+    order = np.lexsort((indices, -tokens))[:longest]  # of equally long rows the first
+    return DatasetStats(
+        "",
+        "",
+        rows,
+        dict(bad),
+        int((np.asarray(values["media_per_row"]) == 0).sum()),
+        {name: int(np.sum(counts)) for name, counts in media.items()},
+        {name: Distribution.of(values[name]) for name in SPREADS},
+        tuple(LongRow(int(tokens[index]), int(indices[index])) for index in order),
+    )
 
 
-def _together(name: str, file: str, parts: Sequence[DatasetStats], longest: int = LONGEST) -> DatasetStats:
+def _merge(name: str, file: str, parts: Sequence[DatasetStats], longest: int = _LONGEST) -> DatasetStats:
     bad: Counter[str] = Counter()
     media: Counter[str] = Counter(dict.fromkeys(("images", "videos", "audios"), 0))
     for part in parts:
@@ -283,7 +284,7 @@ def _longest_first(row: LongRow) -> tuple[int, str, int]:
 # --- estimates -------------------------------------------------------------------------------------------
 
 
-def _estimated(
+def _estimate_datasets(
     meta: Meta,
     dataset_names: Sequence[str] | None,
     engine: Runner | None,
@@ -291,62 +292,63 @@ def _estimated(
     progress: OnProgress,
     longest: int,
 ) -> Iterator[DatasetStats]:
-    opened_rows.cache_clear()  # what an earlier pass has opened may be another file by now
-    named = read_meta(meta, dataset_names)
-    for config in named:
+    opened_rows.cache_clear()  # files may have changed since an earlier pass
+    original = read_meta(meta, dataset_names)
+    for config in original:
         check_media_dir(config)
-    configs = [with_absolute_paths(config) for config in named]
+    configs = [with_absolute_paths(config) for config in original]
     files = [open_rows(config.file_name, index_dir) for config in configs]
     tasks: list[PartTask] = []
     owners: list[int] = []
-    for number, (config, file) in enumerate(zip(configs, files, strict=True)):
+    for index, (config, file) in enumerate(zip(configs, files, strict=True)):
         state = Fingerprint.of(data_source(file))
         for first in range(0, len(file), PART_ROWS):
             stop = min(first + PART_ROWS, len(file))
             tasks.append(PartTask(config, first, stop, state.size, state.edges, index_dir))
-            owners.append(number)
-    found: list[DatasetStats] = [_together("", "", []) for _ in configs]
+            owners.append(index)
+    datasets: list[DatasetStats] = [_merge("", "", []) for _ in configs]
     total, done = sum(task.stop - task.first for task in tasks), 0
-    work = partial(_estimated_part, longest=longest)
-    own = ((position, work(task)) for position, task in enumerate(tasks))
-    results = own if engine is None else engine.run(work, tasks)
+    work = partial(_estimate_part, longest=longest)
+    local = ((position, work(task)) for position, task in enumerate(tasks))
+    results = local if engine is None else engine.run(work, tasks)
     with contextlib.closing(results):  # type: ignore[type-var]  # an engine's results are a generator
         for position, part in results:
-            found[owners[position]] = _together("", "", [found[owners[position]], part], longest)
+            owner = owners[position]
+            datasets[owner] = _merge("", "", [datasets[owner], part], longest)
             done += tasks[position].stop - tasks[position].first
             progress(done, total)
-    for config, one, file in zip(named, found, files, strict=True):
-        yield _named(replace(one, name=config.name, file=config.file_name), file)
+    for config, stats, file in zip(original, datasets, files, strict=True):
+        yield _with_locations(replace(stats, name=config.name, file=config.file_name), file)
 
 
-def _estimated_part(task: PartTask, longest: int) -> DatasetStats:
-    """Estimates of some rows; runs in the worker processes of an engine."""
+def _estimate_part(task: PartTask, longest: int) -> DatasetStats:
+    """Return estimates of some rows; runs in the worker processes of an engine."""
     rows, columns = rows_now(task), ColumnsBuilder()
     bad: Counter[str] = Counter()
-    numbers: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
+    media: dict[str, list[int]] = {f"{kind}s": [] for kind in MEDIA_KINDS}
     values: dict[str, Any] = {name: [] for name in SPREADS}
     characters: list[tuple[int, int]] = []
     good: list[int] = []
     with gc_paused():
-        for number, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
+        for index, row in enumerate(rows.read(range(task.first, task.stop)), task.first):
             try:
-                conversation = _add_row(row, row_key(task.config.name, number), task, columns, values)
+                conversation = _add_row(row, row_key(task.config.name, index), task, columns, values)
             except BadSample as error:
                 bad[error.reason] += 1
                 continue
-            good.append(number)
+            good.append(index)
             kinds = Counter(ref.kind for ref in conversation.media)
             for kind in MEDIA_KINDS:
-                numbers[f"{kind}s"].append(kinds[kind])
+                media[f"{kind}s"].append(kinds[kind])
             answers = sum(len(turn.text) for turn in conversation.messages if turn.role == "assistant")
             characters.append((answers, sum(len(turn.text) for turn in conversation.messages)))
-    total, media, _ = estimate_lengths(columns.columns())
-    # `_text_tokens` can differ from what the characters suggest: answers keep their share of it.
-    texts = zip((total - media).tolist(), characters, strict=True)
+    total, visual, _ = estimate_lengths(columns.columns())
+    # `_text_tokens` need not agree with the characters: answers keep their share of it.
+    texts = zip((total - visual).tolist(), characters, strict=True)
     supervised = np.array([text * part // max(whole, 1) for text, (part, whole) in texts], np.int64)
-    values |= {"tokens": total, "visual_tokens": media, "supervised_tokens": supervised}
+    values |= {"tokens": total, "visual_tokens": visual, "supervised_tokens": supervised}
     values["supervised_percent"] = 100 * supervised // np.maximum(total, 1)
-    return _part(task.stop - task.first, bad, numbers, values, good, longest)
+    return _part_stats(task.stop - task.first, bad, media, values, good, longest)
 
 
 def _add_row(
@@ -356,13 +358,8 @@ def _add_row(
         raise row
     example = convert_row(row, task.config.rules, key=key, dataset=task.config.name, record=no_remarks)
     conversation = parse_conversation(example, key)
-    sides = [_side(ref) for ref in conversation.media if ref.kind == "image"]
+    sides = [max(image_size(ref.source)) for ref in conversation.media if ref.kind == "image"]
     columns.add(example)
     values["media_per_row"].append(len(conversation.media))
     values["image_side"] += sides
     return conversation
-
-
-def _side(ref: MediaRef) -> int:
-    size: Any = media_size(ref)
-    return int(max(size))

@@ -13,11 +13,11 @@ from count_samples import write_meta, write_rows
 PEAK = """
 import re, sys
 from packhorse.tools.check import check_meta, write_fixed
-from packhorse.tools.stats import stats_of
+from packhorse.tools.stats import compute_stats
 meta, folder = sys.argv[1:]
 report = check_meta(meta, repair=True)
 fixed = write_fixed(report, folder, drop_duplicates=True)
-stats_of(meta)
+compute_stats(meta)
 found = sum(1 for _ in report.findings())
 # Not ru_maxrss, which a child takes over from its parent.
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]

@@ -16,7 +16,7 @@ from packhorse import counts_of, open_meta_dataset
 from packhorse.cli.demo.data import write_demo_data
 from packhorse.count.columns import Distribution
 from packhorse.errors import ConfigError
-from packhorse.tools.stats import stats_of
+from packhorse.tools.stats import compute_stats
 from packhorse.utils.pool import LocalEngine
 
 NUMBERS = st.lists(st.integers(0, 5_000), max_size=60)
@@ -39,12 +39,12 @@ def test_a_distribution_tells_what_the_values_themselves_tell(some: list[int], m
 def test_a_row_that_claims_a_huge_number_of_tokens_does_not_cost_the_memory_for_it(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{**text_row(1), "_text_tokens": 10**12}])
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
-    assert stats_of(meta).all().spreads["tokens"].max == (1 << 24) - 1
+    assert compute_stats(meta).all().spreads["tokens"].max == (1 << 24) - 1
 
 
 def test_counted_statistics_are_those_of_the_counts(tmp_path: Path) -> None:
     meta = write_demo_data(tmp_path)
-    report = stats_of(meta, processor("qwen2_vl"))
+    report = compute_stats(meta, processor("qwen2_vl"))
     assert (report.estimated, report.off_by, report.counted_rows) == (False, 0, 40)
     dataset = open_meta_dataset(meta)
     counts = counts_of(dataset, processor("qwen2_vl"))
@@ -61,14 +61,14 @@ def test_counted_statistics_are_those_of_the_counts(tmp_path: Path) -> None:
     assert (every.rows, every.text_only, every.bad) == (40, 12, {"malformed_row": 1})
     assert every.spreads["image_side"].n == every.spreads["image_tokens"].n == 23
     assert every.spreads["image_tokens"].sum == counts.image.sum()
-    again = stats_of(meta, processor("qwen2_vl"))
+    again = compute_stats(meta, processor("qwen2_vl"))
     assert again.counted_rows == 0
     assert again.as_dict()["datasets"] == report.as_dict()["datasets"]
 
 
 def test_estimates_write_nothing_and_are_called_so(tmp_path: Path) -> None:
     meta = write_demo_data(tmp_path)
-    report = stats_of(meta)
+    report = compute_stats(meta)
     assert report.estimated
     assert report.as_dict()["exact"] is False
     assert sidecars(tmp_path) == []
@@ -81,7 +81,7 @@ def test_estimates_write_nothing_and_are_called_so(tmp_path: Path) -> None:
 
 def test_estimates_are_the_same_from_two_processes(tmp_path: Path) -> None:
     meta = write_chats(tmp_path, 9_000)
-    one, two = stats_of(meta), stats_of(meta, engine=LocalEngine(2, multiprocessing_context="fork"))
+    one, two = compute_stats(meta), compute_stats(meta, engine=LocalEngine(2, multiprocessing_context="fork"))
     assert one.as_dict()["all"] == two.as_dict()["all"]
     assert one.all().rows == 9_000
 
@@ -90,7 +90,7 @@ def test_estimates_are_the_same_from_two_processes(tmp_path: Path) -> None:
 def test_no_rows_and_one_row_have_statistics(tmp_path: Path, rows: int) -> None:
     write_rows(tmp_path / "rows.jsonl", [text_row(1)] * rows)
     meta = write_meta(tmp_path, {"rows": {"file_name": "rows.jsonl"}})
-    for report in (stats_of(meta), stats_of(meta, processor("qwen2_vl"))):
+    for report in (compute_stats(meta), compute_stats(meta, processor("qwen2_vl"))):
         every = report.all()
         assert (every.rows, every.text_only, every.spreads["tokens"].n) == (rows, rows, rows)
         json.dumps(report.as_dict())
@@ -100,7 +100,10 @@ def test_rows_with_missing_images_are_told_and_in_no_distribution(tmp_path: Path
     write_clean(tmp_path, 3)
     make_image(tmp_path / "media" / "p.png", 1)
     write_rows(tmp_path / "clean.jsonl", [image_row(1, "p.png"), image_row(2, "gone.png")])
-    for report in (stats_of(tmp_path / "meta.json"), stats_of(tmp_path / "meta.json", processor("qwen2_vl"))):
+    for report in (
+        compute_stats(tmp_path / "meta.json"),
+        compute_stats(tmp_path / "meta.json", processor("qwen2_vl")),
+    ):
         assert report.all().bad == {"missing_media": 1}
         assert report.all().spreads["tokens"].n == 1
 
@@ -109,4 +112,4 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('[{"messages": [')
     meta = write_meta(tmp_path, {"cut": {"file_name": "cut.json"}})
     with pytest.raises(ConfigError, match="not closed"):
-        stats_of(meta)
+        compute_stats(meta)

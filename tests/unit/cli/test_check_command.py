@@ -48,7 +48,7 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     assert f"  charts/7, {tmp_path}/charts.jsonl:8 (byte 1105): not valid JSON" in result.stdout
     assert "40 rows of 3 datasets checked, 26 of 27 media decoded, in " in result.stdout
     assert ": 3 errors, 1 warning.\n" in result.stdout
-    assert "not asked (needs a processor): special_token_in_text" in result.stdout
+    assert "skipped (needs a processor): special_token_in_text" in result.stdout
     assert result.stderr == ""
     assert not CONTROL.search(result.stdout)
 
@@ -149,8 +149,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     gone = failure(run(tmp_path / "no" / "meta.json"))
     assert gone == f"packhorse check: {tmp_path}/no/meta.json: no such file or directory"
     assert "no dataset fish" in failure(run(meta, "--dataset", "fish"))
-    assert "goes with --processor" in failure(run(meta, "--max-length", 5))
-    assert "goes with --fix DIR" in failure(run(meta, "--drop-duplicates"))
+    assert "needs --processor" in failure(run(meta, "--max-length", 5))
+    assert "needs --fix DIR" in failure(run(meta, "--drop-duplicates"))
     assert "no rule fishy" in failure(run(meta, "--ignore", "fishy"))
     assert "is not empty" in failure(run(meta, "--fix", tmp_path))
     assert "no such folder" in failure(run(meta, "--processor", tmp_path / "nothing"))
@@ -163,7 +163,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_help_shows_examples_and_exit_codes() -> None:
     shown = CliRunner().invoke(app, ["check", "--help"], env={"COLUMNS": "120"}).stdout
     assert "packhorse check meta.json --fix clean --drop-duplicates" in shown
-    assert "Exit code 0: no error (warnings and notes are told" in shown
+    assert "Exit code 0: no errors (with --strict: no warnings)" in shown
     for flag in ("--headers", "--strict", "--drop-duplicates", "--json"):
         assert re.search(rf"{flag} +[A-Z]", shown), flag
 

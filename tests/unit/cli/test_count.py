@@ -42,7 +42,7 @@ def test_a_count_shows_a_table_of_the_datasets_and_the_bad_rows_and_verifies(
     assert "40 rows counted (" in result.stdout
     spent = r"in [\d.]+ s \([\d.]+ s to open processor and files, [\d.]+ s to count\)\."
     assert re.search(spent, result.stdout)
-    assert "verified 39 rows: all as the real processor makes them" in result.stdout
+    assert "verified 39 rows: all equal to the real processor" in result.stdout
     assert "charts/13" in result.stdout  # cannot be decoded
     assert len(sidecars(tmp_path)) == 3
     result = run(meta, "--processor", saved)
@@ -59,9 +59,9 @@ def test_rows_with_nothing_supervised_and_media_that_were_missing_before_are_tol
     for number in range(4):
         (tmp_path / "media" / f"chart0{number}.png").unlink()
     first = run(meta, "--processor", saved)
-    supervised = "charts: nothing is supervised of 4 of 28 rows, as charts/24, charts/25, charts/26\n"
+    supervised = "charts: no supervised token in 4 of 28 rows, e.g. charts/24, charts/25, charts/26\n"
     assert supervised in first.stdout
-    assert "4 missing_media, as\n" in first.stdout
+    assert "4 missing_media, e.g.\n" in first.stdout
     assert first.stdout.count("no file chart0") == 3
     assert "--retry-bad" not in first.stdout
     second = run(meta, "--processor", saved, "--bad", 10)

@@ -141,7 +141,14 @@ def test_a_place_that_cannot_be_written_is_said_before_the_long_work(tmp_path: P
     ("arguments", "says"),
     [
         (["pln"], r"packhorse: no such command 'pln'. Did you mean 'plan'\?"),
-        (["--nothing"], "packhorse: no such option: --nothing"),
+        (["nothing"], r"packhorse: no such command 'nothing' \(see"),
+        (["--nothing"], r"packhorse: no such option: --nothing \(see"),
+        (["--verson"], r"packhorse: no such option: --verson. Did you mean '--version'\?"),
+        (
+            ["check", "m", "--maxlength=5"],
+            r"packhorse check: no such option: --maxlength. Did you mean '--max-le",
+        ),
+        (["parity", "m", "--attention", "sdpa"], r".* --attention. Did you mean '--attn-implementation'"),
         (["plan"], "packhorse plan: missing argument 'META'"),
         (["plan", "meta.json"], "packhorse plan: missing option '--processor'"),
         (["parity", "meta.json"], "packhorse parity: missing option '--model'"),
@@ -158,6 +165,18 @@ def test_wrong_usage_is_one_line_that_says_where_to_look(arguments: list[str], s
     (line,) = result.stderr.splitlines()
     assert re.match(says, line)
     assert re.search(r"\(see packhorse( \w+)? --help\)$", line)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_typo_in_a_command_or_an_option_gets_a_suggestion(command: str) -> None:
+    typo = command[:-2] + command[:-3:-1]
+    assert f"Did you mean {command!r}" in CliRunner().invoke(app, [typo]).stderr
+    names = re.findall(
+        r"--[a-z-]+", CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160"}).stdout
+    )
+    for name in sorted(set(names)):
+        line = CliRunner().invoke(app, [command, f"{name}x"]).stderr
+        assert repr(name) in line.partition("Did you mean")[2], line
 
 
 def test_with_json_standard_output_holds_one_object_and_standard_error_nothing(
@@ -232,7 +251,7 @@ def test_ctrl_c_in_a_count_is_exit_code_130_and_leaves_no_half_file(tmp_path: Pa
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to all of its processes
         out, errors = started.communicate(timeout=60)
     assert started.returncode == 130, errors
-    assert (out, errors) == ("", "packhorse count: stopped; the next run continues with what is finished\n")
+    assert (out, errors) == ("", "packhorse count: stopped; the next run reuses the finished parts\n")
     assert sidecars(meta.parent) == []
     assert [name for name in leavings(meta.parent) if name.startswith(".")] == []
     assert not (tmp_path / "copies").exists()

@@ -41,7 +41,7 @@ def test_a_ledger_is_a_table_and_a_list_of_one_line_an_entry(tmp_path: Path) -> 
     assert "coco/0  dropped  missing_media  no file a.png\n" in result.stdout
     assert "chats/0  cut  unknown_role  turn 1 is [bold]odd\n" in result.stdout
     assert "… and 13 more (--limit 0 lists all)\n" in result.stdout
-    assert "33 entries; 31 samples were not delivered as themselves.\n" in result.stdout
+    assert "33 entries; 31 samples were dropped or replaced.\n" in result.stdout
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
     assert run(path, "--limit", 0).stdout.count("\nchats/") == 31
 
@@ -71,14 +71,14 @@ def test_entries_can_be_chosen_by_reason_dataset_and_row(tmp_path: Path) -> None
     ]
     assert entry["detail"] == "turn 1\nis [bold]odd"
     none = run(path, "--reason", "too_long")
-    there = "reasons there are: not_sampled (30), missing_media (2), unknown_role (1)"
+    there = "existing reasons: not_sampled (30), missing_media (2), unknown_role (1)"
     assert (none.exit_code, none.stdout) == (0, f"33 entries, none with reason too_long; {there}\n")
     assert run(path, "--key", "coco/9").stdout == "33 entries, none with key coco/9\n"
     assert "none with reason a and dataset b\n" in run(path, "--reason", "a", "--dataset", "b").stdout
     told = json.loads(run(path, "--key", "coco/9", "--json").stdout)
     assert (told["entries"], told["all_entries"], told["lost"]) == (0, 33, 0)
     one = run(path, "--reason", "unknown_role").stdout
-    assert one.endswith("1 entry; 0 samples were not delivered as themselves.\n")
+    assert one.endswith("1 entry; 0 samples were dropped or replaced.\n")
 
 
 def test_a_ledger_without_an_entry_says_that_nothing_was_dropped(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_media_beside_the_meta_file_are_told_and_found_with_what_is_advised(
     meta = Path("data/meta.json")
     (line,) = told(command, meta, saved)
     assert line == (
-        f"mules: its media are missing where they are looked for, in {tmp_path}. They exist beside the meta "
+        f"mules: its media are not in the working directory {tmp_path}. They exist next to the meta "
         'file: add "media_dir": "." to this dataset in data/meta.json'
     )
     write_meta(tmp_path / "data", {"mules": entry | {"media_dir": "."}})
@@ -78,7 +78,7 @@ def test_media_beside_the_data_file_are_told_from_the_meta_file(
     image(tmp_path / "sets" / "far" / "0.png")
     write_meta(tmp_path / "sets", {"mules": {"file_name": "far/mules.jsonl"}})
     (line,) = told(command, Path("sets/meta.json"), saved)
-    assert 'They exist beside the data file: add "media_dir": "far" to' in line
+    assert 'They exist next to the data file: add "media_dir": "far" to' in line
 
 
 @pytest.mark.parametrize("command", ["check", "count"])

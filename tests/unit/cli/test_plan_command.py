@@ -143,23 +143,23 @@ def test_the_straggler_ratio_is_told_for_any_number_of_ranks(meta: Path, saved: 
     told = json.loads(run(meta, saved, "--json", *asked).stdout)["straggler"]
     assert [one["ranks"] for one in told] == [1, 2, 3, 4, 8, 16, 24, 32, 64, 128, 256, 512]
     shown = run(meta, saved, *asked).stdout
-    table = shown.partition("Straggler ratio")[2].partition("What the same rows")[0]
+    table = shown.partition("Straggler ratio")[2].partition("Cost of the same rows")[0]
     assert re.findall(r"^ *(\d+) +\d+ +[\d.]+ +[\d.]+ *$", table, re.MULTILINE) == [
         *("1", "3", "8", "24", "64", "512")
     ]
     for wrong in ("0", "x", "8,", "-1", "²"):
         rejected = run(meta, saved, "--ranks", wrong)
         assert rejected.exit_code == 2
-        assert "expected numbers from 1 upwards" in rejected.stderr
+        assert "expected integers above 0" in rejected.stderr
 
 
 def test_plan_and_stats_say_that_their_tokens_differ_by_the_label_shift(
     report: dict[str, Any], meta: Path, saved: str
 ) -> None:
     shown = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--num-workers", "1"]).stdout
-    assert "A plan tells them after the label shift" in shown
+    assert "A plan counts them after the label shift" in shown
     planned = run(meta, saved, "--out", meta.parent / "shift.phplan").stdout
-    assert f"{report['tokens']:,} tokens after the label shift (one less a row)" in planned
+    assert f"{report['tokens']:,} tokens after the label shift (one less per row)" in planned
     told = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--num-workers", "1", "--json"])
     assert json.loads(told.stdout)["all"]["tokens"]["sum"] == report["tokens"] + report["packed"]
 
@@ -191,7 +191,7 @@ def test_text_without_a_terminal_has_no_control_codes_and_says_what_json_says(
         assert re.search(rf"^ *{ranks} +\d+ +{ratio:.4f} ", result.stdout, re.MULTILINE)
     for key, reason in BROKEN.items():
         assert re.search(rf"dropped: 1 {reason} \({key}\)", result.stdout)
-    shown = re.search(r"look at it: (\S*packhorse) view (\S+)\n$", result.stdout)
+    shown = re.search(r"show it: (\S*packhorse) view (\S+)\n$", result.stdout)
     assert shown is not None
     assert shown[2] == str(out)
     assert shutil.which(shown[1]) is not None  # as printed it can be typed
@@ -254,10 +254,13 @@ def test_estimates_can_be_dropped_and_tell_what_would_be_lost(meta: Path, saved:
         (["{meta}", "--processor", "{saved}", "--out", "{empty}/no/p.phplan"], "there is no folder .*/no;"),
         (
             ["{meta}", "--processor", "{saved}", "--pack-size", "512,many"],
-            "--pack-size many: expected numbers",
+            "--pack-size many: expected integers",
         ),
-        (["{meta}", "--processor", "{saved}", "--pack-size", "1,2", "--ranks", "4"], "--ranks goes with one"),
-        (["{meta}", "--processor", "{saved}", "--pack-size", "1,2", "--out", "p"], "--out goes with one"),
+        (
+            ["{meta}", "--processor", "{saved}", "--pack-size", "1,2", "--ranks", "4"],
+            "--ranks needs a single",
+        ),
+        (["{meta}", "--processor", "{saved}", "--pack-size", "1,2", "--out", "p"], "--out needs a single"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_two(
@@ -329,8 +332,8 @@ def test_rows_with_nothing_to_learn_are_packed_and_told(tmp_path: Path, saved: s
     report = json.loads(run(meta, saved, "--json").stdout)
     assert (report["packed"], report["nothing_supervised"]) == (6, {"rows": 1, "keys": ["chats/5"]})
     shown = run(meta, saved).stdout
-    assert "1 row has nothing to learn (chats/5)" in shown
-    assert "No media item was decoded" not in shown  # there is none
+    assert "1 packed row has no supervised token (chats/5)" in shown
+    assert "Media were not decoded" not in shown  # there is none
 
 
 def test_several_pack_sizes_are_compared_and_no_plan_is_written(meta: Path, saved: str) -> None:

@@ -34,7 +34,7 @@ def test_estimates_are_shown_as_such_at_eighty_columns_without_control_codes(tmp
     assert re.search(r"^ *charts +24 +~", result.stdout, re.MULTILINE)
     assert "all: tokens of a row, estimated\n" in result.stdout
     assert "clips: media of a row\n" in result.stdout
-    assert "charts: not in these numbers: 1 malformed_row\n" in result.stdout
+    assert "charts: excluded: 1 malformed_row\n" in result.stdout
     lines = [line for line in result.stdout.splitlines() if str(tmp_path) not in line]  # paths may be long
     assert max(map(len, lines)) <= 80
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
@@ -92,7 +92,7 @@ def test_the_longest_rows_are_named_with_file_and_line(tmp_path: Path, saved: st
     longest = report["all"]["tokens"]["max"]
     assert f"chats: the longest rows\n  chats/3, {about}{longest} tokens, " in shown
     assert "chats/1," not in shown
-    assert "(1 of 9 rows could not be counted, and are in no number but `rows`: see below.)" in shown
+    assert "(1 of 9 rows could not be counted; only the column `rows` includes them.)" in shown
     assert "the longest rows" not in run(meta, *more, "--longest", 0).stdout
 
 

@@ -1,7 +1,7 @@
-"""``packhorse demo``: from rows to a trained model in one run, with a report.
+"""``packhorse demo``: run all steps on generated data, and write a report.
 
-``steps`` runs the demo, ``train`` is the training run that is killed and resumed, ``data`` writes the rows
-and makes the tiny model.
+``steps`` runs the demo, ``train`` is the training process that is killed and resumed, ``data`` generates the
+rows and the tiny model.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from typing import Annotated
 
 import typer
 
-from packhorse.cli.terminal import AS_JSON, one_line_errors, to_json
+from packhorse.cli import terminal
 
-EXAMPLES = """
-Exit code 0: all of it held, 1: something that was promised did not, 2: it could not be run.
-
-[bold]Examples[/bold]
-
-packhorse demo
-[dim]# writes to ./demo[/dim]
-
-packhorse demo --out /tmp/demo --json
-[dim]# where its files are, for machines; the story goes to stderr[/dim]
-"""
+EXAMPLES = terminal.examples(
+    "demo",
+    "Exit code 0: every check passed, 1: a check failed, 2: the demo could not run.",
+    {
+        "": "write to ./demo",
+        "--out /tmp/demo --json": "print the paths of its files as JSON",
+    },
+)
 
 _FILES = {
     "report": "report.html",
@@ -37,23 +34,25 @@ _FILES = {
 
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder to write to: a new one, or the demo's own.")
+        Path, terminal.text("DIR", "Folder to write to: a new one, or that of an earlier demo.")
     ] = Path("demo"),
-    as_json: AS_JSON = False,
+    as_json: terminal.AS_JSON = False,
 ) -> None:
-    """From rows to a trained model in about a minute: check, count, plan, train, kill, go on, compare.
+    """Check, count, plan, train, kill, resume and compare, in about a minute.
 
-    On the CPU and without a network.
+    Needs neither a GPU nor a network.
     """
     old_report = out / _FILES["report"]
-    old = f"; {old_report} is of an earlier run" if old_report.exists() else ""
-    with one_line_errors("demo", f"{out} is unfinished (the next run starts again){old}"):
+    note = f"; {old_report} is from an earlier run" if old_report.exists() else ""
+    with terminal.one_line_errors(
+        "demo", f"{out} is incomplete (the next run starts from the beginning){note}"
+    ):
         from packhorse.cli.demo.steps import run_demo
 
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            held = run_demo(out)
+            passed = run_demo(out)
     if as_json:
         files = {name: out / file for name, file in _FILES.items()}
-        typer.echo(to_json({"version": 1, "passed": held, **files}))
-    if not held:
+        typer.echo(terminal.to_json({"version": 1, "passed": passed, **files}))
+    if not passed:
         raise typer.Exit(1)

@@ -1,7 +1,4 @@
-"""The demo's data (drawn charts, short videos and text chats, a few broken rows) and its tiny model.
-
-Nothing is downloaded.
-"""
+"""Generate the demo's data (charts, short videos, text chats, a few broken rows) and its tiny model."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ def write_demo_data(folder: Path, seed: int = 0) -> Path:
     """Fill ``folder`` with three small datasets and return the meta file that names them.
 
     24 chart questions (JSONL and PNG), 4 clip questions (JSONL and MP4), 12 text chats (a JSON array). Three
-    rows are broken: a line that is not JSON, an image that is cut off, a question with one ``<image>`` too
-    many.
+    rows are broken: a line that is not JSON, a truncated image, a question with one ``<image>`` too many.
     """
     rng = random.Random(seed)
     media = folder / "media"
@@ -44,10 +40,9 @@ def write_demo_data(folder: Path, seed: int = 0) -> Path:
 def write_demo_mix(folder: Path, seed: int = 0) -> Path:
     """Fill ``folder`` with four datasets that are enough to train on, and return their meta file.
 
-    100 chart questions, 100 questions about drawings (one to three of them a row), 10 clip questions, 140
-    text chats of very unequal length. Seven rows are broken or odd on purpose: the three of
-    :func:`write_demo_data`, a drawing that is not there, a video that is cut off, a chat that is too long for
-    any pack, and one that is there twice.
+    100 chart questions, 100 questions about drawings (one to three per row), 10 clip questions, 140 text
+    chats of very different lengths. Seven rows have errors: the three of :func:`write_demo_data`, a missing
+    drawing, a truncated video, a chat that is too long for any pack, and a duplicate.
     """
     rng = random.Random(seed)
     media = folder / "media"
@@ -78,9 +73,9 @@ def _write_charts(path: Path, media: Path, rng: random.Random, rows: int = 24) -
         _draw_chart(values, rng.choice([160, 224, 320])).save(media / name)
         highest = max(values, key=values.__getitem__)
         lines.append(_row("<image>Which bar is the highest?", f"The {highest} one.", images=[name]))
-    lines[7] = lines[7][: len(lines[7]) // 2]  # not JSON any more
-    picture = media / "chart13.png"
-    picture.write_bytes(picture.read_bytes()[:200])  # cut off in the middle
+    lines[7] = lines[7][: len(lines[7]) // 2]  # no longer JSON
+    chart = media / "chart13.png"
+    chart.write_bytes(chart.read_bytes()[:200])
     lines[19] = lines[19].replace("<image>", "<image><image>")  # one image, two placeholders
     path.write_text("\n".join(lines) + "\n")
 
@@ -100,26 +95,26 @@ def _write_drawings(path: Path, media: Path, rng: random.Random, rows: int) -> N
     lines = []
     for number in range(rows):
         names, shapes = [], []
-        for place in range(rng.choice([1, 1, 1, 2, 3])):
+        for index in range(rng.choice([1, 1, 1, 2, 3])):
             colour, shape = rng.choice(list(_COLOURS)), rng.choice(["circle", "square", "triangle"])
-            names.append(f"drawing{number:02}-{place}.jpg")
+            names.append(f"drawing{number:02}-{index}.jpg")
             size = rng.choice([(120, 120), (160, 240), (320, 200), (400, 100)])
             drawing = _draw_shape(_COLOURS[colour], shape, size, (rng.random(), rng.random()))
             drawing.save(media / names[-1], quality=90)
             shapes.append(f"a {colour} {shape}")
         answer = f"I see {' and then '.join(shapes)}."
         lines.append(_row("<image>" * len(names) + "What is drawn here?", answer, images=names))
-    (media / "drawing31-0.jpg").unlink()  # the row that asks for it is there
+    (media / "drawing31-0.jpg").unlink()
     path.write_text("\n".join(lines) + "\n")
 
 
 def _draw_shape(
-    colour: tuple[int, int, int], shape: str, size: tuple[int, int], place: tuple[float, float]
+    colour: tuple[int, int, int], shape: str, size: tuple[int, int], position: tuple[float, float]
 ) -> Image.Image:
-    """``place`` is a share of the room that the shape leaves: no two drawings are the same."""
+    """Draw a shape at a position, which is a share of the free width and height."""
     image = Image.new("RGB", size, (246, 244, 238))
     side = min(size) // 2
-    left, top = int((size[0] - side) * place[0]), int((size[1] - side) * place[1])
+    left, top = int((size[0] - side) * position[0]), int((size[1] - side) * position[1])
     box = (left, top, left + side, top + side)
     draw = ImageDraw.Draw(image)
     if shape == "circle":
@@ -132,7 +127,7 @@ def _draw_shape(
 
 
 def _write_clips(path: Path, media: Path, rng: random.Random, tops: Sequence[int] = (36,) * 4) -> None:
-    """A clip for each of ``tops``, how far down its ball rolls."""
+    """Write a clip for each of ``tops``, the vertical position of its ball."""
     lines = []
     for number, top in enumerate(tops):
         name = f"clip{number}.mp4"
@@ -160,10 +155,10 @@ def _draw_clip(path: Path, colour: tuple[int, int, int], to_right: bool, top: in
 
 
 def _write_chats(path: Path) -> None:
-    topics = ["a mule", "a saddle", "a mountain pass", "a bale of wool", "a bridge", "a toll gate"]
+    topics = ["a boat", "a market", "a mountain pass", "a bale of wool", "a bridge", "a toll gate"]
     rows = []
     for topic in topics:
-        for question in (f"Describe {topic} in one sentence.", f"Why would a carrier care about {topic}?"):
+        for question in (f"Describe {topic} in one sentence.", f"Why would a visitor care about {topic}?"):
             turns = [
                 {"from": "system", "value": "You are a patient guide."},
                 {"from": "human", "value": question},
@@ -174,17 +169,17 @@ def _write_chats(path: Path) -> None:
 
 
 def _write_long_chats(path: Path, rng: random.Random, rows: int) -> None:
-    """Chats of one to five questions; most are short and a few are long, as in real datasets."""
-    things = ("mule", "saddle", "bridle", "bale of wool", "bridge", "toll gate", "inn", "ford", "lantern")
+    """Write chats of one to five questions; most are short and a few are long, as in real datasets."""
+    things = ("boat", "market", "garden", "bale of wool", "bridge", "toll gate", "inn", "ford", "lantern")
     lines = []
     for number in range(rows):
         turns = [{"role": "system", "content": "You are a patient guide."}] if rng.random() < 0.5 else []
         for _ in range(rng.choice([1, 1, 1, 2, 3, 5])):
             thing = rng.choice(things)
-            said = rng.randint(1, 4)
-            answer = " ".join(f"The {rng.choice(things)} comes before the {thing}." for _ in range(said))
+            sentences = rng.randint(1, 4)
+            answer = " ".join(f"The {rng.choice(things)} comes before the {thing}." for _ in range(sentences))
             turns += [
-                {"role": "user", "content": f"What does a carrier do with a {thing} at mile {number}?"},
+                {"role": "user", "content": f"What does a visitor do with a {thing} at mile {number}?"},
                 {"role": "assistant", "content": answer},
             ]
         lines.append(json.dumps({"messages": turns}))
@@ -229,16 +224,16 @@ _CHAT_TEMPLATE = """\
 
 
 def tiny_processor(texts: Iterable[str] = (), words: int = 0) -> Any:
-    """Transformers' own Qwen2-VL processor with a tokenizer of 256 bytes and the special tokens.
+    """Return a Qwen2-VL processor of transformers with a tokenizer of 256 bytes and the special tokens.
 
     Args:
-        texts: the tokenizer also learns pairs of letters from these, so that a token is a few letters long,
-        words: and so many of them.
+        texts: train the tokenizer on these.
+        words: the number of further tokens to train, which are a few letters long.
     """
     tokenizers: Any = require("tokenizers", "train")
     transformers: Any = require("transformers", "train")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    byte_ids = {letter: number for number, letter in enumerate(alphabet)}
+    byte_ids = {letter: index for index, letter in enumerate(alphabet)}
     model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_ids, merges=[]))
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -266,13 +261,13 @@ def tiny_processor(texts: Iterable[str] = (), words: int = 0) -> Any:
 
 
 def tiny_model(processor: Any, seed: int = 0, layers: int = 2) -> Any:
-    """A Qwen2-VL of a few layers of width 64; a step takes a fraction of a second on a CPU."""
+    """Return a Qwen2-VL with few layers of width 64; a step takes a fraction of a second on a CPU."""
     import torch
 
     transformers: Any = require("transformers", "train")
-    words = processor.tokenizer
+    tokenizer = processor.tokenizer
     ids = {
-        f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>")
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for name, token in {
             "image": "image_pad",
             "video": "video_pad",
@@ -281,7 +276,7 @@ def tiny_model(processor: Any, seed: int = 0, layers: int = 2) -> Any:
         }.items()
     }
     text = {
-        "vocab_size": len(words),
+        "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": layers,
@@ -290,8 +285,8 @@ def tiny_model(processor: Any, seed: int = 0, layers: int = 2) -> Any:
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
         "bos_token_id": None,
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
     }
     vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
     with torch.random.fork_rng():

@@ -1,6 +1,6 @@
-"""The steps of the demo: write, check, count, plan, train, kill, resume, compare, report.
+"""Run the steps of the demo: write, check, count, plan, train, kill, resume, compare, report.
 
-Everything stays inside one folder. Takes well under three minutes on two cores, without a network.
+All files are in one folder. Takes well under three minutes on two cores, without a network.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from packhorse.cli import terminal
 from packhorse.cli.demo.train import PACK_SIZE, SAVE_EVERY, Step, demo_config, read_trace
 from packhorse.cli.plan import WHY_PACK, print_costs, print_dropped, summary_lines
-from packhorse.cli.terminal import Output, own_command
 from packhorse.errors import ConfigError, PackhorseError
 from packhorse.ledger import Ledger, read_ledgers
 from packhorse.utils.files import write_atomic
@@ -28,18 +28,18 @@ from packhorse.utils.files import write_atomic
 REPORT = "report.html"  # stays until there is a new one
 _MARKER = ".packhorse-demo"
 _OURS = ("data", "model", "runs", "cache", "plan.phplan", "ledger.jsonl")
-_WIDTH = 100  # of what goes to a file
+_WIDTH = 100  # if stdout is not a terminal
 _MERGES = 256  # of the tokenizer: a token is then about three letters long
 _PARITY_SAMPLES = 8
 
 
 def run_demo(folder: Path) -> bool:
-    """Run all steps inside ``folder`` and return whether everything held.
+    """Run all steps in ``folder`` and return whether every check passed.
 
     Raises:
         ConfigError: ``folder`` has files that are not the demo's.
     """
-    take_folder(folder)
+    prepare_folder(folder)
     demo = Demo(folder)
     with _quiet():
         demo.write()
@@ -51,28 +51,28 @@ def run_demo(folder: Path) -> bool:
         demo.check_parity()
         demo.write_report()
     demo.show_summary()
-    return all(held for _, held in demo.promises)
+    return all(passed for _, passed in demo.promises)
 
 
-def take_folder(folder: Path) -> None:
-    """Prepare the folder: a new one, an empty one, or the demo's own, whose files are deleted.
+def prepare_folder(folder: Path) -> None:
+    """Create the folder, or delete the demo's files in that of an earlier demo.
 
-    The report stays until there is a new one. Other files in the demo's own folder are not touched.
+    The report stays until there is a new one; other files are not touched.
 
     Raises:
-        ConfigError: it has files and is not the demo's.
+        ConfigError: the folder has files and is not that of a demo.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file: name another folder with --out")
+        raise ConfigError(f"{folder} is a file: choose another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / _MARKER
     if not marker.exists() and any(folder.iterdir()):
         raise ConfigError(
-            f"{folder} is not empty and was not written by the demo: nothing was touched; name another "
+            f"{folder} is not empty and was not written by the demo: nothing was changed; choose another "
             "folder with --out"
         )
     marker.write_text(
-        "This folder was written by `packhorse demo`, which overwrites it when it runs again.\n"
+        "This folder was written by `packhorse demo`, which overwrites it when it is run next.\n"
     )
     for name in _OURS:
         path = folder / name
@@ -83,19 +83,20 @@ def take_folder(folder: Path) -> None:
 
 
 class Demo:
-    """One run of the demo; each step prints what it finds and keeps it for the report.
+    """One run of the demo; each step prints its results and keeps them for the report.
 
     Attributes:
         findings: of the check: (severity, rule, row, finding).
         plan: see :func:`packhorse.tools.view.plan_report.plan_report`.
-        saved_at: step of the checkpoint that the killed run left; it was killed during step ``kill_at``.
+        saved_at: step of the last checkpoint of the killed run.
+        kill_at: step in which it was killed.
         runs: steps of the runs ``whole``, ``killed`` and ``resumed``.
         delivered: number of trained rows.
-        promises: what was promised, and whether it held.
+        promises: the checks, and whether they passed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.out, self.started = folder, Output(_WIDTH), time.monotonic()
+        self.folder, self.out, self.started = folder, terminal.Output(_WIDTH), time.monotonic()
         self.meta, self.model = folder / "data" / "meta.json", folder / "model"
         self.plan_file, self.ledger_file = folder / "plan.phplan", folder / "ledger.jsonl"
         self.rows = self.saved_at = self.kill_at = self.delivered = 0
@@ -110,30 +111,30 @@ class Demo:
         """Write the data, the processor and the model's config."""
         from packhorse.cli.demo.data import tiny_model, tiny_processor, write_demo_mix
 
-        self._title(1, "A small mixed dataset, with a few broken rows")
+        self._title(1, "Generate a small mixed dataset with a few broken rows")
         write_demo_mix(self.folder / "data")
         rows = {path.stem: path.read_text().splitlines() for path in sorted(self.meta.parent.glob("*.jsonl"))}
         self.rows = sum(map(len, rows.values()))
         sizes = ", ".join(f"{len(lines)} {name}" for name, lines in rows.items())
-        self._line(f"{sizes}: {self.rows} rows, drawn here. Seven are broken or odd on purpose.")
+        self._line(f"{sizes}: {self.rows} rows. Seven of them have errors on purpose.")
         processor = tiny_processor((line for lines in rows.values() for line in lines), _MERGES)
         processor.save_pretrained(self.model)
         model = tiny_model(processor)
         model.config.save_pretrained(self.model)
         weights = sum(weight.numel() for weight in model.parameters())
-        self._line(f"A Qwen2-VL of {weights:,} random weights, with the processor of transformers.")
+        self._line(f"A Qwen2-VL with {weights:,} random weights and the processor of transformers.")
 
     def check(self) -> None:
         """Look for broken rows."""
         from packhorse.tools.check import check_meta
 
         command = self._command("check", "--processor", self.model, "--max-length", PACK_SIZE)
-        self._title(2, f"What is wrong with them?  {command}")
+        self._title(2, f"Find errors in the data: {command}")
         report = check_meta(str(self.meta), str(self.model), max_length=PACK_SIZE, decode=True)
         self.findings = [
-            (one.severity, one.rule, one.key, one.found)
-            for one in report.findings()
-            if one.severity != "note"
+            (finding.severity, finding.rule, finding.key, finding.found)
+            for finding in report.findings()
+            if finding.severity != "note"
         ]
         for severity, rule, key, found in self.findings:
             self._line(f"{severity:<8} {rule:<20} {key:<12} {_short(found)}")
@@ -142,15 +143,16 @@ class Demo:
         """Count the tokens of every row, and compare some with the real processor."""
         from packhorse.count.counting import count_meta
 
-        self._title(3, f"How long is each row?  {self._command('count', '--processor', self.model)}")
+        self._title(3, f"Count the tokens of each row: {self._command('count', '--processor', self.model)}")
         report = count_meta(str(self.meta), str(self.model), verify=20)
         totals, verified = report.totals(), report.verified
-        assert verified is not None  # it was asked for
-        tokens = ", ".join(f"{number:,} {kind}" for kind, number in totals["tokens"].items() if number)
+        assert verified is not None  # verify=20
+        tokens = ", ".join(f"{count:,} {kind}" for kind, count in totals["tokens"].items() if count)
         self._line(f"{tokens} tokens, counted without decoding an image.")
         checked, failed = verified.checked, len(verified.failed)
         self._promise(
-            f"{checked} random rows through the real processor: {failed} counts differ", failed == 0 < checked
+            f"{checked} random rows encoded by the real processor: {failed} counts differ",
+            failed == 0 < checked,
         )
 
     def make_plan(self) -> None:
@@ -159,7 +161,7 @@ class Demo:
         from packhorse.tools.view.plan_report import plan_report
 
         command = self._command("plan", "--processor", self.model, "--pack-size", PACK_SIZE)
-        self._title(4, f"Which rows share a pack?  {command}")
+        self._title(4, f"Assign rows to packs: {command}")
         planned = make_plan(Request(demo_config(self.folder), str(self.model), str(self.model)))
         self.plan = plan_report(planned)
         save_book(planned, self.plan, self.plan_file)
@@ -174,14 +176,14 @@ class Demo:
         steps = self.plan["packs"]
         self.saved_at = steps // 2 // SAVE_EVERY * SAVE_EVERY
         self.kill_at = self.saved_at + SAVE_EVERY // 2 + 1
-        self._title(5, f"Train it packed: {steps} steps, and kill -9 in step {self.kill_at}")
+        self._title(5, f"Train with packs: {steps} steps, with kill -9 in step {self.kill_at}")
         whole = self._start("whole")
         try:
             code = self._relay(self._start("killed", "--kill-at", str(self.kill_at)))
             if code != -signal.SIGKILL:
-                raise PackhorseError(f"the run that was to be killed ended with exit code {code}")
-            self._line(f"killed in step {self.kill_at}; the last checkpoint is of step {self.saved_at}")
-            self._title(6, f"Go on from step {self.saved_at}, in a new process")
+                raise PackhorseError(f"expected a killed run, but it ended with exit code {code}")
+            self._line(f"killed in step {self.kill_at}; the last checkpoint is that of step {self.saved_at}")
+            self._title(6, f"Resume from step {self.saved_at} in a new process")
             if code := self._relay(self._start("resumed", "--from", "killed")):
                 raise PackhorseError(f"the resumed run ended with exit code {code}")
             if code := whole.wait():
@@ -199,8 +201,8 @@ class Demo:
         return subprocess.Popen(command, stdout=stdout, text=True)
 
     def _relay(self, process: subprocess.Popen[str]) -> int:
-        """Print the lines of a run as they come, and return its exit code."""
-        assert process.stdout is not None  # it has a pipe
+        """Print the output of a run as it arrives, and return its exit code."""
+        assert process.stdout is not None  # a pipe
         try:
             for line in process.stdout:
                 self._line(line.rstrip())
@@ -211,34 +213,34 @@ class Demo:
             process.wait()
 
     def compare(self) -> None:
-        """Compare the resumed run with the uninterrupted one, and account for every row."""
-        self._title(7, "Did the kill change anything? Is every row accounted for?")
+        """Compare the resumed run with the uninterrupted one, and reconcile the rows with the ledger."""
+        self._title(7, "Compare with an uninterrupted run, and look for every row")
         whole, resumed = self.runs["whole"], self.runs["resumed"]
-        together = [*(step for step in self.runs["killed"] if step.step <= self.saved_at), *resumed]
+        steps = [*(step for step in self.runs["killed"] if step.step <= self.saved_at), *resumed]
         self._promise(
-            f"steps {self.saved_at + 1} to {len(whole)}: losses are those of an uninterrupted run, to the "
-            "last bit",
+            f"steps {self.saved_at + 1} to {len(whole)}: losses equal those of an uninterrupted run exactly",
             [step.loss for step in resumed] == [step.loss for step in whole[self.saved_at :]],
         )
-        self._promise("every step has the same rows as in an uninterrupted run", together == whole)
-        first, last = _mean_loss(whole[:5]), _mean_loss(whole[-5:])
+        self._promise("every step has the same rows as in an uninterrupted run", steps == whole)
+        first, last = (sum(step.loss for step in part) / 5 for part in (whole[:5], whole[-5:]))
         self._promise(
-            f"the loss falls: {first:.2f} in the first five steps, {last:.2f} in the last five", last < first
+            f"the loss decreases: {first:.2f} in the first five steps, {last:.2f} in the last five",
+            last < first,
         )
         self.ledger, _ = read_ledgers(self.folder / "runs" / "resumed" / "ledger")
         self.ledger.save(self.ledger_file)
-        delivered = [key for step in together for key in step.samples]
+        delivered = [key for step in steps for key in step.samples]
         self.delivered = len(delivered)
         self._promise(
-            f"{self.rows} rows = {len(delivered)} trained, each once + {self.plan['dropped']} in no pack + "
-            f"{self._failed()} that failed when decoded, each with its reason",
+            f"{self.rows} rows = {len(delivered)} trained once + {self.plan['dropped']} in no pack + "
+            f"{self._failed()} that could not be decoded; the ledger has their reasons",
             len(set(delivered)) == len(delivered) and len(delivered) + self.ledger.lost() == self.rows,
         )
         for drop in self.ledger:
             self._line(f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
 
     def _failed(self) -> int:
-        """Return how many rows of the plan were not trained because they could not be decoded."""
+        """Return how many rows of the plan could not be decoded."""
         return self.ledger.lost() - int(self.plan["dropped"])
 
     def check_parity(self) -> None:
@@ -248,7 +250,7 @@ class Demo:
         from packhorse.tools.parity import check_parity
 
         command = self._command("parity", "--model", self.model)
-        self._title(8, f"Is packed training the same as unpacked training?  {command}")
+        self._title(8, f"Compare packed with unpacked training: {command}")
         processor = open_processor(str(self.model))
         model = load_model(str(self.model), "float32", "cpu", False, False)
         chosen = choose_samples(str(self.meta), None, _PARITY_SAMPLES, processor)
@@ -257,7 +259,7 @@ class Demo:
             self._promise(report.describe(), report.ok)
 
     def write_report(self) -> None:
-        """Write one page with its style and plots inside, made of the viewer's templates."""
+        """Write one HTML page that includes its style and plots, with the viewer's templates."""
         from packhorse.tools.view import plots
         from packhorse.tools.view.pages import plan_plots
         from packhorse.tools.view.server import renderer
@@ -281,29 +283,29 @@ class Demo:
         write_atomic(self.folder / REPORT, lambda file: file.writelines([page.encode()]))
 
     def show_summary(self) -> None:
-        """Print whether all of it held, where to look, and what to type next."""
-        broken = [text for text, held in self.promises if not held]
+        """Print whether all checks passed, the files, and the next commands."""
+        failed = sum(not passed for _, passed in self.promises)
         self.out.console.rule(style="dim")
-        verdict = "All of it held." if not broken else f"{len(broken)} of {len(self.promises)} did NOT hold."
-        self.out.line(f"{verdict} {self.seconds:.0f} s. Where to look:", style="bold")
-        self._line(f"{self.folder / REPORT}    the run in plots (open it in a browser)")
-        self._line(f"{self.ledger_file}   every row that is not trained as its file has it")
-        self.out.line("What to type next:", style="bold")
-        for command, about in self._next_commands():
-            self._line(f"{command}   # {about}")
+        verdict = f"{failed} of {len(self.promises)} checks FAILED." if failed else "All checks passed."
+        self.out.line(f"{verdict} {self.seconds:.0f} s. Files:", style="bold")
+        self._line(f"{self.folder / REPORT}    plots of the run (open it in a browser)")
+        self._line(f"{self.ledger_file}   every row that was dropped, replaced, cut or repaired")
+        self.out.line("Next commands:", style="bold")
+        for command, comment in self._next_commands():
+            self._line(f"{command}   # {comment}")
 
     def _next_commands(self) -> list[tuple[str, str]]:
-        """Return commands to try on the demo's files, and what each shows."""
-        view = f"{own_command()} view {self.plan_file} --ledger {self.ledger_file}"
+        """Return commands to try on the demo's files, with comments."""
+        view = f"{terminal.command_name()} view {self.plan_file} --ledger {self.ledger_file}"
         return [
-            (view, "packs, rows and losses in a browser"),
+            (view, "packs, rows and dropped rows in a browser"),
             (self._command("check", "--fix", self.folder / "clean"), "a copy without the broken rows"),
             (self._command("stats", "--processor", self.model), "lengths and media of each dataset"),
         ]
 
     def _command(self, name: str, *options: object) -> str:
-        """Return a command as it can be typed here, on the demo's data."""
-        return " ".join([own_command(), name, str(self.meta), *map(str, options)])
+        """Return a command line on the demo's data."""
+        return " ".join([terminal.command_name(), name, str(self.meta), *map(str, options)])
 
     def _title(self, number: int, text: str) -> None:
         self.out.line()
@@ -312,14 +314,10 @@ class Demo:
     def _line(self, text: str) -> None:
         self.out.line(f"   {text}")
 
-    def _promise(self, text: str, held: bool) -> None:
-        self.promises.append((text, held))
-        self.out.line("ok  " if held else "MISS", style="green" if held else "bold red", end=" ")
+    def _promise(self, text: str, passed: bool) -> None:
+        self.promises.append((text, passed))
+        self.out.line("ok  " if passed else "FAIL", style="green" if passed else "bold red", end=" ")
         self.out.line(text)
-
-
-def _mean_loss(steps: Sequence[Step]) -> float:
-    return sum(step.loss for step in steps) / max(1, len(steps))
 
 
 def _short(text: str, most: int = 90) -> str:
@@ -329,16 +327,13 @@ def _short(text: str, most: int = 90) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Work offline, silence the logs of libraries, and use one thread for each process.
-
-    Several threads for so small a model wait for each other more than they compute.
-    """
+    """Work offline, silence the logs of libraries, and use one thread per process, which is faster here."""
     import torch
 
-    wanted = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    wanted |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    variables |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     log, threads = logging.getLogger("packhorse"), torch.get_num_threads()
     level = log.level
     log.setLevel(logging.ERROR)  # the demo prints the same

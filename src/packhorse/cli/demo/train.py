@@ -1,10 +1,9 @@
-"""The training run of the demo: a process of its own, so that it can really be killed.
+"""The training process of the demo.
 
     python -m packhorse.cli.demo.train FOLDER NAME [--from OTHER] [--kill-at STEP]
 
-One epoch, one pack a step. What is trained goes to ``FOLDER/runs/NAME``: a line for each step in
-``trace.jsonl``, the last checkpoint, and the ledger. ``--from`` goes on from another run's checkpoint, and
-takes up its ledger.
+Trains one epoch with one pack per step, and writes to ``FOLDER/runs/NAME``: a line for each step in
+``trace.jsonl``, the last checkpoint, and the ledger. ``--from`` resumes another run with its ledger.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _LEARNING_RATE = 4e-3
 
 
 def demo_config(folder: Path) -> LoaderConfig:
-    """The loader's settings: of the plan that is shown, and of the run that trains it."""
+    """Return the loader's settings for planning and for training."""
     return LoaderConfig(
         data=str(folder / "data" / "meta.json"),
         pack_size=PACK_SIZE,
-        max_bad_share=0.1,  # rows are broken on purpose
+        max_bad_share=0.1,  # some rows have errors on purpose
         cache_dir=folder / "cache",
         count_workers=1,
     )
@@ -39,12 +38,12 @@ def demo_config(folder: Path) -> LoaderConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was made.
+    """One training step.
 
     Attributes:
         step: its number, from 1.
-        loss: mean over its supervised tokens, to the last bit.
-        samples: the rows it was made with.
+        loss: mean over its supervised tokens.
+        samples: keys of its rows.
     """
 
     step: int
@@ -53,18 +52,18 @@ class Step:
 
 
 def read_trace(run: Path) -> list[Step]:
-    """What a run has trained, in order."""
-    lines = (run / "trace.jsonl").read_text().splitlines()
-    return [Step(one["step"], one["loss"], tuple(one["samples"])) for one in map(json.loads, lines)]
+    """Return the steps of a run."""
+    steps = map(json.loads, (run / "trace.jsonl").read_text().splitlines())
+    return [Step(step["step"], step["loss"], tuple(step["samples"])) for step in steps]
 
 
-def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int | None = None) -> None:
+def train(folder: Path, name: str, resume_from: str | None = None, kill_at: int | None = None) -> None:
     """Train the rest of the epoch.
 
     Args:
-        folder: the demo's.
+        folder: of the demo.
         name: of this run.
-        go_on_from: a run whose checkpoint and ledger are taken up.
+        resume_from: a run whose checkpoint and ledger are continued.
         kill_at: this process kills itself in the middle of this step.
     """
     import torch
@@ -73,20 +72,20 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
     from packhorse.families.models import open_processor
     from packhorse.integrations.transformers import prepare
 
-    torch.set_num_threads(1)  # as quick for so small a model, and two runs share the machine
+    torch.set_num_threads(1)  # as fast for such a small model, and two runs share the machine
     run = folder / "runs" / name
     run.mkdir(parents=True)
     processor = open_processor(str(folder / "model"), False)
     model = tiny_model(processor)
     prepare(model, "sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-    if go_on_from is not None:
-        shutil.copytree(folder / "runs" / go_on_from / "ledger", run / "ledger")
+    if resume_from is not None:
+        shutil.copytree(folder / "runs" / resume_from / "ledger", run / "ledger")
     config = demo_config(folder).with_changes(ledger_dir=run / "ledger")
     loader = config.build(processor, model=model)
     step = 0
-    if go_on_from is not None:
-        step = _restore(folder / "runs" / go_on_from, model, optimizer, loader)
+    if resume_from is not None:
+        step = _restore(folder / "runs" / resume_from, model, optimizer, loader)
     with open(run / "trace.jsonl", "w", buffering=1) as trace:
         for batch in loader:
             step += 1
@@ -101,8 +100,8 @@ def train(folder: Path, name: str, go_on_from: str | None = None, kill_at: int |
                 _save(run, step, model, optimizer, loader)
             if step % SAVE_EVERY == 0 or step == 1:
                 print(f"step {step:>3}  loss {loss:.4f}", flush=True)
-    if go_on_from is not None:
-        model.save_pretrained(folder / "model")  # beside its processor
+    if resume_from is not None:
+        model.save_pretrained(folder / "model")  # next to its processor
 
 
 def _backward(model: Any, batch: Any) -> float:
@@ -116,7 +115,7 @@ def _backward(model: Any, batch: Any) -> float:
 
 
 def _save(run: Path, step: int, model: Any, optimizer: Any, loader: Any) -> None:
-    """Everything that a run needs to go on; the file appears when it is whole."""
+    """Write a checkpoint atomically."""
     import torch
 
     state = {
@@ -140,15 +139,15 @@ def _restore(run: Path, model: Any, optimizer: Any, loader: Any) -> int:
 
 
 def main() -> None:
-    """Run from the command line, as the demo does."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
-    parser.add_argument("--from", dest="go_on_from")
+    parser.add_argument("--from", dest="resume_from")
     parser.add_argument("--kill-at", type=int)
     options = parser.parse_args()
-    logging.getLogger("packhorse").setLevel(logging.ERROR)  # the ledger has it all
-    train(options.folder, options.name, options.go_on_from, options.kill_at)
+    logging.getLogger("packhorse").setLevel(logging.ERROR)  # the ledger has the same
+    train(options.folder, options.name, options.resume_from, options.kill_at)
 
 
 if __name__ == "__main__":
