@@ -358,12 +358,13 @@ def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[st
 
 
 def _stateful_class(model: torch.nn.Module | None, config: ModelConfig, text: ModelConfig) -> str | None:
-    """The name of a class that keeps a recurrent state; transformers has no public name for this flag."""
+    """Return the name of a class that keeps a recurrent state; None without one."""
     if model is None:
         classes = (*model_classes(config), *(model_classes(text) if text is not config else ()))
     else:
         classes = tuple({type(module): None for module in model.modules()})
-    return next((one.__name__ for one in classes if getattr(one, "_is_stateful", False)), None)
+    # transformers has no public name for this flag.
+    return next((kind.__name__ for kind in classes if getattr(kind, "_is_stateful", False)), None)
 
 
 def _takes_positions(model_class: type) -> bool:

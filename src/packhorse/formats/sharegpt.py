@@ -127,12 +127,7 @@ def convert_sharegpt_to_conversation(
 
 
 def convert_row(
-    row: Mapping[str, Any],
-    rules: ShareGptFormat,
-    *,
-    key: str,
-    dataset: str,
-    record: Callable[[Drop], None],
+    row: Mapping[str, Any], rules: ShareGptFormat, *, key: str, dataset: str, record: Callable[[Drop], None]
 ) -> dict[str, Any]:
     """:func:`convert_sharegpt_to_conversation` with the format already parsed, for many rows."""
     return _Conversion(row, rules, key, dataset, record).result()
