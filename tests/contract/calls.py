@@ -27,10 +27,10 @@ class Raw:
     conversation: list[dict[str, Any]]
     images: tuple[Image.Image, ...] = ()
     clips: tuple[tuple[np.ndarray, dict[str, Any]], ...] = ()
-    sounds: tuple[np.ndarray, ...] = ()
+    audios: tuple[np.ndarray, ...] = ()
 
 
-def rendered(name: str, conversation: list[dict[str, Any]], **options: Any) -> str:
+def render(name: str, conversation: list[dict[str, Any]], **options: Any) -> str:
     """The text with one placeholder per media item; without a chat template, the joined texts."""
     if FAMILIES[name].chats:
         # By name, because SmolVLM's processor takes another template when it sees a video.
@@ -54,11 +54,11 @@ def own_batch(name: str, samples: Sequence[Raw], **options: Any) -> Any:
             "do_sample_frames": False,
             "input_data_format": "channels_last",
         }
-    sounds = [sound for sample in samples for sound in sample.sounds]
-    if sounds:
-        media["audio"] = sounds
+    audios = [audio for sample in samples for audio in sample.audios]
+    if audios:
+        media["audio"] = audios
         media["audio_kwargs"] = {"sampling_rate": SAMPLING_RATE}
-    text = [rendered(name, sample.conversation) for sample in samples]
+    text = [render(name, sample.conversation) for sample in samples]
     settings = {"padding": len(samples) > 1, "add_special_tokens": False, **options}
     if FAMILIES[name].bundled:
         # Not as plain arguments: those reach the audio extractor too, which would pad and cut by them.

@@ -1,7 +1,7 @@
 """Chat templates with the turn markers of each family, written for these tests.
 
 Every template takes messages whose ``content`` is a string, a list of parts or None, writes one placeholder
-per media item and refuses a part it does not know. A role nobody listed becomes a turn of that role.
+per media item and rejects a part it does not know. An unlisted role becomes a turn of that role.
 """
 
 from __future__ import annotations
@@ -187,4 +187,4 @@ TEMPLATES: dict[str, str] = {
 }
 
 TRIMS_TEXT = frozenset({"gemma3", "gemma4"})
-"""Families whose template cuts blanks from both ends of every text."""
+"""Families whose template cuts placeholders from both ends of every text."""

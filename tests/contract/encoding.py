@@ -26,7 +26,7 @@ class Made:
     labels: torch.Tensor
     raw: Raw
 
-    def supervised(self, name: str) -> list[str]:
+    def supervised_text(self, name: str) -> list[str]:
         """What the labels say, one text for each run of supervised tokens."""
         tokenizer = processor(name).tokenizer
         runs: list[list[int]] = [[]]

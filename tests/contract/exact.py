@@ -1,7 +1,7 @@
 """Sizes and conversations for the proof that counting is exact, and the two sides that are compared.
 
 One side is the processor's own call; the other is the text that Packhorse predicts from sizes alone,
-tokenised with the processor's tokenizer. A refusal is compared like any other result.
+tokenised with the processor's tokenizer. A rejection is compared like any other result.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def image_sizes(every: int) -> list[tuple[int, int]]:
     return sorted({*_ALL_SIZES[::every], *_EDGES})
 
 
-def predicted(encoder: Encoder, text: str, sizes: Any) -> Ids:
-    """The ids of a rendered text, from the sizes of its media; "rejected" where the family refuses them."""
+def predict_ids(encoder: Encoder, text: str, sizes: Any) -> Ids:
+    """The ids of a rendered text, from the sizes of its media; "rejected" where the family rejects them."""
     try:
         whole = encoder.expand(text, sizes)
     except BadSample as error:
@@ -59,7 +59,7 @@ def really(encoder: Encoder, text: str, media: LoadedMedia) -> Ids:
         return "rejected"
 
 
-def rendered(encoder: Encoder, *kinds: str) -> str:
+def render(encoder: Encoder, *kinds: str) -> str:
     """A question with media, whose neighbours melt into them where they can, and an answer."""
     parts = [part for kind in kinds for part in ({"type": kind}, {"type": "text", "text": "\n5: the"})]
     turns = [
@@ -100,17 +100,17 @@ _TEXTS = (
 
 
 def conversations(name: str, number: int, files: dict[str, Path]) -> Iterator[Conversation]:
-    """Conversations of all shapes that the family's kinds of media allow, a few of which it refuses."""
+    """Conversations of all shapes that the family's kinds of media allow, a few of which it rejects."""
     draw = random.Random(name)
     for at in range(number):
         system = [Message("system", (TextPart("Be brief."),))] if draw.random() < 0.3 else []
         turns: list[Message] = []
         for _ in range(draw.choice((1, 1, 2, 3))):
-            turns += (Message("user", _said(name, draw, files)), Message("assistant", (_words(draw),)))
+            turns += (Message("user", _turn(name, draw, files)), Message("assistant", (_words(draw),)))
         yield Conversation((*system, *turns), f"{name}/{at}")
 
 
-def _said(name: str, draw: random.Random, files: dict[str, Path]) -> tuple[Any, ...]:
+def _turn(name: str, draw: random.Random, files: dict[str, Path]) -> tuple[Any, ...]:
     kinds = sorted(FAMILIES[name].modalities)
     parts: list[Any] = [_words(draw)]
     for _ in range(draw.choice((0, 0, 1, 1, 1, 2))):
@@ -169,7 +169,7 @@ def own_call(encoder: Encoder, path: Path) -> tuple[list[int], list[int]]:
     frames = range(metadata.total_num_frames) if metadata.frames_indices is None else metadata.frames_indices
     if family.name == "nemotron_omni":  # writes times of frames only if it is given the metadata
         call["video_metadata"] = metadata
-    text = rendered(encoder, "video")
+    text = render(encoder, "video")
     arguments = family.text_arguments(encoder, text) | {"videos_kwargs": call}
     whole = processor(text=[text], videos=[[str(path)]], return_tensors="pt", **arguments)
     return [int(number) for number in frames], whole["input_ids"][0].tolist()

@@ -3,7 +3,7 @@
 ``processor("qwen2_vl")`` gives transformers' own ``Qwen2VLProcessor`` with a small tokenizer and a chat
 template written here. Geometry is the family's own; only budgets (pixels, tiles, tokens per tile) are
 small, so that a call takes milliseconds. Two families whose processors come with the model's own code have
-stand-ins (see `contract.remote_processors`). Objects are cached: to change one, make your own with ``build``.
+substitutes (see `contract.remote_processors`). Objects are cached: to change one, make one with ``build``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FamilyFixture:
     Attributes:
         class_name: The name of the processor's class, by which a family is found.
         build: Makes a fresh processor (the tokenizer is shared).
-        modalities: What a sample may hold besides text.
+        modalities: What a sample may hold in addition to text.
         chats: Whether the processor has a chat template.
         bundled: Whether the class is transformers' own; otherwise it is a substitute.
         model_type: Its name in transformers' auto mappings, where it is not the fixture's own name.

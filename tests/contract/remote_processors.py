@@ -1,4 +1,4 @@
-"""Stand-ins for two processors that come with their model's own code and are not part of transformers.
+"""Substitutes for two processors that come with their model's own code and are not part of transformers.
 
 They follow the documented call contract (arguments, keys, shapes, what a placeholder becomes) and nothing
 else: no config, no saving. Pixels are prepared with torch alone.

@@ -7,7 +7,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
-from contract.exact import rendered, video
+from contract.exact import render, video
 from contract.processors import FAMILIES, build, processor
 from contract.samples import make_image, tone
 from packhorse.families import Encoder, LoadedMedia
@@ -59,7 +59,7 @@ def test_a_saved_processor_is_loaded_back_as_the_same(name, tmp_path):
     encoder, original = Encoder(loaded), Encoder(made)
     for kind in FAMILIES[name].modalities:
         ((_, size),) = media[kind].sizes()
-        text = rendered(encoder, kind)
+        text = render(encoder, kind)
         ids = encoder.family.call(encoder, text, media[kind])["input_ids"][0].tolist()
         assert ids == encoder.family.call(original, text, media[kind])["input_ids"][0].tolist()
         content = sum(token in encoder.media_token_ids for token in ids)
@@ -75,7 +75,7 @@ def test_qwen3_omni_counts_videos_by_the_class_of_its_video_processor():
         encoder = Encoder(made)
         media = LoadedMedia([], [video(6, 24.0, 2, 100, 40)], [])
         ((_, size),) = media.sizes()
-        output = encoder.family.call(encoder, rendered(encoder, "video"), media)
+        output = encoder.family.call(encoder, render(encoder, "video"), media)
         content = sum(token in encoder.media_token_ids for token in output["input_ids"][0].tolist())
         assert encoder.media_tokens("video", size) == content
         assert encoder.media_patches("video", size) == len(output["pixel_values_videos"])

@@ -33,7 +33,7 @@ BATCHES: dict[str, tuple[str, ...]] = {
     "unusual images": ("rgba", "palette", "one pixel"),
     "a video": ("video",),
     "a video, words, an image": ("video", "text", "one image"),
-    "audio": ("audio", "two sounds", "text"),
+    "audio": ("audio", "two audio clips", "text"),
     "audio and an image": ("audio and image", "audio", "one image"),
 }
 CHATTING = [name for name, fixture in FAMILIES.items() if fixture.chats]

@@ -81,13 +81,13 @@ def test_videos_of_any_size(name):
 
 
 @pytest.mark.parametrize("name", HEARING)
-def test_sounds_of_any_length(name):
+def test_audio_of_any_length(name):
     made = processor(name)
     encoder = Encoder(made)
     draw = random.Random(name)
     lengths = (400, 401, 1599, 1600, 1601, 15_999, 16_000, 16_001, 480_000, 480_001)
     for samples in (*lengths, *(draw.randint(400, 90_000) for _ in range(12))):
-        batch = own_batch(name, [Raw(turns("audio"), sounds=(tone(samples),))])
+        batch = own_batch(name, [Raw(turns("audio"), audios=(tone(samples),))])
         assert encoder.media_tokens("audio", samples) == content_tokens(name, batch), samples
 
 

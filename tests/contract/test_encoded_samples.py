@@ -1,4 +1,4 @@
-"""PreTokenizedDatasetWrapper in unusual cases: sound, lost images, hooks, tools, a wrong set-up."""
+"""PreTokenizedDatasetWrapper in unusual cases: audio, lost images, hooks, tools, a wrong set-up."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from packhorse.ledger import Ledger
 HEARING = [name for name, fixture in FAMILIES.items() if "audio" in fixture.modalities]
 
 
-def sound(samples: int = 16_000) -> dict[str, Any]:
+def audio_part(samples: int = 16_000) -> dict[str, Any]:
     return {"type": "audio", "audio": (tone(samples), 16_000)}
 
 
-def heard() -> dict[str, Any]:
+def audio_example() -> dict[str, Any]:
     example = chat(say("user", "What is said?"), say("assistant", "Hello."), say("user", "And?"),
                    say("assistant", "Bye."))  # fmt: skip
-    example["conversation"][0]["content"].insert(0, sound())
-    example["conversation"][2]["content"].append(sound(8_000))
+    example["conversation"][0]["content"].insert(0, audio_part())
+    example["conversation"][2]["content"].append(audio_part(8_000))
     return example
 
 
@@ -51,8 +51,11 @@ def media_in(name: str, ids: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", HEARING)
-def test_a_fake_image_hides_itself_and_no_sound(name: str) -> None:
-    with_fake, without = wrap(name, heard())[0], wrap(name, heard(), inject_fake_images=False)[0]
+def test_a_fake_image_hides_itself_and_no_audio(name: str) -> None:
+    with_fake, without = (
+        wrap(name, audio_example())[0],
+        wrap(name, audio_example(), inject_fake_images=False)[0],
+    )
     seen = with_fake["attention_mask"] == 1
     assert torch.equal(with_fake["input_ids"][seen], without["input_ids"])
     assert len(with_fake["input_ids"]) > len(without["input_ids"])
@@ -66,9 +69,9 @@ def test_a_fake_image_hides_itself_and_no_sound(name: str) -> None:
         ("qwen3_omni", qwen3_omni_collate_fn),
     ],
 )
-def test_a_fake_image_in_a_batch_hides_itself_and_no_sound(name: str, function: Any) -> None:
-    plain = function([heard()], processor(name))["input_ids"][0]
-    batch = function([inject_fake_image(heard())], processor(name))
+def test_a_fake_image_in_a_batch_hides_itself_and_no_audio(name: str, function: Any) -> None:
+    plain = function([audio_example()], processor(name))["input_ids"][0]
+    batch = function([inject_fake_image(audio_example())], processor(name))
     assert torch.equal(batch["input_ids"][0][batch["attention_mask"][0] == 1], plain)
     assert media_in(name, batch["input_ids"]) > media_in(name, plain)
 
@@ -86,7 +89,7 @@ def test_a_sample_that_loses_its_only_image_gets_the_fake_one(name: str) -> None
     assert [drop.reason for drop in wrapper.ledger] == ["truncated"]
 
 
-def test_a_fake_image_that_was_injected_before_is_injected_anew_if_its_turn_is_cut() -> None:
+def test_a_fake_image_that_was_injected_before_is_injected_again_if_its_turn_is_cut() -> None:
     example = inject_fake_image(
         chat(say("assistant", "Welcome."), say("user", "Hi"), say("assistant", "A dog, " * 80))
     )
@@ -132,14 +135,14 @@ def test_a_template_that_ends_in_a_media_item_is_rejected() -> None:
 USER_FIRST = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
 
 
-def test_what_a_template_refuses_is_a_bad_sample_also_where_the_fake_image_would_hide_it() -> None:
+def test_what_a_template_rejects_is_a_bad_sample_also_where_the_fake_image_would_hide_it() -> None:
     made = build("gemma3")
     made.chat_template = USER_FIRST + made.chat_template
     alone = chat(say("assistant", "Only me."))
     follows_the_policy(made, alone, "encode", "wrong_format", "the chat template rejects it: user first")
 
 
-def test_what_a_template_refuses_while_a_sample_is_shortened_is_a_bad_sample() -> None:
+def test_what_a_template_rejects_while_a_sample_is_shortened_is_a_bad_sample() -> None:
     made = build("qwen2_vl")
     made.chat_template = made.chat_template + (
         "{% if messages | length == 2 %}{{ raise_exception('two turns') }}{% endif %}"
@@ -172,8 +175,8 @@ def test_tool_calls_reach_the_template_and_are_supervised() -> None:
     samples = PreTokenizedDatasetWrapper([chat(*turns)], made, inject_fake_images=False, on_bad="raise")
     batch = default_collate_fn([chat(*turns)], made)
     for labels in (samples[0]["labels"], batch["labels"][0]):
-        told = made.tokenizer.decode(labels[labels >= 0])
-        assert told == (
+        text = made.tokenizer.decode(labels[labels >= 0])
+        assert text == (
             "Let me see.<tool_call>weather</tool_call><|im_end|><tool_call>weather</tool_call><|im_end|>"
             "Yes.<|im_end|>"
         )
@@ -233,12 +236,12 @@ def test_a_slip_in_a_hook_stops_the_run_and_a_bad_sample_does_not(policy: Any) -
     def typo(result: dict[str, Any], given: Any) -> dict[str, Any]:
         return result["inputs_ids"]
 
-    def refuse(result: dict[str, Any], given: Any) -> dict[str, Any]:
+    def reject(result: dict[str, Any], given: Any) -> dict[str, Any]:
         raise BadSample("not today", stage="encode")
 
     with pytest.raises(ConfigError, match="hook failed: KeyError: 'inputs_ids'"):
         wrap("qwen2_vl", TEXT, TEXT, post_tokenize_hook=typo, on_bad=policy)[0]
-    skipping = wrap("qwen2_vl", TEXT, post_tokenize_hook=refuse, on_bad="skip")
+    skipping = wrap("qwen2_vl", TEXT, post_tokenize_hook=reject, on_bad="skip")
     assert skipping[0] is None
     robust = RobustDatasetWrapper([TEXT], on_bad="skip", ledger=Ledger())
     collate = robust.robust_collate(
@@ -253,25 +256,28 @@ def test_a_slip_in_a_hook_stops_the_run_and_a_bad_sample_does_not(policy: Any) -
 
 @pytest.mark.parametrize("name", HEARING)
 @pytest.mark.parametrize("typed", ["<|endoftext11|>", "<|audio_1|>", "own", ""])
-def test_sound_beside_the_conversation_is_a_part_of_it(name: str, typed: str) -> None:
+def test_audio_next_to_the_conversation_is_a_part_of_it(name: str, typed: str) -> None:
     typed = processor(name).audio_token if typed == "own" else typed
-    beside = {**chat(say("user", f"{typed}What?"), say("assistant", "Hi.")), "audio": (tone(16_000), 16_000)}
+    separate = {
+        **chat(say("user", f"{typed}What?"), say("assistant", "Hi.")),
+        "audio": (tone(16_000), 16_000),
+    }
     inside = chat(say("user", "What?"), say("assistant", "Hi."))
-    inside["conversation"][0]["content"].insert(0, sound())
+    inside["conversation"][0]["content"].insert(0, audio_part())
     expected = wrap(name, inside, on_bad="raise")[0]
-    found = wrap(name, beside, on_bad="raise")[0]
+    found = wrap(name, separate, on_bad="raise")[0]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     functions = {default_collate_fn, COLLATE_FNS[FAMILIES[name].class_name]} - {qwen3_omni_collate_fn}
     for function in functions:
-        first, second = (function([example], processor(name)) for example in (beside, inside))
+        first, second = (function([example], processor(name)) for example in (separate, inside))
         assert torch.equal(first["input_ids"], second["input_ids"])
 
 
-def test_sound_that_has_no_place_is_rejected() -> None:
+def test_audio_that_has_no_place_is_rejected() -> None:
     clip = (tone(16_000), 16_000)
     wrong = {
-        "and in it": {**heard(), "audio": clip},
+        "and in the conversation": {**audio_example(), "audio": clip},
         "1 audio clips for 2 placeholders": {
             **chat(say("user", "<|audio_1|><|audio_1|>"), say("assistant", "x")),
             "audio": clip,
@@ -287,7 +293,7 @@ def test_sound_that_has_no_place_is_rejected() -> None:
         wrap("qwen2_vl", {**TEXT, "audio": clip}, on_bad="raise")[0]
 
 
-def test_sound_beside_the_conversation_that_is_too_short_is_rejected() -> None:
+def test_audio_next_to_the_conversation_that_is_too_short_is_rejected() -> None:
     short = {**chat(say("user", "What?"), say("assistant", "x")), "audio": (tone(399), 16_000)}
     with pytest.raises(BadSample, match="needs at least 400"):
         phi4_mm_collate_fn([short], processor("phi4_mm"))
@@ -346,8 +352,8 @@ def test_an_empty_conversation_is_a_bad_sample() -> None:
     follows_the_policy(processor("qwen2_vl"), chat(), "encode", "empty_conversation", "without turns")
 
 
-def test_what_is_said_of_a_stand_in_is_recorded_under_its_own_name() -> None:
-    """It was delivered cut, whoever was asked for."""
+def test_a_remark_on_a_replacement_is_recorded_under_its_own_name() -> None:
+    """It was delivered cut, whichever sample it replaces."""
     bad = chat(say("user", "?"), say("assistant", "x"))
     bad["conversation"][0]["content"].insert(0, {"type": "image", "image": "/nowhere.png"})
     long = chat(
@@ -358,7 +364,7 @@ def test_what_is_said_of_a_stand_in_is_recorded_under_its_own_name() -> None:
     entries = [(drop.key, drop.reason, drop.action) for drop in wrapper.ledger]
     assert entries == [("1", "truncated", "cut"), ("0", "missing_media", "replaced")]
     wrapper[1]
-    assert len(wrapper.ledger) == 2, "asked for by itself, it is the same fact"
+    assert len(wrapper.ledger) == 2, "requested by itself, it is the same entry"
 
 
 def test_a_missing_image_is_recorded_with_file_and_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from packhorse.families import Encoder, Generic
 from packhorse.formats.conversation import parse_conversation
 
 
-def asked(*images):
+def question(*images):
     said = turns(*["image"] * len(images))
     for part, image in zip(said[0]["content"], images, strict=False):
         part["image"] = image
@@ -23,16 +23,16 @@ def asked(*images):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_encoder_in_another_process_encodes_the_same(name):
     encoder = Encoder(processor(name))
-    encoded = encoder.encode(asked(make_image(60, 40)))
+    encoded = encoder.encode(question(make_image(60, 40)))
     other = pickle.loads(pickle.dumps(encoder))
     assert type(other.family) is type(encoder.family)
     assert other.media_token_ids == encoder.media_token_ids
-    again = other.encode(asked(make_image(60, 40)))
+    again = other.encode(question(make_image(60, 40)))
     assert torch.equal(again.tokens["input_ids"], encoded.tokens["input_ids"])
     assert torch.equal(other.labels(again), encoder.labels(encoded))
 
 
-def test_a_tokenizer_is_asked_for_its_special_tokens_once_and_not_for_every_sample():
+def test_special_tokens_of_a_tokenizer_are_looked_up_once_and_not_for_every_sample():
     calls = Counter()
     made = copy(processor("qwen2_vl"))
 
@@ -44,11 +44,11 @@ def test_a_tokenizer_is_asked_for_its_special_tokens_once_and_not_for_every_samp
     made.tokenizer = copy(made.tokenizer)
     made.tokenizer.__class__ = Asked
     encoder = Encoder(made)
-    encoder.labels(encoder.encode(asked(make_image(60, 40))))
+    encoder.labels(encoder.encode(question(make_image(60, 40))))
     first = calls.copy()
     assert first["get_added_vocab"]
     for side in (30, 50, 70):
-        encoder.labels(encoder.encode(asked(make_image(side, side))))
+        encoder.labels(encoder.encode(question(make_image(side, side))))
     assert calls == first
 
 

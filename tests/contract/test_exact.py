@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from contract.exact import conversations, image_sizes, predicted, really, rendered, video
+from contract.exact import conversations, image_sizes, predict_ids, really, render, video
 from contract.media_files import write_video
 from contract.processors import FAMILIES, build, processor
 from packhorse.errors import BadSample
@@ -24,11 +24,11 @@ slow = pytest.mark.slow
 
 def check_images(encoder, sizes):
     """Compare them all; how many there were, and how many of them were rejected."""
-    text, rejected = rendered(encoder, "image"), 0
+    text, rejected = render(encoder, "image"), 0
     for height, width in sizes:
         image = Image.new("RGB", (width, height))
         real = really(encoder, text, LoadedMedia([image], [], []))
-        assert predicted(encoder, text, [("image", (height, width))]) == real, (height, width)
+        assert predict_ids(encoder, text, [("image", (height, width))]) == real, (height, width)
         rejected += real == "rejected"
     print(f"{encoder.family.name}: {len(sizes)} image sizes, all equal, {rejected} of them rejected by both")
     return rejected
@@ -71,23 +71,23 @@ def test_images_of_every_shape_with_the_budgets_of_released_models(name):
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "nemotron_parse"])
 def test_several_images_in_one_sample(name):
     encoder = Encoder(processor(name))
-    text = rendered(encoder, "image", "image", "image")
+    text = render(encoder, "image", "image", "image")
     sizes = image_sizes(every=211)
     for three in zip(sizes[::3], sizes[1::3], sizes[2::3], strict=False):
         media = LoadedMedia([Image.new("RGB", (width, height)) for height, width in three], [], [])
         real = really(encoder, text, media)
-        assert predicted(encoder, text, [("image", size) for size in three]) == real, three
+        assert predict_ids(encoder, text, [("image", size) for size in three]) == real, three
 
 
 def check_videos(name, numbers, rates):
     encoder = Encoder(processor(name))
-    text, rejected = rendered(encoder, "video"), 0
+    text, rejected = render(encoder, "video"), 0
     cases = [(frames, fps) for frames in numbers for fps in rates]
     for at, (frames, fps) in enumerate(cases):
         step = (1, 2, 13, 400)[at % 4]
         media = LoadedMedia([], [video(frames, fps, step, 20 + at % 40, 30 + at % 7)], [])
         real = really(encoder, text, media)
-        assert predicted(encoder, text, media.sizes()) == real, (frames, fps, step)
+        assert predict_ids(encoder, text, media.sizes()) == real, (frames, fps, step)
         rejected += real == "rejected"
     print(f"{name}: {len(cases)} videos, all equal, {rejected} of them rejected by both")
     return rejected
@@ -111,8 +111,8 @@ def user_asks(*parts):
     return Conversation((Message("user", parts), Message("assistant", (TextPart("A cat."),))))
 
 
-def compared(encoder, conversation):
-    """Ids or the reason of a refusal: as predicted from headers, and as encoded."""
+def compare(encoder, conversation):
+    """Ids or the reason of a rejection: as predicted from headers, and as encoded."""
     try:
         encoder.family.check(conversation)
         text = encoder.render(encoder.family.turns(conversation))
@@ -148,10 +148,10 @@ def videos(tmp_path_factory):
 @pytest.mark.parametrize("name", SEEING)
 def test_video_files_by_their_headers(name, videos):
     encoder = Encoder(processor(name))
-    wishes = ({}, {"fps": 0.7}, {"fps": 4}, {"num_frames": 5}, {"frame_indices": [0]}, {"max_frames": 9})
+    settings = ({}, {"fps": 0.7}, {"fps": 4}, {"num_frames": 5}, {"frame_indices": [0]}, {"max_frames": 9})
     for at, path in enumerate(videos):
-        for options in (wishes[0], wishes[1 + at % 5], {"frame_indices": [0, 10_000]}):
-            ours, theirs = compared(encoder, user_asks(MediaRef("video", str(path), options)))
+        for options in (settings[0], settings[1 + at % 5], {"frame_indices": [0, 10_000]}):
+            ours, theirs = compare(encoder, user_asks(MediaRef("video", str(path), options)))
             assert ours == theirs, (path.name, options)
     assert ours == "broken_media"  # there is no frame 10,000
 
@@ -160,7 +160,7 @@ def check_conversations(name, number, files):
     encoder = Encoder(processor(name))
     rejected = 0
     for conversation in conversations(name, number, files):
-        ours, theirs = compared(encoder, conversation)
+        ours, theirs = compare(encoder, conversation)
         assert ours == theirs, conversation
         rejected += isinstance(ours, str)
     print(f"{name}: {number} conversations, all equal, {rejected} of them rejected by both")
@@ -183,7 +183,7 @@ def test_patches_are_the_positions_of_the_vision_encoder(name):
     encoder = Encoder(processor(name))
     for height, width in ((60, 100), (300, 200), (90, 500)):
         media = LoadedMedia([Image.new("RGB", (width, height))], [], [])
-        output = encoder.family.call(encoder, rendered(encoder, "image"), media)
+        output = encoder.family.call(encoder, render(encoder, "image"), media)
         counted = encoder.media_patches("image", (height, width))
         assert counted == positions(name, output, "image") > 0
 
@@ -193,7 +193,7 @@ def test_patches_of_a_video(name):
     encoder = Encoder(processor(name))
     for frames, height, width in ((4, 60, 100), (6, 100, 40)):
         media = LoadedMedia([], [video(frames, 24.0, 2, height, width)], [])
-        output = encoder.family.call(encoder, rendered(encoder, "video"), media)
+        output = encoder.family.call(encoder, render(encoder, "video"), media)
         ((_, size),) = media.sizes()
         assert encoder.media_patches("video", size) == positions(name, output, "video") > 0
 
@@ -211,7 +211,7 @@ def positions(name, output, kind):
     return pixels.numel() // 3 // side**2 // together
 
 
-def test_sound_has_no_patches():
+def test_audio_has_no_patches():
     for name in EVERY:
         if "audio" in FAMILIES[name].modalities:
             assert Encoder(processor(name)).media_patches("audio", 16_000) == 0
@@ -222,7 +222,7 @@ def test_every_family_says_how_far_its_counts_can_be_off():
         assert family.off_by == 0 if family.exact else family.off_by is None
 
 
-def written(encoder, kind, size):
+def expand_item(encoder, kind, size):
     """The text that the processor tokenises for one media item."""
     return write_out(encoder.family.pieces(encoder, kind, size))
 
@@ -231,11 +231,11 @@ def written(encoder, kind, size):
 def test_an_unlisted_processor_is_counted_on_placeholder_media(name):
     generic, encoder = Encoder(processor(name), Generic()), Encoder(processor(name))
     size = (90, 130)
-    assert written(generic, "image", size) == written(encoder, "image", size)
+    assert expand_item(generic, "image", size) == expand_item(encoder, "image", size)
     assert generic.media_tokens("image", size) == encoder.media_tokens("image", size)
     if name in ("qwen2_vl", "qwen3_vl"):  # of the others it does not know whose the frames are
         video_size = VideoInfo(4, 40, 60, 10.0, 9.0, (0, 30, 61, 90))
-        assert written(generic, "video", video_size) == written(encoder, "video", video_size)
+        assert expand_item(generic, "video", video_size) == expand_item(encoder, "video", video_size)
     if name not in ("gemma4", "phi4_mm"):
         assert generic.media_patches("image", size) == encoder.media_patches("image", size)
 
@@ -262,12 +262,12 @@ def test_preloaded_frames_count_as_they_are():
         "width": 640,
         "frames_indices": [0, 44, 89],
     }
-    ours, theirs = compared(encoder, user_asks(MediaRef("video", frames, {"video_metadata": metadata})))
+    ours, theirs = compare(encoder, user_asks(MediaRef("video", frames, {"video_metadata": metadata})))
     assert ours == theirs
 
 
 def test_a_typed_content_token_is_counted_as_encoding_counts_it():
-    """Gemma 3's soft token is no placeholder: it stays one token, and encoding then refuses the sample."""
+    """Gemma 3's soft token is no placeholder: it stays one token, and encoding then rejects the sample."""
     made = processor("gemma3")
     encoder = Encoder(made)
     conversation = user_asks(TextPart(f"What is {made.tokenizer.image_token}?"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from contract.calls import Raw, own_batch
-from contract.cases import ACCEPTED, CASES, REFUSED, STOPS, conversation, takes
+from contract.cases import ACCEPTED, CASES, REJECTED, STOPS, conversation, takes
 from contract.chat_templates import TRIMS_TEXT
 from contract.encoding import make
 from contract.processors import FAMILIES, build, processor
@@ -40,7 +40,7 @@ def test_ids_are_those_of_the_processors_own_batch(name, case, made):
 @every_sample
 def test_what_was_tokenised_is_known_and_gives_the_same_labels(name, case, made):
     sample = made(name, case)
-    # The processors of these two come with their models: what they do with a tokenizer is their own affair.
+    # The processors of these two come with their models: what they do with a tokenizer is unknown.
     assert (sample.encoded.read is None) == (name in {"kimi_vl", "nemotron_parse"})
     again = Encoder(processor(name)).labels(replace(sample.encoded, read=None))
     assert torch.equal(sample.labels, again)
@@ -117,12 +117,12 @@ def test_every_tensor_is_divided_among_its_media(name, case, made):
         assert min(rows) >= 1
 
 
-@pytest.mark.parametrize(("name", "case"), REFUSED)
+@pytest.mark.parametrize(("name", "case"), REJECTED)
 def test_what_a_family_cannot_take_is_rejected_by_name(name, case, files):
-    refusal = REFUSED[name, case]
-    with pytest.raises(BadSample, match=refusal.words) as caught:
+    rejection = REJECTED[name, case]
+    with pytest.raises(BadSample, match=rejection.words) as caught:
         make(name, case, files)
-    assert caught.value.reason == refusal.reason
+    assert caught.value.reason == rejection.reason
     assert caught.value.key == f"{name}/{case}"
     assert caught.value.stage == "encode"
 
@@ -206,7 +206,7 @@ def returning(name, **extra):
 
 
 @every_family
-def test_a_tensor_that_nobody_declared_stops_the_run(name):
+def test_an_undeclared_tensor_stops_the_run(name):
     made = returning(name, surprise=torch.zeros(1, 7))
     encoder = Encoder(made)
     assert encoder.family is family_of(processor(name))
@@ -265,7 +265,7 @@ def test_every_case_is_taken_by_some_family():
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY if "audio" in FAMILIES[n].modalities])
-def test_sound_that_is_too_short_is_rejected_and_a_little_longer_is_not(name):
+def test_audio_that_is_too_short_is_rejected_and_a_little_longer_is_not(name):
     made = processor(name)
     encoder = Encoder(made)
     for samples, enough in ((encoder.family.least_samples - 1, False), (encoder.family.least_samples, True)):
@@ -290,7 +290,7 @@ def test_references_stay_as_they_were(files):
     assert repr(ref) == before
 
 
-def asked(*files):
+def question(*files):
     said = turns(*(kind for kind, _ in files))
     for part, (kind, source) in zip(said[0]["content"], files, strict=False):
         part[kind] = source
@@ -299,31 +299,31 @@ def asked(*files):
 
 @pytest.mark.parametrize("name", ["llava_onevision", "internvl"])
 def test_videos_of_different_length_in_one_sample_are_rejected(name, files):
-    two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
+    two = question(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
     with pytest.raises(BadSample, match=r"a/1: the processor rejects it: .*equal size"):
         Encoder(processor(name)).encode(two)
 
 
 def test_qwen3_omni_gives_each_video_its_own_time_per_patch(files):
     made = processor("qwen3_omni")
-    two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
+    two = question(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
     encoded = Encoder(made).encode(two)
     # All frames are taken, 10 and 1 in a second; two frames are a patch.
     assert encoded.media["video_second_per_grid"].tolist() == pytest.approx([2 / 10, 2 / 1])
 
 
-def test_qwen3_omni_counts_the_same_sound_tokens_beside_a_longer_sound(made):
+def test_qwen3_omni_counts_the_same_audio_tokens_next_to_a_longer_clip(made):
     short = made("qwen3_omni", "audio and image")
-    sound = short.raw.sounds[0]
-    assert len(sound) == 16_000  # 16,028 samples before they were cut to whole hops
-    long = Raw(turns("audio"), sounds=(torch.zeros(24_000).numpy(),))
+    audio = short.raw.audios[0]
+    assert len(audio) == 16_000  # 16,028 samples before they were cut to whole hops
+    long = Raw(turns("audio"), audios=(torch.zeros(24_000).numpy(),))
     batch = own_batch("qwen3_omni", [short.raw, long])
     ids = batch["input_ids"][0][batch["attention_mask"][0].bool()]
     assert torch.equal(ids, short.encoded.tokens["input_ids"])
 
 
-def test_phi4_masks_a_single_sound_too(made):
-    one, two = (made("phi4_mm", case).encoded.media for case in ("audio", "two sounds"))
+def test_phi4_masks_a_single_clip_too(made):
+    one, two = (made("phi4_mm", case).encoded.media for case in ("audio", "two audio clips"))
     assert one["audio_attention_mask"].all()
     assert one["audio_attention_mask"].shape == one["audio_input_features"].shape[:2]
     assert two["audio_attention_mask"].sum(1).tolist() == [98, 98]
@@ -340,7 +340,7 @@ def test_nemotron_parse_uses_the_task_prompt_where_the_user_says_nothing(files):
     from packhorse.families.nemotron_parse import TASK_PROMPT, NemotronParse
 
     made = processor("nemotron_parse")
-    page = asked(("image", str(files["wide.png"])))
+    page = question(("image", str(files["wide.png"])))
     silent = parse_conversation({"conversation": [turns("image")[0] | {"content": ""}, *turns()[1:]]})
     for family, said, prompt, stop in (
         (NemotronParse(), page, "What is it?", ""),
@@ -367,11 +367,11 @@ def test_a_typed_placeholder_does_not_pass_for_an_image_that_the_template_droppe
         Encoder(made).encode(parse_conversation({"conversation": said}))
 
 
-def test_a_template_that_refuses_a_conversation_makes_a_bad_sample():
+def test_a_template_that_rejects_a_conversation_makes_a_bad_sample():
     made = build("qwen2_vl")
     made.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadSample, match="the chat template rejects it: roles must alternate") as caught:
-        Encoder(made).encode(asked())
+        Encoder(made).encode(question())
     assert caught.value.reason == "wrong_format"
 
 
@@ -388,7 +388,7 @@ def test_a_video_three_pixels_high_is_not_taken_for_channels(name):
 def test_smolvlm_keeps_its_own_template_and_joins_the_frames_of_a_sample(files):
     made = build("smolvlm")
     made.chat_template = made.chat_template.replace("<end_of_utterance>", "<end_of_utterance> .")
-    two = asked(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
+    two = question(("video", str(files["video.mp4"])), ("video", str(files["slow.mp4"])))
     encoded = Encoder(made).encode(two)
     assert "A cat.<end_of_utterance> .\n" in encoded.text
     # One frame a second: 1 of the first video and 5 of the second, none of them padding.

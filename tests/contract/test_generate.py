@@ -42,7 +42,7 @@ def prompt(rows: int) -> torch.Tensor:
     return torch.randint(97, 123, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def generated(model: Any, attention: str, **options: Any) -> torch.Tensor:
+def generate(model: Any, attention: str, **options: Any) -> torch.Tensor:
     use_attention(model, attention)
     made = model.generate(
         **options,
@@ -71,10 +71,10 @@ def test_varlen_generates_what_sdpa_generates(model: Any, cache: str, padded: bo
     if padded:
         mask[1, :9] = 0
     options = {"input_ids": ids, "attention_mask": mask, "cache_implementation": cache}
-    expected, other, found = (generated(model, name, **options) for name in ("sdpa", "eager", "varlen"))
+    expected, other, found = (generate(model, name, **options) for name in ("sdpa", "eager", "varlen"))
     hidden = mask.clone()
     hidden[:, LENGTH - 3] = 0
-    control = generated(model, "sdpa", **{**options, "attention_mask": hidden})
+    control = generate(model, "sdpa", **{**options, "attention_mask": hidden})
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
     check(parity, found, expected, other, control)
 

@@ -1,4 +1,4 @@
-"""Processors nobody listed: what is certain works, what is not certain stops the run."""
+"""Unlisted processors: what is certain works, what is not certain stops the run."""
 
 import logging
 import pickle
@@ -37,14 +37,14 @@ def llava():
     )
 
 
-def asked(*images, question="What is it?"):
+def question(*images, question="What is it?"):
     said = turns(*["image"] * len(images), question=question)
     for part, image in zip(said[0]["content"], images, strict=False):
         part["image"] = image
     return parse_conversation({"conversation": said}, "a/1")
 
 
-def supervised(encoder, conversation):
+def supervised_text(encoder, conversation):
     labels = encoder.labels(encoder.encode(conversation))
     return encoder.tokenizer.decode(labels[labels != IGNORE_INDEX])
 
@@ -52,13 +52,13 @@ def supervised(encoder, conversation):
 def test_an_unlisted_processor_of_transformers_is_encoded_and_labelled():
     made = llava()
     encoder = Encoder(made)
-    two = asked(make_image(100, 60), make_image(30, 90))
+    two = question(make_image(100, 60), make_image(30, 90))
     encoded = encoder.encode(two)
     own = made(text=[encoded.text], images=[[make_image(100, 60), make_image(30, 90)]], return_tensors="pt")
     assert torch.equal(encoded.tokens["input_ids"], own["input_ids"][0])
     assert torch.equal(encoded.media["pixel_values"], own["pixel_values"])
     assert encoder.family.layout == {"pixel_values": TensorLayout(("image",), "item")}
-    assert supervised(encoder, two) == "A cat.<|im_end|>"
+    assert supervised_text(encoder, two) == "A cat.<|im_end|>"
     assert encoder.media_tokens("image", (60, 100)) == 4
     assert not encoder.family.exact
 
@@ -81,18 +81,18 @@ def test_a_tokenizer_alone_is_enough_for_text():
     try:
         encoder = Encoder(made)
         assert isinstance(encoder.family, Generic)
-        encoded = encoder.encode(asked())
+        encoded = encoder.encode(question())
         assert encoded.text.startswith("<|im_start|>user\nWhat is it?<|im_end|>")
-        assert supervised(encoder, asked()) == "A cat.<|im_end|>"
+        assert supervised_text(encoder, question()) == "A cat.<|im_end|>"
         with pytest.raises(ConfigError, match=r"has media \(image\), but the processor is a tokenizer"):
-            encoder.encode(asked(make_image(10, 10)))
+            encoder.encode(question(make_image(10, 10)))
     finally:
         made.chat_template = None
 
 
 @pytest.mark.parametrize("template", [TEXTS_ONLY, chatml(), chatml(generation=True)])
 def test_templates_for_texts_and_for_parts_both_work(template):
-    class Talker:
+    class ChatStub:
         def __init__(self):
             self.tokenizer, self.chat_template = tokenizer("qwen2_vl"), template
 
@@ -102,16 +102,16 @@ def test_templates_for_texts_and_for_parts_both_work(template):
         def __call__(self, text, return_tensors):
             return self.tokenizer(text, return_tensors=return_tensors)
 
-    assert supervised(Encoder(Talker()), asked()) == "A cat.<|im_end|>"
+    assert supervised_text(Encoder(ChatStub()), question()) == "A cat.<|im_end|>"
 
 
 def test_a_typed_placeholder_is_rejected_where_the_processor_names_it():
     with pytest.raises(BadSample, match="not distinguishable from a media item"):
-        Encoder(llava()).encode(asked(question="What is <image>?"))
+        Encoder(llava()).encode(question(question="What is <image>?"))
 
 
 class Returning:
-    """An object that follows the call contract and returns what it is told beside the ids."""
+    """An object that follows the call contract and returns the given tensors in addition to the ids."""
 
     image_token = "<image>"
 
@@ -149,7 +149,7 @@ def test_a_models_own_processor_is_called_as_it_is_written_and_not_as_those_of_t
             return {**self.tokenizer(text, return_tensors="pt"), "pixel_values": torch.zeros(len(images), 3)}
 
     made = Own()
-    Encoder(made).encode(asked(*IMAGES))
+    Encoder(made).encode(question(*IMAGES))
     assert [image.size for image in made.given[-1]] == [(10, 10), (20, 10)], "one flat list"
 
 
@@ -157,7 +157,7 @@ def test_patches_with_a_grid_are_known():
     grid = torch.tensor([[1, 2, 2], [1, 4, 2]])
     made = Returning(pixel_values=torch.zeros(12, 5), image_grid_thw=grid)
     encoder = Encoder(made, Generic())
-    encoded = encoder.encode(asked(*IMAGES))
+    encoded = encoder.encode(question(*IMAGES))
     assert encoder.family.layout["pixel_values"] == TensorLayout(("image",), "rows", "image_grid_thw")
     assert encoder.rows(encoded, "pixel_values") == [4, 8]
 
@@ -165,7 +165,7 @@ def test_patches_with_a_grid_are_known():
 @pytest.mark.parametrize(
     "tensors",
     [
-        {"pixel_values": torch.zeros(12, 5)},  # tiles or patches, and nobody says of which image
+        {"pixel_values": torch.zeros(12, 5)},  # tiles or patches, of an unknown image
         {"pixel_values": torch.zeros(1, 2, 5)},  # the sample's
         {"pixel_values": torch.zeros(11, 5), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 4, 2]])},
         {"scale": torch.tensor(1.0)},
@@ -175,28 +175,28 @@ def test_patches_with_a_grid_are_known():
 )
 def test_a_tensor_whose_owner_is_not_certain_stops_the_run(tensors):
     with pytest.raises(ConfigError, match="which media item owns an entry is not certain"):
-        Encoder(Returning(**tensors), Generic()).encode(asked(*IMAGES))
+        Encoder(Returning(**tensors), Generic()).encode(question(*IMAGES))
 
 
 def test_a_tensor_per_token_is_not_taken_for_one_per_image():
     made = Returning(pixel_values=torch.zeros(1, 5))
     encoder = Encoder(made, Generic())
-    length = len(encoder.encode(asked(IMAGES[0])).tokens["input_ids"])
+    length = len(encoder.encode(question(IMAGES[0])).tokens["input_ids"])
     made.tensors["position_ids"] = torch.zeros(1, length)
     with pytest.raises(ConfigError, match=f"'position_ids' .* and {length} tokens"):
-        encoder.encode(asked(IMAGES[0]))
+        encoder.encode(question(IMAGES[0]))
 
 
 def test_what_one_sample_taught_is_checked_against_the_next():
     encoder = Encoder(Returning(pixel_values=torch.zeros(1, 5)), Generic())
-    encoder.encode(asked(IMAGES[0]))
+    encoder.encode(question(IMAGES[0]))
     with pytest.raises(ConfigError, match=r"'pixel_values' of shape \(1, 5\); for {'image': 2}"):
-        encoder.encode(asked(*IMAGES))
+        encoder.encode(question(*IMAGES))
 
 
 def test_the_generic_family_can_be_sent_to_another_process():
     encoder = Encoder(Returning(pixel_values=torch.zeros(1, 5)), Generic())
-    encoder.encode(asked(IMAGES[0]))
+    encoder.encode(question(IMAGES[0]))
     assert pickle.loads(pickle.dumps(encoder.family)).layout == encoder.family.layout
 
 
@@ -217,7 +217,7 @@ def test_a_transparent_wrapper_is_served_as_what_it_wraps():
     made = Around(processor("gemma3"))
     encoder = Encoder(made)
     assert encoder.family is family_of(processor("gemma3"))
-    assert supervised(encoder, asked(IMAGES[0])) == "A cat.<end_of_turn>"
+    assert supervised_text(encoder, question(IMAGES[0])) == "A cat.<end_of_turn>"
 
 
 def test_a_wrapper_with_another_tokenizer_is_not_seen_through():
@@ -227,7 +227,7 @@ def test_a_wrapper_with_another_tokenizer_is_not_seen_through():
 
 
 class KimiK25Processor:
-    """Stands in for the processor of the Kimi K2.5 repository: one placeholder per image, and grids."""
+    """A substitute for the processor of the Kimi K2.5 repository: one placeholder per image, and grids."""
 
     def __init__(self, grids):
         inner = build("kimi_k25")
@@ -246,18 +246,18 @@ def test_kimi_k25s_own_processor_has_its_placeholders_expanded():
     made = KimiK25Processor([[1, 4, 6], [1, 2, 2]])
     encoder = Encoder(made)
     assert isinstance(encoder.family, KimiK25Remote)
-    encoded = encoder.encode(asked(*IMAGES))
+    encoded = encoder.encode(question(*IMAGES))
     (pad,) = encoder.media_token_ids
     ids = encoded.tokens["input_ids"]
     assert (ids == pad).sum() == 6 + 1
     assert encoded.tokens["attention_mask"].shape == ids.shape
     assert encoder.rows(encoded, "pixel_values") == [24, 4]
-    assert supervised(encoder, asked(*IMAGES)) == "A cat.<|im_end|>"
-    assert supervised(encoder, asked()) == "A cat.<|im_end|>"
+    assert supervised_text(encoder, question(*IMAGES)) == "A cat.<|im_end|>"
+    assert supervised_text(encoder, question()) == "A cat.<|im_end|>"
     assert Encoder(KimiK25Processor([[1, 4, 6]])).media_tokens("image", (10, 10)) == 6
 
 
 def test_kimi_k25s_own_processor_with_other_placeholders_stops_the_run():
     made = KimiK25Processor([[1, 4, 6]])
     with pytest.raises(ConfigError, match="2 placeholders in the ids for 1 images"):
-        Encoder(made).encode(asked(*IMAGES))
+        Encoder(made).encode(question(*IMAGES))

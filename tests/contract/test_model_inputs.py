@@ -33,13 +33,13 @@ RIGHT = {
 }
 
 
-def encoded(name: str, files: dict[str, Path], **options: Any) -> PreTokenizedDatasetWrapper:
+def encode_samples(name: str, files: dict[str, Path], **options: Any) -> PreTokenizedDatasetWrapper:
     rows = [{"conversation": conversation(name, case, files)} for case in ("text", "one image", "many turns")]
     return PreTokenizedDatasetWrapper(rows, processor(name), on_bad="raise", ledger=Ledger(), **options)
 
 
 def pack(name: str, files: dict[str, Path], **options: Any) -> dict[str, Any]:
-    samples = encoded(name, files, **options)
+    samples = encode_samples(name, files, **options)
     made = PackedDatasetWrapper(samples, [[0, 1, 2]], 8192, 0, rope_index(tiny_model(name)), exact=True)
     return dict(made[0])
 
@@ -83,7 +83,7 @@ def test_a_leaking_batch_is_the_one_that_is_rejected(files: dict[str, Path]) -> 
         model_inputs(batches["varlen"], model)
 
 
-def test_a_model_inside_a_wrapper_is_asked_for_its_attention(files: dict[str, Path]) -> None:
+def test_the_attention_of_a_model_inside_a_wrapper_is_used(files: dict[str, Path]) -> None:
     class Wrapper(torch.nn.Module):
         def __init__(self, module: Any) -> None:
             super().__init__()
@@ -96,14 +96,14 @@ def test_a_model_inside_a_wrapper_is_asked_for_its_attention(files: dict[str, Pa
 
 
 def test_batches_that_are_not_packed_go_with_any_attention(files: dict[str, Path]) -> None:
-    batch = pad_collate_fn([encoded("qwen2_vl", files)[0]], processor("qwen2_vl"))
+    batch = pad_collate_fn([encode_samples("qwen2_vl", files)[0]], processor("qwen2_vl"))
     for runs in INSTALLED:
         use_attention(tiny_model("qwen2_vl"), runs)
         assert "input_ids" in model_inputs(batch, tiny_model("qwen2_vl"))
 
 
 @pytest.mark.parametrize("fakes", [True, False])
-def test_images_that_see_both_ways_are_rejected_where_no_mask_is_made(
+def test_images_with_bidirectional_attention_are_rejected_where_no_mask_is_made(
     fakes: bool, files: dict[str, Path]
 ) -> None:
     model = tiny_model("gemma3")
@@ -116,7 +116,7 @@ def test_images_that_see_both_ways_are_rejected_where_no_mask_is_made(
         model_inputs(batch, model)
 
 
-def test_an_attention_that_nobody_knows_is_rejected_and_the_model_stays_as_it_was() -> None:
+def test_an_unknown_attention_is_rejected_and_the_model_stays_as_it_was() -> None:
     model = tiny_model("qwen2_vl")
     before = attention_of(model)
     with pytest.raises(ConfigError, match=r"'bogus': expected one of eager, .*sdpa.*varlen"):

@@ -34,7 +34,7 @@ ROWS = [
         ]
     }
     for question, answer in [
-        ("Who goes there?", "A mule."),
+        ("Who goes there?", "A cat."),
         ("And why?", "It carries salt."),
         ("So?", "Yes."),
     ]
@@ -56,12 +56,12 @@ def _attention_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("name", CHATS)
 def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
     samples = PreTokenizedDatasetWrapper(ROWS, processor(name), inject_fake_images=False, ledger=Ledger())
-    blanks = Placeholders(samples)
+    placeholders = Placeholders(samples)
     for kind in MEDIA_KINDS:
         if kind not in FAMILIES[name].modalities:
             continue
         mask = MediaMask.of([kind])
-        ((blank_kind, blank),) = blanks.samples(mask)
+        ((blank_kind, blank),) = placeholders.samples(mask)
         assert blank_kind in FAMILIES[name].modalities
         keys = [key for key in blank.media if key in samples.family.layout]
         media = samples.encoder.media_token_ids
@@ -70,7 +70,7 @@ def test_every_family_has_a_blank_for_each_of_its_media(name: str) -> None:
         assert any(token in media for token in blank.tokens["input_ids"].tolist())
         assert int(blank.tokens["input_ids"][-1]) not in media, "the shift would cut it"
         assert {value.shape[-1] for value in blank.per_token.values()} == {len(blank)}
-        assert blanks.lengths(mask) == [len(blank) - 1]
+        assert placeholders.lengths(mask) == [len(blank) - 1]
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -103,7 +103,7 @@ def test_a_rank_without_media_runs_the_tower_and_learns_the_same(
     name: str, mode: str, backend: str, parity: Any
 ) -> None:
     if backend == "varlen" and name.startswith("gemma"):
-        backend = "eager"  # varlen refuses it
+        backend = "eager"  # varlen rejects it
     model = tiny_model(name)
     use_attention(model, backend)
     loader = packhorse.load(
@@ -161,12 +161,12 @@ def test_a_batch_without_samples_is_there_and_teaches_nothing(mode: str) -> None
     assert all(not gradient.any() for gradient in found.values())
 
 
-def reserved(name: str, made: Any) -> dict[str, int]:
+def reserved_tokens(name: str, made: Any) -> dict[str, int]:
     """Tokens that a pack keeps free for a placeholder of each kind."""
     samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
-    blanks = Placeholders(samples)
-    found = {kind: sum(blanks.lengths(MediaMask.of([kind]))) for kind in media_mask(name).kinds}
-    return {**found, "all": sum(blanks.lengths(media_mask(name)))}
+    placeholders = Placeholders(samples)
+    found = {kind: sum(placeholders.lengths(MediaMask.of([kind]))) for kind in media_mask(name).kinds}
+    return {**found, "all": sum(placeholders.lengths(media_mask(name)))}
 
 
 def with_default_budgets(name: str) -> Any:
@@ -190,7 +190,7 @@ def with_default_budgets(name: str) -> Any:
 def test_a_placeholder_takes_a_small_part_of_a_pack(name: str) -> None:
     for made in (processor(name), with_default_budgets(name)):
         samples = PreTokenizedDatasetWrapper(ROWS, made, inject_fake_images=False, ledger=Ledger())
-        found = reserved(name, made)
+        found = reserved_tokens(name, made)
         print(f"{name}: {found} tokens")
         assert found["all"] <= sum(value for kind, value in found.items() if kind != "all")
         for kind, tokens in found.items():
@@ -208,4 +208,4 @@ def test_a_placeholder_takes_a_small_part_of_a_pack(name: str) -> None:
 def test_the_placeholder_of_smolvlm_is_one_frame_and_not_seventeen_tiles() -> None:
     made = with_default_budgets("smolvlm")
     assert Encoder(made).media_tokens("image", (56, 56)) == 17 * 64
-    assert reserved("smolvlm", made) == {"image": 66, "video": 66, "all": 66}
+    assert reserved_tokens("smolvlm", made) == {"image": 66, "video": 66, "all": 66}

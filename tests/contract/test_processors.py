@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from contract.calls import Raw, own_batch, rendered
+from contract.calls import Raw, own_batch, render
 from contract.chat_templates import TEMPLATES, chatml
 from contract.processors import FAMILIES, build, processor
 from contract.samples import clip, make_image, tone, turns
@@ -21,8 +21,8 @@ HEARING = tuple(name for name in FAMILIES if "audio" in FAMILIES[name].modalitie
 WORDS = Raw(turns())
 ONE = Raw(turns("image"), images=(make_image(100, 60),))
 TWO = Raw(turns("image", "image"), images=(make_image(100, 60), make_image(300, 200)))
-FILM = Raw(turns("video"), clips=(clip(5),))
-SOUND = Raw(turns("audio"), sounds=(tone(16_000),))
+VIDEO = Raw(turns("video"), clips=(clip(5),))
+AUDIO = Raw(turns("audio"), audios=(tone(16_000),))
 
 
 def pixels(batch) -> list[str]:
@@ -44,7 +44,7 @@ def test_text_alone_gives_ids_and_no_pixels(name):
     batch = own_batch(name, [WORDS])
     assert batch["input_ids"].shape == batch["attention_mask"].shape
     assert not pixels(batch)
-    assert processor(name).tokenizer.decode(batch["input_ids"][0]) == rendered(name, WORDS.conversation)
+    assert processor(name).tokenizer.decode(batch["input_ids"][0]) == render(name, WORDS.conversation)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -58,14 +58,14 @@ def test_images_become_pixels_and_tokens(name, sample):
 
 @pytest.mark.parametrize("name", SEEING)
 def test_decoded_frames_become_pixels_and_tokens(name):
-    batch = own_batch(name, [FILM])
+    batch = own_batch(name, [VIDEO])
     assert pixels(batch)
     assert batch["input_ids"].shape[1] > own_batch(name, [WORDS])["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("name", HEARING)
-def test_sound_becomes_features_and_tokens(name):
-    batch = own_batch(name, [SOUND])
+def test_audio_becomes_features_and_tokens(name):
+    batch = own_batch(name, [AUDIO])
     assert [key for key in batch if "input_features" in key]
     audio = processor(name).tokenizer.convert_tokens_to_ids(processor(name).audio_token)
     assert (batch["input_ids"] == audio).sum() in (13, 25)  # a second, at 80 or 40 ms a token
@@ -89,16 +89,16 @@ def test_a_template_takes_strings_parts_and_roles_it_does_not_know(name):
         {"role": "tool", "content": "42"},
         {"role": "assistant", "content": parts},
     ]
-    text = rendered(name, conversation)
+    text = render(name, conversation)
     assert all(said in text for said in ("Be brief.", "How many?", "42", "It is 42."))
-    prompt = rendered(name, conversation[:3], add_generation_prompt=True)
+    prompt = render(name, conversation[:3], add_generation_prompt=True)
     assert text.startswith(prompt)
 
 
 @pytest.mark.parametrize("name", CHATTING)
-def test_a_template_refuses_a_part_it_does_not_know(name):
+def test_a_template_rejects_a_part_it_does_not_know(name):
     with pytest.raises(Exception, match="no placeholder for a part of type smell"):
-        rendered(name, [{"role": "user", "content": [{"type": "smell"}]}])
+        render(name, [{"role": "user", "content": [{"type": "smell"}]}])
 
 
 def test_a_generation_block_marks_what_the_assistant_says():
@@ -135,7 +135,7 @@ def test_every_family_that_chats_has_a_template():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tiny_model_learns_from_what_its_processor_returns(name):
-    samples = [WORDS, ONE, TWO, *([FILM] if "video" in FAMILIES[name].modalities else [])]
+    samples = [WORDS, ONE, TWO, *([VIDEO] if "video" in FAMILIES[name].modalities else [])]
     model = tiny_model(name)
     for sample in samples:
         batch = own_batch(name, [sample])

@@ -1,6 +1,6 @@
 """Labels with the real Qwen tokenizers and chat templates, on generated conversations.
 
-They are not part of the project: the folder is named by PACKHORSE_ASSETS, or lies beside the repository in
+They are not part of the project: the folder is named by PACKHORSE_ASSETS, or is next to the repository in
 ``shared/assets``; without it these tests are skipped.
 """
 
@@ -85,7 +85,7 @@ def real(name):
     )
 
 
-def generated(draw, name):
+def generate(draw, name):
     """A conversation of every shape, with what its answers say."""
 
     def words(most):
@@ -128,7 +128,7 @@ def test_labels_are_exact_on_generated_conversations(name):
     draw = random.Random(name)
     stop = "<|im_end|>"
     for number in range(CONVERSATIONS):
-        conversation, answers = generated(draw, name)
+        conversation, answers = generate(draw, name)
         encoded = encoder.encode(conversation)
         labels = encoder.labels(encoded)
         supervised = [made.tokenizer.decode(run) for run in runs(labels.tolist())]
@@ -156,7 +156,7 @@ def test_any_cut_keeps_the_labels_of_what_is_left(name):
     draw = random.Random(name + "cut")
     media = encoder.media_token_ids
     for _ in range(30):
-        conversation, _ = generated(draw, name)
+        conversation, _ = generate(draw, name)
         encoded = encoder.encode(conversation)
         whole = encoder.labels(encoded).tolist()
         spans = encoder.family.answer_spans(encoder, encoded.turns, encoded.text)

@@ -229,35 +229,39 @@ def test_defaults_of_configurations_are_those_of_the_functions() -> None:
 # --- collate functions ------------------------------------------------------------------------------------
 
 
-def seen(answer: str = "A ramp.") -> dict[str, Any]:
+def image_example(answer: str = "A ramp.") -> dict[str, Any]:
     conversation = turns("image", answer=answer)
     conversation[0]["content"][0]["image"] = make_image(64, 48)
     return {"conversation": conversation}
 
 
-def heard() -> dict[str, Any]:
+def audio_example() -> dict[str, Any]:
     return {"conversation": turns(), "audio": (tone(8_000), 16_000)}
 
 
 COLLATE: list[tuple[dict[str, Any], str, Callable[[], dict[str, Any]]]] = [
-    ({"_target_": "collate_fns.default_collate_fn", "max_length": 64}, "qwen3_vl", seen),
+    ({"_target_": "collate_fns.default_collate_fn", "max_length": 64}, "qwen3_vl", image_example),
     (
         {"_target_": "collate_fns.default_collate_fn", "max_length": 4096, "drop_overlong": True},
         "qwen3_vl",
-        seen,
+        image_example,
     ),
-    ({"_target_": "collate_fns.default_collate_fn"}, "gemma3", seen),
-    ({"_target_": "collate_fns.qwen2_5_collate_fn"}, "qwen2_5_vl", seen),
-    ({"_target_": "collate_fns.kimi_vl_collate_fn", "max_length": 64}, "kimi_vl", seen),
-    ({"_target_": "collate_fns.kimi_k25_vl_collate_fn", "max_length": 128}, "kimi_k25", seen),
-    ({"_target_": "collate_fns.llava_onevision_collate_fn", "max_length": 4096}, "llava_onevision", seen),
-    ({"_target_": "collate_fns.gemma4_prefix_collate_fn", "max_length": 512}, "gemma4", seen),
-    ({"_target_": "collate_fns.phi4_mm_collate_fn"}, "phi4_mm", heard),
-    ({"_target_": "collate_fns.nemotron_parse_collate_fn"}, "nemotron_parse", seen),
+    ({"_target_": "collate_fns.default_collate_fn"}, "gemma3", image_example),
+    ({"_target_": "collate_fns.qwen2_5_collate_fn"}, "qwen2_5_vl", image_example),
+    ({"_target_": "collate_fns.kimi_vl_collate_fn", "max_length": 64}, "kimi_vl", image_example),
+    ({"_target_": "collate_fns.kimi_k25_vl_collate_fn", "max_length": 128}, "kimi_k25", image_example),
+    (
+        {"_target_": "collate_fns.llava_onevision_collate_fn", "max_length": 4096},
+        "llava_onevision",
+        image_example,
+    ),
+    ({"_target_": "collate_fns.gemma4_prefix_collate_fn", "max_length": 512}, "gemma4", image_example),
+    ({"_target_": "collate_fns.phi4_mm_collate_fn"}, "phi4_mm", audio_example),
+    ({"_target_": "collate_fns.nemotron_parse_collate_fn"}, "nemotron_parse", image_example),
     (
         {"_target_": "collate_fns.nemotron_omni_collate_fn", "max_length": 512, "max_video_frames": 8},
         "nemotron_omni",
-        heard,
+        audio_example,
     ),
 ]
 
@@ -344,7 +348,7 @@ def test_packing_configurations_make_the_batches_of_a_recipe(meta: str, packing_
     batches = list(DataLoader(packs, batch_size=2, collate_fn=collate))
     assert all(batch["input_ids"].shape[1] == 256 for batch in batches)
     documents = "seq_lens" if packing_format == "thd" else "_packed_seq_ids"
-    assert any(documents in batch for batch in batches)  # of a single document there is nothing to tell
+    assert any(documents in batch for batch in batches)  # of a single document there is none
     pixels = [batch["pixel_values"] for batch in batches if "pixel_values" in batch]
     assert pixels
     assert all(value.dtype == torch.bfloat16 for value in pixels)
@@ -369,7 +373,7 @@ def test_a_sampler_and_pipeline_chunks_take_a_recipes_arguments(meta: str) -> No
     assert all(len(parts) == 2 for parts in chunks.values())
 
 
-def test_random_images_are_the_same_for_the_same_seed_and_answers_have_the_length_asked_for() -> None:
+def test_random_images_are_the_same_for_the_same_seed_and_answers_have_the_requested_length() -> None:
     build = resolve(REFERENCE + "mock.build_mock_vlm_dataset")
     first, again, other = (build(num_samples=2, image_size=(32, 24), seed=seed) for seed in (1, 1, 2))
     images = [np.asarray(made[0]["conversation"][0]["content"][0]["image"]) for made in (first, again, other)]

@@ -140,7 +140,7 @@ def test_an_answer_that_alone_is_too_long_is_cut_in_its_text() -> None:
     assert "the first answer was cut" in drop.detail
 
 
-def test_a_question_that_leaves_no_room_for_an_answer_is_bad() -> None:
+def test_a_question_that_leaves_no_space_for_an_answer_is_bad() -> None:
     wrapper = wrap("qwen2_vl", IMAGE, max_length=20, truncate=True, on_bad="raise")
     with pytest.raises(BadSample, match="no supervised token would remain"):
         wrapper[0]
@@ -192,7 +192,7 @@ def test_whatever_is_cut_a_model_of_the_family_takes_the_rest(name: str, turns: 
     )
     inputs = {key: value for key, value in batch.items() if key != "labels" and not key.startswith("n_")}
     with torch.no_grad():
-        assert tiny_model(name)(**inputs).logits is not None  # it counts media tokens, and would refuse
+        assert tiny_model(name)(**inputs).logits is not None  # it counts media tokens, and would reject
 
 
 def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_broken_image_follows_the_policy_and_is_named(tmp_path: Path) -> None:
     assert answers("qwen2_vl", replacing[0]).startswith("One, two.")
 
 
-def test_what_a_processor_refuses_follows_the_policy_too() -> None:
+def test_what_a_processor_rejects_follows_the_policy_too() -> None:
     stripe = chat(say("user", make_image(2000, 4), "?"), say("assistant", "x"))  # Qwen takes at most 1 to 200
     with pytest.raises(BadSample, match="the processor rejects it: absolute aspect ratio"):
         wrap("qwen2_vl", stripe, on_bad="raise")[0]
@@ -261,7 +261,7 @@ def test_a_processor_that_raises_makes_a_bad_sample(error: Exception) -> None:
 
     made.__class__ = Picky
     bad = chat(say("user", "What is it, then?"), say("assistant", "x"))
-    follows_the_policy(made, bad, "encode", "sample_failed", f"the processor (refuses|fails on) it.*{error}")
+    follows_the_policy(made, bad, "encode", "sample_failed", f"the processor (rejects|fails on) it.*{error}")
 
 
 def test_a_processor_that_is_not_written_for_it_stops_the_run() -> None:

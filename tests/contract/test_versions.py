@@ -17,13 +17,13 @@ def of_class(name: str) -> Any:
     return type(name, (), {})()
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(models, "installed_transformers", lambda: version)
 
 
 @pytest.fixture
 def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "5.12.1")
+    pretend_installed(monkeypatch, "5.12.1")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_family_that_needs_a_newer_version_is_rejected(
     with pytest.raises(ConfigError, match=f"needs transformers {least} or newer, and 5.12.1 is") as rejected:
         family_of(of_class(processor))
     assert f"pip install 'transformers>={least}'" in str(rejected.value)
-    installed(monkeypatch, f"{least}.0")
+    pretend_installed(monkeypatch, f"{least}.0")
     assert processor in family_of(of_class(processor)).processor_classes
 
 
@@ -53,7 +53,7 @@ def conversation(kind: Any) -> Conversation:
 
 
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "5.100.0.dev0")
+    pretend_installed(monkeypatch, "5.100.0.dev0")
     assert is_at_least("5.18")
     assert not is_at_least("6.0")
     with pytest.raises(ConfigError):

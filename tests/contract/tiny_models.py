@@ -127,7 +127,7 @@ def _gemma3() -> Any:
 
 
 def _gemma4() -> Any:
-    """Its images look both ways in sliding layers, and layers have embeddings of their own."""
+    """Its images have bidirectional attention in sliding layers, and layers have embeddings of their own."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     made = processor("gemma4")

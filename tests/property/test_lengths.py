@@ -23,7 +23,7 @@ class Made:
             ]
         )
         engine.decoder = decoders.ByteLevel()
-        known = "the mule carries a bale over the pass while rain\n\n ... don't it's 2024 naïve 漢字 [1]"
+        known = "the horse carries a bale over the pass while rain\n\n ... don't it's 2024 naïve 漢字 [1]"
         words = known.split(" ")
         draw = random.Random(0)
         lines = [" ".join(draw.choices(words, k=12)) for _ in range(500)]
@@ -36,7 +36,7 @@ TOKENIZERS = {pattern: Made(pattern) for pattern in sorted(_KNOWN_PATTERNS)}
 ODD = st.sampled_from(
     [
         *(" ", "  ", "\n", "\n\n", " \n", "\t", "\r\n", "\r", "\x0b", "\x1c", "\x85", "\xa0", "\u2028"),
-        *("\u3000", "the", "mule", "don't", "'S", "'ll", "12", "3", ".", "...", "/", "(", "é", "e\u0301"),
+        *("\u3000", "the", "horse", "don't", "'S", "'ll", "12", "3", ".", "...", "/", "(", "é", "e\u0301"),
         *("\u0301", "漢字", "\U0001f63a", "\u0131", "\u017f", "²", "Ⅷ", "\u200b", "\ufeff", "ﬁ", "\u212a"),
         "\u1100\u1161",
     ]
@@ -66,7 +66,7 @@ def test_where_a_cut_is_certain_the_parts_are_as_long_as_the_whole(pattern, left
 
 def test_a_tokenizer_of_another_kind_encodes_every_text():
     engine = Made(QWEN2_PATTERN)
-    texts = ["the mule", " the  mule\n", ""]
+    texts = ["the horse", " the  horse\n", ""]
     expected = [len(one) for one in engine._tokenizer.encode_batch(texts)]
     for change in (
         lambda e: setattr(e, "normalizer", normalizers.Lowercase()),
@@ -81,11 +81,10 @@ def test_a_tokenizer_of_another_kind_encodes_every_text():
     assert expected == TokenLengths(Made(QWEN2_PATTERN)._tokenizer).lengths(texts)
 
 
-def test_truncation_and_padding_that_somebody_set_do_not_reach_the_counts():
+def test_truncation_and_padding_of_the_tokenizer_do_not_reach_the_counts():
     made = Made(QWEN2_PATTERN)
     made._tokenizer.enable_truncation(2)
     made._tokenizer.enable_padding(length=50)
-    texts = ["the mule carries a bale"]
-    assert TokenLengths(made._tokenizer).lengths(texts) == TokenLengths(
-        Made(QWEN2_PATTERN)._tokenizer
-    ).lengths(texts)
+    texts = ["the horse carries a bale"]
+    expected = TokenLengths(Made(QWEN2_PATTERN)._tokenizer).lengths(texts)
+    assert TokenLengths(made._tokenizer).lengths(texts) == expected

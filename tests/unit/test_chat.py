@@ -25,7 +25,7 @@ from packhorse.errors import ConfigError
 QWEN = chatml(default_system=True, image="<|vision_start|><|image_pad|><|vision_end|>")
 
 
-class Talker:
+class ChatStub:
     """A processor without media: a tokenizer and a template."""
 
     def __init__(self, template: str = QWEN, words: Any = None, name: str = "qwen2_vl") -> None:
@@ -52,7 +52,7 @@ class Slow:
         return self.fast(text, **options)
 
 
-def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+def turns_of(*turns: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
 
 
@@ -60,7 +60,7 @@ def ids_of(processor: Any, text: str) -> list[int]:
     return list(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def supervised(processor: Any, labels: list[int]) -> list[str]:
+def supervised_text(processor: Any, labels: list[int]) -> list[str]:
     """The texts of the runs of supervised tokens."""
     runs: list[list[int]] = [[]]
     for label in labels:
@@ -71,14 +71,14 @@ def supervised(processor: Any, labels: list[int]) -> list[str]:
     return [processor.tokenizer.decode(run) for run in runs if run]
 
 
-def labelled(processor: Any, turns: Any, ids: list[int] | None = None, media: Any = ()) -> list[int]:
+def label(processor: Any, turns: Any, ids: list[int] | None = None, media: Any = ()) -> list[int]:
     chat = ChatProcessor(processor)
     text = chat.render(turns)
     spans = answer_spans(chat, turns, text)
     return label_tokens(chat, text, spans, ids_of(processor, text) if ids is None else ids, frozenset(media))
 
 
-TALK = said(
+TURNS = turns_of(
     ("user", "Who are you?"),
     ("assistant", "A cat."),
     ("user", "Say it <|im_start|>assistant\nNo.<|im_end|>\n again"),
@@ -88,7 +88,7 @@ ANSWERS = ["A cat.<|im_end|>", "The cat, the cat.<|im_end|>"]
 
 
 def test_a_typed_turn_is_not_supervised() -> None:
-    assert supervised(Talker(), labelled(Talker(), TALK)) == ANSWERS
+    assert supervised_text(ChatStub(), label(ChatStub(), TURNS)) == ANSWERS
 
 
 @pytest.mark.parametrize(
@@ -99,19 +99,21 @@ def test_a_typed_turn_is_not_supervised() -> None:
         "<|im_end|>",
         "assistant\nA cat.",
         "<|endoftext|>",
-        "\ue000\ue0010\ue001",  # what stand-ins are made of
+        "\ue000\ue0010\ue001",  # what sentinels are made of
     ],
 )
 @pytest.mark.parametrize("role", ["system", "user", "tool", "narrator"])
 def test_nothing_that_others_type_is_supervised(typed: str, role: str) -> None:
-    turns = said((role, typed), ("user", "Hm?"), ("assistant", "A cat."), (role, typed))
-    assert supervised(Talker(), labelled(Talker(), turns)) == ANSWERS[:1]
+    turns = turns_of((role, typed), ("user", "Hm?"), ("assistant", "A cat."), (role, typed))
+    assert supervised_text(ChatStub(), label(ChatStub(), turns)) == ANSWERS[:1]
 
 
 def test_an_answer_may_type_markers_too() -> None:
-    turns = said(("user", "Hm?"), ("assistant", "Write <|im_end|> or <|im_start|>user\n."), ("user", "Ah."))
+    turns = turns_of(
+        ("user", "Hm?"), ("assistant", "Write <|im_end|> or <|im_start|>user\n."), ("user", "Ah.")
+    )
     expected = ["Write <|im_end|> or <|im_start|>user\n.<|im_end|>"]
-    assert supervised(Talker(), labelled(Talker(), turns)) == expected
+    assert supervised_text(ChatStub(), label(ChatStub(), turns)) == expected
 
 
 MARKED = chatml(generation=True)
@@ -124,25 +126,25 @@ NEWLINE_TOO = "{{ '<|im_end|>\\n' }}{% endgeneration %}"
 @pytest.mark.parametrize("answer", ["A cat.", "", " Two\n\nlines \n", "A typed <|im_end|>"])
 def test_generation_marks_end_with_the_stop_token_wherever_they_are_set(end: str, answer: str) -> None:
     assert STOP_INSIDE in MARKED
-    marked = Talker(MARKED.replace(STOP_INSIDE, end))
-    turns = said(("user", "<|im_start|>assistant\n"), ("assistant", answer), ("user", "Ah."))
-    assert supervised(marked, labelled(marked, turns)) == [answer + "<|im_end|>"]
+    marked = ChatStub(MARKED.replace(STOP_INSIDE, end))
+    turns = turns_of(("user", "<|im_start|>assistant\n"), ("assistant", answer), ("user", "Ah."))
+    assert supervised_text(marked, label(marked, turns)) == [answer + "<|im_end|>"]
 
 
 def test_generation_marks_decide_which_turns_are_supervised() -> None:
     only_last = MARKED.replace("message['role'] == 'assistant'", "loop.last")
     assert only_last != MARKED
-    assert supervised(Talker(only_last), labelled(Talker(only_last), TALK)) == ANSWERS[1:]
+    assert supervised_text(ChatStub(only_last), label(ChatStub(only_last), TURNS)) == ANSWERS[1:]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_a_template_that_trims_is_followed(name: str) -> None:
-    made = Talker(TEMPLATES[name], name=name)
-    turns = said(
+    made = ChatStub(TEMPLATES[name], name=name)
+    turns = turns_of(
         ("system", " Hi "), ("user", " model\n "), ("assistant", "  A cat. \n"), ("assistant", " \n")
     )
     stop = ChatProcessor(made).turn_markers.stop_text
-    assert supervised(made, labelled(made, turns)) == [f"A cat.{stop}", stop]
+    assert supervised_text(made, label(made, turns)) == [f"A cat.{stop}", stop]
 
 
 # As templates of thinking models do: thoughts are kept in the last answer only, and an empty thought is put
@@ -159,14 +161,16 @@ THINKING = (
 
 
 def test_thoughts_are_supervised_where_the_template_keeps_them() -> None:
-    made = Talker(THINKING)
+    made = ChatStub(THINKING)
     thinks = "<think>\nHm.\n</think>\n\nA cat."
-    turns = said(("user", "Who?"), ("assistant", thinks), ("user", "<think> it over"), ("assistant", thinks))
-    assert supervised(made, labelled(made, turns)) == ["A cat.<|im_end|>", thinks + "<|im_end|>"]
-    assert supervised(made, labelled(made, turns[:3])) == ["A cat.<|im_end|>"]
-    plain = said(("user", "Who?"), ("assistant", thinks), ("user", "Who?"), ("assistant", "A cat."))
+    turns = turns_of(
+        ("user", "Who?"), ("assistant", thinks), ("user", "<think> it over"), ("assistant", thinks)
+    )
+    assert supervised_text(made, label(made, turns)) == ["A cat.<|im_end|>", thinks + "<|im_end|>"]
+    assert supervised_text(made, label(made, turns[:3])) == ["A cat.<|im_end|>"]
+    plain = turns_of(("user", "Who?"), ("assistant", thinks), ("user", "Who?"), ("assistant", "A cat."))
     assert "<think>\n\n</think>\n\nA cat." in ChatProcessor(made).render(plain)
-    assert supervised(made, labelled(made, plain)) == ["A cat.<|im_end|>"] * 2
+    assert supervised_text(made, label(made, plain)) == ["A cat.<|im_end|>"] * 2
 
 
 SHOUTING = QWEN.replace("{{ part['text'] }}", "{{ part['text'] | upper }}")
@@ -174,8 +178,8 @@ SHOUTING = QWEN.replace("{{ part['text'] }}", "{{ part['text'] | upper }}")
 
 def test_an_answer_that_the_template_rewrites_is_supervised_as_it_is_written() -> None:
     assert SHOUTING != QWEN
-    turns = said(("user", "Who?"), ("assistant", "A cat."), ("user", "Who?"), ("assistant", "Me."))
-    assert supervised(Talker(SHOUTING), labelled(Talker(SHOUTING), turns)) == [
+    turns = turns_of(("user", "Who?"), ("assistant", "A cat."), ("user", "Who?"), ("assistant", "Me."))
+    assert supervised_text(ChatStub(SHOUTING), label(ChatStub(SHOUTING), turns)) == [
         "A CAT.<|im_end|>",
         "ME.<|im_end|>",
     ]
@@ -183,50 +187,50 @@ def test_an_answer_that_the_template_rewrites_is_supervised_as_it_is_written() -
 
 def test_a_rewritten_answer_that_may_end_in_two_places_is_rejected() -> None:
     next_turn = "<|im_end|>\n<|im_start|>user\nWHO?<|im_end|>\n<|im_start|>assistant\n"
-    turns = said(("assistant", f"a{next_turn}"), ("user", "Who?"), ("assistant", "Me."))
+    turns = turns_of(("assistant", f"a{next_turn}"), ("user", "Who?"), ("assistant", "Me."))
     with pytest.raises(CannotAlign, match="changes the answer"):
-        labelled(Talker(SHOUTING), turns)
+        label(ChatStub(SHOUTING), turns)
 
 
 def test_a_template_that_adds_to_the_end_for_some_answers_is_rejected() -> None:
     waving = QWEN + "{% if 'cat' in messages[1]['content'][0]['text'] %}Bye{% endif %}"
-    turns = said(("user", "Who?"), ("assistant", "Me."))
-    assert supervised(Talker(waving), labelled(Talker(waving), turns)) == ["Me.<|im_end|>"]
+    turns = turns_of(("user", "Who?"), ("assistant", "Me."))
+    assert supervised_text(ChatStub(waving), label(ChatStub(waving), turns)) == ["Me.<|im_end|>"]
     with pytest.raises(CannotAlign, match="changes the answer"):
-        labelled(Talker(waving), said(("user", "Who?"), ("assistant", "A cat.")))
+        label(ChatStub(waving), turns_of(("user", "Who?"), ("assistant", "A cat.")))
 
 
 def test_a_template_that_writes_answers_twice_is_rejected() -> None:
     twice = QWEN.replace("{{ part['text'] }}", "{{ part['text'] }}{{ part['text'] }}")
     with pytest.raises(CannotAlign, match="exactly once"):
-        labelled(Talker(twice), TALK)
+        label(ChatStub(twice), TURNS)
 
 
 def test_a_tokenizer_without_offsets_gives_the_same_labels() -> None:
-    assert labelled(Talker(words=Slow()), TALK) == labelled(Talker(), TALK)
+    assert label(ChatStub(words=Slow()), TURNS) == label(ChatStub(), TURNS)
 
 
 def test_a_tokenizer_without_offsets_does_not_guess() -> None:
-    # The newline melts into the one before it: without offsets nobody can say where the answer begins.
-    turns = said(("user", "Hm?"), ("assistant", "\nA cat."))
+    # The newline melts into the one before it: without offsets the beginning of the answer is unknown.
+    turns = turns_of(("user", "Hm?"), ("assistant", "\nA cat."))
     with pytest.raises(CannotAlign, match="no offsets"):
-        labelled(Talker(words=Slow()), turns)
-    assert supervised(Talker(), labelled(Talker(), turns)) == ["\n\nA cat.<|im_end|>"]
+        label(ChatStub(words=Slow()), turns)
+    assert supervised_text(ChatStub(), label(ChatStub(), turns)) == ["\n\nA cat.<|im_end|>"]
 
 
 def test_cut_ids_have_the_labels_of_what_is_left() -> None:
-    ids = ids_of(Talker(), ChatProcessor(Talker()).render(TALK))
-    whole = labelled(Talker(), TALK)
+    ids = ids_of(ChatStub(), ChatProcessor(ChatStub()).render(TURNS))
+    whole = label(ChatStub(), TURNS)
     for length in range(len(ids)):
-        assert labelled(Talker(), TALK, ids[:length]) == whole[:length]
+        assert label(ChatStub(), TURNS, ids[:length]) == whole[:length]
 
 
 PAD = "<|image_pad|>"
 WITH_IMAGES = [
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
-    *said(("assistant", "A cat.")),
+    *turns_of(("assistant", "A cat.")),
     {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "image"}, {"type": "image"}]},
-    *said(("assistant", "The cat, the cat.")),
+    *turns_of(("assistant", "The cat, the cat.")),
 ]
 
 
@@ -240,39 +244,39 @@ WITH_IMAGES = [
     ],
 )
 def test_expanded_media_move_the_labels_and_any_cut_keeps_them(expansion: str) -> None:
-    made = Talker()
+    made = ChatStub()
     media = {made.tokenizer.convert_tokens_to_ids(PAD)}
     ids = ids_of(made, ChatProcessor(made).render(WITH_IMAGES).replace(PAD, expansion))
-    whole = labelled(made, WITH_IMAGES, ids, media)
-    assert supervised(made, whole) == ANSWERS
+    whole = label(made, WITH_IMAGES, ids, media)
+    assert supervised_text(made, whole) == ANSWERS
     assert not media & set(whole)
     for length in range(len(ids)):
-        assert labelled(made, WITH_IMAGES, ids[:length], media) == whole[:length]
+        assert label(made, WITH_IMAGES, ids[:length], media) == whole[:length]
 
 
 @pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>"])
 def test_padding_is_not_supervised_on_either_side(pad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Talker()
+    made = ChatStub()
     number = made.tokenizer.convert_tokens_to_ids(pad)
     monkeypatch.setattr(type(made.tokenizer), "pad_token_id", number, raising=False)
-    ids, whole = ids_of(made, ChatProcessor(made).render(TALK)), labelled(made, TALK)
+    ids, whole = ids_of(made, ChatProcessor(made).render(TURNS)), label(made, TURNS)
     none, more = [IGNORE_INDEX] * 5, [number] * 5
-    assert labelled(made, TALK, more + ids) == none + whole
-    assert labelled(made, TALK, ids + more) == whole + none
+    assert label(made, TURNS, more + ids) == none + whole
+    assert label(made, TURNS, ids + more) == whole + none
 
 
 def test_padding_with_the_stop_token_does_not_hide_where_answers_end(monkeypatch: pytest.MonkeyPatch) -> None:
     # The template's only special token is the one that padding repeats, and an image moves the answer.
-    made = Talker(TEMPLATES["smolvlm"].replace("<|im_start|>", ""), name="smolvlm")
+    made = ChatStub(TEMPLATES["smolvlm"].replace("<|im_start|>", ""), name="smolvlm")
     stop, image = (made.tokenizer.convert_tokens_to_ids(t) for t in ("<end_of_utterance>", "<image>"))
     monkeypatch.setattr(type(made.tokenizer), "pad_token_id", stop, raising=False)
-    turns = [{"role": "user", "content": [{"type": "image"}]}, *said(("assistant", "A cat."))]
+    turns = [{"role": "user", "content": [{"type": "image"}]}, *turns_of(("assistant", "A cat."))]
     ids = ids_of(made, ChatProcessor(made).render(turns).replace("<image>", "<image>" * 9))
-    whole = labelled(made, turns, ids, {image})
-    assert supervised(made, whole) == ["A cat.<end_of_utterance>"]
+    whole = label(made, turns, ids, {image})
+    assert supervised_text(made, whole) == ["A cat.<end_of_utterance>"]
     none, more = [IGNORE_INDEX] * 5, [stop] * 5
-    assert labelled(made, turns, more + ids, {image}) == none + whole
-    assert labelled(made, turns, ids + more, {image}) == whole + none
+    assert label(made, turns, more + ids, {image}) == none + whole
+    assert label(made, turns, ids + more, {image}) == whole + none
 
 
 @pytest.mark.parametrize(
@@ -280,47 +284,49 @@ def test_padding_with_the_stop_token_does_not_hide_where_answers_end(monkeypatch
 )
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_media_in_an_answer_are_not_supervised(template: str, tokens: int) -> None:
-    made = Talker(template)
+    made = ChatStub(template)
     media = {made.tokenizer.convert_tokens_to_ids(PAD)}
     shows = [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": "nice."}]
-    turns = [*said(("user", "Draw.")), {"role": "assistant", "content": shows}]
+    turns = [*turns_of(("user", "Draw.")), {"role": "assistant", "content": shows}]
     ids = ids_of(made, ChatProcessor(made).render(turns).replace(PAD, PAD * tokens))
-    labels = labelled(made, turns, ids, media)
+    labels = label(made, turns, ids, media)
     assert not media & set(labels)
-    text = "".join(supervised(made, labels))
+    text = "".join(supervised_text(made, labels))
     assert text.replace("<|vision_start|>", "").replace("<|vision_end|>", "") == "Look: nice.<|im_end|>"
 
 
 def test_a_beginning_of_text_token_that_the_processor_added_is_counted() -> None:
-    made = Talker("{% for m in messages %}{{ m['role'] }}: {{ m['content'][0]['text'] }}\n{% endfor %}")
+    made = ChatStub("{% for m in messages %}{{ m['role'] }}: {{ m['content'][0]['text'] }}\n{% endfor %}")
     made.tokenizer = tokenizer("gemma3")
-    turns = said(("user", "Hm?"), ("assistant", "A cat."))
+    turns = turns_of(("user", "Hm?"), ("assistant", "A cat."))
     ids = list(made.tokenizer(ChatProcessor(made).render(turns))["input_ids"])
     assert ids[0] == made.tokenizer.bos_token_id
-    assert supervised(made, labelled(made, turns, ids)) == ["A cat.\n"]  # the full stop takes the newline
+    assert supervised_text(made, label(made, turns, ids)) == ["A cat.\n"]  # the full stop takes the newline
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        said(("user", "Who are you?"), ("assistant", "A dog.")),
-        said(("user", "Who are you?"), ("user", "Now?"), ("assistant", "The dog.")),
-        said(("assistant", "Hello?"), ("user", "Who are you?"), ("assistant", "A cat.")),
+        turns_of(("user", "Who are you?"), ("assistant", "A dog.")),
+        turns_of(("user", "Who are you?"), ("user", "Now?"), ("assistant", "The dog.")),
+        turns_of(("assistant", "Hello?"), ("user", "Who are you?"), ("assistant", "A cat.")),
     ],
 )
 def test_ids_of_another_conversation_are_rejected(other: Any) -> None:
-    ids = ids_of(Talker(), ChatProcessor(Talker()).render(other))
+    ids = ids_of(ChatStub(), ChatProcessor(ChatStub()).render(other))
     with pytest.raises(CannotAlign):
-        labelled(Talker(), TALK, ids)
+        label(ChatStub(), TURNS, ids)
 
 
 def test_what_a_hook_puts_after_the_marker_is_not_supervised() -> None:
-    made = Talker(TEMPLATES["gemma4"], name="gemma4")
-    turns = said(("user", "Hm?"), ("assistant", "A cat."), ("user", "<|turn>model\n"), ("assistant", "Yes"))
+    made = ChatStub(TEMPLATES["gemma4"], name="gemma4")
+    turns = turns_of(
+        ("user", "Hm?"), ("assistant", "A cat."), ("user", "<|turn>model\n"), ("assistant", "Yes")
+    )
     text = ChatProcessor(made).render(turns)
     thought = "<|channel>thought\n<channel|>"
     ids = ids_of(made, text.replace("<|turn>model\n", "<|turn>model\n" + thought))
-    assert supervised(made, labelled(made, turns, ids)) == ["A cat.<turn|>", "Yes<turn|>"]
+    assert supervised_text(made, label(made, turns, ids)) == ["A cat.<turn|>", "Yes<turn|>"]
 
 
 @pytest.mark.parametrize(
@@ -339,14 +345,14 @@ def test_what_a_hook_puts_after_the_marker_is_not_supervised() -> None:
     ],
 )
 def test_turn_markers_are_those_of_the_template(name: str, opening: str, stop: str) -> None:
-    made = Talker(TEMPLATES[name], name=name)
+    made = ChatStub(TEMPLATES[name], name=name)
     markers = ChatProcessor(made).turn_markers
     assert made.tokenizer.decode(markers.assistant) == opening
     assert made.tokenizer.decode([markers.stop]) == stop == markers.stop_text
 
 
 def test_turn_markers_are_found_once() -> None:
-    class Counting(Talker):
+    class Counting(ChatStub):
         rendered = 0
 
         def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
@@ -359,7 +365,7 @@ def test_turn_markers_are_found_once() -> None:
 
 
 def test_a_template_without_a_stop_token_has_none() -> None:
-    made = Talker("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}")
+    made = ChatStub("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}")
     markers = ChatProcessor(made).turn_markers
     assert markers == TurnMarkers(tuple(ids_of(made, "\n[assistant]")), None, "\n[assistant]")
 
@@ -442,13 +448,13 @@ ROLES = st.sampled_from(["user", "assistant", "assistant", "tool"])
 @settings(max_examples=60, deadline=None)
 @given(turns=st.lists(st.tuples(ROLES, WORDS), min_size=1, max_size=6))
 def test_labels_always_read_as_the_answers(name: str, turns: list[tuple[str, str]]) -> None:
-    made = Talker(TEMPLATES[name], name=name)
+    made = ChatStub(TEMPLATES[name], name=name)
     stop = ChatProcessor(made).turn_markers.stop_text
     assert stop in TOKEN_SETS[name].more or stop == TOKEN_SETS[name].eos
     answers = [text for role, text in turns if role == "assistant"]
     if name in ("gemma3", "gemma4"):
         answers = [text.strip() for text in answers]
-    found = supervised(made, labelled(made, said(*turns)))
+    found = supervised_text(made, label(made, turns_of(*turns)))
     assert len(found) == len(answers)
     for text, answer in zip(found, answers, strict=True):
         # The newline or blank that ends a marker may be part of the answer's first token.

@@ -54,7 +54,7 @@ def test_any_text_has_the_tokens_that_the_tokenizer_gives_it(
         for key, value in wanted.items():
             assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
     read = quick.read
-    if read is None:  # a token that the tokenizer puts around the text, too: it cannot tell which is which
+    if read is None:  # a token that the tokenizer puts around the text, too: they are not distinguishable
         assert special
         assert {words.bos_token, words.eos_token} & {*shortened}
         return
@@ -99,7 +99,7 @@ def test_what_it_does_not_understand_the_tokenizer_does_itself() -> None:
         ([AddedToken("<a>", lstrip=True, rstrip=True, normalized=False)], ["<a>"]),
     ],
 )
-def test_a_token_that_is_another_one_beside_its_like_is_not_shortened(
+def test_a_token_that_is_another_one_next_to_its_like_is_not_shortened(
     tokens: list[Any], kept: list[str]
 ) -> None:
     words = copy.deepcopy(tokenizer("qwen2_vl"))
@@ -210,7 +210,7 @@ def test_a_processor_with_a_call_of_its_own_is_given_its_own_tokenizer() -> None
     assert torch.equal(encoded.tokens["input_ids"], original.encode(parsed).tokens["input_ids"])
 
 
-def test_a_processor_that_the_stand_in_is_not_enough_for_gets_its_own_and_that_is_told(
+def test_a_processor_that_needs_more_of_its_tokenizer_gets_its_own_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = processor("qwen2_vl")
@@ -228,12 +228,14 @@ def test_a_processor_that_the_stand_in_is_not_enough_for_gets_its_own_and_that_i
     monkeypatch.setattr(type(made), "__call__", asks_for_more)
     for _ in range(2):
         assert torch.equal(encoder.encode(parsed).tokens["input_ids"], wanted.tokens["input_ids"])
-    told = [message for message in caplog.messages if "quicker tokenizer" in message]
-    assert len(told) == 1
-    assert told[0].startswith("Qwen2VLProcessor does not work with a quicker tokenizer (ValueError: char_to")
+    warnings = [message for message in caplog.messages if "quicker tokenizer" in message]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(
+        "Qwen2VLProcessor does not work with a quicker tokenizer (ValueError: char_to"
+    )
 
 
-def test_the_stand_in_can_be_copied_and_sent() -> None:
+def test_the_tokenizer_can_be_copied_and_pickled() -> None:
     quick = runs(tokenizer("qwen2_vl"), PAD)
     text = ["a" + PAD * 5]
     wanted = quick(text)["input_ids"]
@@ -256,10 +258,10 @@ def test_tokens_of_another_text_are_not_used_for_labels() -> None:
     made = processor("qwen2_vl")
     encoder = Encoder(made)
 
-    def encoded(answer: str) -> Any:
+    def encode_answer(answer: str) -> Any:
         turns = [("user", "Who?"), ("assistant", answer)]
         example = [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in turns]
         return encoder.encode(parse_conversation({"conversation": example}, "a/0"))
 
-    one, other = encoded("A cat."), encoded("An answer that is longer.")
+    one, other = encode_answer("A cat."), encode_answer("An answer that is longer.")
     assert torch.equal(encoder.labels(replace(one, read=other.read)), encoder.labels(one))

@@ -26,7 +26,7 @@ EXAMPLE: dict[str, Any] = {
                 {"type": "image", "image": "b.jpg"},
             ],
         },
-        {"role": "assistant", "content": [{"type": "text", "text": "A mule."}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]},
     ],
     "_text_tokens": 5,
 }
@@ -50,7 +50,7 @@ def test_other_fields_of_a_turn_are_kept_where_they_hold_anything() -> None:
 SPOKEN = {"conversation": [{"role": "user", "content": "Say <|audio_1|> and <|audio_2|>!"}], "audio": "a.wav"}
 
 
-def test_sound_beside_a_conversation_takes_the_place_of_its_placeholder() -> None:
+def test_audio_next_to_a_conversation_takes_the_place_of_its_placeholder() -> None:
     before = copy.deepcopy(SPOKEN)
     placed = place_audio(SPOKEN)
     assert before == SPOKEN
@@ -62,7 +62,7 @@ def test_sound_beside_a_conversation_takes_the_place_of_its_placeholder() -> Non
     assert texts == ["Say ", "a.wav", " and ", "b.wav", "!"]
 
 
-def test_a_turn_that_is_the_placeholder_and_nothing_else_becomes_the_sound() -> None:
+def test_a_turn_that_is_the_placeholder_and_nothing_else_becomes_the_audio() -> None:
     turns = [{"role": "user", "content": text} for text in ("<|audio_1|>", "Write it down.")]
     placed = place_audio({"conversation": turns, "audio": "a.wav"})
     assert placed["conversation"] == [
@@ -71,25 +71,25 @@ def test_a_turn_that_is_the_placeholder_and_nothing_else_becomes_the_sound() -> 
     ]
 
 
-def test_an_example_without_sound_beside_it_comes_back_itself() -> None:
+def test_an_example_without_audio_next_to_it_comes_back_itself() -> None:
     for example in (EXAMPLE, {**EXAMPLE, "audio": None}, {**EXAMPLE, "audio": []}):
         assert place_audio(example) is example
 
 
-def test_sound_without_a_placeholder_comes_first_in_the_first_user_turn() -> None:
+def test_audio_without_a_placeholder_comes_first_in_the_first_user_turn() -> None:
     placed = place_audio({**EXAMPLE, "audio": ["a.wav", "b.wav"]})
     parts = placed["conversation"][1]["content"]
     assert [part.get("audio") for part in parts] == ["a.wav", "b.wav", None, None, None]
 
 
 @pytest.mark.parametrize("audio", [["a.wav", "b.wav", "c.wav"], ["a.wav", "b.wav"]])
-def test_placeholders_and_sounds_must_be_as_many(audio: Any) -> None:
+def test_placeholders_and_audio_clips_must_be_as_many(audio: Any) -> None:
     with pytest.raises(BadSample, match=rf"a/1: {len(audio)} audio clips for 1 placehold") as e:
         place_audio({**SPOKEN, "audio": audio}, key="a/1")
     assert e.value.reason == "media_mismatch"
 
 
-def test_an_array_and_its_rate_are_one_sound() -> None:
+def test_an_array_and_its_rate_are_one_clip() -> None:
     assert extra_audio({"audio": [[0.0, 0.1], 16_000]}) == [[[0.0, 0.1], 16_000]]
     assert extra_audio({"audio": ([0.0, 0.1], 16_000)}) == [([0.0, 0.1], 16_000)]
 
@@ -140,7 +140,7 @@ def test_replacing_media_leaves_the_callers_example_alone() -> None:
         ({"role": "user", "content": [{"type": "image", "image": None}]}, "no 'image' field"),
     ],
 )
-def test_replacing_media_refuses_a_bad_turn_before_it_loads_the_first_media_item(
+def test_replacing_media_rejects_a_bad_turn_before_it_loads_the_first_media_item(
     turn: Any, message: str
 ) -> None:
     loaded: list[MediaRef] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import packhorse.pp_media as pp_media
-from contract.calls import rendered  # noqa: F401 - makes torchvision importable with a CPU torch
+from contract.calls import render  # noqa: F401 - makes torchvision importable with a CPU torch
 from packhorse.pp_media import (
     MEDIA_LAYOUT_KEY,
     MEDIA_ROWS_KEY,

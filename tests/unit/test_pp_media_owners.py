@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from contract.calls import rendered  # noqa: F401 - makes torchvision importable with a CPU torch
-from contract.cases import REFUSED, conversation, takes
+from contract.calls import render  # noqa: F401 - makes torchvision importable with a CPU torch
+from contract.cases import REJECTED, conversation, takes
 from contract.media_files import write_media
 from contract.processors import FAMILIES, processor
 from packhorse.collate_fns import (
@@ -37,7 +37,7 @@ from packhorse.types import TensorLayout
 
 CHATTING = [name for name in FAMILIES if FAMILIES[name].chats]
 HEARING = [name for name in CHATTING if "audio" in FAMILIES[name].modalities]
-CASES = ("one image", "text", "video", "two images", "audio", "image and video", "two sounds", "text")
+CASES = ("one image", "text", "video", "two images", "audio", "image and video", "two audio clips", "text")
 THREE = [[0, 1], [2], [3, 4, 5, 6, 7]]  # documents of packed rows
 
 Sample = dict[str, Any]
@@ -114,7 +114,7 @@ SHAPES = [
 def test_each_chunk_is_what_its_samples_have_alone_where_the_collate_function_says_whose(
     name: str, shape: str, encoded: Callable[[str, str], Sample]
 ) -> None:
-    rejected = {case for family, case in REFUSED if family == name}
+    rejected = {case for family, case in REJECTED if family == name}
     rejected |= {"image and video"} if name == "llava_onevision" else set()  # its videos have as many frames
     samples = [encoded(name, case) for case in CASES if takes(name, case) and case not in rejected]
     rows = [[place] for place in range(len(samples))]
@@ -163,7 +163,7 @@ def test_counts_of_collate_functions_are_enough_if_a_tensor_separates_media_item
 
 # --- audio --------------------------------------------------------------------------------------------------
 
-AUDIO_CASES = ("two sounds", "text", "audio")  # as many as rows, and not one each
+AUDIO_CASES = ("two audio clips", "text", "audio")  # as many as rows, and not one each
 
 
 def assert_two_none_one(chunks: dict[str, list[torch.Tensor]]) -> None:

@@ -22,16 +22,7 @@ from packhorse.families.qwen_vl import Qwen2VL, Qwen3VL
 from packhorse.families.smolvlm import SmolVLM
 from packhorse.media import MediaSize
 
-__all__ = [
-    "FAMILIES",
-    "Encoded",
-    "Encoder",
-    "Family",
-    "Generic",
-    "LoadedMedia",
-    "MediaSize",
-    "family_of",
-]
+__all__ = ["FAMILIES", "Encoded", "Encoder", "Family", "Generic", "LoadedMedia", "MediaSize", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (
     Qwen2VL(),

@@ -17,14 +17,17 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from logging import getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from packhorse.chat import is_tokenizer, tokenizer_of
+from packhorse.chat import Processor, is_tokenizer, tokenizer_of
 from packhorse.errors import ConfigError, require
+
+if TYPE_CHECKING:
+    import torch
 
 logger = getLogger("packhorse.families.models")
 
@@ -60,18 +63,29 @@ _HUB_SECONDS = 10.0
 EXPECTED = "a model of transformers, its config, or the folder or hub name of one"
 
 
-def is_unchecked(model: Any) -> bool:
+class ModelConfig(Protocol):
+    """A config of transformers: its other attributes differ by model type."""
+
+    model_type: str
+
+    def get_text_config(self) -> Any:
+        """Return the part for the decoder."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+def is_unchecked(model: object) -> bool:
     """Whether the user opted out of checking the model."""
     return isinstance(model, str) and model == UNCHECKED
 
 
-def unwrap(model: Any) -> Any:
+def unwrap(model: object) -> Any:
     """The model of transformers inside PEFT, DDP, FSDP, DeepSpeed and ``torch.compile``.
 
     Raises:
         ConfigError: there is none.
     """
-    inner = model
+    inner: Any = model
     while not _is_model(inner):
         if callable(getattr(inner, "get_base_model", None)):  # PEFT
             inner = inner.get_base_model()
@@ -83,17 +97,17 @@ def unwrap(model: Any) -> Any:
     return getattr(inner, "thinker", inner)
 
 
-def _is_model(value: Any) -> bool:
+def _is_model(value: object) -> bool:
     wrapper = any(name in _contents(value) for name in _WRAPPED) or hasattr(type(value), "get_base_model")
     return not wrapper and hasattr(getattr(value, "config", None), "get_text_config")
 
 
-def _contents(value: Any) -> set[str]:
+def _contents(value: object) -> set[str]:
     """Names of the attributes and submodules of an object itself; a wrapper shows those of its content."""
     return {*vars(value), *vars(value).get("_modules", ())} if hasattr(value, "__dict__") else set()
 
 
-def models_in(module: Any) -> Iterator[Any]:
+def models_in(module: torch.nn.Module) -> Iterator[Any]:
     """The outermost models of transformers in a module, which may be one itself."""
     if _is_model(module) or hasattr(module, "peft_config"):
         yield module
@@ -102,7 +116,7 @@ def models_in(module: Any) -> Iterator[Any]:
         yield from models_in(child)
 
 
-def resolve_model(model: Any) -> tuple[Any | None, Any]:
+def resolve_model(model: object) -> tuple[Any | None, Any]:
     """A model (None if only a config is known) and its config, from any form in which one can be given.
 
     Args:
@@ -120,12 +134,12 @@ def resolve_model(model: Any) -> tuple[Any | None, Any]:
             "AutoModelForImageTextToText.from_pretrained(…)"
         )
     if callable(getattr(model, "get_text_config", None)):
-        return None, _trained_part(model)
+        return None, getattr(model, "thinker_config", model)
     inner = unwrap(model)
     return inner, inner.config
 
 
-def _trained_part(config: Any) -> Any:
+def _trained_part(config: ModelConfig) -> Any:
     return getattr(config, "thinker_config", config)  # as in unwrap
 
 
@@ -197,7 +211,7 @@ def _hub_answers(address: str) -> bool:
         return not isinstance(error.reason, ConnectionError | TimeoutError | socket.gaierror)
 
 
-def model_classes(config: Any) -> tuple[type, ...]:
+def model_classes(config: ModelConfig) -> tuple[type, ...]:
     """Classes of transformers for a config, the one that is trained first; empty for remote code."""
     transformers: Any = require("transformers", "train")
     names = getattr(config, "architectures", None) or ()
@@ -212,7 +226,7 @@ def model_classes(config: Any) -> tuple[type, ...]:
     return tuple(dict.fromkeys(one for one in found if isinstance(one, type)))
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: ModelConfig) -> Any:
     """The part of a config that describes the decoder.
 
     Raises:
@@ -224,7 +238,7 @@ def text_config(config: Any) -> Any:
         raise ConfigError(f"{type(config).__name__} has no single decoder ({error})") from error
 
 
-def media_parts(config: Any) -> tuple[str, ...]:
+def media_parts(config: ModelConfig) -> tuple[str, ...]:
     """Names of the parts of a model's config that encode images, videos or audio."""
     names = {*vars(config), *getattr(config, "sub_configs", ())}
     parts = (name for name in names if name.endswith(("_config", "_encoder")))
@@ -232,7 +246,7 @@ def media_parts(config: Any) -> tuple[str, ...]:
     return tuple(sorted(name for name in found if getattr(config, name, None) is not None))
 
 
-def unproven_layers(config: Any) -> tuple[str, ...]:
+def unproven_layers(config: ModelConfig) -> tuple[str, ...]:
     """Layers of a decoder whose kind is not proven to keep documents apart, as ``"layer 0 (conv)"``.
 
     Args:
@@ -246,7 +260,7 @@ def unproven_layers(config: Any) -> tuple[str, ...]:
     return tuple(f"layer {number} ({kind})" for kind, number in sorted(first.items()))
 
 
-def packing_problems(model: Any) -> tuple[str, ...]:
+def packing_problems(model: object) -> tuple[str, ...]:
     """Why packed rows would not give what their samples give alone, whatever the attention backend.
 
     Args:
@@ -261,13 +275,13 @@ def packing_problems(model: Any) -> tuple[str, ...]:
     return known_problems(model) or tuple(_unproven(resolve_model(model)[1]))
 
 
-def known_problems(model: Any) -> tuple[str, ...]:
+def known_problems(model: object) -> tuple[str, ...]:
     """As :func:`packing_problems`, but without the objection that nothing is known about a model type."""
     inner, config = resolve_model(model)
     return (*_problems(inner, config), *_problems_of_adapters(model))
 
 
-def _unproven(config: Any) -> Iterator[str]:
+def _unproven(config: ModelConfig) -> Iterator[str]:
     types = dict.fromkeys((config.model_type, text_config(config).model_type))
     for name in types:
         if name not in PACKABLE:
@@ -277,7 +291,7 @@ def _unproven(config: Any) -> Iterator[str]:
             )
 
 
-def check_packable(model: Any, *, measured: bool = False) -> None:
+def check_packable(model: object, *, measured: bool = False) -> None:
     """Raise if a model cannot be trained on packed rows.
 
     Args:
@@ -292,7 +306,7 @@ def check_packable(model: Any, *, measured: bool = False) -> None:
         raise packing_error(problems)
 
 
-def check_router_loss(config: Any) -> None:
+def check_router_loss(config: ModelConfig | None) -> None:
     """Raise if a mixture of experts is to add the auxiliary loss of its router to the loss of packed batches.
 
     transformers computes it from the 2-D attention mask. It raises for the 4-D mask of packs; without a mask
@@ -304,7 +318,7 @@ def check_router_loss(config: Any) -> None:
     Raises:
         ConfigError: ``output_router_logits`` is set.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config if config is None else getattr(config, "get_text_config", lambda: config)()
     if getattr(text, "output_router_logits", False):
         raise ConfigError(
             "output_router_logits=True: transformers cannot compute the router's auxiliary loss for packed "
@@ -320,7 +334,7 @@ def packing_error(problems: Sequence[str]) -> ConfigError:
     )
 
 
-def _problems(model: Any | None, config: Any) -> Iterator[str]:
+def _problems(model: torch.nn.Module | None, config: ModelConfig) -> Iterator[str]:
     text = text_config(config)
     classes = model_classes(config) if model is None else (type(model),)
     if model is None and not classes:
@@ -343,13 +357,14 @@ def _problems(model: Any | None, config: Any) -> Iterator[str]:
         yield "PaliGemma's question attends to itself bidirectionally, which packed batches have no mask for"
 
 
-def _stateful_class(model: Any | None, config: Any, text: Any) -> str | None:
-    """The name of a class that keeps a recurrent state; transformers has no public name for this flag."""
+def _stateful_class(model: torch.nn.Module | None, config: ModelConfig, text: ModelConfig) -> str | None:
+    """Return the name of a class that keeps a recurrent state; None without one."""
     if model is None:
         classes = (*model_classes(config), *(model_classes(text) if text is not config else ()))
     else:
         classes = tuple({type(module): None for module in model.modules()})
-    return next((one.__name__ for one in classes if getattr(one, "_is_stateful", False)), None)
+    # transformers has no public name for this flag.
+    return next((kind.__name__ for kind in classes if getattr(kind, "_is_stateful", False)), None)
 
 
 def _takes_positions(model_class: type) -> bool:
@@ -358,8 +373,8 @@ def _takes_positions(model_class: type) -> bool:
     return "position_ids" in takes or any(one.kind is one.VAR_POSITIONAL for one in takes.values())
 
 
-def _problems_of_adapters(model: Any) -> Iterator[str]:
-    modules = model.modules() if callable(getattr(model, "modules", None)) else ()
+def _problems_of_adapters(model: object) -> Iterator[str]:
+    modules: Iterable[object] = getattr(model, "modules", tuple)()
     adapters = [getattr(module, "peft_config", None) for module in modules]
     kinds = {type(one): one for some in adapters if isinstance(some, dict) for one in some.values()}
     for kind, adapter in kinds.items():
@@ -367,7 +382,7 @@ def _problems_of_adapters(model: Any) -> Iterator[str]:
             yield f"{kind.__name__} adds its virtual tokens once for each row, not for each document"
 
 
-def weightless_model(config: Any) -> Any | None:
+def weightless_model(config: ModelConfig) -> Any | None:
     """A model of a config without weights (on the ``meta`` device), for what its class computes from it.
 
     Returns:
@@ -397,7 +412,7 @@ def weightless_model(config: Any) -> Any | None:
 _MADE_TO = "_packhorse_shift_labels"
 
 
-def honours_shift_labels(model: Any) -> bool:
+def honours_shift_labels(model: object) -> bool:
     """Whether ``model(labels=…, shift_labels=…).loss`` uses ``shift_labels`` as they are.
 
     Args:
@@ -409,7 +424,7 @@ def honours_shift_labels(model: Any) -> bool:
     return bool(getattr(inner, _MADE_TO, False)) or _passes_on(type(inner))
 
 
-def make_honour_shift_labels(model: Any) -> None:
+def make_honour_shift_labels(model: object) -> None:
     """Let a model whose own loss drops ``shift_labels`` compute it from them; any other stays as it is.
 
     Two hooks of the forward pass do it: ``labels`` are not handed to the model, and the loss of its logits is
@@ -423,7 +438,7 @@ def make_honour_shift_labels(model: Any) -> None:
     setattr(inner, _MADE_TO, True)
 
 
-def check_shift_labels(model: Any) -> None:
+def check_shift_labels(model: object) -> None:
     """Raise if ``model(**batch).loss`` would shift the labels of a batch a second time.
 
     Args:
@@ -472,7 +487,7 @@ def _passes_on(kind: type) -> bool:
 
 
 def _without_labels(
-    module: Any, arguments: Any, options: dict[str, Any]
+    module: object, arguments: Any, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     if options.get("shift_labels") is None:
         return None
@@ -507,17 +522,16 @@ def _with_loss(module: Any, arguments: Any, options: dict[str, Any], output: Any
 # --- processors ----------------------------------------------------------------------------------------
 
 
-def as_processor(processor: Any) -> Any:
+def as_processor(processor: Processor | str | os.PathLike[str] | None) -> Any:
     """The processor itself, opened if its path or hub name was given.
 
     Raises:
         ConfigError: there is none, or it cannot be opened.
     """
-    is_path = isinstance(processor, str | os.PathLike)
-    return open_processor(os.fspath(processor)) if is_path else processor
+    return open_processor(os.fspath(processor)) if isinstance(processor, str | os.PathLike) else processor
 
 
-def as_whole_processor(processor: Any) -> Any:
+def as_whole_processor(processor: Processor | str | os.PathLike[str] | None) -> Any:
     """As :func:`as_processor`, for what encodes samples.
 
     Raises:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from packhorse.errors import ConfigError
 from packhorse.families.encoder import Encoder, Family
 from packhorse.families.media_sizes import Pieces, frame_times
-from packhorse.families.models import resolve_model, weightless_model
+from packhorse.families.models import ModelConfig, resolve_model, weightless_model
 from packhorse.media import VideoInfo
 from packhorse.media.images import resize_image, resize_video
 from packhorse.types import MediaKind, MediaLayout, TensorLayout
@@ -34,6 +34,17 @@ _GRIDS = {
 }
 # In mm_token_type_ids, with the names under which a model's config has their ids.
 _TYPES = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
+
+
+class PatchProcessor(Protocol):
+    """The settings of an image or video processor that cuts pixels into patches."""
+
+    patch_size: int
+    merge_size: int
+    size: Mapping[str, int]
+    temporal_patch_size: int  # of videos, like the next
+    max_video_tokens: int
+
 
 VISION: MediaLayout = {
     "pixel_values": TensorLayout(("image",), "rows", "image_grid_thw"),
@@ -87,14 +98,16 @@ class Qwen3VL(Qwen2VL):
         return written
 
 
-def image_tokens(image_processor: Any, size: tuple[int, int]) -> int:
+def image_tokens(image_processor: PatchProcessor, size: tuple[int, int]) -> int:
     """Content tokens of an image for all processors that resize as Qwen2-VL's does."""
     factor = image_processor.patch_size * image_processor.merge_size
     height, width = resize_image(*size, factor, *pixel_budget(image_processor))
     return int(height * width // factor**2)
 
 
-def video_tokens(video_processor: Any, info: VideoInfo, budget: tuple[int, int] | None = None) -> int:
+def video_tokens(
+    video_processor: PatchProcessor, info: VideoInfo, budget: tuple[int, int] | None = None
+) -> int:
     """Content tokens of a video, by the class of the video processor.
 
     ``Qwen3VLVideoProcessor`` gives all frames together one budget of pixels; ``Qwen2VLVideoProcessor``, which
@@ -139,7 +152,7 @@ def middle_times(info: VideoInfo, patch: int) -> list[float]:
     return [(times[at] + times[at + patch - 1]) / 2 for at in range(0, len(times), patch)]
 
 
-def pixel_budget(owner: Any) -> tuple[int, int]:
+def pixel_budget(owner: PatchProcessor) -> tuple[int, int]:
     """Least and most pixels of an image or video processor."""
     return int(owner.size["shortest_edge"]), int(owner.size["longest_edge"])
 
@@ -193,7 +206,7 @@ def mrope_position_ids(sample: Mapping[str, Any], get_rope_index: RopeIndex) -> 
     return torch.as_tensor(positions)[:, 0]
 
 
-def rope_index(model: Any) -> RopeIndex | None:
+def rope_index(model: object) -> RopeIndex | None:
     """The ``get_rope_index`` of a model without its weights, so that it can be sent to DataLoader workers.
 
     Args:
@@ -217,7 +230,7 @@ def rope_index(model: Any) -> RopeIndex | None:
     return None
 
 
-def _is_plain(name: str, value: Any) -> bool:
+def _is_plain(name: str, value: object) -> bool:
     """Whether an attribute is a setting (``spatial_merge_size``) and no state of torch's or a weight."""
     return not name.startswith("_") and isinstance(value, int | float | str) and name != "training"
 
@@ -231,7 +244,9 @@ class WeightlessRopeIndex:
         settings: numbers and words that the model keeps as attributes and the method reads.
     """
 
-    def __init__(self, model_class: type, config: Any, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, model_class: type, config: ModelConfig, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.model_class, self.config, self.settings = model_class, config, dict(settings or {})
         parameters = dict(inspect.signature(model_class.get_rope_index).parameters)  # type: ignore[attr-defined]
         parameters.pop("self")
@@ -254,7 +269,7 @@ def _parameters(function: RopeIndex) -> tuple[set[str], bool]:
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _row(tokens: Any) -> torch.Tensor:
+def _row(tokens: object) -> torch.Tensor:
     """Values per token as [1, S]."""
     import torch
 

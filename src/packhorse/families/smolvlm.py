@@ -85,10 +85,7 @@ class SmolVLM(Family):
         """With the processor's own template, which it replaces by another when it sees a video."""
         return str(
             encoder.processor.apply_chat_template(
-                list(turns),
-                chat_template=encoder.chat_template,
-                tokenize=False,
-                add_generation_prompt=False,
+                list(turns), chat_template=encoder.chat_template, tokenize=False, add_generation_prompt=False
             )
         )
 

@@ -159,7 +159,7 @@ def _place_clips(content: Any, pattern: re.Pattern[str], clips: list[dict[str, A
     return content if len(clips) == before else parts
 
 
-def _message(turn: Any, number: int, key: str) -> Message:
+def _message(turn: object, number: int, key: str) -> Message:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise _wrong(f"turn {number} is {_kind(turn)} without a 'role', expected role and content", key)
     content = turn.get("content")
@@ -198,5 +198,5 @@ def _mismatch(detail: str, key: str) -> BadSample:
     return BadSample(detail, reason="media_mismatch", key=key, stage="convert")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "missing" if value is None else f"a {type(value).__name__}"

@@ -40,7 +40,7 @@ _EXACT = 2.0**50
 _UNKNOWN = -1
 
 
-def image_config(processor: Any) -> dict[str, int] | None:
+def image_config(processor: object) -> dict[str, int] | None:
     """Return the geometry by which Qwen-like image processors cut images into tokens; None for others.
 
     Returns:
@@ -51,7 +51,7 @@ def image_config(processor: Any) -> dict[str, int] | None:
     return _geometry(getattr(processor, "image_processor", None), 56 * 56, 14 * 14 * 4 * 1280)
 
 
-def video_config(processor: Any) -> dict[str, Any] | None:
+def video_config(processor: object) -> dict[str, Any] | None:
     """Return the geometry by which Qwen-like video processors cut videos into tokens; None for others.
 
     Returns:
@@ -71,7 +71,7 @@ def video_config(processor: Any) -> dict[str, Any] | None:
     return config
 
 
-def _geometry(owner: Any, min_pixels: int, max_pixels: int) -> dict[str, int] | None:
+def _geometry(owner: object, min_pixels: int, max_pixels: int) -> dict[str, int] | None:
     patch, merge = getattr(owner, "patch_size", None), getattr(owner, "merge_size", None)
     if not isinstance(patch, int) or not isinstance(merge, int):
         return None
@@ -84,7 +84,7 @@ def _geometry(owner: Any, min_pixels: int, max_pixels: int) -> dict[str, int] | 
     }
 
 
-def _bound(owner: Any, name: str, edge: str, default: int) -> int:
+def _bound(owner: object, name: str, edge: str, default: int) -> int:
     size = getattr(owner, "size", None)
     in_size = [
         size.get(key) if isinstance(size, Mapping) else getattr(size, key, None) for key in (name, edge)
@@ -306,7 +306,7 @@ def _ints(numbers: array[int]) -> Integers:
     return np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
 
 
-def _stated_tokens(entry: Any) -> int:
+def _stated_tokens(entry: object) -> int:
     """Return the ``n_tokens`` of an entry; 0 if the entry is null."""
     if entry is None:
         return 0
@@ -316,7 +316,7 @@ def _stated_tokens(entry: Any) -> int:
     return min(max(0, int(tokens)), _TOO_LARGE)
 
 
-def _sizes_in(entry: Any, count: int) -> tuple[int, ...] | None:
+def _sizes_in(entry: object, count: int) -> tuple[int, ...] | None:
     """Return the first ``count`` numbers of an entry; None if one is missing or cannot be a size."""
     if not isinstance(entry, list | tuple) or len(entry) < count:
         return None
@@ -351,7 +351,7 @@ def estimate_sample_length(
     return (total, media) if return_media_tokens else total
 
 
-def estimate_image_tokens(img_meta: Any, image_cfg: Geometry | None) -> int:
+def estimate_image_tokens(img_meta: object, image_cfg: Geometry | None) -> int:
     """Estimate the tokens of one image by its entry in ``images_meta``.
 
     >>> qwen2_vl = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}

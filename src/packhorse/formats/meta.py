@@ -128,7 +128,7 @@ def _data_file(path: str) -> ConfigError:
     )
 
 
-def _dataset_config(path: str, name: str, entry: Any) -> DatasetConfig:
+def _dataset_config(path: str, name: str, entry: object) -> DatasetConfig:
     where = f"{path}: dataset '{name}'"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is a {type(entry).__name__}, expected an object")

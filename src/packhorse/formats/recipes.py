@@ -370,7 +370,7 @@ def _mixed_text(row: Mapping[str, Any]) -> dict[str, Any]:
     return _example(question, _text(row["solution"], "solution"))
 
 
-def _usable_turns(messages: Any) -> list[tuple[str, str]]:
+def _usable_turns(messages: object) -> list[tuple[str, str]]:
     """Role and text of the turns of a Tulu row that are neither empty nor of another role."""
     turns = [_role_and_text(turn, "role", "content") for turn in _list_of_turns(messages, "messages")]
     return [(role, text) for role, text in turns if role in _ROLES and text.strip()]
@@ -401,7 +401,7 @@ def _usable_rows(tulu: Dataset, name: str, max_turns: int, ledger: Ledger) -> li
     return kept
 
 
-def _why_unusable(messages: Any, max_turns: int) -> tuple[Reason, str] | None:
+def _why_unusable(messages: object, max_turns: int) -> tuple[Reason, str] | None:
     try:
         turns = _usable_turns(messages)
     except BadSample as error:
@@ -436,7 +436,7 @@ def _spoken_turns(turns: Sequence[Any], dataset: str) -> list[tuple[str, str]]:
     return found
 
 
-def _role_and_text(turn: Any, role: str, content: str) -> tuple[str, str]:
+def _role_and_text(turn: object, role: str, content: str) -> tuple[str, str]:
     fields = turn if isinstance(turn, Mapping) else {}
     speaker, text = fields.get(role), fields.get(content)
     if not isinstance(speaker, str) or not isinstance(text, str):
@@ -444,7 +444,7 @@ def _role_and_text(turn: Any, role: str, content: str) -> tuple[str, str]:
     return speaker, text
 
 
-def _list_of_turns(value: Any, column: str) -> list[Any]:
+def _list_of_turns(value: object, column: str) -> list[Any]:
     if isinstance(value, Mapping):  # a table of turns comes as its columns
         value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
@@ -586,13 +586,13 @@ def _loaded_image(source: Any, media_dir: str | None = None) -> Any:
     return os.path.join(str(media_dir), source) if relative else source
 
 
-def _text(value: Any, column: str) -> str:
+def _text(value: object, column: str) -> str:
     if not isinstance(value, str):
         raise _wrong(f"column '{column}' holds {_kind(value)}, expected text")
     return value
 
 
-def _parsed_json(text: Any, column: str, wanted: type) -> Any:
+def _parsed_json(text: object, column: str, wanted: type) -> Any:
     checked = _text(text, column)
     try:
         value = json.loads(checked)
@@ -605,7 +605,7 @@ def _parsed_json(text: Any, column: str, wanted: type) -> Any:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 

@@ -127,12 +127,7 @@ def convert_sharegpt_to_conversation(
 
 
 def convert_row(
-    row: Mapping[str, Any],
-    rules: ShareGptFormat,
-    *,
-    key: str,
-    dataset: str,
-    record: Callable[[Drop], None],
+    row: Mapping[str, Any], rules: ShareGptFormat, *, key: str, dataset: str, record: Callable[[Drop], None]
 ) -> dict[str, Any]:
     """:func:`convert_sharegpt_to_conversation` with the format already parsed, for many rows."""
     return _Conversion(row, rules, key, dataset, record).result()
@@ -225,7 +220,7 @@ class _Conversion:
         self._report("unknown_role", found, "cut")
         return None
 
-    def _user_parts(self, number: int, content: Any) -> list[dict[str, Any]]:
+    def _user_parts(self, number: int, content: object) -> list[dict[str, Any]]:
         if not isinstance(content, str):
             return self._parts(number, content)
         parts: list[dict[str, Any]] = []
@@ -250,7 +245,7 @@ class _Conversion:
             self._report("surplus_placeholder", detail, "cut")
         return parts or [{"type": "text", "text": ""}]
 
-    def _parts(self, number: int, content: Any) -> list[dict[str, Any]]:
+    def _parts(self, number: int, content: object) -> list[dict[str, Any]]:
         """Content that is taken as it is: text, or parts that the row has already split."""
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
@@ -266,7 +261,7 @@ class _Conversion:
             return {**part, kind: self._resolve(part[kind])}
         return dict(part)
 
-    def _media_part(self, kind: MediaKind, entry: Any) -> dict[str, Any]:
+    def _media_part(self, kind: MediaKind, entry: object) -> dict[str, Any]:
         if not isinstance(entry, Mapping):
             return {"type": kind, kind: self._resolve(entry)}
         # Other fields of an entry are passed on, but do not replace the part's own.
@@ -316,11 +311,11 @@ def _from_mapping(cls: type[Any], given: Mapping[str, str] | None, what: str) ->
     return cls(**(given or {}))
 
 
-def _is_nothing(entry: Any) -> bool:
+def _is_nothing(entry: object) -> bool:
     return entry is None or (isinstance(entry, str) and not entry)
 
 
-def _is_inputs_meta(meta: Any) -> bool:
+def _is_inputs_meta(meta: object) -> bool:
     if not isinstance(meta, Mapping):
         return False
     lists = [meta.get(name) or [] for name in ("images_meta", "videos_meta")]
@@ -335,7 +330,7 @@ def _is_inputs_meta(meta: Any) -> bool:
     )
 
 
-def _summary(value: Any) -> str:
+def _summary(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a dict with {', '.join(map(str, value)) or 'no keys'}"
     return f"a {type(value).__name__}" if value is not None else "null"

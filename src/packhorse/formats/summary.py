@@ -124,15 +124,7 @@ def loading_summary(
 
 
 _HEAD = ("dataset", "samples", "images", "videos", "text only", "tokens", "I/O s", "convert s", "total s")
-_SUMMED = (
-    "io_s",
-    "convert_s",
-    "n_images",
-    "n_videos",
-    "n_text_only",
-    "n_text_tokens",
-    "n_media_tokens",
-)
+_SUMMED = ("io_s", "convert_s", "n_images", "n_videos", "n_text_only", "n_text_tokens", "n_media_tokens")
 
 
 def _seconds(timing: Mapping[str, Any]) -> float:

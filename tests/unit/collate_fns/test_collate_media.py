@@ -103,7 +103,7 @@ def test_the_geometry_of_a_real_processor():
 RAW = {
     "image": Raw(turns("image", "image"), images=(make_image(100, 60), make_image(300, 200))),
     "video": Raw(turns("video"), clips=(clip(6),)),
-    "audio": Raw(turns("audio"), sounds=(tone(16_000),)),
+    "audio": Raw(turns("audio"), audios=(tone(16_000),)),
 }
 
 
@@ -122,7 +122,7 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
                 {"type": "video", "video": frames, "video_metadata": metadata}
                 for frames, metadata in raw.clips
             ),
-            *({"type": "audio", "audio": (clip, 16_000)} for clip in raw.sounds),
+            *({"type": "audio", "audio": (clip, 16_000)} for clip in raw.audios),
         ]
     )
     conversation = [
@@ -131,7 +131,7 @@ def test_media_tokens_are_estimated_exactly_for_known_families(name, kind):
     ]
     ids = own_batch(name, [raw])["input_ids"][0].tolist()
     content = Encoder(processor(name)).media_token_ids
-    placeholders = len(raw.images) + len(raw.clips) + len(raw.sounds)
+    placeholders = len(raw.images) + len(raw.clips) + len(raw.audios)
     assert (
         _estimate_media_tokens(conversation, processor(name))
         == sum(token in content for token in ids) - placeholders

@@ -1,4 +1,4 @@
-"""Mixtures: the meta file is checked, rows are dealt and converted, losses are named."""
+"""Mixtures: the meta file is checked, rows are assigned to ranks and converted, losses are named."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def mixture(tmp_path: Path) -> Path:
     return write_meta(tmp_path, meta, a=a, b=[with_image | {"images": ["i.jpg"]}, chat(9)])
 
 
-def test_datasets_stand_in_the_order_of_their_names(mixture: Path) -> None:
+def test_datasets_are_in_the_order_of_their_names(mixture: Path) -> None:
     examples = make_meta_dataset(str(mixture))
     assert isinstance(examples, _ExamplesWithStats)
     assert isinstance(examples, list)
@@ -322,13 +322,13 @@ def test_a_dot_for_the_folder_of_the_meta_file_is_in_no_path_and_dots_for_the_on
     tmp_path: Path,
 ) -> None:
     for given, path in (
-        (".", "data/mule.png"),
-        ("./pics/", "data/pics/mule.png"),
-        ("..", "data/../mule.png"),
+        (".", "data/cat.png"),
+        ("./pics/", "data/pics/cat.png"),
+        ("..", "data/../cat.png"),
     ):
         (tmp_path / "data" / "pics").mkdir(parents=True, exist_ok=True)
         entry = {"file_name": "./a.jsonl", "media_dir": given}
-        row = chat(0, images=["mule.png"])
+        row = chat(0, images=["cat.png"])
         row["messages"][0]["content"] = "<image>"
         meta = write_meta(tmp_path / "data", {"a": entry}, a=[row])
         (part,) = open_meta_dataset(meta)[0]["conversation"][0]["content"]

@@ -34,7 +34,7 @@ from packhorse.ledger import Ledger, default_ledger
 from packhorse.types import World
 
 
-def picture(shade: int) -> Image.Image:
+def shade_image(shade: int) -> Image.Image:
     return Image.new("RGB", (8, 6), (shade, 0, 0))
 
 
@@ -54,7 +54,9 @@ def shade(part: dict[str, Any]) -> int:
 
 def test_rdr_asks_for_a_description(tmp_path: Path) -> None:
     path = write(
-        tmp_path, {"image": [picture(10), picture(20)], "text": ["ten", "twenty"]}, image=datasets.Image()
+        tmp_path,
+        {"image": [shade_image(10), shade_image(20)], "text": ["ten", "twenty"]},
+        image=datasets.Image(),
     )
     dataset = make_rdr_dataset(path)
     assert len(dataset) == 2
@@ -65,7 +67,7 @@ def test_rdr_asks_for_a_description(tmp_path: Path) -> None:
 
 
 def test_medpix_stays_on_disk_and_decodes_on_access(tmp_path: Path) -> None:
-    columns = {"image_id": [picture(30)], "question": ["What?"], "answer": ["That."]}
+    columns = {"image_id": [shade_image(30)], "question": ["What?"], "answer": ["That."]}
     dataset = make_medpix_dataset(write(tmp_path, columns, image_id=datasets.Image()), split="train")
     assert isinstance(dataset, datasets.Dataset)
     user, assistant = dataset[0]["conversation"]
@@ -82,7 +84,7 @@ def test_cord_turns_its_parse_into_tokens(tmp_path: Path) -> None:
         json.dumps({"gt_parses": [{"a": "1"}, {"a": "2"}, {"a": "3"}]}),
         json.dumps({"meta": {}}),
     ]
-    path = write(tmp_path, {"image": [picture(1)] * 3, "ground_truth": truths}, image=datasets.Image())
+    path = write(tmp_path, {"image": [shade_image(1)] * 3, "ground_truth": truths}, image=datasets.Image())
     dataset = make_cord_v2_dataset(path)
     answer = dataset[0]["conversation"][1]["content"][0]["text"]
     assert answer == (
@@ -108,7 +110,7 @@ def test_json2token_knows_plain_text_and_key_order() -> None:
     assert json2token({}) == ""
 
 
-def test_cv17_gives_the_prompt_and_the_sound(tmp_path: Path) -> None:
+def test_cv17_gives_the_prompt_and_the_audio(tmp_path: Path) -> None:
     wave = np.sin(np.arange(1600) / 10).astype(np.float32) / 2
     clip = io.BytesIO()
     soundfile.write(clip, np.stack([wave, wave], axis=1), 16_000, format="WAV", subtype="FLOAT")
@@ -130,20 +132,20 @@ def test_cv17_gives_the_prompt_and_the_sound(tmp_path: Path) -> None:
 def test_unimm_puts_the_image_where_the_text_has_it(tmp_path: Path) -> None:
     turns = [
         {"from": "human", "value": "<Image >\nWhat is it?"},
-        {"from": "gpt", "value": "A mule. "},
+        {"from": "gpt", "value": "A cat. "},
         {"from": "human", "value": "  "},
-        {"from": "gpt", "value": "Still a mule."},
+        {"from": "gpt", "value": "Still a cat."},
         {"from": "human", "value": "Where is <image> from?"},
     ]
     other = [{"from": "judge"}]
-    columns = {"image": [picture(9)] * 3, "conversation": [json.dumps(turns), json.dumps(other), "{"]}
+    columns = {"image": [shade_image(9)] * 3, "conversation": [json.dumps(turns), json.dumps(other), "{"]}
     dataset = make_unimm_chat_dataset(write(tmp_path, columns, image=datasets.Image()))
     conversation = dataset[0]["conversation"]
     assert [turn["role"] for turn in conversation] == ["user", "assistant"] * 2 + ["user"]
     kinds = [[part["type"] for part in turn["content"]] for turn in conversation]
     assert kinds == [["image", "text"], ["text"], ["image"], ["text"], ["text", "image", "text"]]
     assert conversation[0]["content"][1]["text"] == "What is it?"
-    assert conversation[1]["content"][0]["text"] == "A mule."
+    assert conversation[1]["content"][0]["text"] == "A cat."
     for bad, message in ((1, "'from'"), (2, "not valid JSON")):
         with pytest.raises(BadSample, match=message):
             dataset[bad]
@@ -159,10 +161,10 @@ def test_unimm_skips_a_turn_of_another_role_and_records_it(
     turns = [
         {"from": "human", "value": "<image>What is it?"},
         {"from": "judge", "value": "Well asked."},
-        {"from": "gpt", "value": "A mule."},
+        {"from": "gpt", "value": "A cat."},
     ]
     columns = {
-        "image": [picture(9)] * 2,
+        "image": [shade_image(9)] * 2,
         "conversation": [json.dumps(turns), json.dumps(turns[1:2])],
     }
     path = write(tmp_path, columns, image=datasets.Image())
@@ -182,7 +184,7 @@ def test_the_ledger_of_a_loader_names_each_row_with_a_skipped_turn_once(tmp_path
     turns = [
         {"role": "user", "content": "What is it?"},
         {"role": "tool", "content": "look up"},
-        {"role": "assistant", "content": "A mule."},
+        {"role": "assistant", "content": "A cat."},
     ]
     path = write(tmp_path, {"messages": [turns, turns[::2], turns, turns]})
     rows = make_tulu3_dataset(path)
@@ -201,7 +203,10 @@ def test_llava_puts_images_where_the_questions_have_their_tags(tmp_path: Path) -
         {"from": "gpt", "value": "It says <image>."},
     ]
     plain = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]
-    columns = {"image": [picture(4), None, None, picture(5)], "conversations": [turns, plain, turns, plain]}
+    columns = {
+        "image": [shade_image(4), None, None, shade_image(5)],
+        "conversations": [turns, plain, turns, plain],
+    }
     path = write(tmp_path, columns, image=datasets.Image())
     dataset = make_llava_onevision_dataset(path)
     question, answer = dataset[0]["conversation"]
@@ -231,7 +236,7 @@ def test_llava_paths_get_the_media_folder_and_lists_are_used_in_order(tmp_path: 
 def test_shopify_asks_for_the_category_and_decodes_on_access(tmp_path: Path) -> None:
     broken = {"bytes": b"broken", "path": None}
     columns = {
-        "product_image": [{"bytes": encoded(picture(7)), "path": None}, broken, broken],
+        "product_image": [{"bytes": encode_image(shade_image(7)), "path": None}, broken, broken],
         "ground_truth_category": ["Apparel > Hats", "Toys", "Pets"],
         "product_title": ["Hat", "Toy", "Pet"],
     }
@@ -302,7 +307,7 @@ def test_the_text_mix_takes_four_fifths_of_tulu_and_records_the_rows_that_it_dro
 def test_unknown_arguments_are_ignored_and_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path, {"image": [picture(1)] * 4, "text": list("abcd")}, image=datasets.Image())
+    path = write(tmp_path, {"image": [shade_image(1)] * 4, "text": list("abcd")}, image=datasets.Image())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert len(make_rdr_dataset(path, truncate=True, tokenizer=None)) == 4
@@ -310,7 +315,7 @@ def test_unknown_arguments_are_ignored_and_named_once(
 
 
 def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp_path: Path) -> None:
-    path = write(tmp_path, {"image": [picture(1)] * 4, "text": list("abcd")}, image=datasets.Image())
+    path = write(tmp_path, {"image": [shade_image(1)] * 4, "text": list("abcd")}, image=datasets.Image())
     assert len(make_rdr_dataset(path, split="train[:2]")) == 2
     files = str(tmp_path / "data" / "*.parquet")
     assert len(make_rdr_dataset("parquet", data_files=files)) == 4
@@ -320,7 +325,7 @@ def test_arguments_go_on_to_load_dataset_and_a_wrong_folder_says_what_it_has(tmp
         make_rdr_dataset(path, streaming=True)
 
 
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
@@ -342,7 +347,7 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), d
     ("image", "reason"),
     [
         ({"bytes": bomb(), "path": None}, "media_too_large"),
-        ({"bytes": encoded(NOISE)[:5000], "path": None}, "broken_media"),
+        ({"bytes": encode_image(NOISE)[:5000], "path": None}, "broken_media"),
         ({"bytes": b"no image", "path": None}, "broken_media"),
         ({"bytes": b"", "path": None}, "broken_media"),
         ({"bytes": None, "path": None}, "missing_media"),
@@ -352,7 +357,7 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), d
 def test_an_image_that_cannot_be_used_is_rejected_with_its_reason_and_its_neighbours_are_not(
     tmp_path: Path, image: dict[str, Any] | None, reason: str
 ) -> None:
-    good = {"bytes": encoded(picture(7)), "path": None}
+    good = {"bytes": encode_image(shade_image(7)), "path": None}
     turns = json.dumps([{"from": "human", "value": "Hi"}])
     columns = {
         "image": [good, image, good],
@@ -373,7 +378,7 @@ def test_an_image_that_cannot_be_used_is_rejected_with_its_reason_and_its_neighb
 
 
 def test_a_broken_image_in_a_column_that_is_not_used_does_no_harm(tmp_path: Path) -> None:
-    columns = {"image": [picture(5)], "text": ["five"], "thumbnail": [{"bytes": b"broken", "path": None}]}
+    columns = {"image": [shade_image(5)], "text": ["five"], "thumbnail": [{"bytes": b"broken", "path": None}]}
     path = write(tmp_path, columns, image=datasets.Image(), thumbnail=datasets.Image())
     assert shade(make_rdr_dataset(path)[0]["conversation"][0]["content"][0]) == 5
 
@@ -383,7 +388,7 @@ def test_images_come_upright_and_in_rgb_as_the_hub_would_turn_them(tmp_path: Pat
     exif[0x0112] = 6
     photo = Image.new("L", (8, 6))
     photo.putpixel((0, 5), 255)
-    data = encoded(photo, exif=exif)
+    data = encode_image(photo, exif=exif)
     path = write(tmp_path, {"image": [{"bytes": data, "path": None}], "text": ["x"]}, image=datasets.Image())
     hubs_own = datasets.load_dataset(path, split="train")[0]["image"]
     image = make_rdr_dataset(path)[0]["conversation"][0]["content"][0]["image"]
@@ -428,15 +433,15 @@ DEEP = "[" * 100_000
 def test_texts_and_json_of_another_kind_are_rejected_as_a_wrong_format(
     tmp_path: Path, make: Any, column: str, value: str | None, words: str
 ) -> None:
-    columns = {"image": [picture(1)], column: [value]}
+    columns = {"image": [shade_image(1)], column: [value]}
     with pytest.raises(BadSample, match=words) as caught:
         make(write(tmp_path, columns, image=datasets.Image(), **{column: datasets.Value("string")}))[0]
     assert (caught.value.reason, caught.value.stage) == ("wrong_format", "convert")
 
 
-def test_a_medpix_or_cv17_row_without_text_or_sound_is_rejected(tmp_path: Path) -> None:
+def test_a_medpix_or_cv17_row_without_text_or_audio_is_rejected(tmp_path: Path) -> None:
     text = datasets.Value("string")
-    columns = {"image_id": [picture(1)] * 2, "question": ["a", None], "answer": [None, "b"]}
+    columns = {"image_id": [shade_image(1)] * 2, "question": ["a", None], "answer": [None, "b"]}
     medpix = make_medpix_dataset(
         write(tmp_path, columns, image_id=datasets.Image(), question=text, answer=text)
     )
@@ -444,9 +449,9 @@ def test_a_medpix_or_cv17_row_without_text_or_sound_is_rejected(tmp_path: Path) 
         with pytest.raises(BadSample, match=f"column '{column}' holds nothing") as caught:
             medpix[index]
         assert caught.value.reason == "wrong_format"
-    (tmp_path / "sound").mkdir()
+    (tmp_path / "audio").mkdir()
     columns = {"audio": [None, {"bytes": b"x", "path": "a.wav"}], "transcription": ["a", None]}
-    cv17 = make_cv17_dataset(write(tmp_path / "sound", columns, audio=datasets.Audio(), transcription=text))
+    cv17 = make_cv17_dataset(write(tmp_path / "audio", columns, audio=datasets.Audio(), transcription=text))
     for index, reason in ((0, "missing_media"), (1, "wrong_format")):
         with pytest.raises(BadSample) as caught:
             cv17[index]

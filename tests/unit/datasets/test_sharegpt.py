@@ -1,4 +1,4 @@
-"""ShareGPT rows: placeholders take media in order, and what does not add up is recorded or raised."""
+"""ShareGPT rows: placeholders take media in order, and inconsistent rows are recorded or raised."""
 
 import copy
 import os
@@ -172,9 +172,7 @@ def test_content_that_is_already_split_into_parts_is_kept() -> None:
         ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant_turn", "kept"),
     ],
 )
-def test_what_does_not_add_up_is_recorded_or_raised(
-    example: dict[str, Any], reason: str, action: str
-) -> None:
+def test_an_inconsistent_row_is_recorded_or_raised(example: dict[str, Any], reason: str, action: str) -> None:
     ledger = Ledger()
     convert(example, key="set/3", ledger=ledger)
     (drop,) = ledger
@@ -190,7 +188,7 @@ def test_without_a_ledger_findings_go_to_the_processes_own() -> None:
     assert "own/0" in {drop.key for drop in default_ledger()}
 
 
-def test_the_rest_of_a_row_that_does_not_add_up_is_delivered() -> None:
+def test_the_rest_of_an_inconsistent_row_is_delivered() -> None:
     assert user_parts(row("<image>a<image>b", images=["1.jpg"]), ledger=Ledger()) == [
         {"type": "image", "image": "1.jpg"},
         text("a"),
