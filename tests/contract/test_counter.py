@@ -175,6 +175,33 @@ def test_most_conversations_go_the_short_way_with_a_tokenizer_that_cuts_by_a_kno
         assert counter.count(Conversation(tuple(said))).count.supervised == 4
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ p.text | trim }}",
+        "{% if 'cat' in p.text %}seen: {% endif %}{{ p.text }}",
+        "{{ p.text }}{% if m.role == 'user' %}{{ p.text }}{% endif %}",
+        "{% if m.role == 'assistant' %}{{ p.text }}{% endif %}",
+    ],
+)
+def test_a_template_that_changes_repeats_or_drops_texts_is_counted_as_it_is_encoded(body):
+    made = copy.copy(cutting_by_pattern("qwen2_vl"))
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% for p in m.content %}BODY{% endfor %}<|im_end|>\n{% endfor %}"
+    ).replace("BODY", body)
+    rows = [
+        Conversation((Message("user", (TextPart(question),)), Message("assistant", (TextPart(answer),))))
+        for question, answer in (
+            ("What is it?", "A cat."),
+            ("  Where is the cat? ", " Here. "),
+            ("Why?", "So."),
+        )
+    ]
+    counter = TokenCounter(Encoder(made))
+    assert list(map(summary, counter.count_many(rows))) == [real("qwen2_vl", row, made) for row in rows]
+
+
 @pytest.mark.parametrize("texts", [("<|image_", "pad|> hi"), ("<|im_", "end|>"), ("a <|image_pad|>",)])
 def test_a_special_token_spread_over_parts_is_seen(texts):
     made = cutting_by_pattern("qwen2_vl")

@@ -340,12 +340,12 @@ class PartStore:
 
     def _find_parts(self, sidecars: Sequence[Sidecar], retry_bad: bool) -> dict[str, Part]:
         """Return the parts that were counted before with these settings, by digest."""
+        known = {}
+        for sidecar in reversed(sidecars):
+            for number, digest in enumerate(sidecar.parts):
+                known[digest] = Part(digest, (sidecar, number), sidecar.about["checks"][number])
         saved = (Part(path.stem.partition("-")[0], path) for path in self._part_files())
-        parts = [
-            *(part for sidecar in reversed(sidecars) for part in _parts_of(sidecar)),
-            *(part for part in saved if part.is_whole()),
-        ]
-        known = {part.digest: part for part in parts}
+        known |= {part.digest: part for part in saved if part.is_whole()}
         # A timeout or a missing permission is not a property of the row: try again.
         return {
             digest: part
@@ -454,11 +454,6 @@ class Part:
             return self.batch() is not None
         except (OSError, ValueError):
             return False
-
-
-def _parts_of(sidecar: Sidecar) -> Iterator[Part]:
-    for number, (part, check) in enumerate(zip(sidecar.parts, sidecar.about["checks"], strict=True)):
-        yield Part(part, (sidecar, number), check)
 
 
 def has_bad(batches: Iterable[pa.RecordBatch]) -> bool:

@@ -102,8 +102,8 @@ class RayEngine:
                 handle = ray.put(work)
             except PICKLE_ERRORS as error:
                 raise unsendable("the work", error) from error
-            remote = ray.remote(_run_on_node)
-            remote = remote.options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=False)
+            options = {"num_cpus": 1, "max_retries": MAX_RETRIES, "retry_exceptions": False}
+            remote = ray.remote(_run_on_node).options(**options)
             # In a tuple, a handle is passed on as it is; alone, Ray would rebuild the work for each task.
             parcel = handle, sys.path
             positions = iter(range(len(tasks)))

@@ -203,19 +203,15 @@ class _ParquetCopy:
         self.writer.close()
 
 
+@dataclass
 class _Writer:
     """Writes one dataset."""
 
-    def __init__(
-        self,
-        report: CheckReport,
-        index: int,
-        fixed: FixedDataset,
-        copy: _JsonlCopy | _ParquetCopy,
-        ledger: IO[bytes],
-    ) -> None:
-        self.report, self.index, self.fixed = report, index, fixed
-        self.copy, self.ledger = copy, ledger
+    report: CheckReport
+    index: int
+    fixed: FixedDataset
+    copy: _JsonlCopy | _ParquetCopy
+    ledger: IO[bytes]
 
     def write(self, drop_duplicates: bool) -> Iterator[int]:
         """Write all rows, one part at a time; yield the number of finished rows."""
