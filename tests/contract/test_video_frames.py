@@ -45,14 +45,14 @@ def video_files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SEEING)
-@pytest.mark.parametrize("wishes", SETTINGS, ids=str)
-def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, wishes, video_files):
-    encoder, default = Encoder(with_video_settings(name, wishes)), Encoder(processor(name))
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_frames_and_tokens_of_a_file_are_those_of_the_processors_own_call(name, settings, video_files):
+    encoder, default = Encoder(with_video_settings(name, settings)), Encoder(processor(name))
     text = rendered(encoder, "video")
     for path in video_files:
         expected, ids = own_call(encoder, path)
         # On the processor, and in the row.
-        for other, options in ((encoder, {}), (default, wishes)):
+        for other, options in ((encoder, {}), (default, settings)):
             ref = MediaRef("video", str(path), options)
             size = other.size_of(ref)
             assert list(size.indices) == expected, (path.name, options)
@@ -113,15 +113,15 @@ RATES = st.sampled_from(
     num_frames=st.none() | st.integers(1, 900),
 )
 def test_the_frames_of_any_video_are_those_of_sample_frames(name, total, rate, fps, num_frames):
-    wishes = {"fps": fps, "num_frames": num_frames}
+    settings = {"fps": fps, "num_frames": num_frames}
     if name not in LIMITS and fps is not None:
-        wishes["num_frames"] = num_frames = None
-    wishes = {key: value for key, value in wishes.items() if value is not None}
+        settings["num_frames"] = num_frames = None
+    settings = {key: value for key, value in settings.items() if value is not None}
     info = VideoInfo(total, 48, 64, rate, total / rate)
-    configured = with_video_settings(name, wishes)
+    configured = with_video_settings(name, settings)
     owner = configured.video_processor
     expected = sampled_by_processor(owner, info) if samples_frames(owner) else list(range(total))
-    by_row = VideoSampling.from_processor(processor(name)).override(**wishes)
+    by_row = VideoSampling.from_processor(processor(name)).override(**settings)
     for sampling in (VideoSampling.from_processor(configured), by_row):
         taken = sample_frame_indices(info, sampling).tolist()
         assert count_sampled_frames(info, sampling) == len(taken)

@@ -167,19 +167,12 @@ def _no_samples(source: Any) -> BadSample:
 
 
 class _Clip(NamedTuple):
-    """What was read of a file.
+    """The content of a file."""
 
-    Attributes:
-        samples: mono samples; empty if only the header was read.
-        expected: the number of samples that the header gives.
-        rate: samples per second.
-        tolerance: how many samples may be missing without the file being damaged.
-    """
-
-    samples: np.ndarray
-    expected: int
+    samples: np.ndarray  # mono; empty if only the header was read
+    expected: int  # the number of samples in the header
     rate: int
-    tolerance: int
+    tolerance: int  # the number of samples that an intact file may lack
 
 
 def _measure_file(source: Any) -> tuple[int, int]:

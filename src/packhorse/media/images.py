@@ -105,7 +105,7 @@ def image_size(
     still has a size.
     """
     # The common case, a local path, needs no file object.
-    plain = exif and type(source) is str and "::" not in source and "://" not in source
+    plain = exif and type(source) is str and (":" not in source or not ("::" in source or "://" in source))
     size = path_header_size(source) if plain else None
     if size is not None:
         pass
