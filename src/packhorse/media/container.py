@@ -334,7 +334,7 @@ class VideoFile:
 
 
 @contextmanager
-def open_video(source: Any, name: str | None = None) -> Iterator[VideoFile]:
+def open_video(source: object, name: str | None = None) -> Iterator[VideoFile]:
     """Open a video of any source; a read error in the block becomes ``broken_media`` or a ``SystemFault``."""
     av = require("av", "video")
     name = name or describe(source)
