@@ -138,10 +138,10 @@ def _png(head: bytes, file: File) -> Size | None:
         if zlib.crc32(head[at + 4 : at + 8 + length]) != checksum:
             return None
         if name == b"eXIf":
-            found = None if orientation else _exif_orientation(head[at + 8 : at + 8 + length], length)
-            if not found:
+            value = None if orientation else _exif_orientation(head[at + 8 : at + 8 + length], length)
+            if not value:
                 return None  # a second chunk, or one without a plain orientation
-            orientation = found
+            orientation = value
         elif name == b"tEXt" and head.startswith(_PNG_METADATA, at + 8):
             return None
         at += 12 + length
@@ -157,8 +157,8 @@ def _png_ends_with_pixels(at: int, length: int, file: File) -> bool:
     last = at + max(end - at - 1, 0) // stride * stride
     if last == at:
         return at + stride == end
-    found = _read(file, last, 8)
-    return found[4:] == b"IDAT" and int.from_bytes(found[:4], "big") == end - last - 12
+    chunk = _read(file, last, 8)
+    return chunk[4:] == b"IDAT" and int.from_bytes(chunk[:4], "big") == end - last - 12
 
 
 def _jpeg(head: bytes, file: File) -> Size | None:
@@ -190,10 +190,10 @@ def _jpeg(head: bytes, file: File) -> Size | None:
             # Without an orientation in EXIF data, XMP data may have one; PIL reads them.
             return None if has_xmp and not orientation else _upright(size, orientation)
         elif mark == _JPEG_EXIF and head.startswith(b"Exif\0\0", at + 4):
-            found = None if has_exif else _exif_orientation(head[at + 10 : at + 2 + length], length - 8)
-            if found is None:
+            value = None if has_exif else _exif_orientation(head[at + 10 : at + 2 + length], length - 8)
+            if value is None:
                 return None
-            orientation, has_exif = found, True
+            orientation, has_exif = value, True
         elif mark == _JPEG_EXIF:
             if length < 2:
                 return None
@@ -324,10 +324,10 @@ def _webp_extended(head: bytes, file: File, end: int) -> Size | None:
         elif kind == b"EXIF" and flags & _WEBP_EXIF:
             exif = _read(file, at + 8, min(length, _WINDOW))
             prefix = 6 if exif.startswith(b"Exif\0\0") else 0  # some encoders write that of a JPEG
-            found = None if has_exif else _exif_orientation(exif[prefix:], length - prefix)
-            if found is None:
+            value = None if has_exif else _exif_orientation(exif[prefix:], length - prefix)
+            if value is None:
                 return None
-            orientation, has_exif = found, True
+            orientation, has_exif = value, True
         before = kind
         at += 8 + length + (length & 1)
     if frame is None or at != end or (flags & _WEBP_XMP and not orientation):
