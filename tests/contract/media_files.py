@@ -40,10 +40,10 @@ def _see_through(image: Image.Image) -> Image.Image:
 
 def write_video(path: Path, frames: int, fps: int | Fraction, width: int = 66, height: int = 50) -> None:
     """A video of ``frames`` different frames."""
-    pictures, _ = clip(frames, width, height)
+    images, _ = clip(frames, width, height)
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for pixels in pictures:
+        for pixels in images:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         file.mux(stream.encode(None))

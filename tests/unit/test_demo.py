@@ -179,15 +179,15 @@ def test_a_folder_that_is_not_the_demos_own_is_rejected_and_not_touched(foreign:
     assert [path.name for path in foreign.iterdir()] == ["data"]
 
 
-def test_reasons_in_the_report_add_up_to_the_rows_beside_them(demo: Run) -> None:
+def test_reasons_in_the_report_sum_to_the_dropped_rows(demo: Run) -> None:
     page = (demo.out / "report.html").read_text()
-    told = re.search(
+    summary = re.search(
         r"350 rows = 345 trained \+ 5 dropped\. Of these 4 are in no pack, and 1 failed when decoded: "
         r"[\w ]+\. By reason: ([\w, ]+)\.</p>",
         page,
     )
-    assert told is not None
-    assert sum(int(part.split()[0]) for part in told[1].split(", ")) == 5
+    assert summary is not None
+    assert sum(int(part.split()[0]) for part in summary[1].split(", ")) == 5
     assert "Trained, but not as the file has them: 1 surplus_placeholder.</p>" in page
     assert "350 rows = 345 trained once + 4 in no pack + 1 that could not be decoded" in demo.printed
 

@@ -40,7 +40,7 @@ def test_why_gradients_were_not_compared_is_said():
     assert "gradients 1.0e-05 apart (allowed 1.0e-03)" in report(1e-6, gradients=1e-5).describe()
 
 
-def test_compared_gradients_have_no_excuse_beside_them_in_the_json():
+def test_compared_gradients_have_no_reason_against_them_in_the_json():
     assert report(1e-6, gradients=1e-5).as_dict()["why_no_gradients"] == ""
 
 
@@ -110,13 +110,13 @@ def test_a_backend_that_is_not_possible_does_not_stop_the_others(run):
     assert "sdpa: packed equals unpacked" in result.output
     assert "eager: packed equals unpacked" in result.output
     assert "varlen: not available: no varlen here" in result.output
-    told = json.loads(run("--json").stdout)
-    assert list(told) == ["version", "passed", "dropped", "not_possible", "reports"]
-    assert [one["attention"] for one in told["reports"]] == ["sdpa", "eager"]
-    assert told["not_possible"] == {"varlen": "no varlen here"}
+    result = json.loads(run("--json").stdout)
+    assert list(result) == ["version", "passed", "dropped", "not_possible", "reports"]
+    assert [one["attention"] for one in result["reports"]] == ["sdpa", "eager"]
+    assert result["not_possible"] == {"varlen": "no varlen here"}
 
 
-def test_a_backend_that_is_asked_for_must_be_possible(run, monkeypatch):
+def test_a_requested_backend_must_be_available(run, monkeypatch):
     result = run("--attn-implementation", "sdpa", "--attn-implementation", "varlen")
     assert result.exit_code == 2
     assert "no varlen here" in result.output

@@ -38,7 +38,7 @@ _MAX_CHANNELS = 64
 
 
 def load_audio(
-    source: Any, *, sampling_rate: int | None = None, max_bytes: int | None = DEFAULT_MAX_BYTES
+    source: object, *, sampling_rate: int | None = None, max_bytes: int | None = DEFAULT_MAX_BYTES
 ) -> tuple[np.ndarray, int]:
     """Decode one clip into (mono float32 samples in [-1, 1], rate).
 
@@ -71,7 +71,7 @@ def load_audio(
     return np.ascontiguousarray(mono, dtype=np.float32), rate
 
 
-def audio_info(source: Any) -> tuple[int, int]:
+def audio_info(source: object) -> tuple[int, int]:
     """Return (number of samples, rate) of a clip as it is stored, without decoding it.
 
     It is the length that :func:`load_audio` gives at the clip's own rate, with two exceptions:
@@ -96,7 +96,7 @@ def audio_info(source: Any) -> tuple[int, int]:
     return count, rate
 
 
-def check_samples(samples: int, max_bytes: int | None, source: Any) -> None:
+def check_samples(samples: int, max_bytes: int | None, source: object) -> None:
     """Raise ``media_too_large`` if a clip of this number of samples needs more than ``max_bytes``."""
     what = f"{describe(source)}: a clip of {samples:,} samples"
     check_bytes(samples * _SAMPLE_BYTES, max_bytes, what, "cut it into shorter clips")
@@ -105,7 +105,7 @@ def check_samples(samples: int, max_bytes: int | None, source: Any) -> None:
 # --- arrays and decoders ----------------------------------------------------------------------------------
 
 
-def _as_pair(source: Any) -> tuple[Any, Any] | None:
+def _as_pair(source: object) -> tuple[Any, Any] | None:
     if isinstance(source, Mapping) and source.get("array") is not None:
         return source["array"], source.get("sampling_rate")
     if isinstance(source, tuple | list) and len(source) == 2 and not isinstance(source[0], str | bytes):
@@ -113,7 +113,7 @@ def _as_pair(source: Any) -> tuple[Any, Any] | None:
     return None
 
 
-def _mono_array(array: Any, rate: Any, source: Any) -> tuple[np.ndarray, int]:
+def _mono_array(array: Any, rate: Any, source: object) -> tuple[np.ndarray, int]:
     try:
         samples = np.asarray(array)
         whole_rate = int(rate)
@@ -149,7 +149,7 @@ def _decode_with_decoder(source: Any) -> tuple[np.ndarray, int]:
     return np.asarray(samples.data, dtype=np.float32).mean(axis=0), int(samples.sample_rate)
 
 
-def _decoder_info(source: Any) -> tuple[int, int]:
+def _decoder_info(source: object) -> tuple[int, int]:
     metadata = getattr(source, "metadata", None)
     seconds = getattr(metadata, "duration_seconds", None)
     rate = getattr(metadata, "sample_rate", None)
@@ -159,7 +159,7 @@ def _decoder_info(source: Any) -> tuple[int, int]:
     return round(seconds * rate), int(rate)
 
 
-def _no_samples(source: Any) -> BadSample:
+def _no_samples(source: object) -> BadSample:
     return bad_media(f"{describe(source)}: the clip has no samples")
 
 
@@ -167,22 +167,15 @@ def _no_samples(source: Any) -> BadSample:
 
 
 class _Clip(NamedTuple):
-    """What was read of a file.
+    """The content of a file."""
 
-    Attributes:
-        samples: mono samples; empty if only the header was read.
-        expected: the number of samples that the header gives.
-        rate: samples per second.
-        tolerance: how many samples may be missing without the file being damaged.
-    """
-
-    samples: np.ndarray
-    expected: int
+    samples: np.ndarray  # mono; empty if only the header was read
+    expected: int  # the number of samples in the header
     rate: int
-    tolerance: int
+    tolerance: int  # the number of samples that an intact file may lack
 
 
-def _measure_file(source: Any) -> tuple[int, int]:
+def _measure_file(source: object) -> tuple[int, int]:
     with open_source(source) as file, reading(source):
         with _open_soundfile(file, source) as clip:
             if clip is not None:
@@ -192,7 +185,7 @@ def _measure_file(source: Any) -> tuple[int, int]:
         return measured.expected, measured.rate
 
 
-def _decode_file(source: Any, max_bytes: int | None) -> tuple[np.ndarray, int]:
+def _decode_file(source: object, max_bytes: int | None) -> tuple[np.ndarray, int]:
     with open_source(source) as file, reading(source):
         if missing := _missing_bytes(file):
             raise bad_media(f"{describe(source)} is truncated: {missing:,} bytes of audio are missing")
@@ -295,7 +288,7 @@ class _WatchedFile:
 
 
 @contextmanager
-def _open_soundfile(file: BinaryIO, source: Any) -> Iterator[Any]:
+def _open_soundfile(file: BinaryIO, source: object) -> Iterator[Any]:
     """Yield the file opened by libsndfile, or None if PyAV has to read it."""
     soundfile = require("soundfile", "audio")
     watched = _WatchedFile(file)
@@ -325,7 +318,7 @@ def _open_soundfile(file: BinaryIO, source: Any) -> Iterator[Any]:
     yield None
 
 
-def _read_with_soundfile(clip: Any, file: BinaryIO, source: Any, max_bytes: int | None) -> _Clip:
+def _read_with_soundfile(clip: Any, file: BinaryIO, source: object, max_bytes: int | None) -> _Clip:
     soundfile = require("soundfile", "audio")
     expected = int(clip.frames)
     _check_length(expected, file, source)
@@ -342,7 +335,7 @@ def _read_with_soundfile(clip: Any, file: BinaryIO, source: Any, max_bytes: int 
     return _Clip(samples, expected, int(clip.samplerate), tolerance)
 
 
-def _read_with_pyav(file: BinaryIO, source: Any, max_bytes: int | None, *, decode: bool) -> _Clip:
+def _read_with_pyav(file: BinaryIO, source: object, max_bytes: int | None, *, decode: bool) -> _Clip:
     try:
         av = require("av", "video")
     except MissingDependency as error:
@@ -375,7 +368,7 @@ def _read_with_pyav(file: BinaryIO, source: Any, max_bytes: int | None, *, decod
     return _Clip(samples, expected, rate, tolerance)
 
 
-def _audio_stream(container: Any, source: Any) -> Any:
+def _audio_stream(container: Any, source: object) -> Any:
     if not container.streams.audio:
         raise bad_media(f"{describe(source)} has no audio stream")
     stream = container.streams.audio[0]
@@ -386,7 +379,7 @@ def _audio_stream(container: Any, source: Any) -> Any:
     return stream
 
 
-def _decode_with_pyav(av: Any, container: Any, source: Any, max_bytes: int | None) -> np.ndarray:
+def _decode_with_pyav(av: Any, container: Any, source: object, max_bytes: int | None) -> np.ndarray:
     resampler = av.AudioResampler(format="fltp")
     pieces, total = [np.empty(0, np.float32)], 0
     for packet in packets_of(container, _audio_stream(container, source)):
@@ -401,7 +394,7 @@ def _decode_with_pyav(av: Any, container: Any, source: Any, max_bytes: int | Non
     return np.concatenate(pieces)
 
 
-def _check_length(samples: int, file: BinaryIO, source: Any) -> None:
+def _check_length(samples: int, file: BinaryIO, source: object) -> None:
     position = file.tell()
     size = file.seek(0, 2)
     file.seek(position)

@@ -189,11 +189,11 @@ class VideoFile:
         """Raise ``broken_media`` if the file has fewer frames than its header states, or none."""
         readable = len(self.packets)
         if readable + self._empty_frames < self.expected_frames:
-            raise self._truncated(readable)
+            raise self._truncation_error(readable)
         if readable == 0:
             raise bad_media(f"{self.name}: the video has no frames")
 
-    def _truncated(self, readable: int) -> BadSample:
+    def _truncation_error(self, readable: int) -> BadSample:
         expected = self.expected_frames or len(self.packets)
         return bad_media(
             f"{self.name} is truncated or damaged: it should have {expected:,} frames, "
@@ -222,7 +222,7 @@ class VideoFile:
                         return
             except self._av.error.FFmpegError as error:
                 failure = error
-        raise self._truncated(decoded) from failure
+        raise self._truncation_error(decoded) from failure
 
     def _methods(self, wanted: Sequence[int]) -> Iterator[Iterator[tuple[int, Any]]]:
         # The later ones are for files whose packets and frames have different times, or that cannot seek.
@@ -334,7 +334,7 @@ class VideoFile:
 
 
 @contextmanager
-def open_video(source: Any, name: str | None = None) -> Iterator[VideoFile]:
+def open_video(source: object, name: str | None = None) -> Iterator[VideoFile]:
     """Open a video of any source; a read error in the block becomes ``broken_media`` or a ``SystemFault``."""
     av = require("av", "video")
     name = name or describe(source)

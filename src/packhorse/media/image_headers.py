@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
 from struct import Struct, iter_unpack, unpack_from
 from struct import error as StructError
 from typing import BinaryIO
 
 Size = tuple[int, int]
-Read = Callable[[int, int], bytes]
-"""``read(position, size)`` returns up to ``size`` bytes of the file."""
+File = int | BinaryIO
+"""A file descriptor, or a seekable file."""
 
 _WINDOW = 1024
 # Without O_NONBLOCK, opening a FIFO could block forever.
@@ -34,6 +33,7 @@ _JPEG_SKIPPED = {0xFFC4: 2, 0xFFCC: 2, 0xFFDD: 2, 0xFFFE: 2}
 _JPEG_SKIPPED |= {mark: 2 for mark in range(0xFFE0, 0xFFF0) if mark not in _JPEG_METADATA}
 _JPEG_SKIPPED |= {0xFFE0: 16, 0xFFEE: 14}
 _jpeg_segment, _jpeg_frame = Struct(">HH").unpack_from, Struct(">BHHB").unpack_from
+_jpeg_skipped = _JPEG_SKIPPED.get
 # EXIF tags with the type and the number of values of the standard.
 _EXIF_ORIENTATION, _EXIF_SHORT = 0x0112, (3, 1)
 _EXIF_RESOLUTION, _EXIF_FRACTION = 0x011A, (5, 1)
@@ -61,39 +61,45 @@ def header_size(file: BinaryIO) -> Size | None:
 
     Reads 1 KiB from the start, and another after large metadata, which are skipped.
     """
-
-    def read(at: int, size: int) -> bytes:
-        file.seek(at)
-        return file.read(size)
-
-    return _size(read(0, _WINDOW), read, lambda: file.seek(0, os.SEEK_END))
+    return _size(_read(file, 0, _WINDOW), file)
 
 
 def path_header_size(path: str) -> Size | None:
     """Return the same for a local file, in half the time of ``open``; None also if it cannot be read."""
     try:
-        handle = os.open(path, _OPEN_FLAGS)
+        descriptor = os.open(path, _OPEN_FLAGS)
     except (OSError, ValueError):
         return None
     try:
-        head = os.pread(handle, _WINDOW, 0)  # fails for a FIFO, a terminal and a directory
-        return _size(head, lambda at, size: os.pread(handle, size, at), lambda: os.fstat(handle).st_size)
+        # pread fails for a FIFO, a terminal and a directory.
+        return _size(os.pread(descriptor, _WINDOW, 0), descriptor)
     except OSError:
         return None
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def _size(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
+def _read(file: File, position: int, size: int) -> bytes:
+    if isinstance(file, int):
+        return os.pread(file, size, position)
+    file.seek(position)
+    return file.read(size)
+
+
+def _file_size(file: File) -> int:
+    return os.fstat(file).st_size if isinstance(file, int) else file.seek(0, os.SEEK_END)
+
+
+def _size(head: bytes, file: File) -> Size | None:
     try:
         if head.startswith(b"\xff\xd8\xff"):
-            size = _jpeg(head, read, total)
+            size = _jpeg(head, file)
         elif head.startswith(b"\x89PNG\r\n\x1a\n"):
-            size = _png(head, read, total)
+            size = _png(head, file)
         elif head.startswith(b"RIFF"):
-            size = _webp(head, read, total)
+            size = _webp(head, file)
         elif head.startswith((b"GIF87a", b"GIF89a")):
-            size = _gif(head, read)
+            size = _gif(head, file)
         elif head.startswith(b"BM"):
             size = _bmp(head)
         else:
@@ -108,7 +114,7 @@ def _upright(size: Size, orientation: int) -> Size:
     return size[::-1] if _FIRST_SIDEWAYS <= orientation <= _LAST_SIDEWAYS else size
 
 
-def _png(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
+def _png(head: bytes, file: File) -> Size | None:
     length, name, width, height, bits, colour, _, filters, _, checksum = unpack_from(">I4sIIBBBBBI", head, 8)
     if name != b"IHDR" or length != 13 or filters != 0 or (bits, colour) not in _PNG_KINDS:
         return None
@@ -120,51 +126,53 @@ def _png(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
         length, name = unpack_from(">I4s", head, at)
         if name == b"IDAT":
             # Metadata after the pixels may hold an orientation too.
-            plain = _png_ends_with_pixels(start + at, length, read, total())
+            plain = _png_ends_with_pixels(start + at, length, file)
             return _upright((width, height), orientation) if plain else None
         if length < _PNG_SKIPPED.get(name, 1 << 32) and not (name == b"tRNS" and colour == 3):
             return None
         if at + length + 20 > len(head):
             if length > 4 * _WINDOW:
                 return None
-            start, head, at = start + at, read(start + at, length + _WINDOW), 0
+            start, head, at = start + at, _read(file, start + at, length + _WINDOW), 0
         (checksum,) = unpack_from(">I", head, at + 8 + length)
         if zlib.crc32(head[at + 4 : at + 8 + length]) != checksum:
             return None
         if name == b"eXIf":
-            found = None if orientation else _exif_orientation(head[at + 8 : at + 8 + length], length)
-            if not found:
+            value = None if orientation else _exif_orientation(head[at + 8 : at + 8 + length], length)
+            if not value:
                 return None  # a second chunk, or one without a plain orientation
-            orientation = found
+            orientation = value
         elif name == b"tEXt" and head.startswith(_PNG_METADATA, at + 8):
             return None
         at += 12 + length
 
 
-def _png_ends_with_pixels(at: int, length: int, read: Read, total: int) -> bool:
+def _png_ends_with_pixels(at: int, length: int, file: File) -> bool:
     """Return whether no chunk follows the pixels, which start at ``at`` with a chunk of ``length`` bytes.
 
     Encoders write pixels in chunks of one length and a shorter last one, whose position follows from that;
     False if it is not there.
     """
-    end, stride = total - 12, 12 + length  # the last chunk is empty
+    end, stride = _file_size(file) - 12, 12 + length  # the last chunk is empty
     last = at + max(end - at - 1, 0) // stride * stride
     if last == at:
         return at + stride == end
-    found = read(last, 8)
-    return found[4:] == b"IDAT" and int.from_bytes(found[:4], "big") == end - last - 12
+    chunk = _read(file, last, 8)
+    return chunk[4:] == b"IDAT" and int.from_bytes(chunk[:4], "big") == end - last - 12
 
 
-def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
+def _jpeg(head: bytes, file: File) -> Size | None:
     # ``start`` is the position of ``head`` in the file, ``at`` that of the next marker in ``head``.
     start, at, size = 0, 2, None
     orientation, has_exif, has_xmp = 0, False, False
+    last = len(head) - 20  # the last position at which ``head`` has the begin of a segment
     while True:
-        if at + 20 > len(head):
-            start, at, head = start + at, 0, read(start + at, _WINDOW)
+        if at > last:
+            start, at, head = start + at, 0, _read(file, start + at, _WINDOW)
+            last = len(head) - 20
         mark, length = _jpeg_segment(head, at)
-        if mark in _JPEG_SKIPPED:
-            if length < _JPEG_SKIPPED[mark]:
+        if (least := _jpeg_skipped(mark)) is not None:
+            if length < least:
                 return None
         elif mark == _JPEG_DQT:
             plain = length == 67 and head[at + 4] < 16
@@ -177,21 +185,21 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
             size = width, height
         elif mark == _JPEG_SOS:
             end = at + 2 + length
-            if size is None or length < 2 or (end > len(head) and start + end > total()):
+            if size is None or length < 2 or (end > len(head) and start + end > _file_size(file)):
                 return None
             # Without an orientation in EXIF data, XMP data may have one; PIL reads them.
             return None if has_xmp and not orientation else _upright(size, orientation)
         elif mark == _JPEG_EXIF and head.startswith(b"Exif\0\0", at + 4):
-            found = None if has_exif else _exif_orientation(head[at + 10 : at + 2 + length], length - 8)
-            if found is None:
+            value = None if has_exif else _exif_orientation(head[at + 10 : at + 2 + length], length - 8)
+            if value is None:
                 return None
-            orientation, has_exif = found, True
+            orientation, has_exif = value, True
         elif mark == _JPEG_EXIF:
             if length < 2:
                 return None
             has_xmp = has_xmp or head.startswith(_XMP, at + 4)
         elif mark in _JPEG_METADATA:
-            if not _plain_metadata(mark, length, head[at + 4 : at + 2 + length], read, start + at + 4):
+            if not _plain_metadata(mark, length, head[at + 4 : at + 2 + length], file, start + at + 4):
                 return None
         elif mark == _JPEG_FILL:
             at += 1
@@ -201,11 +209,11 @@ def _jpeg(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
         at += 2 + length
 
 
-def _plain_metadata(mark: int, length: int, begin: bytes, read: Read, at: int) -> bool:
+def _plain_metadata(mark: int, length: int, begin: bytes, file: File, at: int) -> bool:
     """Return whether PIL can parse a segment; ``begin`` is the part of it that is in the window."""
     if mark == _JPEG_PROFILE:
         return length >= 16 and not begin.startswith(b"MPF\0")
-    return length >= 2 and _resources_end_well(read(at, length - 2))
+    return length >= 2 and _resources_end_well(_read(file, at, length - 2))
 
 
 def _whole_tables(head: bytes, at: int, end: int) -> bool:
@@ -258,7 +266,7 @@ def _resources_end_well(segment: bytes) -> bool:
     return True
 
 
-def _gif(head: bytes, read: Read) -> Size | None:
+def _gif(head: bytes, file: File) -> Size | None:
     width, height, flags = unpack_from("<HHB", head, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     while head[at] == _GIF_EXTENSION:
@@ -277,23 +285,23 @@ def _gif(head: bytes, read: Read) -> Size | None:
     # A first frame that exceeds the declared screen enlarges it.
     left, top, frame_width, frame_height, flags = unpack_from("<HHHHB", head, at + 1)
     at += 10 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    if at >= len(head) and not read(at, 1):
+    if at >= len(head) and not _read(file, at, 1):
         return None
     return max(width, left + frame_width), max(height, top + frame_height)
 
 
-def _webp(head: bytes, read: Read, total: Callable[[], int]) -> Size | None:
+def _webp(head: bytes, file: File) -> Size | None:
     # libwebp opens no truncated file.
     riff, form, kind, length = unpack_from("<I4s4sI", head, 4)
-    if form != b"WEBP" or riff + 8 > total():
+    if form != b"WEBP" or riff + 8 > _file_size(file):
         return None
     if kind == b"VP8X":
-        return _webp_extended(head, read, riff + 8) if length == 10 else None
+        return _webp_extended(head, file, riff + 8) if length == 10 else None
     size = _webp_frame(kind, head, 20, length)
     return size if 12 + length + (length & 1) == riff else None
 
 
-def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
+def _webp_extended(head: bytes, file: File, end: int) -> Size | None:
     flags, low_width, high_width, low_height, high_height = unpack_from("<IHBHB", head, 20)
     if flags & ~_WEBP_STILL:
         return None  # an animation, or unknown flags
@@ -301,7 +309,7 @@ def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
     at, before = 30, b""
     frame, orientation, has_exif = None, 0, False
     while at < end:
-        chunk = head[at : at + 18] if at + 18 <= len(head) else read(at, 18)
+        chunk = head[at : at + 18] if at + 18 <= len(head) else _read(file, at, 18)
         kind, length = unpack_from("<4sI", chunk)
         if kind in (b"VP8 ", b"VP8L"):
             if frame or (kind == b"VP8L" and before == b"ALPH"):
@@ -314,12 +322,12 @@ def _webp_extended(head: bytes, read: Read, end: int) -> Size | None:
         ):
             return None
         elif kind == b"EXIF" and flags & _WEBP_EXIF:
-            exif = read(at + 8, min(length, _WINDOW))
+            exif = _read(file, at + 8, min(length, _WINDOW))
             prefix = 6 if exif.startswith(b"Exif\0\0") else 0  # some encoders write that of a JPEG
-            found = None if has_exif else _exif_orientation(exif[prefix:], length - prefix)
-            if found is None:
+            value = None if has_exif else _exif_orientation(exif[prefix:], length - prefix)
+            if value is None:
                 return None
-            orientation, has_exif = found, True
+            orientation, has_exif = value, True
         before = kind
         at += 8 + length + (length & 1)
     if frame is None or at != end or (flags & _WEBP_XMP and not orientation):

@@ -74,7 +74,9 @@ _SIDEWAYS = (5, 6, 7, 8)
 _EXIF_INFO = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 
 
-def load_image(source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS) -> Image.Image:
+def load_image(
+    source: object, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
+) -> Image.Image:
     """Decode one image into RGB.
 
     Args:
@@ -98,7 +100,7 @@ def load_image(source: Any, *, exif: bool = True, max_pixels: int | None = DEFAU
 
 
 def image_size(
-    source: Any, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
+    source: object, *, exif: bool = True, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> tuple[int, int]:
     """Return (height, width) of an image as :func:`load_image` gives it, from its header alone.
 
@@ -106,8 +108,8 @@ def image_size(
     still has a size.
     """
     # The common case, a local path, needs no file object.
-    plain = exif and type(source) is str and "::" not in source and "://" not in source
-    size = path_header_size(source) if plain else None
+    plain = exif and type(source) is str and (":" not in source or not ("::" in source or "://" in source))
+    size = path_header_size(source) if plain else None  # type: ignore[arg-type]  # a str if plain
     if size is not None:
         pass
     elif isinstance(source, np.ndarray):
@@ -127,7 +129,7 @@ def image_size(
     return size[1], size[0]
 
 
-def _pil_open(file: BinaryIO, source: Any) -> Image.Image:
+def _pil_open(file: BinaryIO, source: object) -> Image.Image:
     try:
         return Image.open(file, formats=_formats())
     except Image.DecompressionBombError as error:
@@ -153,7 +155,7 @@ def _describe_content(file: BinaryIO) -> str:
     return f"it looks like {kind}" if kind else f"expected one of {', '.join(_formats())}"
 
 
-def _check_format(image: Image.Image, source: Any) -> None:
+def _check_format(image: Image.Image, source: object) -> None:
     """Raise if an image that the caller opened and did not decode has a format that may start a program."""
     if image.format is not None and image.format not in _FORMATS and getattr(image, "tile", None):
         raise bad_media(
@@ -162,7 +164,7 @@ def _check_format(image: Image.Image, source: Any) -> None:
         )
 
 
-def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any) -> Image.Image:
+def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: object) -> Image.Image:
     _check_pixels(image.size, max_pixels, source)
     _check_format(image, source)
     try:
@@ -184,7 +186,7 @@ def _decode(image: Image.Image, exif: bool, max_pixels: int | None, source: Any)
         raise read_error(error, detail) from error
 
 
-def _size_of(image: Image.Image, exif: bool, source: Any, file: BinaryIO | None = None) -> tuple[int, int]:
+def _size_of(image: Image.Image, exif: bool, source: object, file: BinaryIO | None = None) -> tuple[int, int]:
     _check_format(image, source)
     width, height = image.size
     # PIL turns a TIFF with an orientation tag when it loads it, and gives the size after that.
@@ -205,7 +207,7 @@ def _orientation(image: Image.Image) -> Any:
         return 1
 
 
-def _may_have_exif(image: PngImagePlugin.PngImageFile, file: BinaryIO | None, source: Any) -> bool:
+def _may_have_exif(image: PngImagePlugin.PngImageFile, file: BinaryIO | None, source: object) -> bool:
     """Return whether a PNG has metadata that may hold an orientation, before or after its pixels.
 
     PIL decodes the whole image to look for metadata after the pixels; the chunk names take a few reads.
@@ -239,7 +241,7 @@ def _check_array(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _check_pixels(size: tuple[int, int], max_pixels: int | None, source: Any) -> None:
+def _check_pixels(size: tuple[int, int], max_pixels: int | None, source: object) -> None:
     pixels = size[0] * size[1]
     if max_pixels is not None and pixels > max_pixels:
         detail = f"{_format_size(size)} = {pixels:,} pixels, more than max_pixels={max_pixels:,}"

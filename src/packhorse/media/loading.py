@@ -110,17 +110,12 @@ def placeholder_media(kind: MediaKind, size: MediaSize, sampling_rate: int = 16_
     if not isinstance(size, VideoInfo):
         return MediaRef(kind, (np.zeros(size, np.float32), sampling_rate))
     frames = np.full((size.total_frames, size.height, size.width, 3), 255, np.uint8)
-    indices = list(range(size.total_frames) if size.indices is None else size.indices)
+    indices = tuple(range(size.total_frames)) if size.indices is None else size.indices
     # With complete metadata the frames count as already sampled, and keep their times.
-    metadata = {
-        "total_num_frames": max(indices) + 1,
-        "fps": size.fps,
-        "height": size.height,
-        "width": size.width,
-        "duration": size.duration,
-        "frames_indices": indices,
-    }
-    return MediaRef(kind, frames, {"video_metadata": metadata})
+    metadata = VideoMetadata(
+        max(indices) + 1, size.fps, size.width, size.height, size.duration, None, indices
+    )
+    return MediaRef(kind, frames, {"video_metadata": metadata.as_dict()})
 
 
 def sampling_of(ref: MediaRef, sampling: VideoSampling | None) -> VideoSampling:

@@ -71,7 +71,7 @@ class Encoded:
 Location = LocalFile | LmdbEntry | Address | Encoded
 
 
-def locate(source: Any) -> Location:
+def locate(source: object) -> Location:
     """Return the kind of location that ``source`` is, without opening it.
 
     >>> locate("faces.lmdb::0001")
@@ -107,7 +107,7 @@ def is_address(text: str) -> bool:
     return bool(separator) and _SCHEME.fullmatch(head) is not None and ".lmdb::" not in head
 
 
-def open_source(source: Any, *, buffering: int = -1, block_size: int | None = None) -> BinaryIO:
+def open_source(source: object, *, buffering: int = -1, block_size: int | None = None) -> BinaryIO:
     """Open a source for reading from the start; the caller closes it.
 
     Args:
@@ -133,7 +133,7 @@ def open_source(source: Any, *, buffering: int = -1, block_size: int | None = No
 
 
 @contextmanager
-def reading(source: Any) -> Iterator[None]:
+def reading(source: object) -> Iterator[None]:
     """Turn an ``OSError`` of the block into the error for a source that cannot be read."""
     try:
         yield
@@ -141,7 +141,7 @@ def reading(source: Any) -> Iterator[None]:
         raise read_error(error, f"{describe(source)}: reading it failed ({error})") from error
 
 
-def read_bytes(source: Any) -> bytes:
+def read_bytes(source: object) -> bytes:
     """Return the whole content of a source."""
     if isinstance(source, bytes) and source:
         return source
@@ -149,7 +149,7 @@ def read_bytes(source: Any) -> bytes:
         return file.read()
 
 
-def local_path(source: Any) -> str | None:
+def local_path(source: object) -> str | None:
     """Return the path on this machine, or None if the source is not a local file."""
     if not isinstance(source, str | os.PathLike | Mapping):
         return None
@@ -157,7 +157,7 @@ def local_path(source: Any) -> str | None:
     return location.path if isinstance(location, LocalFile) else None
 
 
-def describe(source: Any) -> str:
+def describe(source: object) -> str:
     """Return a short name of the source for messages, without its contents and the secrets of an address.
 
     >>> describe(b"abc")
@@ -244,7 +244,7 @@ def _open_address(url: str, block_size: int | None) -> tuple[BinaryIO, int]:
 # --- paths of a row and the media folder ------------------------------------------------------------------
 
 
-def resolve(path: Any, media_dir: PathLike | None, confined: bool = False) -> Any:
+def resolve(path: object, media_dir: PathLike | None, confined: bool = False) -> Any:
     """Return the source to open for ``path`` as a row has it.
 
     >>> resolve("cats/1.jpg", "/data/media")
@@ -263,7 +263,7 @@ def resolve(path: Any, media_dir: PathLike | None, confined: bool = False) -> An
     return confine(resolved, media_dir) if confined else resolved
 
 
-def confine(path: Any, media_dir: PathLike) -> Any:
+def confine(path: object, media_dir: PathLike) -> Any:
     """Return ``path`` if all of it is inside ``media_dir``, else raise.
 
     A local path (or LMDB database, or each frame of a list or folder) is inside if its real path is: ``..``
@@ -294,7 +294,7 @@ def confine(path: Any, media_dir: PathLike) -> Any:
     return path
 
 
-def _join(path: Any, media_dir: str) -> Any:
+def _join(path: object, media_dir: str) -> Any:
     if isinstance(path, list | tuple):
         return [_join(frame, media_dir) for frame in path]
     if isinstance(path, Mapping):
@@ -308,7 +308,7 @@ def _join(path: Any, media_dir: str) -> Any:
     return f"{media_dir.rstrip('/')}/{text}" if is_address(media_dir) else os.path.join(media_dir, text)
 
 
-def _paths(path: Any) -> list[PathLike]:
+def _paths(path: object) -> list[PathLike]:
     if isinstance(path, list | tuple):
         return [inner for item in path for inner in _paths(item)]
     if isinstance(path, Mapping):

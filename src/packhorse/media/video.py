@@ -40,7 +40,7 @@ Backend = Callable[[VideoFile, Any, Sequence[int]], Frames]
 # --- folders and lists of images --------------------------------------------------------------------------
 
 
-def _as_frames(source: Any) -> list[Any] | None:
+def _as_frames(source: object) -> list[Any] | None:
     """Return the frames of a folder, list or array of images, or None if ``source`` is a video file."""
     if isinstance(source, list | tuple) or (isinstance(source, np.ndarray) and source.ndim == 4):
         frames, expected = list(source), ""
@@ -90,11 +90,11 @@ def _list_images(folder: str) -> list[str]:
 # --- decoders ---------------------------------------------------------------------------------------------
 
 
-def _decode_with_pyav(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames:
+def _decode_with_pyav(video: VideoFile, source: object, wanted: Sequence[int]) -> Frames:
     return video.decode(wanted)
 
 
-def _decode_with_decord(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames:
+def _decode_with_decord(video: VideoFile, source: object, wanted: Sequence[int]) -> Frames:
     decord = _import("decord", "decord")
     # Silent errors of decord 0.6, found by comparing every frame.
     if video.turns % 2:
@@ -122,7 +122,7 @@ def _decode_with_decord(video: VideoFile, source: Any, wanted: Sequence[int]) ->
         raise _decode_error(video, "decord", error) from error
 
 
-def _decode_with_torchcodec(video: VideoFile, source: Any, wanted: Sequence[int]) -> Frames:
+def _decode_with_torchcodec(video: VideoFile, source: object, wanted: Sequence[int]) -> Frames:
     decoders = _import("torchcodec.decoders", "torchcodec")
     path = local_path(source)
     try:
@@ -217,7 +217,7 @@ class VideoFrames:
 
 
 def probe_video(
-    source: Any, *, fps: float | None = None, max_pixels: int | None = DEFAULT_MAX_PIXELS
+    source: object, *, fps: float | None = None, max_pixels: int | None = DEFAULT_MAX_PIXELS
 ) -> VideoInfo:
     """Return the header of a video, without decoding a pixel.
 
@@ -240,7 +240,7 @@ def probe_video(
 
 
 def load_video(
-    source: Any,
+    source: object,
     *,
     sampling: VideoSampling | None = None,
     frame_indices: Sequence[int] | np.ndarray | None = None,
@@ -300,14 +300,9 @@ def load_video(
 def frame_positions(
     info: VideoInfo, sampling: VideoSampling, frame_indices: Any, name: str, max_bytes: int | None
 ) -> np.ndarray:
-    """Return the positions of the frames to read; raise if the frames would need more than ``max_bytes``.
+    """Return :func:`sample_frame_indices`; raise if the frames would need more than ``max_bytes``.
 
-    Args:
-        info: the video.
-        sampling: how many frames.
-        frame_indices: take these frames instead.
-        name: of the source, for messages.
-        max_bytes: of the decoded frames; None for no limit.
+    Errors start with ``name``, the name of the source.
     """
     try:
         indices = sample_frame_indices(info, sampling, frame_indices)

@@ -53,7 +53,7 @@ def test_a_check_shows_a_table_and_the_rows_with_file_and_line_and_fails(tmp_pat
     assert not CONTROL.search(result.stdout)
 
 
-def test_exit_codes_tell_clean_from_warnings_from_errors(tmp_path: Path) -> None:
+def test_exit_codes_distinguish_clean_data_warnings_and_errors(tmp_path: Path) -> None:
     clean = write_chats(tmp_path / "clean", 5)
     done = run(clean, "--strict")
     assert (done.exit_code, done.stderr) == (0, "")
@@ -108,9 +108,9 @@ def test_fix_writes_a_copy_that_passes_and_says_what_it_did(tmp_path: Path) -> N
     assert ledger.lost() == 4
     again = run(tmp_path / "clean" / "meta.json", "--strict", "--json")
     assert again.exit_code == 0, again.stdout
-    told = json.loads(run(meta, "--fix", tmp_path / "more", "--json").stdout)["fixed"]
-    assert told["ledger"] == f"{tmp_path}/more/ledger.jsonl"
-    assert [one["dropped"] for one in told["datasets"]] == [3, 0, 0]
+    fixed = json.loads(run(meta, "--fix", tmp_path / "more", "--json").stdout)["fixed"]
+    assert fixed["ledger"] == f"{tmp_path}/more/ledger.jsonl"
+    assert [one["dropped"] for one in fixed["datasets"]] == [3, 0, 0]
 
 
 def test_the_command_finds_each_of_twenty_kinds_of_defects_in_two_hundred_rows_and_none_in_clean_ones(
@@ -188,7 +188,7 @@ def test_a_terminal_shows_how_far_the_work_is(tmp_path: Path) -> None:
     )
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal tells its end
+    with contextlib.suppress(OSError):  # the end of a terminal
         while piece := os.read(ours, 4096):
             shown += piece
     out, _ = process.communicate(timeout=60)

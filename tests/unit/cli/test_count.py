@@ -49,7 +49,7 @@ def test_a_count_shows_a_table_of_the_datasets_and_the_bad_rows_and_verifies(
     assert "0 rows counted, 40 reused" in result.stdout  # and no rate
 
 
-def test_rows_with_nothing_supervised_and_media_that_were_missing_before_are_told(
+def test_rows_with_nothing_supervised_and_media_that_were_missing_before_are_reported(
     tmp_path: Path, saved: str
 ) -> None:
     meta = write_demo_data(tmp_path)
@@ -73,7 +73,7 @@ def test_rows_with_nothing_supervised_and_media_that_were_missing_before_are_tol
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json", "one.json"])
-def test_a_data_file_in_place_of_the_meta_file_is_told_with_the_meta_file_it_needs(
+def test_a_data_file_in_place_of_the_meta_file_is_reported_with_the_meta_file_it_needs(
     tmp_path: Path, saved: str, name: str
 ) -> None:
     rows = [chat(number) for number in range(3)]

@@ -104,13 +104,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-@pytest.mark.parametrize(("room", "finished"), [(4096, 0), (64 * 1024, 4)])
+@pytest.mark.parametrize(("free", "finished"), [(4096, 0), (64 * 1024, 4)])
 def test_a_full_disk_is_a_clear_error_and_no_partial_sidecar_is_left(
-    room: int, finished: int, small_disk: Path, saved: str, cache: Path
+    free: int, finished: int, small_disk: Path, saved: str, cache: Path
 ) -> None:
     meta = write_chats(small_disk, 1000 if finished else 60)
     disk = os.statvfs(small_disk)
-    (small_disk / "ballast").write_bytes(bytes(disk.f_bavail * disk.f_bsize - room))
+    (small_disk / "ballast").write_bytes(bytes(disk.f_bavail * disk.f_bsize - free))
     assert "the disk is full" in the_error(count(meta, saved))
     assert sidecars(small_disk) == []
     assert [name for name in stale_files(small_disk) if name.startswith(".")] == []

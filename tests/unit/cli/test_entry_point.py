@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_processor(tmp_path_factory.mktemp("processor"))
 
 
-def typed(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [PACKHORSE, *map(str, arguments)],
         capture_output=True,
@@ -41,7 +41,7 @@ def typed(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def options(command: str, saved: str) -> list[str]:
-    """What a command needs beside its meta file."""
+    """Options that a command needs in addition to its meta file."""
     return {
         "count": ["--processor", saved, "--num-workers", "1"],
         "plan": ["--processor", saved, "--num-workers", "1"],
@@ -50,7 +50,7 @@ def options(command: str, saved: str) -> list[str]:
     }.get(command, ["--num-workers", "1"])
 
 
-def told(arguments: list[object]) -> str:
+def error_line(arguments: list[object]) -> str:
     """The one line that a command says when it cannot do what it is asked to."""
     result = CliRunner().invoke(app, [str(one) for one in arguments])
     assert result.exit_code == 2, result.output
@@ -62,12 +62,12 @@ def told(arguments: list[object]) -> str:
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    result = typed("--version")
+    result = run("--version")
     assert (result.returncode, result.stdout) == (0, f"packhorse {packhorse.__version__}\n")
 
 
 def test_without_a_command_the_help_is_shown() -> None:
-    result = typed()
+    result = run()
     assert result.returncode == 2
     assert all(re.search(rf"\b{name}\b", result.stdout) for name in COMMANDS)
     assert "130 Ctrl-C" in result.stdout
@@ -109,7 +109,7 @@ def test_a_meta_file_that_is_none_is_one_line_and_exit_code_2(
         path.write_bytes(content)
     elif content is not None:
         path.mkdir()
-    line = told([command, path, *options(command, saved)])
+    line = error_line([command, path, *options(command, saved)])
     assert str(path) in line
     assert re.search(says, line)
 
@@ -122,18 +122,22 @@ def test_a_processor_that_is_none_is_one_line_and_exit_code_2(
     (tmp_path / "empty").mkdir()
     name = "--model" if command == "parity" else "--processor"
     for folder, says in (("nowhere", "no such folder"), ("empty", "cannot be opened")):
-        line = told([command, meta, *options(command, saved), name, tmp_path / folder])
+        line = error_line([command, meta, *options(command, saved), name, tmp_path / folder])
         assert f"{tmp_path}/{folder}: {says}" in line
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_long_work(tmp_path: Path, saved: str) -> None:
     meta, taken = write_chats(tmp_path / "data", 3), tmp_path / "taken"
     taken.write_text("")
-    assert "is a folder" in told(["plan", meta, *options("plan", saved), "--out", tmp_path])
-    assert "cannot be written" in told(["plan", meta, *options("plan", saved), "--out", taken / "a.phplan"])
-    assert "cannot be written" in told(["check", meta, "--fix", taken / "clean"])
+    assert "is a folder" in error_line(["plan", meta, *options("plan", saved), "--out", tmp_path])
+    assert "cannot be written" in error_line(
+        ["plan", meta, *options("plan", saved), "--out", taken / "a.phplan"]
+    )
+    assert "cannot be written" in error_line(["check", meta, "--fix", taken / "clean"])
     assert sidecars(tmp_path / "data") == []
-    assert "cannot be written" in told(["count", meta, *options("count", saved), "--write-jsonl", taken])
+    assert "cannot be written" in error_line(
+        ["count", meta, *options("count", saved), "--write-jsonl", taken]
+    )
     assert taken.read_text() == ""
 
 
@@ -160,7 +164,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_long_work(tmp_path: P
     ],
 )
 def test_wrong_usage_is_one_line_that_says_where_to_look(arguments: list[str], says: str) -> None:
-    result = typed(*arguments)
+    result = run(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert re.match(says, line)
@@ -185,7 +189,7 @@ def test_with_json_standard_output_holds_one_object_and_standard_error_nothing(
     meta = write_chats(tmp_path / "data", 12)
     env = {"PYTHONPATH": python_path(tmp_path / "path"), "HF_HUB_OFFLINE": "1"}
     for command in ("stats", "check", "count", "plan"):
-        result = typed(command, meta, *options(command, saved), "--json", **env)
+        result = run(command, meta, *options(command, saved), "--json", **env)
         assert (result.returncode, result.stderr) == (0, ""), command
         assert json.loads(result.stdout)["version"] == 1
 
@@ -201,7 +205,7 @@ def on_a_terminal(arguments: list[str], **env: str) -> bytes:
     )
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal tells its end
+    with contextlib.suppress(OSError):  # the end of a terminal
         while piece := os.read(ours, 4096):
             shown += piece
     process.wait(timeout=60)
@@ -223,7 +227,7 @@ def test_a_terminal_has_bars_and_a_run_in_ci_has_none(tmp_path: Path) -> None:
 def test_output_that_is_piped_has_no_control_codes(tmp_path: Path, force: dict[str, str]) -> None:
     meta = write_chats(tmp_path / "data", 20)
     for arguments in (["stats", meta], ["check", meta], ["--help"], ["plan", "--help"], ["plan", meta]):
-        result = typed(*arguments, **force)
+        result = run(*arguments, **force)
         assert not CONTROL.search(result.stdout + result.stderr), arguments
 
 
@@ -261,7 +265,7 @@ def test_the_tab_key_completes_commands_and_options_as_bash_asks_for_it() -> Non
     for words, expected in (("packhorse pl", "plan"), ("packhorse plan --pack-", "--pack-size")):
         place = str(len(words.split()) - 1)
         asked = {"_PACKHORSE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
-        result = typed(**asked)
+        result = run(**asked)
         assert (result.returncode, result.stdout.split()) == (0, [expected])
 
 
@@ -270,16 +274,16 @@ def test_completion_is_installed_for_bash_and_works_there(tmp_path: Path) -> Non
     assert bash is not None
     env = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(PACKHORSE).parent}:{os.environ['PATH']}"}
 
-    def said(script: str) -> str:
+    def output_of(script: str) -> str:
         # Two commands: bash would become the only one of a script, and no shell would be found above it.
         run = subprocess.run(
             [bash, "-c", f"{script}\ntrue"], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
         )
         return run.stdout
 
-    assert "_PACKHORSE_COMPLETE=complete_bash" in said("packhorse --show-completion")
-    assert "bash completion installed" in said("packhorse --install-completion")
+    assert "_PACKHORSE_COMPLETE=complete_bash" in output_of("packhorse --show-completion")
+    assert "bash completion installed" in output_of("packhorse --install-completion")
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert str(script) in (tmp_path / ".bashrc").read_text()
     keys = f"source {script}\nCOMP_WORDS=(packhorse pl)\nCOMP_CWORD=1\n_packhorse_completion packhorse\n"
-    assert said(f"{keys}echo ${{COMPREPLY[@]}}") == "plan\n"
+    assert output_of(f"{keys}echo ${{COMPREPLY[@]}}") == "plan\n"

@@ -75,31 +75,31 @@ def test_entries_can_be_chosen_by_reason_dataset_and_row(tmp_path: Path) -> None
     assert (none.exit_code, none.stdout) == (0, f"33 entries, none with reason too_long; {there}\n")
     assert run(path, "--key", "coco/9").stdout == "33 entries, none with key coco/9\n"
     assert "none with reason a and dataset b\n" in run(path, "--reason", "a", "--dataset", "b").stdout
-    told = json.loads(run(path, "--key", "coco/9", "--json").stdout)
-    assert (told["entries"], told["all_entries"], told["lost"]) == (0, 33, 0)
+    report = json.loads(run(path, "--key", "coco/9", "--json").stdout)
+    assert (report["entries"], report["all_entries"], report["lost"]) == (0, 33, 0)
     one = run(path, "--reason", "unknown_role").stdout
     assert one.endswith("1 entry; 0 samples were dropped or replaced.\n")
 
 
 def test_a_ledger_without_an_entry_says_that_nothing_was_dropped(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
-    told = run(tmp_path / "ledger.jsonl", "--reason", "too_long")
-    assert told.stdout == "no entry: nothing was dropped, replaced, cut or repaired\n"
+    result = run(tmp_path / "ledger.jsonl", "--reason", "too_long")
+    assert result.stdout == "no entry: nothing was dropped, replaced, cut or repaired\n"
 
 
-@pytest.mark.parametrize("blank", [False, True], ids=["no blank line", "a blank line"])
+@pytest.mark.parametrize("empty_line", [False, True], ids=["no empty line", "an empty line"])
 @pytest.mark.parametrize("ratio", [1.0, 0.6])
-def test_rows_that_a_loader_leaves_out_are_found_with_their_place_in_the_file(
-    tmp_path: Path, ratio: float, blank: bool
+def test_rows_that_a_loader_drops_are_found_with_their_place_in_the_file(
+    tmp_path: Path, ratio: float, empty_line: bool
 ) -> None:
     rows: list[Any] = [chat(number) for number in range(60)]
     for number in range(0, 60, 7):
         rows[number] = "{broken"
     rows[30] = chat(30) | {"messages": [{"role": "user", "content": "?" * 900}, *chat(30)["messages"][1:]]}
-    write_rows(tmp_path / "chats.jsonl", ["", *rows] if blank else rows)  # a blank line is no row
+    write_rows(tmp_path / "chats.jsonl", ["", *rows] if empty_line else rows)  # an empty line is not a row
 
     def place(row: int) -> str:  # lines are not counted where that would mean to read the file
-        return f"{tmp_path}/chats.jsonl" + (f", row {row} (byte " if blank else f":{row + 1} (byte ")
+        return f"{tmp_path}/chats.jsonl" + (f", row {row} (byte " if empty_line else f":{row + 1} (byte ")
 
     meta = write_meta(tmp_path, {"chats": {"file_name": "chats.jsonl", "sample_ratio": ratio}})
     ledger = tmp_path / "run"
@@ -121,12 +121,15 @@ def test_rows_that_a_loader_leaves_out_are_found_with_their_place_in_the_file(
 
 
 def test_errors_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    for path, told in ((tmp_path / "no.jsonl", "no such file or directory"), (tmp_path, "no ledger in this")):
+    for path, message in (
+        (tmp_path / "no.jsonl", "no such file or directory"),
+        (tmp_path, "no ledger in this"),
+    ):
         result = run(path)
         assert result.exit_code == 2
         (line,) = result.stderr.splitlines()
         assert line.startswith("packhorse ledger: ")
-        assert told in line
+        assert message in line
     (tmp_path / "rows.jsonl").write_text("not a ledger\n")
     assert "not a ledger entry" in run(tmp_path / "rows.jsonl").stderr
     assert run(tmp_path, "--by", "colour").exit_code == 2

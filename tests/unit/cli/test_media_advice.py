@@ -1,4 +1,4 @@
-"""Media that are all missing, though they lie beside the meta or data file: commands say what to add."""
+"""Media that are all missing, but exist next to the meta or data file: commands print what to add."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def rows(folder: Path, *images: str) -> Path:
     """A row for each image, and one without."""
-    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A mule."}]
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A car."}]
     seen = [{"role": "user", "content": "<image>What is it?"}, turns[1]]
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Any] = [
@@ -27,7 +27,7 @@ def rows(folder: Path, *images: str) -> Path:
         "{",
         *({"messages": seen, "images": [one]} for one in images),
     ]
-    return write_rows(folder / "mules.jsonl", written)
+    return write_rows(folder / "cars.jsonl", written)
 
 
 def image(path: Path) -> None:
@@ -35,7 +35,7 @@ def image(path: Path) -> None:
     Image.new("RGB", (56, 56), "tan").save(path)
 
 
-def told(command: str, meta: Path, saved: str) -> list[str]:
+def advice(command: str, meta: Path, saved: str) -> list[str]:
     """The advice of a command, which is the same on the screen and for machines."""
     more = ["--processor", saved] if command == "count" else []
     plain, machine = (
@@ -48,36 +48,36 @@ def told(command: str, meta: Path, saved: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["check", "count"])
-def test_media_beside_the_meta_file_are_told_and_found_with_what_is_advised(
+def test_media_next_to_the_meta_file_are_found_after_the_advice_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows(tmp_path / "data", "pics/0.png", "pics/1.png")
     for number in range(2):
         image(tmp_path / "data" / "pics" / f"{number}.png")
-    entry = {"file_name": "mules.jsonl"}
-    write_meta(tmp_path / "data", {"mules": entry})
+    entry = {"file_name": "cars.jsonl"}
+    write_meta(tmp_path / "data", {"cars": entry})
     meta = Path("data/meta.json")
-    (line,) = told(command, meta, saved)
+    (line,) = advice(command, meta, saved)
     assert line == (
-        f"mules: its media are not in the working directory {tmp_path}. They exist next to the meta "
+        f"cars: its media are not in the working directory {tmp_path}. They exist next to the meta "
         'file: add "media_dir": "." to this dataset in data/meta.json'
     )
-    write_meta(tmp_path / "data", {"mules": entry | {"media_dir": "."}})
-    assert told(command, meta, saved) == []
+    write_meta(tmp_path / "data", {"cars": entry | {"media_dir": "."}})
+    assert advice(command, meta, saved) == []
     done = CliRunner().invoke(app, ["check", str(meta), "--num-workers", "1", "--json"])
     assert json.loads(done.stdout)["media_failed"] == 0
 
 
 @pytest.mark.parametrize("command", ["check", "count"])
-def test_media_beside_the_data_file_are_told_from_the_meta_file(
+def test_media_next_to_the_data_file_get_a_path_from_the_meta_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows(tmp_path / "sets" / "far", "0.png")
     image(tmp_path / "sets" / "far" / "0.png")
-    write_meta(tmp_path / "sets", {"mules": {"file_name": "far/mules.jsonl"}})
-    (line,) = told(command, Path("sets/meta.json"), saved)
+    write_meta(tmp_path / "sets", {"cars": {"file_name": "far/cars.jsonl"}})
+    (line,) = advice(command, Path("sets/meta.json"), saved)
     assert 'They exist next to the data file: add "media_dir": "far" to' in line
 
 
@@ -88,14 +88,14 @@ def test_nothing_is_advised_where_media_are_nowhere_or_only_some_are_missing_or_
     monkeypatch.chdir(tmp_path)
     folder, meta = tmp_path / "data", Path("data/meta.json")
     rows(folder, "0.png", "1.png")
-    write_meta(folder, {"mules": {"file_name": "mules.jsonl"}})
-    assert told(command, meta, saved) == []  # nowhere
+    write_meta(folder, {"cars": {"file_name": "cars.jsonl"}})
+    assert advice(command, meta, saved) == []  # nowhere
     image(folder / "0.png")
-    assert told(command, meta, saved) == []  # not all of them there either
+    assert advice(command, meta, saved) == []  # not all of them there either
     image(folder / "1.png")
     image(tmp_path / "0.png")
     rows(folder, "0.png", "1.png", "1.png")  # another file: what was counted is not reused
-    assert told(command, meta, saved) == []  # one is where it is looked for
+    assert advice(command, meta, saved) == []  # one is in the working directory
     (tmp_path / "empty").mkdir()
-    write_meta(folder, {"mules": {"file_name": "mules.jsonl", "media_dir": "../empty"}})
-    assert told(command, meta, saved) == []
+    write_meta(folder, {"cars": {"file_name": "cars.jsonl", "media_dir": "../empty"}})
+    assert advice(command, meta, saved) == []

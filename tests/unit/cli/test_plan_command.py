@@ -56,16 +56,16 @@ def test_the_plan_is_the_one_that_the_loader_trains(report: dict[str, Any], meta
         loader = packhorse.load(str(meta), saved, model="unchecked", pack_size=SIZE, max_bad_share=None)
         loader.set_epoch(epoch)
         out = meta.parent / f"epoch{epoch}.phplan"
-        told = json.loads(run(meta, saved, "--json", "--epoch", epoch, "--out", out).stdout)
-        assert told["name"] == loader.plan_key == report["name"]
+        planned = json.loads(run(meta, saved, "--json", "--epoch", epoch, "--out", out).stdout)
+        assert planned["name"] == loader.plan_key == report["name"]
         made = PackPlan.load(out)
         assert made.bins() == loader.plan.bins()
         assert made.dropped.tolist() == loader.plan.dropped.tolist()
-        assert told["straggler"][0]["ratio"] == loader.straggler_ratio() == 1.0
-        assert (told["packs"], told["fill"]) == (len(loader.plan), loader.plan.fill)
+        assert planned["straggler"][0]["ratio"] == loader.straggler_ratio() == 1.0
+        assert (planned["packs"], planned["fill"]) == (len(loader.plan), loader.plan.fill)
 
 
-def test_command_and_loader_tell_the_same_quartiles(meta: Path, saved: str, tmp_path: Path) -> None:
+def test_command_and_loader_print_the_same_quartiles(meta: Path, saved: str, tmp_path: Path) -> None:
     for size in (128, 256, SIZE):
         printed = run(meta, saved, "--pack-size", size, "--out", tmp_path / f"{size}.phplan").stdout
         loader = packhorse.load(str(meta), saved, model="unchecked", pack_size=size, max_bad_share=None)
@@ -137,11 +137,13 @@ def test_of_uneven_packs_the_planned_steps_are_the_more_even_ones() -> None:
         assert one["ratio"] < one["random"] or one["ranks"] == 1
 
 
-def test_the_straggler_ratio_is_told_for_any_number_of_ranks(meta: Path, saved: str, tmp_path: Path) -> None:
+def test_the_straggler_ratio_is_printed_for_any_number_of_ranks(
+    meta: Path, saved: str, tmp_path: Path
+) -> None:
     out = tmp_path / "made.phplan"
     asked = ("--no-estimates", "--out", out, "--ranks", "3,24", "--ranks", 8)
-    told = json.loads(run(meta, saved, "--json", *asked).stdout)["straggler"]
-    assert [one["ranks"] for one in told] == [1, 2, 3, 4, 8, 16, 24, 32, 64, 128, 256, 512]
+    entries = json.loads(run(meta, saved, "--json", *asked).stdout)["straggler"]
+    assert [one["ranks"] for one in entries] == [1, 2, 3, 4, 8, 16, 24, 32, 64, 128, 256, 512]
     shown = run(meta, saved, *asked).stdout
     table = shown.partition("Straggler ratio")[2].partition("Cost of the same rows")[0]
     assert re.findall(r"^ *(\d+) +\d+ +[\d.]+ +[\d.]+ *$", table, re.MULTILINE) == [
@@ -160,11 +162,13 @@ def test_plan_and_stats_say_that_their_tokens_differ_by_the_label_shift(
     assert "A plan counts them after the label shift" in shown
     planned = run(meta, saved, "--out", meta.parent / "shift.phplan").stdout
     assert f"{report['tokens']:,} tokens after the label shift (one less per row)" in planned
-    told = CliRunner().invoke(app, ["stats", str(meta), "--processor", saved, "--num-workers", "1", "--json"])
-    assert json.loads(told.stdout)["all"]["tokens"]["sum"] == report["tokens"] + report["packed"]
+    stats = CliRunner().invoke(
+        app, ["stats", str(meta), "--processor", saved, "--num-workers", "1", "--json"]
+    )
+    assert json.loads(stats.stdout)["all"]["tokens"]["sum"] == report["tokens"] + report["packed"]
 
 
-def test_rows_that_are_dropped_are_told_with_file_and_line(report: dict[str, Any], meta: Path) -> None:
+def test_rows_that_are_dropped_are_reported_with_file_and_line(report: dict[str, Any], meta: Path) -> None:
     details = {one["reason"]: one["detail"] for one in report["reasons"]}
     assert re.search(rf"; {meta.parent}/chats\.jsonl:4 \(byte \d+\)$", details["malformed_row"])
     assert re.search(rf"; {meta.parent}/charts\.jsonl:9 \(byte \d+\)$", details["missing_media"])
@@ -197,7 +201,7 @@ def test_text_without_a_terminal_has_no_control_codes_and_says_what_json_says(
     assert shutil.which(shown[1]) is not None  # as printed it can be typed
 
 
-def test_without_a_name_the_plan_lies_beside_the_meta_file(tmp_path: Path, saved: str) -> None:
+def test_without_a_name_the_plan_is_written_next_to_the_meta_file(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 8)
     result = run(meta, saved)
     assert result.exit_code == 0, result.output
@@ -232,7 +236,7 @@ def test_long_samples_are_dropped_cut_or_an_error_as_asked(tmp_path: Path, saved
     assert not (tmp_path / "never.phplan").exists()
 
 
-def test_estimates_can_be_dropped_and_tell_what_would_be_lost(meta: Path, saved: str, tmp_path: Path) -> None:
+def test_estimates_can_be_skipped_and_show_what_would_be_lost(meta: Path, saved: str, tmp_path: Path) -> None:
     out = tmp_path / "made.phplan"
     assert json.loads(run(meta, saved, "--json", "--no-estimates", "--out", out).stdout)["estimated"] is None
     # A byte is a token here, and an estimate takes three bytes for one: packs overflow.
@@ -274,7 +278,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_two(
     assert result.stderr.startswith("packhorse plan: ")
 
 
-def test_a_model_config_beside_the_processor_changes_costs_but_not_packs(meta: Path, tmp_path: Path) -> None:
+def test_a_model_config_next_to_the_processor_changes_costs_but_not_packs(meta: Path, tmp_path: Path) -> None:
     from contract.tiny_models import tiny_model
 
     plain = save_processor(tmp_path / "plain")
@@ -315,16 +319,16 @@ def test_a_plan_says_where_the_loader_would_stop_because_of_bad_rows(
     meta: Path, saved: str, tmp_path: Path
 ) -> None:
     out = ["--out", tmp_path / "p.phplan"]
-    told = run(meta, saved, *out, "--max-bad-share", 0)
-    assert told.exit_code == 0
+    result = run(meta, saved, *out, "--max-bad-share", 0)
+    assert result.exit_code == 0
     bad = json.loads(run(meta, saved, "--json", *out).stdout)["bad"]
-    assert f"the loader stops at more than 0 % bad rows (max_bad_share): {bad} of 24 are" in told.stdout
+    assert f"the loader stops at more than 0 % bad rows (max_bad_share): {bad} of 24 are" in result.stdout
     with pytest.raises(packhorse.PackhorseError, match=f"{bad} of 24 samples cannot be used"):
         packhorse.load(str(meta), build("qwen2_vl"), model="unchecked", pack_size=SIZE, max_bad_share=0.0)
     assert "the loader stops" not in run(meta, saved, *out).stdout, "three bad rows are tolerated"
 
 
-def test_rows_with_nothing_to_learn_are_packed_and_told(tmp_path: Path, saved: str) -> None:
+def test_rows_with_no_supervised_token_are_packed_and_reported(tmp_path: Path, saved: str) -> None:
     meta = write_chats(tmp_path, 6)
     write_rows(
         tmp_path / "chats.jsonl", [*[chat("Why?", "So.")] * 5, {"messages": [chat("A", "B")["messages"][0]]}]

@@ -1,4 +1,4 @@
-"""Real media, written by the tests: a video whose every frame can be told from all others by its pixels."""
+"""Real media, written by the tests: a video in which every frame has other pixels."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from media_samples import noise
 from PIL import Image
-from test_media_headers import OTHERS, OWN, encoded
+from test_media_headers import OTHERS, OWN, encode
 
 from packhorse.errors import BadSample
 from packhorse.media import image_size
@@ -23,26 +23,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning"),
 ]
 MUTANTS = 6000
-PIL_REFUSES = (OSError, SyntaxError, ValueError, EOFError, LookupError, struct.error, zlib.error)
+PIL_ERRORS = (OSError, SyntaxError, ValueError, EOFError, LookupError, struct.error, zlib.error)
 
 
 def corpus() -> list[tuple[str, bytes]]:
     """Images of every kind: plain, progressive, interlaced, turned, animated, with metadata."""
     exif = Image.Exif()
-    exif[0x0112], exif[0x010F], exif[0x011A], exif[0x0128] = 6, "Mule", 72.0, 2
+    exif[0x0112], exif[0x010F], exif[0x011A], exif[0x0128] = 6, "Acme", 72.0, 2
     turned = {"exif": exif.tobytes()}
     kinds = [*OWN, *OTHERS, ("JPEG", "RGB", turned), ("WEBP", "RGB", turned), ("PNG", "RGB", turned)]
-    kinds += [("JPEG", "RGB", {"icc_profile": b"i" * 300, "comment": b"a mule"})]
+    kinds += [("JPEG", "RGB", {"icc_profile": b"i" * 300, "comment": b"a city"})]
     kinds += [("PNG", "P", {"transparency": 0}), ("PNG", "RGB", {"dpi": (72, 72)})]
     kinds += [("PNG", "L", {"icc_profile": b"i" * 300}), ("WEBP", "RGBA", {"xmp": b"x" * 1500, **turned})]
     described = Image.Exif()
     described[0x010F], described[0x0110], described[0x0112] = "A maker of cameras", "A model of theirs", 8
     kinds += [(form, "RGB", {"exif": described.tobytes()}) for form in ("JPEG", "WEBP", "PNG")]
     kinds += [(form, "RGB", {"xmp": b'tiff:Orientation="6"'}) for form in ("JPEG", "WEBP")]
-    found = [(f"{form} {mode}", encoded(form, mode, 33, 21, **options)) for form, mode, options in kinds]
-    jpeg = encoded("JPEG", "RGB", 33, 21, **turned)
+    found = [(f"{form} {mode}", encode(form, mode, 33, 21, **options)) for form, mode, options in kinds]
+    jpeg = encode("JPEG", "RGB", 33, 21, **turned)
     found += [("JPEG of a camera", jpeg[:2] + jpeg[20:]), ("JPEG of Photoshop", with_photoshop(jpeg))]
-    found.append(("interlaced PNG", interlaced()))
+    found.append(("interlaced PNG", interlaced_png()))
     frames = [Image.fromarray(noise(33, 21)), Image.new("RGB", (33, 21), "red")]
     for form in ("GIF", "WEBP", "PNG", "TIFF"):
         file = io.BytesIO()
@@ -60,9 +60,9 @@ def with_photoshop(jpeg: bytes) -> bytes:
     return jpeg[:20] + b"\xff\xed" + struct.pack(">H", len(segment) + 2) + segment + jpeg[20:]
 
 
-def interlaced() -> bytes:
+def interlaced_png() -> bytes:
     """A PNG in seven passes; PIL writes none, but reads the header all the same."""
-    data = bytearray(encoded("PNG", "RGB", 33, 21))
+    data = bytearray(encode("PNG", "RGB", 33, 21))
     data[28] = 1
     return with_checksums(data)
 
@@ -79,7 +79,7 @@ def with_checksums(png: bytearray) -> bytes:
     return bytes(png)
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
+def damage(data: bytes, rng: random.Random) -> bytes:
     """Cut off, bytes changed, taken out or put in; mostly in the header."""
     mutant = bytearray(data)
     if rng.random() < 0.3:
@@ -103,12 +103,12 @@ def pil_size(data: bytes) -> tuple[int, int] | str | None:
             size = image.size
             try:
                 sideways = image.format != "TIFF" and image.getexif().get(0x0112) in (5, 6, 7, 8)
-            except PIL_REFUSES:
+            except PIL_ERRORS:
                 sideways = False
             return size[::-1] if sideways else size
     except Image.DecompressionBombError:
         return "too large"
-    except PIL_REFUSES:
+    except PIL_ERRORS:
         return None
 
 
@@ -117,7 +117,7 @@ def test_damaged_images_have_pils_size_or_none() -> None:
     sized = rejected = 0
     for _ in range(MUTANTS):
         name, data = rng.choice(images)
-        mutant = damaged(data, rng)
+        mutant = damage(data, rng)
         own = header_size(io.BytesIO(mutant))
         theirs = pil_size(mutant)
         assert own is None or theirs in (own, "too large"), (
@@ -134,7 +134,7 @@ def test_the_size_that_is_given_out_is_pils_for_damaged_images_too() -> None:
     rng, images = random.Random(5), corpus()
     for _ in range(MUTANTS // 4):
         name, data = rng.choice(images)
-        mutant = damaged(data, rng)
+        mutant = damage(data, rng)
         theirs = pil_size(mutant)
         if isinstance(theirs, tuple):
             assert image_size(mutant) == (theirs[1], theirs[0]), name

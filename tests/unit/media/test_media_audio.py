@@ -24,7 +24,7 @@ def tone(samples: int = 2 * RATE + 123, rate: int = RATE, pitch: float = 440) ->
     return (0.5 * np.sin(2 * np.pi * pitch * np.arange(samples) / rate)).astype(np.float32)
 
 
-def sound_bytes(
+def audio_bytes(
     samples: np.ndarray, rate: int = RATE, form: str = "WAV", subtype: str | None = None
 ) -> bytes:
     file = io.BytesIO()
@@ -45,7 +45,7 @@ def write_aac(path: Path, samples: np.ndarray, rate: int = RATE, channels: int =
     return path
 
 
-def rejected(source: object, call=load_audio) -> BadSample:
+def bad_sample(source: object, call=load_audio) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source)
     assert caught.value.stage == "media"
@@ -68,7 +68,7 @@ def rejected(source: object, call=load_audio) -> BadSample:
 def test_formats_of_libsndfile_are_decoded_and_measured(
     form: str, subtype: str | None, tolerance: float
 ) -> None:
-    data = sound_bytes(tone(), form=form, subtype=subtype)
+    data = audio_bytes(tone(), form=form, subtype=subtype)
     samples, rate = load_audio(data)
     assert samples.dtype == np.float32
     assert samples.ndim == 1
@@ -79,8 +79,8 @@ def test_formats_of_libsndfile_are_decoded_and_measured(
         assert np.abs(samples - tone()).max() <= tolerance
 
 
-def test_all_sources_give_the_same_sound(tmp_path: Path, memory) -> None:
-    data = sound_bytes(tone(), subtype="FLOAT")
+def test_all_sources_give_the_same_audio(tmp_path: Path, memory) -> None:
+    data = audio_bytes(tone(), subtype="FLOAT")
     (tmp_path / "a.wav").write_bytes(data)
     environment = lmdb.open(str(tmp_path / "db.lmdb"))
     with environment.begin(write=True) as transaction:
@@ -109,7 +109,7 @@ def test_all_sources_give_the_same_sound(tmp_path: Path, memory) -> None:
 
 def test_stereo_is_averaged() -> None:
     stereo = np.stack([tone(), np.zeros_like(tone())], axis=1)
-    data = sound_bytes(stereo, subtype="FLOAT")
+    data = audio_bytes(stereo, subtype="FLOAT")
     for source in (data, (stereo, RATE), (stereo.T, RATE), AudioDecoder(data)):
         samples, _ = load_audio(source)
         assert np.allclose(samples, tone() / 2, atol=1e-7)
@@ -129,7 +129,7 @@ def test_integers_are_scaled_to_one() -> None:
 
 
 def test_a_clip_of_one_stereo_sample_is_one_sample() -> None:
-    data = sound_bytes(np.array([[0.5, 0.25]], np.float32), subtype="FLOAT")
+    data = audio_bytes(np.array([[0.5, 0.25]], np.float32), subtype="FLOAT")
     assert load_audio(data)[0].tolist() == [0.375]
     assert audio_info(data) == (1, RATE)
 
@@ -161,44 +161,44 @@ def test_raw_aac_is_measured_to_within_a_frame(tmp_path: Path) -> None:
     assert load_audio(path.read_bytes())[1] == RATE
 
 
-def test_broken_sound_is_told(tmp_path: Path) -> None:
-    (tmp_path / "text.wav").write_bytes(b"this is no sound " * 20)
+def test_broken_audio_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "text.wav").write_bytes(b"this is no audio " * 20)
     (tmp_path / "empty.wav").touch()
     (tmp_path / "noise.raw").write_bytes(bytes(range(256)))
     for call in (load_audio, audio_info):
-        error = rejected(tmp_path / "text.wav", call)
+        error = bad_sample(tmp_path / "text.wav", call)
         assert error.reason == "broken_media"
         assert "text.wav cannot be read as audio" in str(error)
-        assert "0 bytes" in str(rejected(tmp_path / "empty.wav", call))
-        assert rejected(tmp_path / "no.wav", call).reason == "missing_media"
-        assert rejected(tmp_path / "noise.raw", call).reason == "broken_media"
-        assert "no samples" in str(rejected(sound_bytes(np.zeros(0, np.float32)), call))
-        assert "no samples" in str(rejected((np.zeros(0, np.float32), RATE), call))
+        assert "0 bytes" in str(bad_sample(tmp_path / "empty.wav", call))
+        assert bad_sample(tmp_path / "no.wav", call).reason == "missing_media"
+        assert bad_sample(tmp_path / "noise.raw", call).reason == "broken_media"
+        assert "no samples" in str(bad_sample(audio_bytes(np.zeros(0, np.float32)), call))
+        assert "no samples" in str(bad_sample((np.zeros(0, np.float32), RATE), call))
 
 
-def test_a_silent_video_holds_no_sound(tmp_path: Path) -> None:
+def test_a_silent_video_has_no_audio(tmp_path: Path) -> None:
     path = write_video(tmp_path / "silent.mp4", 5)
     for call in (load_audio, audio_info):
-        error = rejected(path, call)
+        error = bad_sample(path, call)
         assert error.reason == "broken_media"
         assert "has no audio stream" in str(error)
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "AIFF"])
 def test_a_truncated_file_is_broken(form: str) -> None:
-    data = sound_bytes(np.random.default_rng(0).normal(0, 0.2, 40_000).astype(np.float32), form=form)
-    error = rejected(data[: len(data) // 2])
+    data = audio_bytes(np.random.default_rng(0).normal(0, 0.2, 40_000).astype(np.float32), form=form)
+    error = bad_sample(data[: len(data) // 2])
     assert error.reason == "broken_media"
     assert "truncated" in str(error) or "cannot be decoded" in str(error)
 
 
 def test_a_truncated_mp4_is_broken(tmp_path: Path) -> None:
     data = write_aac(tmp_path / "a.m4a", tone()).read_bytes()
-    assert rejected(data[: len(data) // 2]).reason == "broken_media"
+    assert bad_sample(data[: len(data) // 2]).reason == "broken_media"
 
 
 def test_a_wav_written_to_a_pipe_has_no_length_and_is_read_to_its_end() -> None:
-    data = bytearray(sound_bytes(tone(), subtype="PCM_16"))
+    data = bytearray(audio_bytes(tone(), subtype="PCM_16"))
     at = data.index(b"data") + 4
     data[4:8] = data[at : at + 4] = struct.pack("<I", 0xFFFF_FFFF)
     assert len(load_audio(bytes(data))[0]) == len(tone())
@@ -217,7 +217,7 @@ def test_a_wav_written_to_a_pipe_has_no_length_and_is_read_to_its_end() -> None:
         (7, "wrong_format", "<int>"),
     ],
 )
-def test_arrays_that_are_no_sound_are_rejected(source: object, reason: str, words: str) -> None:
+def test_arrays_that_are_no_audio_are_rejected(source: object, reason: str, words: str) -> None:
     for call in (load_audio, audio_info):
         with pytest.raises(BadSample, match=words) as caught:
             call(source)
@@ -228,7 +228,7 @@ def test_a_playlist_is_not_followed(tmp_path: Path) -> None:
     secret = write_aac(tmp_path / "secret.aac", tone())
     evil = tmp_path / "evil.m3u8"
     evil.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\nfile://{secret}\n#EXT-X-ENDLIST\n")
-    assert rejected(evil).reason == "broken_media"
+    assert bad_sample(evil).reason == "broken_media"
 
 
 def test_the_callers_array_is_neither_changed_nor_shared_when_scaled() -> None:

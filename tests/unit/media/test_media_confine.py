@@ -10,7 +10,7 @@ from packhorse.media import confine, resolve
 
 @pytest.fixture
 def media(tmp_path: Path) -> Path:
-    """A media folder with a file, a folder of frames and links; beside it a secret and a similar name."""
+    """A media folder with a file, a folder of frames and links; next to it a secret and a similar name."""
     media = tmp_path / "media"
     (media / "frames").mkdir(parents=True)
     (media / "inside.png").write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""Sound and videos with damage in their headers: always a ``BadSample``, whatever the decoders make of it."""
+"""Audio and videos with damage in their headers: always a ``BadSample``, whatever the decoders make of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import soundfile
 from media_samples import write_video
 
 from packhorse.errors import BadSample, MissingDependency
-from packhorse.media import audio as sound_module
+from packhorse.media import audio as audio_module
 from packhorse.media import audio_info, load_audio, load_video, probe_video
 
 RATE = 44_100
@@ -26,7 +26,7 @@ def noise(samples: int) -> np.ndarray:
     return (np.random.default_rng(0).normal(size=samples) / 5).astype(np.float32)
 
 
-def encoded(form: str, samples: int = 60_000) -> bytearray:
+def encode(form: str, samples: int = 60_000) -> bytearray:
     file = io.BytesIO()
     soundfile.write(file, noise(samples), RATE, format=form)
     return bytearray(file.getvalue())
@@ -47,7 +47,7 @@ def mp3_without_length(samples: int, bit_rate: int = 128_000) -> bytes:
 
 
 def length(call: Callable[[bytes], tuple[Any, int]], data: bytes) -> int | None:
-    """The length of a clip as ``call`` finds it, None where it refuses."""
+    """The length of a clip as ``call`` finds it, None if it raises."""
     try:
         found = call(data)[0]
     except BadSample:
@@ -56,20 +56,20 @@ def length(call: Callable[[bytes], tuple[Any, int]], data: bytes) -> int | None:
 
 
 def unknown_codec() -> bytes:
-    data = encoded("WAV")
+    data = encode("WAV")
     data[20:22] = b"\x99\x33"
     return bytes(data)
 
 
 def flac_that_promises(samples: int) -> bytes:
-    data = encoded("FLAC")
+    data = encode("FLAC")
     data[21] = data[21] & 0xF0 | samples >> 32
     data[22:26] = struct.pack(">I", samples & 0xFFFF_FFFF)
     return bytes(data)
 
 
 def mp3_that_promises(frames: int) -> bytes:
-    data = encoded("MP3")
+    data = encode("MP3")
     at = data.index(b"Xing") + 8
     data[at : at + 4] = struct.pack(">I", frames)
     return bytes(data)
@@ -84,7 +84,7 @@ def mp3_that_promises(frames: int) -> bytes:
     ],
     ids=["wav-codec", "flac-length", "mp3-length"],
 )
-def test_a_header_that_makes_no_sense_is_broken_for_the_length_and_for_the_sound(
+def test_an_invalid_header_is_broken_for_the_length_and_for_the_samples(
     damaged: Callable[[], bytes], words: str
 ) -> None:
     for call in (audio_info, load_audio):
@@ -102,11 +102,11 @@ def test_a_length_that_is_possible_and_wrong_costs_no_memory_and_is_broken() -> 
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
-def test_sound_read_in_blocks_is_the_same_sound(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = bytes(encoded(form))
+def test_audio_read_in_blocks_has_the_same_samples(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(encode(form))
     whole, _ = load_audio(data)
     for block in (1000, 20_000, 60_000):
-        monkeypatch.setattr(sound_module, "_BLOCK", block)
+        monkeypatch.setattr(audio_module, "_BLOCK", block)
         samples, _ = load_audio(data)
         assert samples.shape == whole.shape
         assert np.abs(samples - whole).max() < 1e-6
@@ -116,10 +116,10 @@ def test_a_flac_file_written_to_a_pipe_has_no_length_and_is_read_to_its_end() ->
     data = flac_that_promises(0)
     samples, rate = load_audio(data)
     assert audio_info(data) == (60_000, RATE) == (len(samples), rate)
-    assert np.array_equal(samples, load_audio(bytes(encoded("FLAC")))[0])
+    assert np.array_equal(samples, load_audio(bytes(encode("FLAC")))[0])
 
 
-def test_an_mp3_that_does_not_tell_its_length_is_counted_not_guessed() -> None:
+def test_an_mp3_without_a_length_is_counted_not_guessed() -> None:
     loud, quiet = mp3_without_length(90_000, 320_000), mp3_without_length(90_000, 32_000)
     # A guess from the bit rate of the first frame would be half of it, or five times as much.
     for data in (loud + quiet, quiet + loud):
@@ -128,7 +128,7 @@ def test_an_mp3_that_does_not_tell_its_length_is_counted_not_guessed() -> None:
         assert 180_000 <= len(samples) < 180_000 + 4 * 1152
 
 
-def test_an_mp3_that_does_not_tell_its_length_names_the_package_that_reads_it(
+def test_an_mp3_without_a_length_names_the_package_that_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = mp3_without_length(20_000)
@@ -137,13 +137,13 @@ def test_an_mp3_that_does_not_tell_its_length_names_the_package_that_reads_it(
         load_audio(data)
 
 
-def test_a_cut_mp3_never_has_another_length_than_was_told() -> None:
-    data = bytes(encoded("MP3", 8000))
+def test_a_cut_mp3_never_has_another_length_than_audio_info_gives() -> None:
+    data = bytes(encode("MP3", 8000))
     cuts = [data[:end] for end in range(1, len(data), 13)]
-    told = [length(audio_info, cut) for cut in cuts]
+    lengths = [length(audio_info, cut) for cut in cuts]
     found = [length(load_audio, cut) for cut in cuts]
-    assert sum(count is not None for count in told) > 20
-    assert [count for count, real in zip(told, found, strict=True) if real not in (None, count)] == []
+    assert sum(count is not None for count in lengths) > 20
+    assert [count for count, real in zip(lengths, found, strict=True) if real not in (None, count)] == []
 
 
 def test_a_cut_mp3_without_its_encoders_header_has_the_length_of_what_is_left() -> None:

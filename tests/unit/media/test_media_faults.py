@@ -83,14 +83,14 @@ def encoded_image(form: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def encoded_sound(form: str) -> bytes:
+def encoded_audio(form: str) -> bytes:
     file = io.BytesIO()
-    sound = np.random.default_rng(0).normal(0, 0.2, 200_000)
-    soundfile.write(file, sound.astype(np.float32), 8000, format=form)
+    noise = np.random.default_rng(0).normal(0, 0.2, 200_000)
+    soundfile.write(file, noise.astype(np.float32), 8000, format=form)
     return file.getvalue()
 
 
-def raised(call: Callable[[str], object], source: str) -> PackhorseError:
+def error_of(call: Callable[[str], object], source: str) -> PackhorseError:
     with pytest.raises(PackhorseError) as caught:
         call(source)
     return caught.value
@@ -115,18 +115,18 @@ def test_a_fault_of_the_machine_stops_the_run_whatever_is_read(
         (load_upright, encoded_image("JPEG")),
         (probe_video, clip),
         (load_video, clip),
-        *((load_audio, encoded_sound(form)) for form in ("WAV", "FLAC", "OGG", "MP3")),
+        *((load_audio, encoded_audio(form)) for form in ("WAV", "FLAC", "OGG", "MP3")),
     ]
     for call, data in calls:
-        error = raised(call, failing(data, good, code))
+        error = error_of(call, failing(data, good, code))
         assert isinstance(error, SystemFault), (call, error)
         assert not is_data_error(error)
         assert os.strerror(code) in str(error)
         assert "failing://folder/file" in str(error)
         assert "the machine is at fault, not the sample" in str(error)
-    for call, data in ((image_size, png), (audio_info, encoded_sound("WAV"))):
+    for call, data in ((image_size, png), (audio_info, encoded_audio("WAV"))):
         if good <= 0:
-            assert isinstance(raised(call, failing(data, good, code)), SystemFault)
+            assert isinstance(error_of(call, failing(data, good, code)), SystemFault)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_fault_of_the_machine_stops_the_run_whatever_is_read(
 def test_other_failures_of_reading_concern_one_sample(
     failing: Callable[..., str], code: int, when_opening: str, when_reading: str
 ) -> None:
-    for call, data in ((load_image, encoded_image("PNG")), (load_audio, encoded_sound("WAV"))):
-        opening = raised(call, failing(data, -1, code))
+    for call, data in ((load_image, encoded_image("PNG")), (load_audio, encoded_audio("WAV"))):
+        opening = error_of(call, failing(data, -1, code))
         assert isinstance(opening, BadSample)
         assert opening.reason == when_opening
-        reading = raised(call, failing(data, 2000, code))
+        reading = error_of(call, failing(data, 2000, code))
         assert isinstance(reading, BadSample)
         assert reading.reason == when_reading
         assert is_data_error(reading)
@@ -207,7 +207,7 @@ def test_too_many_open_files_are_not_missing_media(tmp_path: Path, video: Path) 
         "size": lambda: image_size(path),
         "video": lambda: load_video(video),
         "folder of frames": lambda: load_video(tmp_path / "frames"),
-        "sound": lambda: load_audio(path),
+        "audio": lambda: load_audio(path),
         "entry": lambda: read_bytes(entry),
         "folder of media": lambda: confine(str(tmp_path / "frames"), tmp_path),
     }
@@ -217,7 +217,7 @@ def test_too_many_open_files_are_not_missing_media(tmp_path: Path, video: Path) 
         assert "ulimit -n" in message
 
 
-def test_a_database_that_memory_has_no_room_to_map_is_not_broken_media(tmp_path: Path) -> None:
+def test_a_database_that_cannot_be_mapped_is_not_broken_media(tmp_path: Path) -> None:
     entry = write_database(tmp_path / "db.lmdb")
     (message,) = _messages_in_a_child(_no_address_space, {"entry": lambda: read_bytes(entry)}).values()
     assert message.startswith("SystemFault: ")

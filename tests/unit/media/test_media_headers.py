@@ -30,7 +30,7 @@ OWN = [
 OTHERS = [("TIFF", "RGB", {}), ("TIFF", "L", {}), ("PPM", "RGB", {}), ("ICO", "RGBA", {})]
 
 
-def encoded(form: str, mode: str, width: int, height: int, **options: object) -> bytes:
+def encode(form: str, mode: str, width: int, height: int, **options: object) -> bytes:
     file = io.BytesIO()
     if mode == "I;16":
         image = Image.new("I;16", (width, height), 40_000)
@@ -55,7 +55,7 @@ def test_the_size_is_pils_for_every_format(kind: tuple, width: int, height: int)
     form, mode, options = kind
     if form == "ICO":
         width, height = min(width, 255), min(height, 255)
-    data = encoded(form, mode, width, height, **options)
+    data = encode(form, mode, width, height, **options)
     size = pil_size(data)
     assert image_size(data) == (size[1], size[0])
     assert own_size(data) == (None if kind in OTHERS else size)
@@ -67,7 +67,7 @@ def test_large_sizes_are_read_from_the_header_too(kind: tuple, width: int, heigh
     # One side at a time, or the images themselves would be large.
     form, mode, options = kind
     for size in ((width, 1), (1, height)):
-        data = encoded(form, mode, *size, **options)
+        data = encode(form, mode, *size, **options)
         assert own_size(data) == pil_size(data) == size
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_header_never_gives_a_size_that_pil_denies(
     kind: tuple, at: int, byte: int, cut: int
 ) -> None:
     form, mode, options = kind
-    data = bytearray(encoded(form, mode, 33, 21, **options))
+    data = bytearray(encode(form, mode, 33, 21, **options))
     data[at % len(data)] = byte
     for damaged in (bytes(data), bytes(data[:cut])):
         own = own_size(damaged)
@@ -102,26 +102,26 @@ def test_a_jpeg_with_large_metadata_is_read_by_skipping_it() -> None:
 
     exif = Image.Exif()
     exif[0x010E] = "x" * 60_000
-    data = encoded("JPEG", "RGB", 123, 77, exif=exif, icc_profile=b"p" * 200_000, comment=b"c" * 50_000)
+    data = encode("JPEG", "RGB", 123, 77, exif=exif, icc_profile=b"p" * 200_000, comment=b"c" * 50_000)
     file = CountingFile(data)
     assert header_size(file) == pil_size(data) == (123, 77)
     assert file.total < 12_000
 
 
 def test_a_jpeg_with_fill_bytes_before_a_marker_is_read() -> None:
-    data = encoded("JPEG", "RGB", 31, 17)
+    data = encode("JPEG", "RGB", 31, 17)
     padded = data[:2] + b"\xff\xff\xff" + data[2:]
     assert own_size(padded) == pil_size(padded) == (31, 17)
 
 
 def test_a_jpeg_of_12_bits_is_left_to_pil() -> None:
-    data = bytearray(encoded("JPEG", "RGB", 31, 17))
+    data = bytearray(encode("JPEG", "RGB", 31, 17))
     data[data.index(b"\xff\xc0") + 4] = 12
     assert own_size(bytes(data)) is None
 
 
 def test_a_gif_frame_that_sticks_out_makes_the_image_larger() -> None:
-    data = bytearray(encoded("GIF", "P", 20, 10))
+    data = bytearray(encode("GIF", "P", 20, 10))
     data[6:10] = struct.pack("<HH", 12, 8)
     assert own_size(bytes(data)) == pil_size(bytes(data)) == (20, 10)
     data[6:10] = struct.pack("<HH", 50, 40)
@@ -157,13 +157,13 @@ def test_bitmaps_stored_from_the_top_and_of_os2_are_read() -> None:
         assert own_size(data) == pil_size(data) == size
 
 
-def test_bitmaps_that_pil_refuses_are_left_to_it() -> None:
+def test_bitmaps_that_pil_rejects_are_left_to_it() -> None:
     for data in (bitmap(7, 5, bits=48), bitmap(7, 5, compression=5), bitmap(-7, 5), bitmap(0, 5)):
         assert own_size(data) is None
 
 
 def test_a_png_with_a_wrong_header_checksum_is_left_to_pil() -> None:
-    data = bytearray(encoded("PNG", "RGB", 31, 17))
+    data = bytearray(encode("PNG", "RGB", 31, 17))
     data[19] ^= 1
     assert own_size(bytes(data)) is None
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))

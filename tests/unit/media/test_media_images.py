@@ -19,13 +19,13 @@ from packhorse.media import DEFAULT_MAX_PIXELS, image_size, load_image
 from packhorse.media.image_headers import header_size
 
 
-def encoded(image: Image.Image, form: str, **options: object) -> bytes:
+def encode(image: Image.Image, form: str, **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
 
 
-def rejected(source: object, call=load_image, **options: object) -> BadSample:
+def bad_sample(source: object, call=load_image, **options: object) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source, **options)
     assert caught.value.stage == "media"
@@ -43,7 +43,7 @@ def assert_same(image: Image.Image, expected: Image.Image) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
 def test_every_png_mode_becomes_what_pil_makes_of_it(mode: str) -> None:
-    data = encoded(plain().convert(mode), "PNG")
+    data = encode(plain().convert(mode), "PNG")
     with Image.open(io.BytesIO(data)) as image:
         assert_same(load_image(data), image.convert("RGB"))
 
@@ -52,14 +52,14 @@ def test_cmyk_16_bit_transparent_palette_and_one_pixel_images_become_rgb() -> No
     palette = plain().convert("P")
     palette.info["transparency"] = 3
     samples = [
-        encoded(plain().convert("CMYK"), "JPEG"),
-        encoded(Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50), "PNG"),
-        encoded(palette, "GIF", transparency=3),
-        encoded(palette, "PNG", transparency=3),
-        encoded(Image.new("RGBA", (1, 1), (9, 8, 7, 100)), "PNG"),
-        encoded(Image.new("L", (1, 1), 77), "JPEG"),
-        encoded(plain().convert("F"), "TIFF"),
-        encoded(plain().convert("LAB"), "TIFF"),
+        encode(plain().convert("CMYK"), "JPEG"),
+        encode(Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50), "PNG"),
+        encode(palette, "GIF", transparency=3),
+        encode(palette, "PNG", transparency=3),
+        encode(Image.new("RGBA", (1, 1), (9, 8, 7, 100)), "PNG"),
+        encode(Image.new("L", (1, 1), 77), "JPEG"),
+        encode(plain().convert("F"), "TIFF"),
+        encode(plain().convert("LAB"), "TIFF"),
     ]
     for data in samples:
         with Image.open(io.BytesIO(data)) as image:
@@ -68,7 +68,7 @@ def test_cmyk_16_bit_transparent_palette_and_one_pixel_images_become_rgb() -> No
 
 
 def test_all_sources_give_the_same_image(tmp_path: Path, memory) -> None:
-    data = encoded(plain(), "PNG")
+    data = encode(plain(), "PNG")
     (tmp_path / "a.png").write_bytes(data)
     environment = lmdb.open(str(tmp_path / "db.lmdb"))
     with environment.begin(write=True) as transaction:
@@ -118,28 +118,28 @@ def test_an_array_is_not_shared_with_the_image() -> None:
 )
 def test_an_array_that_is_no_image_is_rejected(array: np.ndarray) -> None:
     for call in (load_image, image_size):
-        error = rejected(array, call)
+        error = bad_sample(array, call)
         assert error.reason == "broken_media"
         assert "expected height x width x 3 of uint8" in str(error)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
 def test_a_truncated_file_is_broken_and_still_has_its_size(tmp_path: Path, form: str) -> None:
-    data = encoded(Image.fromarray(noise(120, 90)), form)
+    data = encode(Image.fromarray(noise(120, 90)), form)
     path = tmp_path / "cut"
     path.write_bytes(data[: len(data) * 6 // 10])
-    error = rejected(path)
+    error = bad_sample(path)
     assert error.reason == "broken_media"
     assert "cut" in str(error)
     if form == "WEBP":  # PIL opens no WebP that is cut off
-        assert rejected(path, image_size).reason == "broken_media"
+        assert bad_sample(path, image_size).reason == "broken_media"
     elif form != "TIFF":  # PIL writes the directory of a TIFF in front or after, as it likes
         assert image_size(path) == (90, 120)
 
 
 def test_a_damaged_lazily_opened_image_is_found_too() -> None:
-    data = encoded(plain(), "PNG")
-    assert rejected(Image.open(io.BytesIO(data[:-800]))).reason == "broken_media"
+    data = encode(plain(), "PNG")
+    assert bad_sample(Image.open(io.BytesIO(data[:-800]))).reason == "broken_media"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_file_that_is_no_image_is_named_by_its_kind_and_never_quoted(
     path = tmp_path / "page.jpg"
     path.write_bytes(content)
     for call in (load_image, image_size):
-        error = rejected(path, call)
+        error = bad_sample(path, call)
         assert error.reason == "broken_media"
         assert f"page.jpg is not an image in a supported format ({kind}" in str(error)
         assert "root" not in error.detail.removeprefix(str(path))
@@ -169,8 +169,8 @@ def test_a_file_that_is_no_image_is_named_by_its_kind_and_never_quoted(
 def test_missing_and_empty_files_keep_their_reasons(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     for call in (load_image, image_size):
-        assert rejected(tmp_path / "no.png", call).reason == "missing_media"
-        assert rejected(tmp_path / "empty.png", call).reason == "broken_media"
+        assert bad_sample(tmp_path / "no.png", call).reason == "missing_media"
+        assert bad_sample(tmp_path / "empty.png", call).reason == "broken_media"
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -186,11 +186,11 @@ def bomb(width: int, height: int) -> bytes:
 def test_a_decompression_bomb_is_rejected_before_decoding() -> None:
     assert DEFAULT_MAX_PIXELS == 178_956_970
     for call in (load_image, image_size):
-        error = rejected(bomb(60_000, 60_000), call)
+        error = bad_sample(bomb(60_000, 60_000), call)
         assert error.reason == "media_too_large"
         assert "3600000000" in str(error).replace(",", "")
     # PIL's own limit holds even where ours is lifted.
-    assert rejected(bomb(60_000, 60_000), max_pixels=None).reason == "media_too_large"
+    assert bad_sample(bomb(60_000, 60_000), max_pixels=None).reason == "media_too_large"
     assert image_size(bomb(60_000, 60_000), max_pixels=None) == (60_000, 60_000)
 
 
@@ -198,7 +198,7 @@ def test_a_lower_limit_applies_to_every_kind_of_source(png: Path) -> None:
     for source in (png, plain(), noise(40, 30)):
         for call in (load_image, image_size):
             assert call(source, max_pixels=1200) is not None
-            error = rejected(source, call, max_pixels=1199)
+            error = bad_sample(source, call, max_pixels=1199)
             assert error.reason == "media_too_large"
             assert "40 x 30 = 1,200 pixels, more than max_pixels=1,199" in str(error)
 
@@ -220,7 +220,7 @@ def test_images_are_turned_upright_as_transformers_turns_them(
     form: str, orientation: int, tmp_path: Path
 ) -> None:
     more = {"save_all": True, "append_images": [plain()]} if form == "MPO" else {}
-    data = encoded(plain(), form, exif=exif_of(orientation), **more)
+    data = encode(plain(), form, exif=exif_of(orientation), **more)
     path = tmp_path / "photo"
     path.write_bytes(data)
     upright = oracle(str(path))
@@ -240,13 +240,13 @@ def test_images_are_turned_upright_as_transformers_turns_them(
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_orientation_is_read_without_pil(form: str, orientation: int) -> None:
-    data = encoded(plain(), form, exif=exif_of(orientation))
+    data = encode(plain(), form, exif=exif_of(orientation))
     assert header_size(io.BytesIO(data)) == ((30, 40) if orientation > 4 else (40, 30))
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 def test_an_upright_image_is_not_turned_once_more(form: str) -> None:
-    upright = load_image(encoded(plain(), form, exif=exif_of(6)))
+    upright = load_image(encode(plain(), form, exif=exif_of(6)))
     assert load_image(upright) is upright
     assert_same(oracle(upright), upright)
     assert image_size(upright) == (40, 30)
@@ -263,7 +263,7 @@ def test_the_orientation_of_xmp_counts_where_exif_has_none(
     xmp = b'<x tiff:Orientation="6"/>'
     options: dict[str, object] = {"xmp": xmp} if form != "TIFF" else {"tiffinfo": {700: xmp, **dict(exif)}}
     path = tmp_path / "photo"
-    path.write_bytes(encoded(plain(), form, exif=exif, **options))
+    path.write_bytes(encode(plain(), form, exif=exif, **options))
     upright = oracle(str(path))
     assert upright.size == ((30, 40) if in_exif is None else (40, 30))
     assert image_size(path) == (upright.height, upright.width)
@@ -276,7 +276,7 @@ def test_a_png_with_its_orientation_in_a_text_is_turned(name: str, late: bool, t
     exif = exif_of(6).tobytes()
     text = "<x tiff:Orientation='6'/>" if name.startswith("XML") else f"\nexif\n{len(exif):8}\n{exif.hex()}\n"
     chunk = png_chunk(b"tEXt", f"{name}\0{text}".replace("'", '"').encode())
-    data = encoded(plain(), "PNG")
+    data = encode(plain(), "PNG")
     at = len(data) - 12 if late else 33
     path = tmp_path / "photo.png"
     path.write_bytes(data[:at] + chunk + data[at:])
@@ -292,7 +292,7 @@ def png_chunk(name: bytes, body: bytes) -> bytes:
 
 @pytest.mark.parametrize("size", [(40, 30), (400, 300)])
 def test_exif_after_the_pixels_of_a_png_counts_and_a_cut_png_has_none(size: tuple[int, int]) -> None:
-    data = encoded(Image.fromarray(noise(*size)), "PNG")
+    data = encode(Image.fromarray(noise(*size)), "PNG")
     assert header_size(io.BytesIO(data)) == size
     late = data[:-12] + png_chunk(b"eXIf", exif_of(6).tobytes().removeprefix(b"Exif\0\0")) + data[-12:]
     assert image_size(late) == size
@@ -302,14 +302,14 @@ def test_exif_after_the_pixels_of_a_png_counts_and_a_cut_png_has_none(size: tupl
 
 
 def test_the_size_of_a_png_that_the_caller_opened_needs_no_decoding() -> None:
-    with Image.open(io.BytesIO(encoded(plain(), "PNG"))) as image:
+    with Image.open(io.BytesIO(encode(plain(), "PNG"))) as image:
         assert image_size(image) == (30, 40)
         assert image.tile  # type: ignore[attr-defined]  # still to be decoded
         assert_same(load_image(image), plain())
 
 
 def test_exif_that_cannot_be_read_turns_nothing() -> None:
-    data = encoded(plain(), "JPEG", exif=b"Exif\0\0garbage that is no TIFF")
+    data = encode(plain(), "JPEG", exif=b"Exif\0\0garbage that is no TIFF")
     assert load_image(data).size == (40, 30)
     assert image_size(data) == (30, 40)
 
@@ -320,7 +320,7 @@ def test_an_orientation_after_a_value_that_is_cut_off_turns_nothing_as_in_pil(tm
     at = exif.index(b"\x0f\x01", 14) if exif[6:8] == b"II" else exif.index(b"\x01\x0f", 14)
     exif[at + 8 : at + 12] = b"\xff\xff\0\0" if exif[6:8] == b"II" else b"\0\0\xff\xff"  # where the maker is
     path = tmp_path / "photo.jpg"
-    path.write_bytes(encoded(plain(), "JPEG", exif=bytes(exif)))
+    path.write_bytes(encode(plain(), "JPEG", exif=bytes(exif)))
     upright = oracle(str(path))
     assert image_size(path) == (upright.height, upright.width)
     assert_same(load_image(path), upright)

@@ -55,10 +55,10 @@ def test_the_limit_goes_through_all_doors(video: Path) -> None:
     too_large(preload_media, loaded, max_bytes=1000)
     file = io.BytesIO()
     soundfile.write(file, np.zeros(1000, np.float32), 8000, format="WAV")
-    sound = MediaRef("audio", file.getvalue())
-    assert len(load_media(sound, max_bytes=4000)[0]) == 1000
-    assert "a clip of 1,000 samples" in too_large(load_media, sound, max_bytes=3999)
-    assert "a clip of 2,000 samples" in too_large(load_media, sound, sampling_rate=16_000, max_bytes=4000)
+    clip = MediaRef("audio", file.getvalue())
+    assert len(load_media(clip, max_bytes=4000)[0]) == 1000
+    assert "a clip of 1,000 samples" in too_large(load_media, clip, max_bytes=3999)
+    assert "a clip of 2,000 samples" in too_large(load_media, clip, sampling_rate=16_000, max_bytes=4000)
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])

@@ -20,7 +20,7 @@ def write_database(path: Path, *, folder: bool = True, entries: dict[str, bytes]
     return path
 
 
-def rejected(source: str) -> BadSample:
+def bad_sample(source: str) -> BadSample:
     with pytest.raises(BadSample) as caught:
         read_bytes(source)
     assert caught.value.stage == "media"
@@ -46,16 +46,16 @@ def test_a_database_with_any_name_and_keys_with_colons_work(tmp_path: Path) -> N
 def test_a_missing_key_names_database_and_key(tmp_path: Path) -> None:
     database = write_database(tmp_path / "db.lmdb")
     for key in ("nope", "", "x" * 5000):
-        error = rejected(f"{database}::{key}")
+        error = bad_sample(f"{database}::{key}")
         assert error.reason == "missing_media"
         assert "db.lmdb has no key" in str(error)
-    assert "'nope'" in str(rejected(f"{database}::nope"))
+    assert "'nope'" in str(bad_sample(f"{database}::nope"))
 
 
 def test_a_missing_database_is_missing(tmp_path: Path) -> None:
-    assert rejected(f"{tmp_path}/no.lmdb::k").reason == "missing_media"
+    assert bad_sample(f"{tmp_path}/no.lmdb::k").reason == "missing_media"
     (tmp_path / "hollow.lmdb").mkdir()
-    error = rejected(f"{tmp_path}/hollow.lmdb::k")
+    error = bad_sample(f"{tmp_path}/hollow.lmdb::k")
     assert error.reason == "missing_media"
     assert "without data.mdb" in str(error)
 
@@ -63,24 +63,24 @@ def test_a_missing_database_is_missing(tmp_path: Path) -> None:
 def test_what_is_not_a_database_is_broken(tmp_path: Path) -> None:
     (tmp_path / "text.lmdb").write_bytes(b"hello" * 5000)
     (tmp_path / "empty.lmdb").touch()
-    assert "is not an LMDB database" in str(rejected(f"{tmp_path}/text.lmdb::k"))
-    assert "0 bytes" in str(rejected(f"{tmp_path}/empty.lmdb::k"))
+    assert "is not an LMDB database" in str(bad_sample(f"{tmp_path}/text.lmdb::k"))
+    assert "0 bytes" in str(bad_sample(f"{tmp_path}/empty.lmdb::k"))
     for name in ("text", "empty"):
-        assert rejected(f"{tmp_path}/{name}.lmdb::k").reason == "broken_media"
+        assert bad_sample(f"{tmp_path}/{name}.lmdb::k").reason == "broken_media"
 
 
 def test_a_database_that_is_cut_short_is_rejected_instead_of_crashing(tmp_path: Path) -> None:
     database = write_database(tmp_path / "db.lmdb", folder=False, entries={"k": os.urandom(500_000)})
     data = database.read_bytes()
     database.write_bytes(data[: len(data) // 2])
-    error = rejected(f"{database}::k")
+    error = bad_sample(f"{database}::k")
     assert error.reason == "broken_media"
     assert "truncated" in str(error)
 
 
 def test_an_empty_value_is_broken(tmp_path: Path) -> None:
     database = write_database(tmp_path / "db.lmdb", entries={"k": b""})
-    error = rejected(f"{database}::k")
+    error = bad_sample(f"{database}::k")
     assert error.reason == "broken_media"
     assert "0 bytes" in str(error)
 

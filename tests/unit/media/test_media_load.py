@@ -83,7 +83,7 @@ def test_each_kind_is_loaded_and_measured(png: Path, video: Path, wav: Path) -> 
         ({"resized_height": 28}, 4),
     ],
 )
-def test_the_rows_wishes_override_the_sampling_and_can_be_counted_beforehand(
+def test_the_rows_options_override_the_sampling_and_can_be_counted_beforehand(
     video: Path, options: dict, count: int
 ) -> None:
     ref = MediaRef("video", str(video), options)
@@ -96,7 +96,7 @@ def test_the_rows_wishes_override_the_sampling_and_can_be_counted_beforehand(
 @pytest.mark.parametrize(
     "options", [{"fps": 0}, {"fps": "fast"}, {"max_frames": -1}, {"frame_indices": "all"}]
 )
-def test_wishes_that_make_no_sense_are_the_rows_fault(video: Path, options: dict) -> None:
+def test_invalid_options_are_the_rows_fault(video: Path, options: dict) -> None:
     with pytest.raises(BadSample, match=r"clip\.mp4: ") as caught:
         load_media(MediaRef("video", str(video), options))
     assert caught.value.reason == "wrong_format"
@@ -114,7 +114,7 @@ def test_the_rate_of_a_list_of_frames_comes_from_its_row() -> None:
     assert loaded.metadata.timestamps == [0, 1, 2, 3, 4, 4]
 
 
-def test_sound_as_a_bare_array_has_its_rate_beside_it() -> None:
+def test_audio_as_a_bare_array_has_its_rate_in_an_option() -> None:
     for source in (np.zeros(100, np.float32), [0.0] * 100):
         ref = MediaRef("audio", source, {"sampling_rate": 8000})
         assert media_size(ref) == (100, 8000)
@@ -125,7 +125,7 @@ def test_preloading_puts_media_in_place_and_leaves_the_row_alone(example: dict, 
     before = copy.deepcopy(example)
     loaded = preload_media(example, sampling=SAMPLING, sampling_rate=16_000)
     assert example == before
-    image, clip, sound, text = parts(loaded)
+    image, clip, audio, text = parts(loaded)
     assert isinstance(image["image"], Image.Image)
     assert image["image"].mode == "RGB"
     assert image["min_pixels"] == 3136
@@ -133,7 +133,7 @@ def test_preloading_puts_media_in_place_and_leaves_the_row_alone(example: dict, 
     assert clip["video_metadata"]["frames_indices"] == [5, 9]
     assert clip["video_metadata"]["total_num_frames"] == 60
     assert np.array_equal(np.stack(clip["video"]), decode_all(video)[[5, 9]])
-    assert sound["audio"][1] == 16_000
+    assert audio["audio"][1] == 16_000
     assert text == {"type": "text", "text": "What is it?"}
     assert loaded["_text_tokens"] == 3
     assert loaded["conversation"][0] == {"role": "system", "content": "Look."}
@@ -162,7 +162,7 @@ def test_metadata_that_name_no_frames_do_not_stop_the_sampling() -> None:
     assert load_media(ref).metadata.frames_indices == (0, 5)
 
 
-def test_a_missing_media_item_is_told_with_its_reason(example: dict, png: Path) -> None:
+def test_a_missing_media_item_is_reported_with_its_reason(example: dict, png: Path) -> None:
     png.unlink()
     with pytest.raises(BadSample, match=r"no file .*image\.png") as caught:
         preload_media(example)

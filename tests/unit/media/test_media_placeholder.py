@@ -101,7 +101,7 @@ def test_an_example_that_shows_something_comes_back_itself(part: dict) -> None:
     assert inject_fake_image(example) is example
 
 
-def test_sound_alone_does_not_run_the_vision_tower() -> None:
+def test_audio_alone_does_not_run_the_vision_tower() -> None:
     example = {"conversation": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}
     injected = inject_fake_image(example)
     assert [part["type"] for part in injected["conversation"][0]["content"]] == ["image", "audio"]

@@ -1,4 +1,4 @@
-"""Media at addresses: a server that fails, refuses or is not there; an address that makes no sense."""
+"""Media at addresses: a server that fails, denies access or is missing; an invalid address."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def qwen() -> Any:
     return processor("qwen2_vl")
 
 
-def rejected(source: str, call: Any = load_image) -> BadSample:
+def bad_sample(source: str, call: Any = load_image) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source)
     assert caught.value.stage == "media"
@@ -134,11 +134,11 @@ def rejected(source: str, call: Any = load_image) -> BadSample:
         ("500", "unreachable_media", "the server answers 500"),
     ],
 )
-def test_what_a_server_answers_is_told_apart(
+def test_what_a_server_answers_is_distinguished(
     server: Server, call: Any, path: str, reason: str, words: str
 ) -> None:
     url = f"{server.url}/{path}/a.png"
-    error = rejected(url, call)
+    error = bad_sample(url, call)
     assert error.reason == reason
     assert words in error.detail
     assert url in error.detail
@@ -147,7 +147,7 @@ def test_what_a_server_answers_is_told_apart(
 def test_a_body_that_is_always_cut_off_is_unreachable_after_retries(server: Server) -> None:
     url = f"{server.url}/cut/a.png"
     for call in (load_image, read_bytes, load_video, load_audio):
-        error = rejected(url, call)
+        error = bad_sample(url, call)
         assert error.reason == "unreachable_media"
         assert "ClientPayloadError" in error.detail
         assert url in error.detail
@@ -159,24 +159,24 @@ def test_a_failure_that_passes_costs_no_sample(server: Server) -> None:
     assert image_size(f"{server.url}/twice-429/a.png") == (40, 60)
 
 
-def test_a_refusal_is_not_tried_again(server: Server) -> None:
-    rejected(f"{server.url}/403/a.png")
+def test_a_denied_request_is_not_retried(server: Server) -> None:
+    bad_sample(f"{server.url}/403/a.png")
     assert server.asked["/403/a.png"] <= 2  # a HEAD and a GET
 
 
 def test_a_host_that_fails_for_many_items_is_asked_once_for_each_until_it_answers(server: Server) -> None:
     for number in range(5):
-        rejected(f"{server.url}/500/{number}.png")
+        bad_sample(f"{server.url}/500/{number}.png")
     assert server.asked["/500/0.png"] == 6
     assert server.asked["/500/4.png"] == 2
     load_image(f"{server.url}/good/a.png")
-    rejected(f"{server.url}/500/5.png")
+    bad_sample(f"{server.url}/500/5.png")
     assert server.asked["/500/5.png"] == 6
 
 
 def test_a_host_that_is_not_there_is_unreachable() -> None:
     for url in ("http://127.0.0.1:9/a.png", "http://no-such-host.invalid/a.png"):
-        error = rejected(url)
+        error = bad_sample(url)
         assert error.reason == "unreachable_media"
         assert url in error.detail
 
@@ -198,7 +198,7 @@ def test_a_host_that_is_not_there_is_unreachable() -> None:
 )
 def test_an_address_that_makes_no_sense_is_missing_media(url: str) -> None:
     for call in (load_image, image_size):
-        error = rejected(url, call)
+        error = bad_sample(url, call)
         assert error.reason == "missing_media"
         assert url in error.detail
 
@@ -206,7 +206,7 @@ def test_an_address_that_makes_no_sense_is_missing_media(url: str) -> None:
 def test_a_hub_address_without_a_network_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     url = "hf://datasets/someone/photos/a.png"
-    error = rejected(url)
+    error = bad_sample(url)
     assert error.reason == "unreachable_media"
     assert url in error.detail
 
@@ -258,13 +258,13 @@ def test_an_error_of_the_machine_stays_one(raising: Any) -> None:
 def test_an_error_that_no_library_shares_is_unreachable(raising: Any) -> None:
     class TransportError(Exception): ...
 
-    assert rejected(raising(TransportError("no route"))).reason == "unreachable_media"
+    assert bad_sample(raising(TransportError("no route"))).reason == "unreachable_media"
 
 
 @pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, NotImplementedError])
 def test_an_answer_that_a_driver_does_not_understand_is_unreachable(raising: Any, kind: Any) -> None:
-    assert rejected(raising(kind("content-length"))).reason == "unreachable_media"
-    assert rejected(raising(json.JSONDecodeError("no JSON", "<html>", 0))).reason == "unreachable_media"
+    assert bad_sample(raising(kind("content-length"))).reason == "unreachable_media"
+    assert bad_sample(raising(json.JSONDecodeError("no JSON", "<html>", 0))).reason == "unreachable_media"
 
 
 def test_a_file_that_is_sent_as_a_stream_is_read(
@@ -276,7 +276,7 @@ def test_a_file_that_is_sent_as_a_stream_is_read(
     assert read_bytes(url) == server.image
     monkeypatch.setattr(remote, "_MAX_IN_MEMORY", len(server.image) - 1)
     monkeypatch.setattr(remote, "_CHUNK_BYTES", 100)
-    assert rejected(url).reason == "media_too_large"
+    assert bad_sample(url).reason == "media_too_large"
     monkeypatch.setattr(remote, "_MAX_IN_MEMORY", len(server.image))
     assert read_bytes(url) == server.image
 
@@ -497,23 +497,23 @@ def test_secrets_of_addresses_reach_no_ledger_log_report_or_page(
     rows = tmp_path / "photos.jsonl"  # as writers of JSON in other languages escape it
     rows.write_text(rows.read_text().replace("/", r"\/").replace("&", r"\u0026"))
     loader = load(meta, qwen)
-    told = [drop.detail for drop in loader.ledger]
-    assert len(told) >= 3
-    told += [str(rejected(with_secrets(server, path))) for path in paths]
+    texts = [drop.detail for drop in loader.ledger]
+    assert len(texts) >= 3
+    texts += [str(bad_sample(with_secrets(server, path))) for path in paths]
     report = check_meta(meta)
-    told += [finding.found for finding in report.findings()]
-    told += [record.getMessage() for record in caplog.records]
-    told.append(" ".join(str(path.read_bytes()) for path in tmp_path.glob("*.phcount")))
+    texts += [finding.found for finding in report.findings()]
+    texts += [record.getMessage() for record in caplog.records]
+    texts.append(" ".join(str(path.read_bytes()) for path in tmp_path.glob("*.phcount")))
     planned = make_plan(
         PlanRequest(LoaderConfig(data=str(meta), pack_size=256), save_processor(tmp_path / "p"))
     )
     save_plan(planned, plan_report(planned), tmp_path / "made.phplan")
     app = make_app(PlanViewer.open(str(tmp_path / "made.phplan")))
     pages = ["/", "/problems", *(f"/row/{n}" for n in range(5)), *(f"/media/{n}/0" for n in range(5))]
-    told += [str(ask(app, page).body) for page in pages]
+    texts += [str(ask(app, page).body) for page in pages]
     for secret in SECRETS:
-        assert not any(secret in text for text in told), secret
-    assert any("width=9" in text and "X-Amz-Signature=***" in text for text in told)
+        assert not any(secret in text for text in texts), secret
+    assert any("width=9" in text and "X-Amz-Signature=***" in text for text in texts)
 
 
 def test_a_traceback_holds_no_secrets(server: Server, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ def video(total: int, fps: float | None = 30.0) -> VideoInfo:
     return VideoInfo(total, 48, 64, fps, total / fps if fps else None)
 
 
-def indices(total: int, rate: float | None = 30.0, **wishes: object) -> list[int]:
-    return sample_frame_indices(video(total, rate), VideoSampling(**wishes)).tolist()
+def indices(total: int, rate: float | None = 30.0, **settings: object) -> list[int]:
+    return sample_frame_indices(video(total, rate), VideoSampling(**settings)).tolist()
 
 
 samplings = st.builds(

@@ -11,7 +11,7 @@ from packhorse.media import describe, local_path, open_source, read_bytes
 from packhorse.media.source import Address, LmdbEntry, LocalFile, locate
 
 
-def rejected(source: object) -> BadSample:
+def bad_sample(source: object) -> BadSample:
     with pytest.raises(BadSample) as caught:
         read_bytes(source)
     assert caught.value.stage == "media"
@@ -57,21 +57,21 @@ def test_an_open_source_can_seek(tmp_path: Path, memory) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, memory) -> None:
     memory("exists", b"x")
     for source in (tmp_path / "no.png", f"file://{tmp_path}/no.png", "memory://no.png", {"path": "no.png"}):
-        error = rejected(source)
+        error = bad_sample(source)
         assert error.reason == "missing_media"
         assert "no.png" in str(error)
         assert "no file" in str(error)
 
 
 def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
-    error = rejected(tmp_path)
+    error = bad_sample(tmp_path)
     assert error.reason == "missing_media"
     assert "is a directory, expected a file" in str(error)
 
 
 def test_a_pipe_is_rejected_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    error = rejected(tmp_path / "pipe")
+    error = bad_sample(tmp_path / "pipe")
     assert error.reason == "missing_media"
     assert "not a regular file" in str(error)
 
@@ -84,15 +84,15 @@ def test_names_that_cannot_be_opened_say_why(tmp_path: Path) -> None:
         ("x" * 300, "File name too long"),
         ("loop", "symbolic links"),
     ]:
-        error = rejected(tmp_path / name)
+        error = bad_sample(tmp_path / name)
         assert error.reason == "missing_media"
         assert why in str(error)
-    error = rejected(f"{tmp_path}/nul\0byte")
+    error = bad_sample(f"{tmp_path}/nul\0byte")
     assert error.reason == "missing_media"
     assert "not a file name" in str(error)
 
 
-def _read_as_nobody(path: str, queue: multiprocessing.Queue) -> None:
+def _read_without_permission(path: str, queue: multiprocessing.Queue) -> None:
     if os.geteuid() == 0:
         os.seteuid(65534)
     try:
@@ -107,7 +107,7 @@ def test_a_file_without_permission_says_so(tmp_path: Path) -> None:
     path.chmod(0)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    process = context.Process(target=_read_as_nobody, args=(str(path), queue))
+    process = context.Process(target=_read_without_permission, args=(str(path), queue))
     process.start()
     reason, message = queue.get(timeout=30)
     process.join()
@@ -118,20 +118,20 @@ def test_a_file_without_permission_says_so(tmp_path: Path) -> None:
 def test_an_empty_source_is_broken(tmp_path: Path, memory) -> None:
     (tmp_path / "empty").touch()
     for source in (tmp_path / "empty", memory("empty", b""), b"", {"bytes": b"", "path": "x"}):
-        error = rejected(source)
+        error = bad_sample(source)
         assert error.reason == "broken_media"
         assert "empty file (0 bytes)" in str(error)
 
 
 def test_a_dict_with_neither_bytes_nor_path_is_missing() -> None:
-    error = rejected({"bytes": None, "path": None})
+    error = bad_sample({"bytes": None, "path": None})
     assert error.reason == "missing_media"
     assert "found neither" in str(error)
 
 
 def test_an_unknown_protocol_and_an_unknown_type_are_named() -> None:
-    assert "nonsense" in str(rejected("nonsense://bucket/x"))
-    error = rejected(42)
+    assert "nonsense" in str(bad_sample("nonsense://bucket/x"))
+    error = bad_sample(42)
     assert error.reason == "wrong_format"
     assert "<int>" in str(error)
 
@@ -152,10 +152,10 @@ def test_an_lmdb_entry_is_split_at_the_last_sign_that_has_a_database_before_it(t
     (tmp_path / "base::key").touch()
     assert locate(f"{tmp_path}/base::key") == LocalFile(f"{tmp_path}/base::key")
     assert locate("simplecache::s3://b/x") == Address("simplecache::s3://b/x")
-    assert "local disk" in str(rejected("s3://bucket/a.lmdb::key"))
+    assert "local disk" in str(bad_sample("s3://bucket/a.lmdb::key"))
 
 
-def test_local_path_tells_only_local_files(tmp_path: Path) -> None:
+def test_local_path_is_none_except_for_local_files(tmp_path: Path) -> None:
     assert local_path(tmp_path / "x") == str(tmp_path / "x")
     assert local_path("file:///a/b") == "/a/b"
     assert local_path({"path": "a"}) == "a"

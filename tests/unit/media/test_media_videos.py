@@ -37,14 +37,14 @@ KINDS = {
 }
 
 
-def rejected(source: object, call=load_video, **options: object) -> BadSample:
+def bad_sample(source: object, call=load_video, **options: object) -> BadSample:
     with pytest.raises(BadSample) as caught:
         call(source, **options)
     assert caught.value.stage == "media"
     return caught.value
 
 
-def trimmed(source: Path, target: Path, start: int) -> Path:
+def trim(source: Path, target: Path, start: int) -> Path:
     """Copy the packets so that an edit list cuts the first ``start`` frames away, as ``ffmpeg -ss`` does."""
     with av.open(str(source)) as reader, av.open(str(target), "w") as writer:
         stream = reader.streams.video[0]
@@ -85,7 +85,7 @@ def test_few_frames_of_many_are_reached_by_seeking_and_are_the_same(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_probing_tells_what_loading_finds(tmp_path: Path, name: str) -> None:
+def test_probing_gives_what_loading_finds(tmp_path: Path, name: str) -> None:
     path = write_video(tmp_path / name, 37, **KINDS[name])
     info = probe_video(path)
     loaded = load_video(path).metadata
@@ -175,13 +175,13 @@ def test_arguments_of_the_call_override_the_sampling(video: Path) -> None:
     assert load_video(video, sampling=sampling, frame_indices=[7]).metadata.frames_indices == (7, 7)
 
 
-def test_frames_come_in_the_order_that_was_asked_for(video: Path) -> None:
+def test_frames_come_in_the_requested_order(video: Path) -> None:
     wanted = [50, 3, 3, 20]
     assert np.array_equal(load_video(video, frame_indices=wanted).frames, decode_all(video)[wanted])
 
 
 def test_frames_cut_away_by_an_edit_list_are_not_counted(video: Path, tmp_path: Path) -> None:
-    path = trimmed(video, tmp_path / "trimmed.mp4", 8)
+    path = trim(video, tmp_path / "trimmed.mp4", 8)
     expected = decode_all(path)
     assert len(expected) < 60
     assert probe_video(path).total_frames == len(expected)
@@ -218,7 +218,7 @@ def test_a_file_cut_in_the_middle_says_how_many_frames_are_left(faststart: Path,
     path = tmp_path / "cut.mp4"
     path.write_bytes(data[: len(data) * 2 // 3])
     for options in ({}, {"frame_indices": [0]}, {"backend": "decord"}, {"backend": "torchcodec"}):
-        error = rejected(path, **options)
+        error = bad_sample(path, **options)
         assert error.reason == "broken_media"
         assert "cut.mp4 is truncated or damaged: it should have 60 frames, " in str(error)
         assert 0 < int(str(error).split("60 frames, ")[1].split()[0]) < 60
@@ -228,7 +228,7 @@ def test_a_file_cut_before_its_index_cannot_be_opened(video: Path, tmp_path: Pat
     path = tmp_path / "cut.mp4"
     path.write_bytes(video.read_bytes()[:1500])
     for call in (load_video, probe_video):
-        error = rejected(path, call)
+        error = bad_sample(path, call)
         assert error.reason == "broken_media"
         assert "cut.mp4" in str(error)
         assert "0 frames could be read" in str(error)
@@ -241,7 +241,7 @@ def test_damage_inside_the_pixels_is_noticed(faststart: Path, tmp_path: Path) ->
     data[start:] = bytes(len(data) - start)
     path = tmp_path / "zeros.mp4"
     path.write_bytes(data)
-    error = rejected(path)
+    error = bad_sample(path)
     assert error.reason == "broken_media"
     assert "should have 60 frames, 0 could be read" in str(error)
 
@@ -250,23 +250,23 @@ def test_what_is_no_video_is_broken_and_what_is_not_there_missing(tmp_path: Path
     (tmp_path / "text.mp4").write_bytes(b"not a video at all " * 50)
     (tmp_path / "empty.mp4").touch()
     for call in (load_video, probe_video):
-        assert rejected(tmp_path / "text.mp4", call).reason == "broken_media"
-        assert "0 bytes" in str(rejected(tmp_path / "empty.mp4", call))
-        assert rejected(tmp_path / "no.mp4", call).reason == "missing_media"
-        assert rejected("memory://no.mp4", call).reason == "missing_media"
-        assert rejected("nul\0byte", call).reason == "missing_media"
+        assert bad_sample(tmp_path / "text.mp4", call).reason == "broken_media"
+        assert "0 bytes" in str(bad_sample(tmp_path / "empty.mp4", call))
+        assert bad_sample(tmp_path / "no.mp4", call).reason == "missing_media"
+        assert bad_sample("memory://no.mp4", call).reason == "missing_media"
+        assert bad_sample("nul\0byte", call).reason == "missing_media"
 
 
 def test_a_video_without_frames_is_broken(tmp_path: Path) -> None:
     path = write_video(tmp_path / "none.mkv", 0)
     for call in (load_video, probe_video):
-        error = rejected(path, call)
+        error = bad_sample(path, call)
         assert error.reason == "broken_media"
         assert "none.mkv" in str(error)
 
 
-def test_a_file_with_sound_only_holds_no_video(tmp_path: Path) -> None:
-    path = tmp_path / "sound.mp4"
+def test_a_file_with_audio_only_has_no_video(tmp_path: Path) -> None:
+    path = tmp_path / "audio.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
@@ -274,13 +274,13 @@ def test_a_file_with_sound_only_holds_no_video(tmp_path: Path) -> None:
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     for call in (load_video, probe_video):
-        error = rejected(path, call)
+        error = bad_sample(path, call)
         assert error.reason == "broken_media"
         assert "has no video stream" in str(error)
 
 
 def test_indices_outside_the_video_are_named_with_the_file(video: Path) -> None:
-    error = rejected(video, frame_indices=[0, 60, 61])
+    error = bad_sample(video, frame_indices=[0, 60, 61])
     assert error.reason == "broken_media"
     assert "clip.mp4: frame_indices 60, 61 are not in the video's 60 frames" in str(error)
 
@@ -293,8 +293,8 @@ def test_a_playlist_is_not_followed_to_another_file(video: Path, tmp_path: Path)
         path = evil / name
         path.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\nfile://{secret}\n#EXT-X-ENDLIST\n")
         for backend in ("pyav", "decord", "torchcodec"):
-            assert rejected(path, backend=backend).reason == "broken_media"
-        assert rejected(path, probe_video).reason == "broken_media"
+            assert bad_sample(path, backend=backend).reason == "broken_media"
+        assert bad_sample(path, probe_video).reason == "broken_media"
 
 
 @pytest.mark.parametrize(
@@ -309,12 +309,12 @@ def test_a_list_of_files_or_streams_is_not_followed(text: str, tmp_path: Path) -
     secret = write_video(tmp_path / "secret.ts", 10)
     path = tmp_path / "evil.mp4"
     path.write_text(text.format(secret, secret))
-    assert rejected(path).reason == rejected(path, probe_video).reason == "broken_media"
+    assert bad_sample(path).reason == bad_sample(path, probe_video).reason == "broken_media"
 
 
 def test_frames_larger_than_the_limit_are_rejected_before_decoding(video: Path) -> None:
     for call in (load_video, probe_video):
-        error = rejected(video, call, max_pixels=3000)
+        error = bad_sample(video, call, max_pixels=3000)
         assert error.reason == "media_too_large"
         assert "64 x 48 = 3,072 pixels, more than max_pixels=3,000" in str(error)
 
@@ -386,7 +386,7 @@ def test_an_odd_number_of_frames_is_filled_up_with_the_last(folder: Path) -> Non
 
 def test_frames_of_different_sizes_are_broken(folder: Path) -> None:
     Image.fromarray(noise(32, 48)).save(folder / "frame7.png")
-    error = rejected(folder)
+    error = bad_sample(folder)
     assert error.reason == "broken_media"
     assert "frame 7 (" in str(error)
     assert "is 32 x 48, expected 64 x 48 like the first frame" in str(error)
@@ -394,11 +394,11 @@ def test_frames_of_different_sizes_are_broken(folder: Path) -> None:
 
 
 def test_missing_and_broken_frames_are_named(folder: Path) -> None:
-    error = rejected([folder / "frame1.png", folder / "frame99.png"])
+    error = bad_sample([folder / "frame1.png", folder / "frame99.png"])
     assert error.reason == "missing_media"
     assert "frame99.png" in str(error)
     (folder / "frame5.png").write_bytes((folder / "frame5.png").read_bytes()[:-60])
-    error = rejected(folder)
+    error = bad_sample(folder)
     assert error.reason == "broken_media"
     assert "frame5.png" in str(error)
 
@@ -407,7 +407,7 @@ def test_no_frames_at_all_are_broken(tmp_path: Path) -> None:
     (tmp_path / "hollow").mkdir()
     for source in (tmp_path / "hollow", [], ()):
         for call in (load_video, probe_video):
-            error = rejected(source, call)
+            error = bad_sample(source, call)
             assert error.reason == "broken_media"
             assert "no frames" in str(error)
 

@@ -183,7 +183,7 @@ def _write_long_chats(path: Path, rng: random.Random, rows: int) -> None:
                 {"role": "assistant", "content": answer},
             ]
         lines.append(json.dumps({"messages": turns}))
-    lines[23] = _row("Tell me all of it.", "The road goes on and on. " * 200)  # longer than any pack
+    lines[23] = _row("Give me all of it.", "The road goes on and on. " * 200)  # longer than any pack
     lines[41] = lines[40]
     path.write_text("\n".join(lines) + "\n")
 
@@ -193,14 +193,7 @@ def _row(question: str, answer: str, **media: Any) -> str:
     return json.dumps({"messages": turns, **media})
 
 
-_SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+_TOKENS = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -246,15 +239,13 @@ def tiny_processor(texts: Iterable[str] = (), words: int = 0) -> Any:
         tokenizer_object=model,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(_SPECIAL),
+        additional_special_tokens=[f"<|{token}|>" for token in _TOKENS],
     )
+    image_size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16}
+    video_size = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 8}
     return transformers.Qwen2VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(
-            size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16}
-        ),
-        video_processor=transformers.Qwen2VLVideoProcessor(
-            size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 8}
-        ),
+        image_processor=transformers.Qwen2VLImageProcessor(size=image_size),
+        video_processor=transformers.Qwen2VLVideoProcessor(size=video_size),
         tokenizer=tokenizer,
         chat_template=_CHAT_TEMPLATE,
     )
@@ -266,14 +257,10 @@ def tiny_model(processor: Any, seed: int = 0, layers: int = 2) -> Any:
 
     transformers: Any = require("transformers", "train")
     tokenizer = processor.tokenizer
+    tokens = {"image": "image_pad", "video": "video_pad"}
+    tokens |= {"vision_start": "vision_start", "vision_end": "vision_end"}
     ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
-        for name, token in {
-            "image": "image_pad",
-            "video": "video_pad",
-            "vision_start": "vision_start",
-            "vision_end": "vision_end",
-        }.items()
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()
     }
     text = {
         "vocab_size": len(tokenizer),

@@ -233,13 +233,13 @@ class Demo:
         self.delivered = len(delivered)
         self._promise(
             f"{self.rows} rows = {len(delivered)} trained once + {self.plan['dropped']} in no pack + "
-            f"{self._failed()} that could not be decoded; the ledger has their reasons",
+            f"{self._num_failed()} that could not be decoded; the ledger has their reasons",
             len(set(delivered)) == len(delivered) and len(delivered) + self.ledger.lost() == self.rows,
         )
         for drop in self.ledger:
             self._line(f"  {drop.key:<12} {drop.action:<9} {drop.reason:<20} {_short(drop.detail)}")
 
-    def _failed(self) -> int:
+    def _num_failed(self) -> int:
         """Return how many rows of the plan could not be decoded."""
         return self.ledger.lost() - int(self.plan["dropped"])
 
@@ -272,7 +272,7 @@ class Demo:
             demo=self,
             report=self.plan,
             linked=False,
-            failed=self._failed(),
+            failed=self._num_failed(),
             loss_plot=plots.losses(losses, self.kill_at, "Loss by step"),
             rows_plot=plots.meter(self.delivered / max(1, self.rows), "Rows trained"),
             why_pack=WHY_PACK[1:-1],
