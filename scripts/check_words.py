@@ -70,19 +70,21 @@ ALLOWED = (
     r"into account",
     r"accounts? for",
     r"blank lines?",
-    r"\.tell\(\)",
-    r"soundfile",
+    r"(?:\.|def )tell\((?:self)?\)",  # of file objects
+    r"sound ?file",
+    r"[`\"]left_out[`\"]",  # the action's name in older ledger files
+    r"\[\"strata\"\]",  # part of the digest of plans
 )
 _HYPHENED = re.compile(r"\bmicro-(?:step|batch)")
 _ALLOWED = re.compile("|".join(ALLOWED))
 _FIND = re.compile(r"\b(?:" + "|".join(f"(?P<w{n}>{word})" for n, word in enumerate(WORDS)) + r")\b")
 
-# Functions are verbs or nouns. ``grouped`` is a public name; the others ending in "ed" are nouns or verbs.
+# Functions are verbs or nouns. ``grouped``, ``lost`` and ``passed`` are public names; the others ending in "ed" are nouns or verbs.
 _PARTICIPLE = re.compile(
     r"\s*(?:async )?def _*((?:[a-z]+ed|begun|built|chosen|drawn|found|given|gone|heard|held|kept|known|lost"
     r"|made|meant|said|seen|sent|shown|taken|told|written))\("
 )
-_NOT_PARTICIPLES = {"embed", "feed", "grouped", "need", "seed", "shed", "speed"}
+_NOT_PARTICIPLES = {"embed", "feed", "grouped", "lost", "need", "passed", "seed", "shed", "speed"}
 _NAMES_A_VALUE = re.compile(r"\s*@(?:\w+\.)*(?:property|cached_property|fixture|setter)\b")
 
 

@@ -14,7 +14,7 @@ _CACHE = tempfile.mkdtemp(prefix="packhorse-tests-")
 os.environ["PACKHORSE_CACHE"] = os.path.join(_CACHE, "packhorse")
 os.environ["HF_HOME"] = os.path.join(_CACHE, "huggingface")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"  # tests run beside each other, and their tensors are small
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run in parallel, and their tensors are small
 os.environ.pop("CI", None)  # no bars where it is set: the tests see the same wherever they run
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -73,12 +73,12 @@ def test_a_failure_of_a_batch_that_was_not_delivered_is_in_no_ledger(tmp_path: P
         delivered += batch.info.samples
         lost += batch.info.lost
     loader.close()
-    account = loader.epoch_stats
-    assert account is not None
+    stats = loader.epoch_stats
+    assert stats is not None
     assert sorted(delivered + lost) == list(range(ROWS))
     assert len(delivered) >= 5, "batches that failed the first time were delivered"
-    assert (account.delivered, account.lost) == (len(delivered), len(lost))
-    assert account.reasons == {"sample_failed": len(lost)}
+    assert (stats.delivered, stats.lost) == (len(delivered), len(lost))
+    assert stats.reasons == {"sample_failed": len(lost)}
     for ledger in (loader.ledger, Ledger.load(tmp_path / "ledger" / "rank-00000.jsonl")):
         assert sorted(int(drop.key) for drop in ledger) == sorted(lost)
 

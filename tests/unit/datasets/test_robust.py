@@ -71,14 +71,14 @@ def test_the_replacement_depends_on_seed_epoch_and_index_alone() -> None:
         broken = {i: OSError("x") for i in (5, 6)}
         wrapper = RobustDatasetWrapper(Numbers(1000, broken), seed=seed, ledger=Ledger())
         wrapper.set_epoch(epoch)
-        wrapper[index - 3]  # what was asked for before does not matter
+        wrapper[index - 3]  # earlier requests do not matter
         return wrapper[index]["id"]
 
     assert replacement() == replacement()
     assert len({replacement(), replacement(seed=1), replacement(epoch=1), replacement(index=6)}) == 4
 
 
-def test_a_replacement_is_recorded_with_reason_and_stand_in() -> None:
+def test_a_replacement_is_recorded_with_reason_and_substitute() -> None:
     broken = {2: BadSample("cut off", reason="broken_media", stage="media"), 3: ValueError("odd")}
     wrapper = RobustDatasetWrapper(Numbers(4, broken), ledger=Ledger())
     instead = wrapper[2]["id"]
@@ -133,7 +133,7 @@ def test_a_dataset_of_one_broken_sample_ends_instead_of_looping() -> None:
     assert len(RobustDatasetWrapper(Numbers(0))) == 0
 
 
-def test_a_batch_that_cannot_be_collated_is_drawn_anew_and_recorded() -> None:
+def test_a_batch_that_cannot_be_collated_is_redrawn_and_recorded() -> None:
     def run() -> tuple[list[int], list[str]]:
         wrapper = RobustDatasetWrapper(Numbers(100), ledger=Ledger())
         collate = wrapper.robust_collate(picky({3}, ValueError("token mismatch")))
@@ -180,7 +180,7 @@ def test_only_the_sample_that_an_error_names_is_replaced() -> None:
     (two, other, four), entries = run({3})
     assert (two, four) == (2, 4)
     assert entries == [f"3 replaced no image; {other} instead"]
-    # A stand-in that cannot be taken either is passed over, and not recorded: nobody asked for it.
+    # A substitute that fails too is passed over and not recorded: it was not requested.
     (_, another, _), entries = run({3, other})
     assert another not in (3, other)
     assert entries == [f"3 replaced no image; {another} instead"]
@@ -195,7 +195,7 @@ def test_an_error_that_names_no_sample_of_a_named_batch_is_about_all_of_them() -
     assert wrapper.robust_collate(picky({3}, too_long))(wrapper.__getitems__([2, 3])) is None
     assert [(drop.key, drop.reason) for drop in wrapper.ledger] == [("2", "too_long"), ("3", "too_long")]
     assert wrapper.robust_collate(picky({3}, too_long))([{"id": 3}]) is None
-    assert wrapper.ledger.counts()["collate_failed"] == 1, "nobody knows who these are"
+    assert wrapper.ledger.counts()["collate_failed"] == 1, "their rows are unknown"
 
 
 @pytest.mark.parametrize("policy", ["replace", "skip"])
@@ -221,7 +221,7 @@ def test_a_batch_that_never_collates_stops_with_its_cause() -> None:
 def test_skipping_everything_stops_instead_of_training_on_nothing() -> None:
     broken = {i: OSError(f"gone {i}") for i in range(20) if i != 4}
     wrapper = RobustDatasetWrapper(Numbers(20, broken), on_bad="skip", max_consecutive_bad=5, ledger=Ledger())
-    assert [wrapper[i] for i in range(9)].count(None) == 8, "a good sample in between begins the count anew"
+    assert [wrapper[i] for i in range(9)].count(None) == 8, "a good sample in between restarts the count"
     with pytest.raises(ReplacementsFailed, match="5 consecutive samples were dropped") as error:
         wrapper[9]
     assert error.value.failures == 5
@@ -241,7 +241,7 @@ def test_any_dataset_can_be_collated_robustly() -> None:
     assert collate([{"id": 1}]) == [1]
     assert 7 not in collate([{"id": 7}])
     collate([{"id": 7}, {"id": 8}])
-    # Nobody knows which rows these were: none is named, all are counted.
+    # The rows are unknown: none is named, all are counted.
     assert default_ledger().counts()["collate_failed"] - before == 3
     assert {drop.key for drop in default_ledger() if drop.reason == "collate_failed"} == {""}
 
@@ -336,7 +336,7 @@ def test_broken_media_are_named_by_row_in_the_datasets_own_ledger(mixture: Path)
     }
 
 
-def test_a_broken_media_item_is_told_with_the_place_of_its_row_and_no_line_is_counted_for_it(
+def test_a_broken_media_item_is_reported_with_the_location_of_its_row_and_no_line_is_counted_for_it(
     mixture: Path,
 ) -> None:
     def places() -> list[str]:
