@@ -69,7 +69,7 @@ def test_labels_give_back_the_answers_and_their_stop_tokens(name, case, made):
     ]
     if name in TRIMS_TEXT:
         answers = [answer.strip() for answer in answers]
-    supervised = made(name, case).supervised(name)
+    supervised = made(name, case).supervised_text(name)
     if name == "smolvlm":
         # The blank of "Assistant: " belongs to the first token of most answers.
         supervised = [
