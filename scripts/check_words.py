@@ -79,7 +79,8 @@ _HYPHENED = re.compile(r"\bmicro-(?:step|batch)")
 _ALLOWED = re.compile("|".join(ALLOWED))
 _FIND = re.compile(r"\b(?:" + "|".join(f"(?P<w{n}>{word})" for n, word in enumerate(WORDS)) + r")\b")
 
-# Functions are verbs or nouns. ``grouped``, ``lost`` and ``passed`` are public names; the others ending in "ed" are nouns or verbs.
+# Functions are verbs or nouns. ``grouped``, ``lost`` and ``passed`` are public names; the others are nouns or
+# verbs.
 _PARTICIPLE = re.compile(
     r"\s*(?:async )?def _*((?:[a-z]+ed|begun|built|chosen|drawn|found|given|gone|heard|held|kept|known|lost"
     r"|made|meant|said|seen|sent|shown|taken|told|written))\("

@@ -227,6 +227,22 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {token: token_id for token, token_id in tokens.items() if token}
 
 
+def pad_token_id(processor: Processor) -> int:
+    """Return the id that pads short rows.
+
+    Raises:
+        ConfigError: the tokenizer has none.
+    """
+    tokenizer = tokenizer_of(processor)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} has no pad token, so short rows cannot be padded: set "
+            "tokenizer.pad_token (to tokenizer.eos_token, say)"
+        )
+    return int(pad)
+
+
 def token_ids(encoded: Any) -> list[int]:
     """Return the ids in what a tokenizer returned for one text."""
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "keys") else encoded

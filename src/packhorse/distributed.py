@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -362,6 +364,17 @@ class Collectives:
             Exception: another rank has failed in :meth:`run_on_all_ranks`: its error.
         """
         return self._exchange(value, None) if self.is_distributed else [value]
+
+    def share_cores(self, num_workers: int | None = None) -> int:
+        """Return the number of processes for this rank; a collective, so every rank has to call it.
+
+        Ranks of one machine divide its cores, or ``num_workers`` per machine.
+        """
+        can_ask = hasattr(os, "sched_getaffinity")
+        cores = os.sched_getaffinity(0) if can_ask else set(range(os.cpu_count() or 1))
+        host = socket.gethostname()
+        sharing = [name for name, theirs in self.gather((host, cores)) if name == host and cores & theirs]
+        return max(1, (len(cores) if num_workers is None else num_workers) // len(sharing))
 
     def broadcast(self, task: str, do: Callable[[], Result]) -> Result:
         """Run ``do`` on rank 0 and return its result on every rank; if not distributed, run it on each.

@@ -542,6 +542,7 @@ class Batch(dict[str, Any]):
         """``batch | {…}``: a batch with the ``info`` of this one, else of ``other``."""
         if not isinstance(other, dict):
             return NotImplemented
+        # An attribute of Batch; another dict has none.
         return Batch({**self, **other}, self._info or getattr(other, "_info", None))
 
     def __ror__(self, other: Any) -> Any:

@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
+    # Stubs of type checkers; dataclasses has no public type for its instances.
     from _typeshed import DataclassInstance
     from rich.table import Table
 

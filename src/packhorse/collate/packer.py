@@ -204,9 +204,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if numbers * dtype.itemsize < _LARGE:
         return torch.empty(shape, dtype=dtype)
     if in_worker() or get_worker_info() is not None:
+        empty = torch.empty(0, dtype=dtype)
         # In shared memory, as in torch's default_collate, or sending it would copy it once more. torch has no
         # public call that allocates shared memory.
-        empty = torch.empty(0, dtype=dtype)
         storage = empty._typed_storage()._new_shared(numbers, device=empty.device)  # type: ignore[no-untyped-call]
         return empty.new(storage).resize_(shape)
     # numpy asks for huge pages and torch does not: benchmarks/materialise.py promises 4x the plain way and

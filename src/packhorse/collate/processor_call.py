@@ -194,19 +194,3 @@ def padding_side(processor: Processor) -> str:
         getattr(tokenizer, "padding_side", None),
     )
     return next((side for side in sides if side in ("left", "right")), "right")
-
-
-def pad_token_id(processor: Processor) -> int:
-    """Return the id that pads short rows.
-
-    Raises:
-        ConfigError: the tokenizer has none.
-    """
-    tokenizer = tokenizer_of(processor)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is None:
-        raise ConfigError(
-            f"{type(tokenizer).__name__} has no pad token, so short rows cannot be padded: set "
-            "tokenizer.pad_token (to tokenizer.eos_token, say)"
-        )
-    return int(pad)

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, is_transformers, template_errors, token_keys
+from packhorse.chat import IGNORE_INDEX, is_transformers, pad_token_id, template_errors, token_keys
 from packhorse.collate.finish import add_counts, cast_pixels, records_of, row_order, sample_key, shift_batch
 from packhorse.collate.packer import media_keys, stack_tokens
 from packhorse.collate.processor_call import (
     call,
     can_encode,
     logger,
-    pad_token_id,
     padding_side,
     plain_turns,
     render,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import Processor, template_errors, token_keys
+from packhorse.chat import Processor, pad_token_id, template_errors, token_keys
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import media_keys
 from packhorse.collate.padded import pad_samples
@@ -15,7 +15,6 @@ from packhorse.collate.processor_call import (
     call,
     can_encode,
     logger,
-    pad_token_id,
     padding_side,
     takes_grouped_options,
 )

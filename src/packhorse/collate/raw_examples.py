@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from packhorse.chat import pad_token_id
 from packhorse.collate.finish import Records, check_present, keys_of, records_of, sample_key
 from packhorse.collate.padded import collate_samples
-from packhorse.collate.processor_call import Turns, pad_token_id, padding_side
+from packhorse.collate.processor_call import Turns, padding_side
 from packhorse.collate.raw_media import drop_overlong, token_length
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder

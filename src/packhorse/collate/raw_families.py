@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from packhorse.chat import IGNORE_INDEX, Processor, Tokenizer, is_transformers, tokenizer_of
+from packhorse.chat import IGNORE_INDEX, Processor, Tokenizer, is_transformers, pad_token_id, tokenizer_of
 from packhorse.collate.finish import sample_key
 from packhorse.collate.packer import stack_tokens
 from packhorse.collate.padded import pad_samples
@@ -18,7 +18,6 @@ from packhorse.collate.processor_call import (
     call,
     can_encode,
     has_parameter,
-    pad_token_id,
     plain_turns,
     text_ids,
 )

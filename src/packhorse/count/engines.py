@@ -297,16 +297,3 @@ class RankEngine:
         if self.rendezvous.look(range(1, self.ranks.world.size), watch):
             self.ranks.gather(None)  # raises what the rank reports that has left the count
             raise AssertionError("a rank leaves the count only when rank 0 has, or when it failed")
-
-
-def share_cores(ranks: Collectives, num_workers: int | None) -> int:
-    """Return the number of processes for this rank, if several ranks of one machine share its cores.
-
-    Args:
-        ranks: all of them have to call this.
-        num_workers: per machine; None for one per core.
-    """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    host = socket.gethostname()
-    sharing = [name for name, theirs in ranks.gather((host, cores)) if name == host and cores & theirs]
-    return max(1, (len(cores) if num_workers is None else num_workers) // len(sharing))

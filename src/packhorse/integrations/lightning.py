@@ -79,9 +79,10 @@ def _mark_saved(trainer: Trainer) -> None:
     """Keep checkpoint callbacks from saving the resumed step once more.
 
     ``ModelCheckpoint(every_n_train_steps=…)`` does not restore its last saved step, and would save after the
-    first micro-batch, in the middle of an optimizer step. It has no public way to set that step.
+    first micro-batch, in the middle of an optimizer step.
     """
     for callback in trainer.checkpoint_callbacks:
+        # ModelCheckpoint has no public way to set it.
         if hasattr(callback, "_last_global_step_saved"):
             callback._last_global_step_saved = trainer.global_step
 

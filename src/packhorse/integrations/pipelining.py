@@ -424,7 +424,7 @@ def _untie(model: PreTrainedModel) -> dict[str, Any]:
     """Return a head with a copy of the embedding's weights, and an untied configuration."""
     head = _with_children(model.lm_head, {})
     weight = model.lm_head.weight
-    head._parameters["weight"] = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    head.weight = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
     config = copy.deepcopy(model.config)
     for each in (config, config.get_text_config()):
         each.tie_word_embeddings = False

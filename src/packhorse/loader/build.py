@@ -15,11 +15,10 @@ from functools import cache, partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
-from packhorse.chat import IGNORE_INDEX
+from packhorse.chat import IGNORE_INDEX, pad_token_id
 from packhorse.collate.packed import collate_packs, loss_inputs
 from packhorse.collate.packer import Packer
 from packhorse.collate.padded import collate_samples, order_rows
-from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import BadSample, data_errors
 from packhorse.loader.config import LoaderConfig, as_dtype

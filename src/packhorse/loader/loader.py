@@ -10,14 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from packhorse.count.columns import CountColumns
-from packhorse.count.engines import share_cores
 from packhorse.distributed import Collectives
 from packhorse.errors import ConfigError
 from packhorse.ledger import Ledger
@@ -102,7 +101,6 @@ class Loader:
             opted out of checking it.
         ledger: samples dropped on this rank, with reasons; after a resume with ``ledger_dir`` also the
             entries that the rank's file has about the resumed epoch.
-        metrics: fill, speed and waiting time of the last steps.
         epoch_stats: what became of the samples of the last finished epoch; None before that.
     """
 
@@ -143,7 +141,6 @@ class Loader:
         self._workers = WorkerPool(builder, config, self._choose_num_workers())
         if config.pin_memory and not torch.cuda.is_available():
             logger.warning("pin_memory=True has no effect: no GPU is available")
-        self.metrics = Metrics(config.gradient_accumulation_steps)
         self.epoch_stats: EpochStats | None = None
         self._recorded_dropped = False
         self._step_file = StepFile.of(self.ledger)
@@ -152,7 +149,7 @@ class Loader:
         self._current = self._ranks.run_on_all_ranks("plan the packs", self._plan_epoch)
 
     def _choose_num_workers(self) -> int:
-        cores = share_cores(self._ranks, None)  # a collective: called on every rank, whatever its settings
+        cores = self._ranks.share_cores()  # a collective: called on every rank, whatever its settings
         if not self._ranks.is_distributed and self.world.size > 1:
             cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if self.config.num_workers is not None:
@@ -178,6 +175,11 @@ class Loader:
             f"attn_implementation={attention!r}, model={model}, packs={len(self.plan)}, "
             f"epoch={self.epoch}, step={self.cursor} of {len(self)})"
         )
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Fill, speed and waiting time of the last steps."""
+        return Metrics(self.config.gradient_accumulation_steps)
 
     @property
     def num_workers(self) -> int:

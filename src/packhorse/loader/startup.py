@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from packhorse.chat import Processor, is_tokenizer
+from packhorse.chat import Processor, is_tokenizer, pad_token_id
 from packhorse.collate.packed import ATTENTION
-from packhorse.collate.processor_call import pad_token_id
 from packhorse.count.columns import CountColumns
 from packhorse.count.contents import contents_of
 from packhorse.count.counting import count_meta
-from packhorse.count.engines import RankEngine, share_cores
+from packhorse.count.engines import RankEngine
 from packhorse.count.parts import CountedRows, PartCounter, make_counter
 from packhorse.count.sidecar import counts_of
 from packhorse.count.token_counter import Counted, TokenCounter
@@ -464,7 +463,7 @@ def count_rows(config: LoaderConfig, opened: OpenedData, ranks: Collectives) -> 
         return counts
     if isinstance(config.data, MetaDataset):  # opened by the caller: there is no file to count
         return _count_slices(dataset, processor, ranks)
-    processes = share_cores(ranks, config.count_workers)  # on every rank: their shards may differ in length
+    processes = ranks.share_cores(config.count_workers)  # on every rank: their shards may differ in length
     local = LocalEngine(processes if len(dataset) > _MAX_ROWS_WITHOUT_PROCESSES else 1)
     run(_COUNT, partial(_count_meta, config, opened, ranks, local))
     counts = run(_READ_COUNTS, partial(counts_of, dataset, processor, log_missing=False))

@@ -40,7 +40,7 @@ def default_num_workers(rows: int, cores: int) -> int:
 
     Args:
         rows: rows of this rank.
-        cores: cores for this rank, see :func:`~packhorse.count.rank_engine.share_cores`.
+        cores: cores for this rank, see :meth:`~packhorse.distributed.Collectives.share_cores`.
     """
     if cores < 2 or rows < _MIN_ROWS:
         return 0
@@ -88,9 +88,9 @@ class WorkerPool:
     def __init__(self, builder: BatchBuilder, config: LoaderConfig, num_workers: int) -> None:
         self.builder, self.config, self.num_workers = builder, config, num_workers
         self._build = partial(build_staged, builder)
-        self._processes: ProcessPool[WorkItem, Built] = ProcessPool(
-            self._build, num_workers, config.multiprocessing_context, _RETRIES
-        )
+        self._processes: ProcessPool[WorkItem, Built] | None = None
+        if num_workers:
+            self._processes = ProcessPool(self._build, num_workers, config.multiprocessing_context, _RETRIES)
         self._iteration = 0
 
     def batches(self, make: Callable[[int], WorkItem], first: int, last: int) -> Iterator[Built]:
@@ -108,23 +108,24 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones."""
-        self._processes.close()
+        if self._processes is not None:
+            self._processes.close()
 
-    def _start(self) -> None:
+    def _start(self, processes: ProcessPool[WorkItem, Built]) -> None:
         """Start the workers; if that fails and their number was chosen by default, do without."""
         try:
-            self._processes.start()
+            processes.start()
         except (EngineError, OSError) as error:
             if self.config.num_workers is not None:
                 raise
             logger.warning("num_workers=0: worker processes cannot be started (%s)", error)
             self.close()
-            self.num_workers = 0
+            self._processes, self.num_workers = None, 0
 
     def _build_all(self, make: Callable[[int], WorkItem], steps: range, pin: bool) -> Iterator[Built]:
-        if self.num_workers and steps:
-            self._start()
-        if not self.num_workers:
+        if self._processes is not None and steps:
+            self._start(self._processes)
+        if self._processes is None:
             for step in steps:
                 built = self._build(make(step))
                 yield pin_batch(built) if pin else built

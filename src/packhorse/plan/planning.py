@@ -157,7 +157,7 @@ def _pack(
 ) -> Fill | Assignment:
     """Return the pack of each sample, from the longest to the shortest."""
     fit = best_fit(histogram, units_per_pack)
-    fill = improve(histogram, units_per_pack, fit, bound, effort)
+    fill = fit if fit.packs <= bound else improve(histogram, units_per_pack, fit, bound, effort)
     if not others:
         return fill
     plan = Assignment(fill.packs, fill.pack_of()) if isinstance(fill, Fill) else fill

@@ -16,11 +16,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from packhorse.chat import IGNORE_INDEX
+from packhorse.chat import IGNORE_INDEX, pad_token_id
 from packhorse.collate.packed import model_inputs, neat_packed_vlm_collater
 from packhorse.collate.packed_dataset import PackedDatasetWrapper
 from packhorse.collate.padded import pad_collate_fn
-from packhorse.collate.processor_call import pad_token_id
 from packhorse.encode.tokenized import PreTokenizedDatasetWrapper
 from packhorse.errors import ConfigError
 from packhorse.families.models import check_packable, known_problems
