@@ -52,9 +52,9 @@ UV := $(VENV)-uv/bin/uv
 EXTRAS := video,audio,hub,lmdb,view,trainer
 TEST_PACKAGES := 'pytest>=8.2' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'num2words>=0.5.13' 'psutil>=5.9' \
   'torchvision>=0.21' 'librosa>=0.11' 'qwen-omni-utils>=0.0.9' 'decord>=0.6' 'tensorboard>=2.16'
-RANGE_TESTS := tests/unit/datasets tests/unit/samplers tests/unit/neat_packing_vlm tests/unit/collate_fns \
-  tests/unit/integrations/test_prepare.py tests/unit/integrations/test_trainer.py tests/unit/loader/test_loader.py \
-  tests/unit/integrations/test_shift_labels.py tests/property/test_plan.py tests/property/test_schedule.py
+RANGE_TESTS := tests/unit/rows tests/unit/formats tests/unit/encode tests/unit/plan tests/unit/collate \
+  tests/unit/count tests/unit/integrations/test_prepare.py tests/unit/integrations/test_trainer.py \
+  tests/unit/loader/test_loader.py tests/unit/integrations/test_shift_labels.py tests/property/test_plan.py tests/property/test_schedule.py
 # Families that need a newer transformers are skipped (Family.min_transformers).
 RANGE_CONTRACT := tests/contract/test_collate.py tests/contract/test_model_inputs.py \
   tests/contract/test_packed.py tests/contract/test_versions.py

@@ -81,14 +81,14 @@ MUTANTS = (
         "collate/masks.py",
         "starts[:, 1:] = sorted_keys.diff() != 0",
         "starts[:, 1:] = sorted_keys.diff() > 2",
-        ("tests/unit/collate_fns/test_packed_collate.py",),
+        ("tests/unit/collate/test_packed_collate.py",),
     ),
     Mutant(
         "positions do not restart with a document",
         "collate/packer.py",
         'row["position_ids"] = torch.arange(len(ids))',
         'row["position_ids"] = torch.arange(len(ids)) + number',
-        ("tests/unit/neat_packing_vlm/test_pack.py",),
+        ("tests/unit/collate/test_pack.py",),
     ),
     Mutant(
         "a resumed run loses a step",
@@ -131,7 +131,7 @@ MUTANTS = (
         "rows/index.py",
         "any(header.get(name) != value for name, value in wanted.items())",
         "any(header.get(name) != value for name, value in list(wanted.items())[:2])",
-        ("tests/unit/datasets/test_rows.py",),
+        ("tests/unit/rows/test_rows.py",),
     ),
     Mutant(
         "a path may leave the media folder",
@@ -196,7 +196,7 @@ MUTANTS = (
         "collate/finish.py",
         'return {**batch, "shift_labels": batch["labels"]}',
         "return dict(batch)",
-        ("tests/unit/collate_fns/test_pad_collate.py",),
+        ("tests/unit/collate/test_pad_collate.py",),
         quick=True,
     ),
     Mutant(
@@ -211,7 +211,7 @@ MUTANTS = (
         "collate/packer.py",
         "return key in MEDIA_KEYS or any(",
         "return not isinstance(value, list) and any(",
-        ("tests/unit/neat_packing_vlm/test_pack.py",),
+        ("tests/unit/collate/test_pack.py",),
         quick=True,
     ),
     Mutant(
@@ -219,7 +219,7 @@ MUTANTS = (
         "collate/masks.py",
         "row_index * length + index + -index % multiple",
         "row_index * length + index",
-        ("tests/unit/collate_fns/test_packed_collate.py",),
+        ("tests/unit/collate/test_packed_collate.py",),
     ),
     Mutant(
         "hybrid models are packed",
