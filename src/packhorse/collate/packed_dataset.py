@@ -168,11 +168,7 @@ class PackedDatasetWrapper(ReplacingDataset):
         return str(key(index)) if callable(key) else str(index)
 
     def load(self, idx: int) -> dict[str, Any]:
-        """Build one pack.
-
-        Raises:
-            EmptyPack: none of its samples can be used.
-        """
+        """Build one pack; raise :class:`EmptyPack` if none of its samples can be used."""
         chosen, dropped = self.pack_samples(idx)
         failures: list[tuple[int, BadSample]] = []
         for index in dropped:
@@ -436,11 +432,7 @@ def _make_plan(
 def _read_plan(
     plan: PackPlan | str | os.PathLike[str], eligibility: Eligibility, pack_size: int, alignment: int
 ) -> PackPlan:
-    """Return a given plan without the samples that cannot be in a pack.
-
-    Raises:
-        ConfigError: it has other samples, or its packs are too large.
-    """
+    """Return a given plan without the samples that cannot be in a pack; raise if it is for other packs."""
     name = "the plan" if isinstance(plan, PackPlan) else os.fspath(plan)
     plan = plan if isinstance(plan, PackPlan) else PackPlan.load(plan)
     lengths = eligibility.lengths
@@ -476,11 +468,7 @@ def _select_packs(packs: int, max_packs: int | None) -> Flags:
 def _record_excluded(
     packed: PackedDatasetWrapper, plan: PackPlan, eligibility: Eligibility, max_packs: int | None
 ) -> None:
-    """Record why samples are in no pack.
-
-    Raises:
-        BadSample: ``on_bad="raise"``, and a row could not be counted.
-    """
+    """Record why samples are in no pack; ``on_bad="raise"`` raises if a row could not be counted."""
     details = {"over_limit": "alone over a limit of the plan", "empty_sample": "no tokens"}
     if max_packs is not None:
         details["left_over"] = f"beyond max_packs={max_packs}"

@@ -518,11 +518,7 @@ def _audio_clips(example: Mapping[str, Any]) -> int:
 
 
 def _extra_audio(example: Example, encoder: Encoder) -> list[tuple[Any, int]]:
-    """Return the (array, rate) pairs next to a conversation, each at its own rate.
-
-    Raises:
-        BadSample: there is audio in the conversation too, or a clip is too short.
-    """
+    """Return the (array, rate) pairs next to a conversation, each at its own rate."""
     family, sources = encoder.family, extra_audio(example.values)
     if sources and any(ref.kind == "audio" for ref in example.conversation.media):
         raise family.bad("audio next to the conversation ('audio') and in it", example.conversation)

@@ -184,11 +184,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
 
 
 def _markers(encoder: Encoder) -> tuple[list[int], int]:
-    """Return the ids that open an assistant turn, and the id that closes it.
-
-    Raises:
-        CannotAlign: they are unknown.
-    """
+    """Return the ids that open an assistant turn, and the id that closes it; raise if they are unknown."""
     if type(encoder.processor).__name__ not in _IMSTART_TEMPLATE_PROCESSORS:
         with suppress(*tolerated_errors(encoder.processor, CannotAlign)):
             markers = encoder.turn_markers
@@ -206,10 +202,8 @@ def _label_between_markers(
 ) -> list[int]:
     """Label what follows each marker that the template wrote, up to the stop token.
 
-    The texts of the conversation show which markers were typed.
-
-    Raises:
-        CannotAlign: the ids have more or fewer markers than template and texts together.
+    The texts of the conversation show which markers were typed. Raises :class:`CannotAlign` if the ids have
+    more or fewer markers than template and texts together.
     """
     marker, stop = _markers(encoder)
     starts = find_all(ids, marker)
