@@ -94,11 +94,7 @@ def _attach(module: Any, chunks: MutableMapping[str, list[torch.Tensor]]) -> Ite
 
 
 class _CursorHook:
-    """Set the cursor before each forward; microbatches are numbered in the order of their first forward.
-
-    Args:
-        chunks: how many there are; None without media.
-    """
+    """Set the cursor before each forward; microbatches are numbered in the order of their first forward."""
 
     def __init__(self, chunks: int | None) -> None:
         self.chunks, self.calls, self.probed = chunks, 0, False
