@@ -270,9 +270,8 @@ class Loader:
     def _deliver(self, built: Built, waited: float) -> None:
         """Count a batch as delivered, and reconcile the epoch after its last one.
 
-        Raises:
-            PackhorseError: the run stops, and the batch does not count; its ledger entries stay until
-                iterating or resuming rolls them back.
+        If that raises, the run stops and the batch does not count; its ledger entries stay until iterating or
+        resuming rolls them back.
         """
         current, state = self._current, self._state
         counters, delivered = current.budget.counters, len(current.tallies)
