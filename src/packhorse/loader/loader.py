@@ -476,10 +476,8 @@ class Loader:
             lost = used.lost
         elif self.cursor:
             lost = count_lost(self.ledger, self.epoch)
-        bad, limits = (
-            int((~self.counts.ok).sum()),
-            (self.config.max_bad_share, self.config.max_consecutive_bad),
-        )
+        limits = (self.config.max_bad_share, self.config.max_consecutive_bad)
+        bad = int((~self.counts.ok).sum())
         budget = BadSampleBudget(len(self.counts), bad, self._plan_world.size, *limits, self.ledger, lost)
         if budget.is_exceeded(0):
             budget.ledger = self._ledger_of_drops(plan)

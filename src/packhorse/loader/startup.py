@@ -97,11 +97,7 @@ class ModelInfo:
 class OpenedData:
     """Rows, and the processor and model they are for; nothing is counted yet.
 
-    Attributes:
-        dataset: the rows.
-        processor: encodes them.
-        model: the model to train.
-        ledger: entries of rows that are not selected, and later those of encoding.
+    ``ledger`` has entries of rows that are not selected, and later those of encoding.
     """
 
     dataset: Any
@@ -112,15 +108,7 @@ class OpenedData:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What planning and building batches start from.
-
-    Attributes:
-        opened: rows, processor and model.
-        counts: exact token counts of the rows.
-        samples: encodes single rows.
-        planner: plans the epochs.
-        media_mask: the media that any row has.
-    """
+    """What planning and building batches start from; ``media_mask`` are the media that any row has."""
 
     opened: OpenedData
     counts: CountColumns

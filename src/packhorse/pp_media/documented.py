@@ -130,12 +130,7 @@ def _pixels_and_mask(
 
 
 def pixels_layout(
-    key: str,
-    pixels: Any,
-    kind: MediaKind,
-    grid_key: str | None,
-    grid: Any,
-    grids: tuple[str, ...] = (),
+    key: str, pixels: Any, kind: MediaKind, grid_key: str | None, grid: Any, grids: tuple[str, ...] = ()
 ) -> TensorLayout:
     """Return the layout of pixels: one entry per media item, or flat patches; raise if neither matches.
 
