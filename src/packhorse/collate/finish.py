@@ -29,9 +29,7 @@ def row_order(fakes: Sequence[bool], images: Sequence[int], family: Family) -> l
     order = list(range(len(fakes)))
     first = next((index for index in order if fakes[index]), len(order))
     image_follows = any(images[index] and not fakes[index] for index in order[first:])
-    if not image_follows or not family.mrope:
-        return order
-    return sorted(order, key=lambda index: fakes[index])
+    return sorted(order, key=lambda index: fakes[index]) if image_follows and family.mrope else order
 
 
 def add_counts(batch: Mapping[str, Any], items: Sequence[Mapping[MediaKind, int]]) -> dict[str, Any]:

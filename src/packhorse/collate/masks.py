@@ -129,7 +129,7 @@ def find_segments(documents: torch.Tensor, alignment: int | Sequence[int] = 1) -
 
     With ``alignment``, segments begin at multiples of it: the hidden tokens up to the next multiple belong to
     the segment of their document. They follow all its tokens, so causal attention does not reach them.
-    ``alignment`` may have one value per row: rows packed with a smaller one begin between multiples.
+    ``alignment`` may have one value per row: documents packed with a smaller one begin in between.
     """
     list(spans(documents))  # raises if numbers decrease
     hidden = (documents == 0).to(torch.int64)

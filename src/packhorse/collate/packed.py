@@ -250,11 +250,7 @@ class PackedRows:
     """The packs of a batch, to be joined to batch tensors."""
 
     def __init__(
-        self,
-        packs: Sequence[PackedSample],
-        family: Family | None,
-        padding_idx: int,
-        max_length: int | None,
+        self, packs: Sequence[PackedSample], family: Family | None, padding_idx: int, max_length: int | None
     ) -> None:
         self.packs, self.family, self.padding_idx = packs, family, padding_idx
         longest = max(map(len, packs))

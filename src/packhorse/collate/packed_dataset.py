@@ -23,13 +23,7 @@ from packhorse.families.qwen_vl import RopeIndex
 from packhorse.formats.meta import MetaDataset
 from packhorse.formats.summary import MetaExamples
 from packhorse.ledger import Ledger
-from packhorse.plan.lengths import (
-    Eligibility,
-    LazyLengths,
-    after_shift,
-    check_eligibility,
-    sample_lengths,
-)
+from packhorse.plan.lengths import Eligibility, LazyLengths, after_shift, check_eligibility, sample_lengths
 from packhorse.plan.pack_plan import PackPlan
 from packhorse.plan.planning import plan_packs
 from packhorse.types import Action, Drop, Flags, Integers, Reason, Sample, Stage
@@ -501,11 +495,7 @@ class PackedDatasetWrapperConfig:
     max_retries: int = 10
 
     def build(
-        self,
-        inner_dataset: Any,
-        bins: Bins,
-        padding_idx: int = 0,
-        get_rope_index: RopeIndex | None = None,
+        self, inner_dataset: Any, bins: Bins, padding_idx: int = 0, get_rope_index: RopeIndex | None = None
     ) -> PackedDatasetWrapper:
         """Wrap a dataset of encoded samples; no sample is encoded yet."""
         return PackedDatasetWrapper(

@@ -415,12 +415,8 @@ def to_pack(values: Mapping[str, Any], family: Family | None) -> PackedSample:
 def _shift_sample(sample: Mapping[str, Any], has_mrope: bool = False) -> dict[str, Any]:
     """Shift one sample by one token: each position gets the label of the next token.
 
-    Args:
-        sample: ``input_ids`` and ``labels`` [S], other tensors per token ([S] or [1, S]), media tensors.
-        has_mrope: it has ``position_ids`` [3, S], which are cut like the ids; otherwise positions stay.
-
-    Returns:
-        A new dict of views one token shorter; media tensors are the same objects.
+    Returns views one token shorter; media tensors are the same objects. Only with ``has_mrope`` are
+    ``position_ids`` [3, S] cut like the ids; otherwise positions stay.
     """
     names = [key for key in token_keys(sample, MEDIA_KEYS) if has_mrope or key != "position_ids"]
     return {**sample, **shift_tokens({key: torch.as_tensor(sample[key]) for key in names})}

@@ -13,14 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
-from packhorse.chat import (
-    CannotAlign,
-    Processor,
-    Tokenizer,
-    is_transformers,
-    template_errors,
-    tokenizer_of,
-)
+from packhorse.chat import CannotAlign, Processor, Tokenizer, is_transformers, template_errors, tokenizer_of
 from packhorse.errors import ConfigError
 from packhorse.families import Encoder, Family, Generic
 

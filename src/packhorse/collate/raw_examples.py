@@ -29,12 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example of a batch.
-
-    Attributes:
-        values: the example in the documented format.
-        conversation: the same, parsed; its key names the sample.
-    """
+    """An example of a batch in the documented format, and parsed; its conversation has the sample's key."""
 
     values: Mapping[str, Any]
     conversation: Conversation

@@ -59,12 +59,7 @@ def _ensure_rgb(conversations: Sequence[Turns]) -> Sequence[Turns]:
 
 
 def _extract_image_config(processor: Processor) -> dict[str, int] | None:
-    """Return the geometry by which Qwen-like image processors cut images into tokens; None if there is none.
-
-    Returns:
-        ``patch_size``, ``merge_size``, ``factor`` (pixels along a token's side), ``min_pixels`` and
-        ``max_pixels``; see :func:`packhorse.formats.estimate.image_config`.
-    """
+    """Return the geometry of Qwen-like images; see :func:`packhorse.formats.estimate.image_config`."""
     return image_config(processor)
 
 
