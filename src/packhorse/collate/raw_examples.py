@@ -187,7 +187,9 @@ def _first_media(example: Example, number: int) -> Example:
         for part in turn["content"] if not isinstance(turn["content"], str) else ():
             if part["type"] in MEDIA_KINDS:
                 if kept == number:
-                    return _with_turns(example, [*turns, *_cut_turn(turn, parts, turns)])
+                    cut = [*turns, *_cut_turn(turn, parts, turns)]
+                    values = {**example.values, "conversation": cut}
+                    return Example(values, parse_conversation(values, example.key))
                 kept += 1
             parts.append(part)
         turns.append(turn)
@@ -200,8 +202,3 @@ def _cut_turn(turn: Mapping[str, Any], parts: list[Any], before: Turns) -> list[
         return [{**turn, "content": parts}]
     asked = any(earlier["role"] == "user" for earlier in before)
     return [] if asked else [{**turn, "content": [{"type": "text", "text": ""}]}]
-
-
-def _with_turns(example: Example, turns: Turns) -> Example:
-    values = {**example.values, "conversation": list(turns)}
-    return Example(values, parse_conversation(values, example.key))
